@@ -120,7 +120,7 @@ def test_bfloat16_queries_keep_their_dtype() -> None:
 
 Q = torch.zeros(1, 4, 1, 64)
 BAD = {
-    "rank": (Q[0], {}, InvalidParameter, "rank 3"),
+    "rank": (Q[0], {}, InvalidParameter, r"q: shape \[4, 1, 64\]"),
     "dtype": (Q.to(torch.int64), {}, InvalidType, "floating-point"),
     "head dim": (Q[..., :32], {}, InvalidParameter, "does not match keys"),
     "heads": (Q[:, :3], {}, InvalidParameter, "multiple of kv_head"),
@@ -246,7 +246,7 @@ def test_lengths_of_all_tokens_change_nothing() -> None:
     ("options", "error", "message"),
     [
         pytest.param(
-            {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits: shape \[3\]; .* per query head, \[4\]", id="too few logits"
+            {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits: shape \[3\], .* per query head, \[4\]", id="too few logits"
         ),
         pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidType, "sink_logits: torch.int64", id="integer logits"),
         pytest.param({"sink_logits": [0.0] * 4}, InvalidType, "sink_logits: list", id="a list of logits"),

@@ -1,1 +1,1 @@
-"""The commands of the command line, one module each; every module imports its dependencies when it runs."""
+"""Commands of the command line, one module each. Modules import their dependencies only when they run."""

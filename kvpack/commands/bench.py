@@ -1,4 +1,4 @@
-"""kvpack bench: measurements on this machine."""
+"""kvpack bench: run measurements on this machine."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _add_quality(kinds: Any) -> None:
 
 
 def _add_model_options(quality: Any) -> None:
-    """Add the options that change the model, or the comparison."""
+    """Add the options that modify the model or the comparison."""
     quality.add_argument(
         "--twin",
         type=float,
@@ -221,7 +221,7 @@ def _add_serve(kinds: Any) -> None:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Run ``bench serve``. Raises InvalidParameter for a batch and tokens that are not two numbers."""
+    """Run ``bench serve``. Raises InvalidParameter if a value of ``--decode`` is not two numbers."""
     from kvpack.bench import serve, serve_tables
     from kvpack.formats.errors import InvalidParameter
 
@@ -231,7 +231,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         for text in arguments.decode:
             batch, _, tokens = text.partition("x")
             if not (batch.isdecimal() and tokens.isdecimal()):
-                raise InvalidParameter(f"--decode is {text!r}, expected a batch and tokens, such as 8x16384")
+                raise InvalidParameter(f"--decode is {text!r}, expected a batch size and a number of tokens, such as 8x16384")
             contexts.append((int(batch), int(tokens)))
     with progress("bench serve", arguments) as callback:
         report = serve.run(
@@ -267,14 +267,14 @@ def _add_store(kinds: Any) -> None:
 
 
 def run_store(arguments: argparse.Namespace) -> int:
-    """Measure and print the tables."""
+    """Run ``bench store`` and print its tables."""
     from kvpack.bench import store, store_scale
     from kvpack.formats.errors import InvalidParameter
 
     if arguments.location is not None:
         entries, *more = arguments.entries or [store_scale.ENTRIES]
         if more:
-            raise InvalidParameter("--entries is given more than once: with --location, a run measures at one number of entries")
+            raise InvalidParameter("--entries is set more than once: with --location, pass it only once")
         rows = arguments.row or store_scale.ROWS
         with progress("put entries", arguments) as callback:
             scale = store_scale.run(arguments.location, entries, arguments.recipe or store_scale.RECIPE, rows, callback)
@@ -295,7 +295,7 @@ def run_store(arguments: argparse.Namespace) -> int:
 
 
 def run_io(arguments: argparse.Namespace) -> int:
-    """Measure and print the tables."""
+    """Run ``bench io`` and print its tables."""
     from kvpack.bench import io, io_cold
     from kvpack.coding.recipes import parse_recipe
 
@@ -326,10 +326,10 @@ def run_io(arguments: argparse.Namespace) -> int:
 
 
 def run_quality(arguments: argparse.Namespace) -> int:
-    """Measure, print one table and write the picture."""
+    """Run ``bench quality``, print its table and write its picture."""
     from kvpack.models import transformers_library
 
-    # Refuses with a message where transformers is missing: the next line imports it.
+    # Raises a clear error if transformers is missing, before the next line imports it.
     transformers_library()
     from kvpack.bench import quality, real_model
     from kvpack.formats.errors import InvalidParameter
@@ -339,7 +339,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
     if basis is None and arguments.model is None and arguments.twin is None and arguments.offset is None:
         basis = real_model.basis(arguments.calibrated_on)
     elif arguments.calibrated_on != "prose":
-        raise InvalidParameter("--calibrated-on is for the default model as it is: leave out --model, --basis, --twin and --offset")
+        raise InvalidParameter("--calibrated-on works only with the unmodified default model: omit --model, --basis, --twin and --offset")
     settings = quality.Settings(
         arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
         arguments.offset, arguments.generate, arguments.device, arguments.peers, arguments.insert,
@@ -347,14 +347,14 @@ def run_quality(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:
         recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
-        given = (model, arguments.text, recipes, settings)
-        report = quality.run(*given, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
+        inputs = (model, arguments.text, recipes, settings)
+        report = quality.run(*inputs, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
     print_report(quality.rounded(report), quality.show, arguments)
     return 0
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:
-    """Measure and print one table per shape, and one of encoding."""
+    """Run ``bench kernels`` and print one table per shape, and one for encoding."""
     from kvpack.bench import kernels
 
     with progress("bench kernels", arguments) as callback:
@@ -371,7 +371,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
 
 
 def run_attend(arguments: argparse.Namespace) -> int:
-    """Measure and print one table per number of tokens."""
+    """Run ``bench attend`` and print one table per number of tokens."""
     from kvpack.bench import attend
 
     with progress("bench attend", arguments) as callback:

@@ -1,4 +1,4 @@
-"""Numbers with units on the command line: sizes such as 10GB, and times such as 7d."""
+"""Parse numbers with units on the command line: sizes such as 10GB, and times such as 7d."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _UNITS: dict[str, int] = {
 
 
 def byte_count(text: str) -> int:
-    """Parse a number of bytes, such as ``1000000000``, ``1GB`` or ``1.5GiB``. Raises ArgumentTypeError."""
+    """Parse a size in bytes, such as ``1000000000``, ``1GB`` or ``1.5GiB``. Raises ArgumentTypeError."""
     match = _COUNT.fullmatch(text.strip())
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number of bytes, such as 1000000000, 1GB or 512MiB")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be a size in bytes, such as 1000000000, 1GB or 512MiB")
     whole, _, digits = match[1].partition(".")
     return int(whole + digits) * unit // int(f"1{'0' * len(digits)}")
 
 
 def positive_byte_count(text: str) -> int:
-    """Parse a ``byte_count`` of at least 1. Raises ArgumentTypeError."""
+    """Parse a size of at least one byte, as ``byte_count`` does. Raises ArgumentTypeError."""
     count = byte_count(text)
     if not count:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is less than one byte; expected at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be at least 1 byte")
     return count
 
 
@@ -37,8 +37,8 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def seconds(text: str) -> int:
-    """Parse a number of seconds, such as ``90s``, ``30m``, ``12h`` or ``7d``. Raises ArgumentTypeError."""
+    """Parse a time such as ``90s``, ``30m``, ``12h`` or ``7d`` to seconds. Raises ArgumentTypeError."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a time, such as 90s, 30m, 12h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} must be a time, such as 90s, 30m, 12h or 7d")
     return int(match[1]) * _SECONDS[match[2]]

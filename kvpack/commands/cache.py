@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json
 
-from .chats import add_device, loaded
-from .convert import RECIPE_HELP, add_writing, recipe_of, report_saved
+from .chats import add_device, load_chat_model
+from .convert import RECIPE_HELP, add_writing, parse_recipe_option, report_saved
 from .outputs import check_output
 
 if TYPE_CHECKING:
     import argparse
 
 MAX_PROMPT_BYTES = 2**26
-"""Maximum number of bytes of a prompt's text: more tokens than any model takes."""
+"""Maximum size of a prompt in bytes, which is more than any model supports."""
 
 
 def add(commands: Any) -> None:
@@ -43,17 +43,17 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the text with the model, and save the cache."""
+    """Run the model over the text and save the cache."""
     from kvpack.integrations.transformers_version import installed
 
-    # Refuses with a message where transformers is missing: the next line imports it.
+    # Raises a clear error if transformers is missing, before the next line imports it.
     installed()
     from kvpack.integrations.transformers.chat import RECIPE, Chat
 
     check_output(arguments, arguments.output, arguments.prompt_file, arguments.basis, arguments.recipe)
     arguments.recipe = arguments.recipe or RECIPE
-    recipe, text = recipe_of(arguments, reads_cache=False), read_prompt(arguments.prompt_file)
-    model, tokenizer = loaded(arguments.model, arguments)
+    recipe, text = parse_recipe_option(arguments, reads_cache=False), read_prompt(arguments.prompt_file)
+    model, tokenizer = load_chat_model(arguments.model, arguments)
     chat = Chat(model, tokenizer, recipe)
     chat.read({"role": arguments.role, "content": text})
     size = chat.save(arguments.output, compress=arguments.compress, durable=arguments.durable)
@@ -62,17 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_prompt(path: str) -> str:
-    """Read the text in the file at ``path``, or from standard input for "-". Raises MissingFile and InvalidParameter."""
+    """Return the text of the file at ``path``, or of standard input if it is "-". Raises MissingFile and InvalidParameter."""
     from kvpack.file.user_files import read_bytes
     from kvpack.formats.errors import InvalidParameter
 
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if path == "-" else read_bytes(path, MAX_PROMPT_BYTES, "a prompt")
     if len(data) > MAX_PROMPT_BYTES:
-        raise InvalidParameter(f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, the limit for a prompt: pass a shorter text")
+        raise InvalidParameter(f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, which is the maximum: pass a shorter prompt")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise InvalidParameter(f"{path}: is not UTF-8 at byte {error.start}: convert the text, for example with iconv") from None
+        raise InvalidParameter(f"{path}: byte {error.start} is not valid UTF-8: convert the text, for example with iconv") from None
     if not text:
         raise InvalidParameter(f"{path}: is empty: pass a file with the text that the model should read")
     return text

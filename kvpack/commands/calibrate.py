@@ -1,4 +1,4 @@
-"""kvpack calibrate: create the basis of a model."""
+"""kvpack calibrate: make the basis of a model."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calibrate, write the basis and print its digest."""
+    """Calibrate the model, write the basis and print its digest."""
     check_output(arguments, arguments.out, arguments.text)
     from kvpack.models import transformers_library
 
-    # Refuses with a message where transformers is missing: the next line imports it.
+    # Raises a clear error if transformers is missing, before the next line imports it.
     transformers_library()
     from kvpack.tuning import calibrate
 

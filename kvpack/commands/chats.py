@@ -1,4 +1,4 @@
-"""The model, the tokenizer and the options of the commands cache and generate, in which a model reads and writes."""
+"""Load the model and tokenizer for the commands cache and generate."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DEVICES = ("cpu", "cuda")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--device``, which both commands have."""
+    """Add the option ``--device``."""
     parser.add_argument("--device", choices=DEVICES, help="device of the model (default: cuda if there is one, otherwise cpu)")
 
 
-def loaded(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load the model, in the dtype of its weights, and its tokenizer; None selects the demo's.
+def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """Load a model, in the dtype of its weights, and its tokenizer; None selects the demo's model.
 
     Raises the errors of ``kvpack.models.load_model``.
     """
@@ -28,11 +28,11 @@ def loaded(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: leave --device out to use the CPU")
+        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to use the CPU")
     with model_folder(model) as folder:
         network, tokenizer = load_model(folder, dtype="auto").to(device), load_tokenizer(folder)
     if tokenizer is None:
         if network.get_input_embeddings().weight.shape[0] <= BOS:
-            raise InvalidParameter(f"{folder}: has no tokenizer, and too few tokens to use bytes instead: pass a folder with a tokenizer")
+            raise InvalidParameter(f"{folder}: has no tokenizer, and too few token ids for bytes: pass a folder with a tokenizer")
         tokenizer = ByteTokenizer()
     return network, tokenizer

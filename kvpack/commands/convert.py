@@ -35,14 +35,14 @@ def add(commands: Any) -> None:
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that writes a kvpack file."""
+    """Add the options that all commands for writing kvpack files have."""
     parser.add_argument("--compress", action="store_true", help="compress tensors with zstd if that saves 3 %% or more")
     parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
     add_force(parser)
 
 
 def add_basis(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--basis`` of every command that reads or writes files of the codecs klt and transform."""
+    """Add the option ``--basis``, for files and recipes with the codecs klt and transform."""
     parser.add_argument(
         "--basis",
         metavar="FILE",
@@ -50,41 +50,41 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_of(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
-    """Return the recipe to write, with its basis if it needs one.
+def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
+    """Return the recipe to write, with the basis if it needs one.
 
-    Raises InvalidParameter for a basis that neither the recipe nor, with ``reads_cache``, the input may need.
+    Raises InvalidParameter for a basis that neither the recipe nor, if ``reads_cache``, the input can need.
     """
     from kvpack.coding.recipes import Recipe, parse_recipe
 
     recipe = parse_recipe(arguments.recipe)
     if arguments.basis is not None and not reads_cache and not recipe.uses_basis:
-        raise InvalidParameter(f"recipe {recipe.text!r} needs no basis: leave out --basis, or name a recipe that does, such as klt-1.75")
+        raise InvalidParameter(f"recipe {recipe.text!r} needs no basis: omit --basis, or pass a recipe that needs one, such as klt-1.75")
     return Recipe(recipe, arguments.basis) if recipe.uses_basis else recipe
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load, convert and save."""
+    """Load the file, convert it and save it."""
     import kvpack
 
     arguments.recipe = arguments.recipe or arguments.named
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
-    # Truncating a mapped file would end the process, so the command reads a copy.
-    recipe = recipe_of(arguments)
+    # Read a copy, because truncating a mapped file would kill this process.
+    recipe = parse_recipe_option(arguments)
     with progress("read", arguments) as callback:
         cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis, progress=callback)
     with progress("encode", arguments) as callback:
         converted = cache.convert(recipe, progress=callback)
     save(converted, arguments)
-    if _takes_more_bits(cache, converted):
-        note = f"{arguments.output} has more bits per value than {arguments.input}, and no better quality"
-        lost = f"what {cache.recipe} rounded stays rounded. Convert the original values instead, if you have them"
-        print(f"kvpack: note: {printable(note)}: {printable(lost)}", file=sys.stderr)
+    if _adds_bits(cache, converted):
+        note = f"{arguments.output} has more bits per value than {arguments.input}, but no better quality"
+        reason = f"values that {cache.recipe} has rounded stay rounded. If possible, convert the original values instead"
+        print(f"kvpack: note: {printable(note)}: {printable(reason)}", file=sys.stderr)
     return 0
 
 
-def _takes_more_bits(cache: Cache, converted: Cache) -> bool:
-    """Return True if any rounded values were encoded again with more bits."""
+def _adds_bits(cache: Cache, converted: Cache) -> bool:
+    """Return True if values that were already rounded were encoded again with more bits."""
     return any(
         old.runs and old.codec.exact_dtype is None and new.codec.nominal_bits > old.codec.nominal_bits
         for before, after in zip(cache, converted, strict=True)
@@ -102,7 +102,7 @@ def save(cache: Cache, arguments: argparse.Namespace) -> None:
 
 
 def report_saved(cache: Cache, size: int, arguments: argparse.Namespace) -> None:
-    """Report the size of the file that was written to ``arguments.output``."""
+    """Report the size of the file written to ``arguments.output``."""
     bits = 8 * size / cache.values if cache.values else 0.0
     if arguments.json:
         print_json({"file": arguments.output, "bytes": size, "values": cache.values, "bits_per_value": bits, "recipe": cache.recipe})

@@ -1,12 +1,11 @@
-"""kvpack unpack and kvpack pack: kvpack files to and from safetensors files of dense keys and values.
+"""kvpack unpack and kvpack pack: convert kvpack files to and from safetensors files of dense keys and values.
 
-A dense file contains the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, layers from 0, and the states of
-recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. The known token ids are ``token_ids``, int64
-``[row, token]``, one row where all rows have the same. Its metadata ``kvpack.unpacked`` is JSON: ``model``, the model's identity, and
-``start``, the position of the first token, or, where layers start elsewhere or have no tensors, ``{"range": position, "layers":
-[position of each]}``. If the file has them, ``metadata`` contains the user's texts and numbers, ``position_offsets`` those of the
-cache, ``undetermined`` the inputs that token ids do not determine, each as ``[text, position]``, and ``hidden`` the tokens that an
-attention mask hid, as ``[row, start, stop]``.
+A dense file contains the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, with layers from 0, and states of
+recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. Known token ids are ``token_ids``, int64 ``[row, token]``,
+with a single row if all sequences have the same ids. The metadata ``kvpack.unpacked`` is JSON with the model's identity as ``model`` and
+the position of the first token as ``start``; if layers start elsewhere or have no tensors, ``start`` is ``{"range": position, "layers":
+[position of each]}``. Optional entries are the user's ``metadata``, ``position_offsets``, ``undetermined`` with the inputs that token ids
+do not determine, each as ``[text, position]``, and ``hidden`` with the tokens hidden by an attention mask, as ``[row, start, stop]``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvpack.file.metadata import to_bytes
 from kvpack.formats.errors import InvalidParameter, KvpackError
 from kvpack.output import add_json, print_json, progress
 
-from .convert import RECIPE_HELP, add_basis, add_writing, recipe_of, save
+from .convert import RECIPE_HELP, add_basis, add_writing, parse_recipe_option, save
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -38,10 +37,10 @@ if TYPE_CHECKING:
     from kvpack.file.metadata import Value
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""safetensors names of the dtypes that ``unpack`` writes."""
+"""safetensors dtype names by the dtypes that ``unpack`` can write."""
 
 IDS = "token_ids"
-"""The name of the tensor of token ids."""
+"""Name of the tensor with token ids."""
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.([kv]|state\.(?P<state>[a-z][a-z0-9_.]{0,27}))", re.ASCII)
 
@@ -67,13 +66,13 @@ def add(commands: Any) -> None:
 
 
 def unpack(arguments: argparse.Namespace) -> int:
-    """Decode every layer and write the dense file."""
+    """Decode all layers and write the dense file."""
     import kvpack
     from kvpack.cache import tensor_files
     from kvpack.file.atomic import write_file
 
     check_output(arguments, arguments.output, arguments.input, arguments.basis)
-    # Truncating a mapped file would end the process, so the command reads a copy.
+    # Read a copy, because truncating a mapped file would kill this process.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:
         tensors = _dense(cache, arguments.dtype, callback)
@@ -92,7 +91,7 @@ def pack(arguments: argparse.Namespace) -> int:
 
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     layers, note, inputs = _read_dense(arguments.input)
-    recipe = recipe_of(arguments, reads_cache=False)
+    recipe = parse_recipe_option(arguments, reads_cache=False)
     with progress("encode", arguments) as callback:
         cache = kvpack.pack(layers, recipe, model=note.model, start=note.start, inputs=inputs, progress=callback)
     known = 0 if inputs is None else len(inputs.known[0]) // ID_BYTES
@@ -120,7 +119,7 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
 
 
 def _metadata(cache: Cache) -> dict[str, str]:
-    """Return the metadata of the dense file: positions, the model, the user's metadata, and inputs that token ids do not determine."""
+    """Return the metadata of the dense file (see the module docstring)."""
     starts = [cache.positions(number)[0] for number in range(len(cache))]
     whole = all(layer.sides and not layer.skipped for layer in cache)
     note: dict[str, Any] = {"start": cache.start if whole else {"range": cache.start, "layers": starts}, "model": dict(cache.model)}
@@ -135,17 +134,17 @@ def _metadata(cache: Cache) -> dict[str, str]:
     return {"format": "pt", "kvpack.unpacked": json.dumps(note)}
 
 
-def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
-    """Return the layers, the metadata and the inputs.
+def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | None]:
+    """Return the layers, the metadata and the inputs of a dense file.
 
-    Raises MissingFile, or InvalidParameter when the file is not a safetensors file or its names are not those of a dense cache.
+    Raises MissingFile, and InvalidParameter if the file is not a safetensors file or has other tensors than a dense file.
     """
     from kvpack.cache import tensor_files
     from kvpack.cache.dense_states import DenseLayer
     from kvpack.coding.encoding import STATE_DTYPES
     from kvpack.file.layer_states import check_state
 
-    def check(names: list[str], metadata: dict[str, str]) -> tuple[_Note, int]:
+    def check(names: list[str], metadata: dict[str, str]) -> tuple[_UnpackedInfo, int]:
         note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
         return note, _check_names(path, names, note)
 
@@ -155,7 +154,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
     ids = tensors.pop(IDS, None)
     batch = min(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
     if ids is not None and ids.dim() == 2 and len(ids) not in (1, batch):
-        raise InvalidParameter(f"{path}: {IDS} has the shape {list(ids.shape)}, but the layers have {batch} sequences: pass a row for each")
+        raise InvalidParameter(f"{path}: {IDS} has shape {list(ids.shape)}, but the layers have {batch} sequences: store a row for each")
     inputs = _inputs(path, ids, note)
     for name, tensor in tensors.items():
         number, _, state = name.partition(".state.")
@@ -169,8 +168,8 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _Note, Inputs | None]:
     )
 
 
-def _inputs(path: str, ids: torch.Tensor | None, note: _Note) -> Inputs | None:
-    """Return the inputs of a dense file; None if it has none. Raises InvalidParameter for ids that are not integers ``[row, token]``."""
+def _inputs(path: str, ids: torch.Tensor | None, note: _UnpackedInfo) -> Inputs | None:
+    """Return the inputs of a dense file; None if it has none. Raises InvalidParameter if the ids are not integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
     if ids is None and note.undetermined is None:
@@ -185,8 +184,8 @@ def _inputs(path: str, ids: torch.Tensor | None, note: _Note) -> Inputs | None:
         raise InvalidParameter(f"{path}: {error}") from None
 
 
-def _check_names(path: str, names: list[str], note: _Note) -> int:
-    """Return the number of layers that the tensors and the note name. Raises InvalidParameter if the two disagree."""
+def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
+    """Return the number of layers. Raises InvalidParameter if the tensors and the metadata disagree about it."""
     names = [name for name in names if name != IDS]
     for name in names:
         if not _NAME.fullmatch(name):
@@ -196,33 +195,33 @@ def _check_names(path: str, names: list[str], note: _Note) -> int:
     layers = {int(name.partition(".")[0]) for name in names}
     count = len(layers) if note.starts is None else len(note.starts)
     if count > MAX_LAYERS:
-        raise InvalidParameter(f"{path}: names {count} layers, the limit is {MAX_LAYERS}")
+        raise InvalidParameter(f"{path}: has {count} layers, but may have at most {MAX_LAYERS}")
     if not layers or max(layers) >= count:
-        expected = "every layer from 0 to the last" if note.starts is None else f"some of the {count} that its metadata names"
+        expected = "all layers from 0 to the last" if note.starts is None else f"some of the {count} layers in its metadata"
         raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected {expected}")
     for number, start in enumerate(note.starts or ()):
         if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
             raise InvalidParameter(
-                f"{path}: its metadata kvpack.unpacked starts layer {number} at position {start}, but the range at {note.start}"
+                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache at {note.start}"
             )
     return count
 
 
-class _Note(NamedTuple):
-    """The metadata that ``unpack`` wrote: ``starts`` has the first position of each layer, None if all start at ``start``."""
+class _UnpackedInfo(NamedTuple):
+    """The parsed metadata of a dense file. ``starts`` are the layers' first positions; None if all layers start at ``start``."""
 
     model: dict[str, str]
     start: int
     starts: list[int] | None
     metadata: dict[str, Value]
     undetermined: list[tuple[str, int]] | None
-    """The inputs that token ids do not determine, with the first position of each; None if the file says nothing of inputs."""
+    """Inputs that token ids do not determine, each with the first position that it affects; None if inputs are unknown."""
     offsets: tuple[int, ...] | None
     hidden: tuple[Hidden, ...]
-    """The tokens that an attention mask hid."""
+    """Tokens hidden by an attention mask."""
 
 
-def _note(path: str, text: str) -> _Note:
+def _note(path: str, text: str) -> _UnpackedInfo:
     try:
         note = json.loads(text)
     except (ValueError, RecursionError):
@@ -230,9 +229,9 @@ def _note(path: str, text: str) -> _Note:
     match note:
         case {"start": start, "model": {**named}} if all(isinstance(word, str) for word in named.values()):
             model = {str(name): str(word) for name, word in named.items()}
-            kept = note.get("metadata", {})
+            metadata = note.get("metadata", {})
             try:
-                to_bytes(kept)
+                to_bytes(metadata)
             except KvpackError as error:
                 raise InvalidParameter(f"{path}: kvpack.unpacked: {error}") from None
             undetermined = _undetermined(path, note.get("undetermined"))
@@ -240,15 +239,15 @@ def _note(path: str, text: str) -> _Note:
             hidden = _hidden(path, note.get("hidden", []))
             match start:
                 case int() if type(start) is int:
-                    return _Note(model, start, None, kept, undetermined, offsets, hidden)
+                    return _UnpackedInfo(model, start, None, metadata, undetermined, offsets, hidden)
                 case {"range": first, "layers": [*starts]} if all(type(position) is int for position in (first, *starts)):
-                    return _Note(model, first, starts, kept, undetermined, offsets, hidden)
+                    return _UnpackedInfo(model, first, starts, metadata, undetermined, offsets, hidden)
     expected = '{"start": integer, "model": {name: text}}, where start may also be {"range": integer, "layers": [integer, ...]}'
     raise InvalidParameter(f"{path}: its metadata kvpack.unpacked is {text!r:.200}, expected {expected}")
 
 
 def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
-    """Return the position offsets in the metadata. Raises InvalidParameter for anything else."""
+    """Return the position offsets in the metadata. Raises InvalidParameter if they have another form."""
     if listed is None:
         return None
     if not isinstance(listed, list) or not all(type(offset) is int and abs(offset) <= MAX_TOKENS for offset in listed) or not listed:
@@ -257,7 +256,7 @@ def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
 
 
 def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
-    """Return the pairs of text and position in the metadata. Raises InvalidParameter for anything else."""
+    """Return the (text, position) pairs in the metadata. Raises InvalidParameter if they have another form."""
     if listed is None:
         return None
     pairs = []
@@ -266,16 +265,16 @@ def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
             case [str() as text, int() as position] if text and type(position) is int and 0 <= position <= MAX_TOKENS:
                 pairs.append((text, position))
             case _:
-                raise InvalidParameter(f"{path}: kvpack.unpacked: undetermined holds {pair!r:.80}, expected [text, position]")
+                raise InvalidParameter(f"{path}: kvpack.unpacked: undetermined contains {pair!r:.80}, expected [text, position]")
     return pairs
 
 
 def _hidden(path: str, listed: Any) -> tuple[Hidden, ...]:
-    """Return the stretches of hidden tokens in the metadata. Raises InvalidParameter for anything else."""
-    for stretch in listed if isinstance(listed, list) else [listed]:
-        match stretch:
-            case [int(), int(), int()] if all(type(number) is int and 0 <= number <= MAX_TOKENS for number in stretch):
+    """Return the ranges of hidden tokens in the metadata. Raises InvalidParameter if they have another form."""
+    for token_range in listed if isinstance(listed, list) else [listed]:
+        match token_range:
+            case [int(), int(), int()] if all(type(number) is int and 0 <= number <= MAX_TOKENS for number in token_range):
                 pass
             case _:
-                raise InvalidParameter(f"{path}: kvpack.unpacked: hidden holds {stretch!r:.80}, expected [row, start, stop]")
-    return tuple(Hidden(*stretch) for stretch in listed)
+                raise InvalidParameter(f"{path}: kvpack.unpacked: hidden contains {token_range!r:.80}, expected [row, start, stop]")
+    return tuple(Hidden(*token_range) for token_range in listed)

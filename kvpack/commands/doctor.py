@@ -1,4 +1,4 @@
-"""kvpack doctor: list the installed packages and the kernels that run here, check that they work, and say how to fix problems."""
+"""kvpack doctor: list installed packages and kernels, check that they work, and suggest how to fix problems."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Package(NamedTuple):
-    """A package that kvpack uses: its oldest supported version, the features that need it, and the extra that installs it ("" for none)."""
+    """A package that kvpack uses: its oldest supported version, its purpose, and the extra that installs it ("" if none)."""
 
     name: str
     oldest: str
@@ -40,14 +40,14 @@ PACKAGES = (
     Package("matplotlib", "3.8", "pictures", "bench"),
 )
 ENGINES = ("vllm", "sglang", "lmcache", "mlx-lm")
-"""Packages that kvpack works with, and that are named where they are installed."""
+"""Packages with which kvpack works, listed if they are installed."""
 
 RECIPES = ("lossless", "fp8", "octopus-4", "oscar-2", "turboquant-3", "turboangle-k8v4", "hqmq-s96-r4")
-"""A preset of every kind of codec."""
+"""One preset for each kind of codec."""
 MAX_ERROR = 0.02
-"""The most by which attention over packed rows may differ from attention over the same rows unpacked, relative to their norm."""
+"""Maximum error of attention over packed values compared with the same values unpacked, relative to their norm."""
 FAILED = 1
-_ON = "files on "
+_FILES_ON = "files on "
 
 
 def add(commands: Any) -> None:
@@ -63,11 +63,11 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the packages, the kernels and the results of the checks; return 1 if a check failed."""
-    packages = [_described(package) for package in PACKAGES]
+    packages = [_package_status(package) for package in PACKAGES]
     engines = {name: version for name in ENGINES if (version := _version(name)) is not None}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KVPACK_")}
     with progress("doctor", arguments) as callback:
-        kernels, checks = _checked(callback)
+        kernels, checks = _run_checks(callback)
     advice = _advice(packages, kernels, checks)
     report = {
         "kvpack": __version__, "python": platform.python_version(), "system": platform.platform(),
@@ -87,7 +87,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _described(package: Package) -> dict[str, Any]:
+def _package_status(package: Package) -> dict[str, Any]:
     version = _version(package.name)
     recent = version is not None and _numbers(version) >= _numbers(package.oldest)
     return {**package._asdict(), "version": version, "ok": recent}
@@ -97,7 +97,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:2]))
 
 
-def _checked(callback: Callable[[int, int], None] | None) -> tuple[dict[str, str], list[dict[str, Any]]]:
+def _run_checks(callback: Callable[[int, int], None] | None) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Return the backend of each kind of device, and the results of all checks."""
     try:
         import torch
@@ -106,11 +106,11 @@ def _checked(callback: Callable[[int, int], None] | None) -> tuple[dict[str, str
 
         kernels = backends()
     except Exception as error:
-        # Whatever an installation does wrong is what is asked about.
+        # Any error of an installation is a result to report.
         return {}, [{"name": "import torch and kvpack", "ok": False, "result": _reason(error), "seconds": 0.0}]
-    checks: list[tuple[str, Callable[[], str]]] = [(f"{_ON}the CPU", lambda: _files("cpu"))]
+    checks: list[tuple[str, Callable[[], str]]] = [(f"{_FILES_ON}the CPU", lambda: _files("cpu"))]
     if torch.cuda.is_available():
-        checks.append((f"{_ON}{torch.cuda.get_device_name()}", lambda: _files("cuda")))
+        checks.append((f"{_FILES_ON}{torch.cuda.get_device_name()}", lambda: _files("cuda")))
     checks += [("a damaged file is refused", _damage), ("a store in a folder", _store)]
     if _version("transformers") is not None:
         checks.append(("a model continues a file", _model))
@@ -142,7 +142,7 @@ def _values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _files(device: str) -> str:
-    """Pack, save, load and attend a cache with every recipe, and compare attention with that over the unpacked values."""
+    """Pack, save, load and attend a cache with each recipe, and compare attention with that over the unpacked values."""
     import torch
 
     import kvpack
@@ -158,15 +158,15 @@ def _files(device: str) -> str:
             keys, values = layer.unpack(torch.float32)
             assert keys is not None
             assert values is not None
-            for name, found, given in (("keys", keys, pair[0]), ("values", values, pair[1])):
-                lost = _difference(found.cpu(), given.float())
+            for name, decoded, original in (("keys", keys, pair[0]), ("values", values, pair[1])):
+                error = _difference(decoded.cpu(), original.float())
                 # The coarsest recipe has 2 bits.
-                if lost > (0 if recipe == "lossless" else 0.7):
-                    raise ValueError(f"{recipe}: {name} decode with a relative error of {lost:.2g}")
+                if error > (0 if recipe == "lossless" else 0.7):
+                    raise ValueError(f"{recipe}: {name} decode with a relative error of {error:.2g}")
             expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
             error = _difference(kvpack.attend(query, layer), expected)
             if not error <= MAX_ERROR:
-                raise ValueError(f"{recipe}: attention is off by {error:.2g}, expected at most {MAX_ERROR}")
+                raise ValueError(f"{recipe}: attention has a relative error of {error:.2g}, expected at most {MAX_ERROR}")
             largest = max(largest, error)
     return f"{len(RECIPES)} recipes, attention exact to {largest:.1e}"
 
@@ -209,7 +209,7 @@ def _store() -> str:
 
 
 def _model() -> str:
-    """Check that the demo's model answers a question about a prompt from a file."""
+    """Check that the demo's model answers a question about a prompt loaded from a file."""
     from kvpack.integrations.transformers import Chat
     from kvpack.models import ByteTokenizer, demo_text, load_model
 
@@ -227,7 +227,7 @@ def _model() -> str:
 
 
 def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: list[dict[str, Any]]) -> list[str]:
-    """Return advice on missing packages and features, most important first."""
+    """Return advice on failed checks and on missing packages and features, most important first."""
     missing = any(package["name"] == "torch" and package["version"] is None for package in packages)
     failed = [check["name"] for check in checks if not check["ok"] and not missing]
     advice = [f"{name} failed: report it with the output of kvpack doctor --json" for name in failed]
@@ -237,8 +237,8 @@ def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: lis
             "pip install --force-reinstall --no-cache-dir --no-binary kvpack kvpack"
         )
     if forced := os.environ.get("KVPACK_KERNELS"):
-        advice.append(f"KVPACK_KERNELS={forced} chooses the kernels: unset it to use the fastest of each device")
-    if kernels and not any(check["name"].startswith(_ON) and check["name"] != f"{_ON}the CPU" for check in checks):
+        advice.append(f"KVPACK_KERNELS={forced} selects the kernels: unset it to use the fastest ones on each device")
+    if kernels and not any(check["name"].startswith(_FILES_ON) and check["name"] != f"{_FILES_ON}the CPU" for check in checks):
         advice.append("PyTorch finds no CUDA device: on a machine that has one, install PyTorch for CUDA (https://pytorch.org)")
     for package in packages:
         if package["ok"] or (package["name"] == "triton" and "Triton kernels" in kernels.get("cuda", "")):

@@ -1,4 +1,4 @@
-"""kvpack import and kvpack export: prompt caches of mlx-lm and slot files of llama.cpp, to and from kvpack files."""
+"""kvpack import and kvpack export: convert prompt caches of mlx-lm and slot files of llama.cpp to and from kvpack files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json, progress
 
-from .convert import RECIPE_HELP, add_basis, add_writing, recipe_of, save
+from .convert import RECIPE_HELP, add_basis, add_writing, parse_recipe_option, save
 from .dense import DTYPES
 from .outputs import add_force, check_output
 
@@ -65,15 +65,15 @@ def import_(arguments: argparse.Namespace) -> int:
 
     windows = _windows(arguments)
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
-    recipe = recipe_of(arguments, reads_cache=False)
+    recipe = parse_recipe_option(arguments, reads_cache=False)
     slot = is_state_file(arguments.input)
     if slot and not _HEADS.fullmatch(arguments.kv_heads or ""):
-        found = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"
+        problem = "missing" if arguments.kv_heads is None else f"{arguments.kv_heads!r:.80}"
         raise InvalidParameter(
-            f"--kv-heads is {found}: llama.cpp slots do not record their number of KV heads; pass it, for example --kv-heads 8"
+            f"--kv-heads is {problem}, but llama.cpp slots do not record their number of KV heads: pass it, for example --kv-heads 8"
         )
     if not slot and (arguments.kv_heads or windows or arguments.latents):
-        raise InvalidParameter(f"{arguments.input}: is not a sequence state of llama.cpp: leave out --kv-heads, --window and --latents")
+        raise InvalidParameter(f"{arguments.input}: is not a sequence state of llama.cpp: omit --kv-heads, --window and --latents")
     with progress("encode", arguments) as callback:
         if slot:
             heads = [int(count) for count in arguments.kv_heads.split(",")]
@@ -94,8 +94,8 @@ def export(arguments: argparse.Namespace) -> int:
     windows, slot = _windows(arguments), arguments.to == "llama.cpp"
     check_output(arguments, arguments.output, arguments.input, arguments.basis)
     if not slot and (arguments.transposed is not None or arguments.streams is not None):
-        raise InvalidParameter("--transposed and --streams work with --to llama.cpp only: leave them out")
-    # Truncating a mapped file would end the process, so the command reads a copy.
+        raise InvalidParameter("--transposed and --streams require --to llama.cpp: add it, or omit them")
+    # Read a copy, because truncating a mapped file would kill this process.
     cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis)
     with progress("decode", arguments) as callback:
         if slot:
@@ -110,9 +110,13 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_window(parser: argparse.ArgumentParser, of: str) -> None:
+def _add_window(parser: argparse.ArgumentParser, prefix: str) -> None:
     parser.add_argument(
-        "--window", metavar="LAYERS=TOKENS", action="append", default=[], help=f"{of}the sliding window of some layers, such as 0,2,4=512"
+        "--window",
+        metavar="LAYERS=TOKENS",
+        action="append",
+        default=[],
+        help=f"{prefix}the sliding window of some layers, such as 0,2,4=512",
     )
 
 
@@ -120,6 +124,6 @@ def _windows(arguments: argparse.Namespace) -> dict[int, int]:
     windows: dict[int, int] = {}
     for text in arguments.window:
         if (match := _WINDOW.fullmatch(text)) is None:
-            raise InvalidParameter(f"--window is {text!r:.80}, expected numbers of layers and tokens, such as 0,2,4=512")
+            raise InvalidParameter(f"--window is {text!r:.80}, expected layers and a number of tokens, such as 0,2,4=512")
         windows |= dict.fromkeys(map(int, match["layers"].split(",")), int(match["tokens"]))
     return windows

@@ -1,4 +1,4 @@
-"""kvpack generate: print a model's answer to a prompt that continues a file, token by token."""
+"""kvpack generate: continue a file with a prompt, and print the model's answer token by token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter, MissingFile
 from kvpack.output import add_json, print_json
 
-from .chats import add_device, loaded
+from .chats import add_device, load_chat_model
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Let the model answer, and save the cache if that is requested."""
+    """Generate the answer, and save the longer cache if requested."""
     from kvpack.integrations.transformers_version import installed
 
-    # Refuses with a message where transformers is missing: the next line imports it.
+    # Raises a clear error if transformers is missing, before the next line imports it.
     installed()
     import torch
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_output(arguments, arguments.output, arguments.file, arguments.basis)
     prompt = read_prompt("-") if arguments.prompt == "-" else arguments.prompt
     name = arguments.model or hub_name(arguments.file)
-    model, tokenizer = loaded(name, arguments)
+    model, tokenizer = load_chat_model(name, arguments)
     chat = Chat.load(arguments.file, model, tokenizer, basis=arguments.basis)
     torch.manual_seed(arguments.seed)
     before = len(chat.cache.token_ids[0])
@@ -95,17 +95,17 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """Return the hub name of the model in the file at ``path``. Raises MissingFile if it names none with an owner.
+    """Return the hub name of the model in the file at ``path``. Raises MissingFile unless the file has one with an owner.
 
-    A name without an owner may be the last part of a folder, and another model on the hub.
+    A name without an owner may be the last part of a folder, and belong to another model on the hub.
     """
     from kvpack.file.container import open_file
 
     with open_file(path) as file:
         name = file.header.model.get("name", "")
     if "/" not in name.strip("/."):
-        found = f"names the model {name!r:.80}, which is a folder" if name else "names no model"
-        raise MissingFile(f"{path}: {found}: pass --model with the folder or the hub name of the model that made the file")
+        fault = f"names the model {name!r:.80}, which is not a hub name" if name else "names no model"
+        raise MissingFile(f"{path}: {fault}: pass --model with the folder or the hub name of the model that made the file")
     return name
 
 

@@ -1,4 +1,4 @@
-"""kvpack inspect: print the contents of a file, from its checked header, and the SHA-256 of a basis."""
+"""kvpack inspect: print the contents of a file from its checked header, and the SHA-256 of a basis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the summary of one file, or a row for each of several; return the worst exit code of the refused ones."""
+    """Print the summary of one file, or one row per file; return the worst exit code of the rejected files."""
     if len(arguments.files) == 1:
         summary = inspect(arguments.files[0])
         if arguments.json:
@@ -91,9 +91,9 @@ def _print(summary: dict[str, Any]) -> None:
         print(f"{len(summary['states']):,} states of {len(states):,} layers, {bytes_text(size)} bytes")
     for digest in summary["bases"]:
         print(f"needs the basis {digest.hex()}")
-    codecs = [_describe(params) for params in summary["codecs"]]
+    codecs = [_codec_text(params) for params in summary["codecs"]]
     whole = (summary["start"], summary["stop"])
-    # The column appears only when some layer does not hold every token.
+    # Show the column only if some layer does not have all tokens.
     positions = any((side["start"], side["stop"]) != whole for layer in summary["layers"] for side in layer.values())
     rows = "rows" if summary["is_basis"] else "tokens"
     columns = ["layers", "side", "codec", "batch", "heads", rows, "raw tail", "dim", "bits per\nvalue", "bytes"]
@@ -113,7 +113,7 @@ def _print(summary: dict[str, Any]) -> None:
                 f"{side['bits_per_value']:.3f}",
                 bytes_text(side["stored_bytes"] * (last - first + 1)),
             ]
-            for first, last, name, side in _alike(summary["layers"])
+            for first, last, name, side in _group_layers(summary["layers"])
         ),
         left=3,
     )
@@ -124,18 +124,18 @@ def _print(summary: dict[str, Any]) -> None:
     )
 
 
-def _alike(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
-    """Yield (first layer, last layer, side name, side) for runs of identical layers."""
+def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
+    """Yield (first layer, last layer, "k" or "v", side) for each sequence of identical layers."""
     for _, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
         numbered = list(run)
         for name, side in numbered[0][1].items():
             yield numbered[0][0], numbered[-1][0], name, side
 
 
-def _describe(params: dict[str, Any]) -> str:
-    """Return a codec's id and parameters in one line, without its tables, its packing and the options that are off."""
+def _codec_text(params: dict[str, Any]) -> str:
+    """Return a codec's id and parameters in one line, without tables, packing and unset options."""
     named = {name: value for name, value in params.items() if name not in ("id", "dim", "fields", "seed") and not isinstance(value, bytes)}
-    # For a side-car whose parameters are a map, the name is enough.
+    # Show only the name of a side-car whose parameters are a map.
     words = (name if isinstance(value, dict) else f"{name}={value}" for name, value in named.items() if value != "none")
     return " ".join([params["id"], *words])
 

@@ -1,4 +1,4 @@
-"""The store that a command uses: its backend, its keys, and its faults, reported as one line and an exit code."""
+"""The store that a command uses, with its keys, its catalog, and reporting of faults."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 SYSTEM_REFUSED = 3
 
 
-class Opened:
-    """The store named by ``arguments``; with ``skip_sweep``, opening changes nothing in it.
+class CommandStore:
+    """The store that ``arguments`` name. With ``skip_sweep``, opening changes nothing in it.
 
-    Raises the errors of opening the store and reading its keys.
+    Raises the errors of opening it and of reading its key file.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, skip_sweep: bool = True, **options: Any) -> None:
@@ -44,22 +44,22 @@ class Opened:
 
     @property
     def name(self) -> str:
-        """The location without its password, for printing."""
+        """Location without its password, for printing."""
         return shown_location(self.arguments.store)
 
     def silent(self, entries: int) -> bool:
-        """Return True if the store had faults and returned none of its entries; ``entries`` is the number returned."""
+        """Return True if the store had faults and none of its entries was returned; ``entries`` is the number returned."""
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
-        """Return the contents of the entries' headers."""
+        """Return what the headers of the store's entries contain."""
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: ChunkEntry) -> Basis | None:
-        """Return the basis of an entry's recipe, from the store; None if the recipe needs none, or the store does not have it.
+        """Return the basis that an entry's recipe needs, from the store; None if it needs none or the store does not have it.
 
-        Raises DigestMismatch, and the errors of decryption and ``Basis``. Nothing in the store is changed.
+        Raises DigestMismatch, and the errors of decryption and ``Basis``. Changes nothing in the store.
         """
         from kvpack.coding.recipes import Recipe, basis_digest
         from kvpack.store.bases import basis_in
@@ -71,7 +71,7 @@ class Opened:
         return next((basis_in(key, data, digest, self.cipher) for key, data in result if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
-        """Return the worst of ``codes`` and the code of the store's faults, after printing the first fault."""
+        """Print the first of the store's faults, if any, and return the worst exit code of the faults and ``codes``."""
         if not self.faults:
             return worst_exit_code(codes)
         operation, error = self.faults[0]

@@ -1,4 +1,4 @@
-"""Output files of commands: never one of the inputs, and existing files only with ``--force``."""
+"""Check output files of commands: they must not be inputs, and existing ones are replaced only with ``--force``."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
 
 
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".py", "merges.txt", "vocab.txt")
-"""Endings of the names of a model's files and its tokenizer's."""
+"""Endings of file names that belong to a model or its tokenizer."""
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--force`` of every command that writes a file."""
+    """Add the option ``--force``, which all commands for writing files have."""
     parser.add_argument("--force", action="store_true", help="replace the output file if it exists")
 
 
 def check_output(arguments: argparse.Namespace, output: str, *inputs: str | None) -> None:
-    """Check, before any work, that writing ``output`` loses nothing.
+    """Check, before any work, that writing ``output`` does not destroy an input or an existing file.
 
-    An input may be a folder, such as a store, and a recipe may name a file, as ``@FILE`` or ``FILE``. Raises InvalidParameter if the
-    output is one of the inputs or a file in one, also through a link, or if it is an existing file and ``--force`` was not given. Of a
-    model's folder (``arguments.model``), only the model's own files count.
+    Inputs may be folders, such as a store, and recipes may be files (``@FILE`` or ``FILE``). Raises InvalidParameter if the output is an
+    input or a file in one, also through a link, or if it exists and ``--force`` is not set. In a model's folder (``arguments.model``), only
+    the model's own files count.
     """
-    # Folders, devices and pipes are refused when the file is written.
+    # Writing rejects folders, devices and pipes.
     if not os.path.isfile(output):
         return
     for path in filter(None, inputs):
         for name in (path, path.partition(";")[0].removeprefix("@")):
             if os.path.isfile(name) and os.path.samefile(name, output):
-                raise InvalidParameter(f"{output}: is an input of this command; write to another path")
+                raise InvalidParameter(f"{output}: is an input of this command: write to another path")
     target = os.path.realpath(output)
     folders = [path for path in inputs if path and os.path.isdir(path)]
     model = getattr(arguments, "model", None)
@@ -41,6 +41,6 @@ def check_output(arguments: argparse.Namespace, output: str, *inputs: str | None
         folders.append(model)
     for folder in folders:
         if os.path.commonpath((os.path.realpath(folder), target)) == os.path.realpath(folder):
-            raise InvalidParameter(f"{output}: is in the folder {folder}, an input of this command; write to another path")
+            raise InvalidParameter(f"{output}: is in the folder {folder}, which is an input of this command: write to another path")
     if not arguments.force:
-        raise InvalidParameter(f"{output}: exists already; write to another path, or replace it with --force")
+        raise InvalidParameter(f"{output}: already exists: write to another path, or replace it with --force")

@@ -1,4 +1,4 @@
-"""The parser of the command line: argparse's, extended to suggest the closest known word."""
+"""A command-line parser that suggests the closest known word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command-line parser without abbreviations that suggests similar words."""
+    """A command-line parser without abbreviations, whose errors suggest similar words."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
@@ -23,11 +23,11 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        super().error(message + "".join(f" (did you mean {close}?)" for close in _suggested(self, self._words)))
+        super().error(message + "".join(f" (did you mean {close}?)" for close in _suggestions(self, self._words)))
 
 
-def _suggested(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield the closest command or option for each of ``words`` that neither the parser nor the command's parser knows."""
+def _suggestions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
+    """Yield the closest command or option for each of ``words`` that is unknown to the parser and to the command's parser."""
     options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
     commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
     for number, word in enumerate(words):
@@ -39,7 +39,7 @@ def _suggested(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterato
                 yield from difflib.get_close_matches(name, options, 1)
         elif commands is not None:
             if word in commands.choices:
-                yield from _suggested(commands.choices[word], words[number + 1 :])
+                yield from _suggestions(commands.choices[word], words[number + 1 :])
             else:
                 yield from difflib.get_close_matches(word, list(commands.choices), 1)
             return

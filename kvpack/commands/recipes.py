@@ -1,4 +1,4 @@
-"""kvpack recipes: list the presets by name, and the bits per value of any recipe."""
+"""kvpack recipes: list presets, and compute the bits per value of any recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpack.models import LayerShape
 
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
-"""The shape of a cache, unless the preset is for one model and names its own."""
+"""Default shape of the cache. Presets for one model have their own layers and head dim."""
 
 _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim": MAX_DIM}
 
@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one row per recipe, and the additions after the presets."""
+    """Print one row per recipe, followed by the additions if all presets are listed."""
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
 
     arguments.recipes = [*arguments.recipes, *arguments.more]
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         basis = load_basis(arguments.basis)
         requested = _shape_of(basis, requested)
-    model = None if arguments.model is None else _model(arguments.model, requested, basis)
+    model = None if arguments.model is None else _model_shape(arguments.model, requested, basis)
     rows, missing = [], {}
     for name in arguments.recipes or PUBLISHED:
         try:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if missing and not rows:
         raise next(iter(missing.values()))
     if model is not None and not arguments.recipes:
-        # Presets of other models.
+        # Drop presets for other models.
         rows = [row for row in rows if row["bytes"] is not None]
     additions = (
         [] if arguments.recipes else [{"name": name, "source": entry.source, "recipe": entry.recipe} for name, entry in ADDITIONS.items()]
@@ -121,36 +121,36 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-class _Model(NamedTuple):
-    """A model to be priced: its layers, the most common layer shape, and a text for each."""
+class _ModelShape(NamedTuple):
+    """The shape of a model's caches: all layers, the most common layer shape, and a description for the table's title."""
 
     layers: list[LayerShape | None]
     shape: dict[str, int]
     words: str
 
 
-def _model(path: str, requested: dict[str, int], basis: Basis | None) -> _Model:
-    """Return the layers of the model ``path``. Raises InvalidParameter for a shape that contradicts it, or that the basis lacks."""
+def _model_shape(path: str, requested: dict[str, int], basis: Basis | None) -> _ModelShape:
+    """Return the shape of the caches of the model ``path``. Raises InvalidParameter if ``requested`` contradicts it."""
     from kvpack.models import cache_shapes
 
     layers = cache_shapes(path)
-    held = [layer for layer in layers if layer is not None]
-    if not held:
-        raise InvalidParameter(f"{path}: has no layer with keys and values, so there is nothing to price")
-    usual = Counter(held).most_common(1)[0][0]
+    present = [layer for layer in layers if layer is not None]
+    if not present:
+        raise InvalidParameter(f"{path}: has no layers with keys and values: pass another model")
+    usual = Counter(present).most_common(1)[0][0]
     shape = {"layers": len(layers), "heads": usual.heads, "dim": usual.dim_k}
     for name in shape.keys() & requested.keys():
-        # A basis sets them, too.
+        # The basis may have set them.
         if requested[name] != shape[name]:
-            whose = f"{basis.where} is of caches with {requested[name]}" if basis is not None else f"--{name} is {requested[name]}"
-            raise InvalidParameter(f"{whose}, but the caches of {path} have {shape[name]} {name}: leave one of them out")
-    counts = Counter(held).most_common()
+            source = f"{basis.where} is for caches with {requested[name]}" if basis is not None else f"--{name} is {requested[name]}"
+            raise InvalidParameter(f"{source}, but the caches of {path} have {shape[name]} {name}: omit one of the two options")
+    counts = Counter(present).most_common()
     words = ", ".join(
         f"{count} layers of {layer.heads} heads of dim {layer.dim_k}{'' if layer.dim_v == layer.dim_k else f' and {layer.dim_v}'}"
         f"{'' if layer.window is None else f' with a window of {layer.window:,} tokens'}"
         for layer, count in counts
     )
-    return _Model(layers, shape, words)
+    return _ModelShape(layers, shape, words)
 
 
 def _bits(value: float | None) -> str:
@@ -158,23 +158,25 @@ def _bits(value: float | None) -> str:
 
 
 def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
-    """Complete ``requested`` with the shape of the caches that ``basis`` is for. Raises InvalidParameter for a different shape or unequal
-    layers."""
+    """Return ``requested`` with the layers, heads and head dim of the model of ``basis``.
+
+    Raises InvalidParameter if ``requested`` contradicts them, or if the layers differ in shape.
+    """
     shapes = basis.shapes
     if len(shapes) != 1:
-        raise InvalidParameter(f"{basis.where}: its layers have different shapes, {sorted(shapes)}, but a price needs a single one")
+        raise InvalidParameter(f"{basis.where}: its layers have different shapes, {sorted(shapes)}: pass --model instead")
     (shape,) = shapes
     result = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
     for name in result.keys() & requested.keys():
         if requested[name] != result[name]:
             raise InvalidParameter(
-                f"--{name} is {requested[name]}, and {basis.where} is the basis of caches with {result[name]}: leave it out"
+                f"--{name} is {requested[name]}, but {basis.where} is for caches with {result[name]}: omit --{name}"
             )
     return requested | result
 
 
-def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Model | None, *, listed: bool) -> dict[str, Any]:
-    """Return one recipe with its shape and bits; a ``listed`` one that does not support the shape has no bits."""
+def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _ModelShape | None, *, listed: bool) -> dict[str, Any]:
+    """Return the row of one recipe. If it is ``listed`` but does not support the shape, its bits are None."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe
 
@@ -188,7 +190,7 @@ def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Mode
     stored: float | None = None
     size: int | None = None
     try:
-        priced = _uniform(**shape) if model is None else [_tokens_of(layer, shape["tokens"]) for layer in model.layers]
+        priced = _equal_layers(**shape) if model is None else [_layer_after(layer, shape["tokens"]) for layer in model.layers]
         nominal, stored, size = prices(recipe, priced)
     except (InvalidParameter, OutOfBounds):
         if not listed:
@@ -201,20 +203,20 @@ def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Mode
         "nominal_bits": nominal,
         "bits_per_value": stored,
         "bytes": size,
-        "kl_divergence": _measured().get(name),
+        "kl_divergence": _published_divergences().get(name),
         "breaks_on": _unsuitable_keys(recipe, shape),
         "lossless": [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"])),
     }
 
 
-def _measured() -> dict[str, float]:
-    """Return the KL divergence of the recipes of the published measurement."""
+def _published_divergences() -> dict[str, float]:
+    """Return the KL divergences in the published measurement, by recipe."""
     report = json.loads((files("kvpack.bench") / "measured" / "quality.json").read_text(encoding="utf-8"))
     return {row["recipe"]: row["kl_divergence"] for row in report["recipes"]}
 
 
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
-    """Return descriptions of the keys for which the recipe is unsuitable."""
+    """Return which kinds of keys the recipe is not suited for."""
     from kvpack.cache.packing import spreads_channels
 
     try:
@@ -224,8 +226,8 @@ def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
     return ["outlier channels"] if any(map(spreads_channels, codecs)) else []
 
 
-class _Priced(NamedTuple):
-    """A layer of a cache whose size is computed."""
+class _PricedLayer(NamedTuple):
+    """The shape of a cache's layer, for computing its size."""
 
     heads: int
     dim_k: int
@@ -233,27 +235,26 @@ class _Priced(NamedTuple):
     tokens: int
 
 
-def _uniform(layers: int, heads: int, tokens: int, dim: int) -> list[_Priced | None]:
-    return [_Priced(heads, dim, dim, tokens)] * layers
+def _equal_layers(layers: int, heads: int, tokens: int, dim: int) -> list[_PricedLayer | None]:
+    return [_PricedLayer(heads, dim, dim, tokens)] * layers
 
 
-def _tokens_of(layer: LayerShape | None, tokens: int) -> _Priced | None:
-    """Return a layer of a model after ``tokens`` tokens; a sliding window limits its tokens."""
-    return None if layer is None else _Priced(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
+def _layer_after(layer: LayerShape | None, tokens: int) -> _PricedLayer | None:
+    """Return the shape of a model's layer after ``tokens`` tokens, of which a sliding window keeps fewer."""
+    return None if layer is None else _PricedLayer(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return the first two results of ``prices`` for identical layers."""
-    return prices(recipe, _uniform(layers, heads, tokens, dim))[:2]
+    """Return nominal and stored bits per value (see ``prices``) for equal layers."""
+    return prices(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 
 
-def prices(recipe: Recipe, layers: Sequence[_Priced | None]) -> tuple[float, float, int]:
-    """Return the nominal bits per value, and from the layout the bits per value and bytes of a file of one sequence.
+def prices(recipe: Recipe, layers: Sequence[_PricedLayer | None]) -> tuple[float, float, int]:
+    """Return the nominal bits per value, and the bits per value and the size in bytes of a file with one sequence.
 
-    The number of outliers of a cache depends on its values; here it is 0, and so is that of raw tokens of low norm. What `lossless` takes
-    depends on them too; here they are normally distributed.
-    Raises OutOfBounds if the recipe names other layers, InvalidParameter when a codec does not support ``dim``,
-    InvalidHeader or LimitExceeded for sizes that no file can hold.
+    Sizes that depend on the values are estimated: no outliers, no raw tokens of low norm, and normally distributed values for the codec
+    lossless. Raises OutOfBounds if the recipe names other layers, InvalidParameter if a codec does not support a head dim, and
+    InvalidHeader or LimitExceeded if a file cannot have the size.
     """
     from kvpack.file.container import file_size
     from kvpack.file.header import Contents, LayerEntry, SideEntry, features_of
@@ -265,14 +266,14 @@ def prices(recipe: Recipe, layers: Sequence[_Priced | None]) -> tuple[float, flo
         sides: list[SideEntry | None] = [None, None]
         if layer is not None:
             tail = layer.tokens % recipe.window if recipe.window else 0
-            for place, (side, dim) in enumerate((("k", layer.dim_k), ("v", layer.dim_v))):
+            for position, (side, dim) in enumerate((("k", layer.dim_k), ("v", layer.dim_v))):
                 codec = recipe.codec(number, len(layers), side, dim)
                 runs = (layer.tokens - tail,) if layer.tokens > tail else ()
                 rows = tuple(codec.usual_entry_counts(1, layer.heads, sum(runs)).items())
                 index = codecs.setdefault(codec, len(codecs))
-                sides[place] = SideEntry(index, 1, layer.heads, runs, tail, "bf16", recipe.window, rows)
-                held = layer.heads * layer.tokens * dim
-                nominal, values = nominal + codec.nominal_bits * held, values + held
+                sides[position] = SideEntry(index, 1, layer.heads, runs, tail, "bf16", recipe.window, rows)
+                count = layer.heads * layer.tokens * dim
+                nominal, values = nominal + codec.nominal_bits * count, values + count
         entries.append(LayerEntry(*sides))
     contents = Contents(codecs=tuple(codecs), layers=tuple(entries), recipe=recipe.text, required=features_of(codecs))
     size = file_size(contents)

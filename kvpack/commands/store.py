@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvpack.store.catalog import Catalog, Prefix
 
 KEY_BYTES = 32
-_LAST_YEAR = 253_402_300_799
-"""The end of the year 9999, the last that a date can have."""
+_LAST_TIME = 253_402_300_799
+"""End of the year 9999 in seconds since 1970, the last date that datetime supports."""
 KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
-"""The environment variable that names the key file when ``--key-file`` is not given."""
+"""Environment variable with the path of the key file if ``--key-file`` is not set."""
 
 
 def add(commands: Any) -> None:
@@ -106,14 +106,14 @@ def _group(text: str) -> int | str:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print one row per prefix."""
-    from .opened import Opened
+    from .opened import CommandStore
 
-    store = Opened(arguments)
+    store = CommandStore(arguments)
     catalog = store.catalog()
     pinned = store.backend.pinned()
     if store.silent(catalog.count):
         return store.exit_code()
-    rows = [_described(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
+    rows = [_prefix_row(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
     if arguments.json:
         unreadable = {key.hex(): str(error) for key, error in catalog.unreadable.items()}
         undecryptable = [key.hex() for key in catalog.undecryptable]
@@ -131,20 +131,20 @@ def run_ls(arguments: argparse.Namespace) -> int:
                 str(row["chunks"]),
                 bytes_text(row["bytes"]),
                 f"{row['bytes'] / row['tokens']:,.0f}" if row["tokens"] else "",
-                _ago(row["used"]),
+                _time_since(row["used"]),
                 " ".join(word for word, flag in (("pinned", row["pinned"]), ("beginning missing", not row["whole"])) if flag),
             ]
             for row in rows
         ),
         left=3,
     )
-    for line in _unread(catalog, keys=store.cipher is not None):
+    for line in _notes(catalog, keys=store.cipher is not None):
         print(line)
     return store.exit_code()
 
 
-def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
-    """Return notes on the entries that are not listed, and on unencrypted entries next to encrypted ones."""
+def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
+    """Return notes on entries that are not listed, and on unencrypted entries next to encrypted ones."""
     closed = len(catalog.undecryptable)
     refused = len(catalog.unreadable) - closed
     lines = []
@@ -168,7 +168,7 @@ def _unread(catalog: Catalog, *, keys: bool) -> list[str]:
 
 
 def _bases(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return the bases, and the number of entries that need each."""
+    """Return the bases in the store, each with the number of entries that need it."""
     return [
         {
             "key": key.hex(),
@@ -182,7 +182,7 @@ def _bases(catalog: Catalog) -> list[dict[str, Any]]:
     ]
 
 
-def _described(prefix: Prefix, pinned: bool) -> dict[str, Any]:
+def _prefix_row(prefix: Prefix, pinned: bool) -> dict[str, Any]:
     last = prefix.entries[-1]
     return {
         "key": prefix.key.hex(),
@@ -201,9 +201,9 @@ def run_stat(arguments: argparse.Namespace) -> int:
     """Print totals and one row per identity."""
     from kvpack.store.summary import summarize
 
-    from .opened import Opened
+    from .opened import CommandStore
 
-    store = Opened(arguments)
+    store = CommandStore(arguments)
     with progress("read", arguments) as callback:
         summary = summarize(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes)
     entries, size = store.backend.size()
@@ -256,23 +256,23 @@ def _pin(pin: Pin) -> dict[str, Any]:
 
 
 def _until(until: int | None) -> str:
-    return "unpinned" if until is None else f"{datetime.datetime.fromtimestamp(min(until, _LAST_YEAR), datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    return "unpinned" if until is None else f"{datetime.datetime.fromtimestamp(min(until, _LAST_TIME), datetime.UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def run_rm(arguments: argparse.Namespace) -> int:
-    """Remove the entries that match all conditions, except pinned ones."""
+    """Remove the entries that match all filters, except pinned ones."""
     from kvpack.coding.recipes import parse_recipe
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.removal import EntryFilter, remove
 
-    from .opened import Opened
+    from .opened import CommandStore
 
-    given = (arguments.model, arguments.recipe, arguments.older_than, arguments.tenant or None)
-    if given == (None, None, None, None):
-        raise InvalidParameter("choose what to remove: pass --model, --recipe, --older-than or --tenant, or several of them")
+    filters = (arguments.model, arguments.recipe, arguments.older_than, arguments.tenant or None)
+    if filters == (None, None, None, None):
+        raise InvalidParameter("no filter is set: pass --model, --recipe, --older-than or --tenant, or several of them")
     recipe = None if arguments.recipe is None else parse_recipe(arguments.recipe).canonical
     before = None if arguments.older_than is None else time.time_ns() - arguments.older_than * 10**9
-    store = Opened(arguments)
+    store = CommandStore(arguments)
     catalog = store.catalog()
     chosen = EntryFilter(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
     if store.silent(catalog.count):
@@ -292,13 +292,13 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
 
 def run_unpin(arguments: argparse.Namespace) -> int:
-    """Unpin the one prefix that a key names; return 2 if none or several match."""
+    """Unpin the prefix whose key starts with the given digits. Raises InvalidParameter unless exactly one matches."""
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.holds import validate_owner
 
-    from .opened import Opened
+    from .opened import CommandStore
 
-    store = Opened(arguments)
+    store = CommandStore(arguments)
     digits, owner = arguments.key.lower(), validate_owner(arguments.owner)
     keys = {pin.key for pin in store.backend.pins() if pin.key.hex().startswith(digits)}
     if len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef"):
@@ -321,14 +321,14 @@ def run_unpin(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all entries; return the worst exit code of the refused ones, or 3 if the store does not answer."""
+    """Check all entries; return the worst exit code of the rejected ones, or 3 if the store does not respond."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
     from kvpack.store.faults import is_damage
 
-    from .opened import Opened
+    from .opened import CommandStore
 
-    store = Opened(arguments)
+    store = CommandStore(arguments)
     refused: list[dict[str, Any]] = []
     unopened: list[str] = []
     codes: list[int] = []
@@ -356,13 +356,13 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Collect garbage, and print the removed and the remaining entries."""
+    """Collect garbage, and print what was removed and what remains."""
     from kvpack.store.directory import Directory
     from kvpack.store.reclaim import reclaim
 
-    from .opened import Opened
+    from .opened import CommandStore
 
-    store = Opened(arguments, skip_sweep=False, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
+    store = CommandStore(arguments, skip_sweep=False, max_bytes=arguments.max_bytes, min_free=arguments.min_free)
     reclaim(store.backend, store.counters, store.cipher, max_entry_bytes=store.max_entry_bytes)
     if isinstance(store.backend, Directory) and arguments.max_bytes is not None:
         store.backend.forget_budgets()
@@ -385,13 +385,13 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write one prefix."""
+    """Write one prefix to a file."""
     from kvpack.store.transfer import export_prefix
 
-    from .opened import Opened
+    from .opened import CommandStore
 
     check_output(arguments, arguments.output, arguments.store, arguments.key_file)
-    store = Opened(arguments)
+    store = CommandStore(arguments)
     catalog = store.catalog()
     if store.silent(catalog.count):
         return store.exit_code()
@@ -406,7 +406,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Store a file's prefix; return 3 unless all of its whole chunks are stored."""
+    """Store the prefix in a file; return 3 if the store reports faults."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
@@ -418,11 +418,11 @@ def run_import(arguments: argparse.Namespace) -> int:
 
     exported = read_exported(arguments.input, arguments.tokens, arguments.tenant, arguments.basis)
     if not arguments.trust_names:
-        named = exported.identity
-        whose = f"of the model {named.model!r}, weights {named.weights!r}, adapter {named.adapter!r}"
+        identity = exported.identity
+        source = f"of the model {identity.model!r}, weights {identity.weights!r}, adapter {identity.adapter!r}"
         raise InvalidParameter(
-            f"{arguments.input}: claims to hold the keys and values of {len(exported.ids):,} token ids {whose}, but nothing can verify "
-            "that: processes that load these ids get the values in the file. Give --trust-names if you trust its writer"
+            f"{arguments.input}: claims to contain the keys and values of {len(exported.ids):,} token ids {source}, which cannot be "
+            "verified: processes that load these ids get the values in the file. Pass --trust-names if you trust its writer"
         )
     keys = read_key_file(arguments.key_file) if arguments.key_file else None
     largest = arguments.max_entry_bytes or MAX_ENTRY_BYTES
@@ -432,7 +432,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         chunk = exported.chunk or chunk_at(arguments.store, exported, StoreOptions(**options)) or CHUNK_TOKENS
     if exported.inputs and chunk != exported.chunk:
         raise InvalidParameter(
-            f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, but --chunk is {chunk}: leave --chunk out"
+            f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, but --chunk is {chunk}: omit --chunk"
         )
     with Store(arguments.store, exported.identity, chunk=chunk, **options) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
@@ -443,8 +443,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     else:
         print(f"{name}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
     if len(exported.ids) < chunk:
-        whole = f"a store keeps whole chunks, here of {chunk:,} tokens (--chunk)"
-        print(f"kvpack: note: {arguments.input} holds {len(exported.ids):,} tokens: {whole}", file=sys.stderr)
+        hint = f"a store keeps only whole chunks, here of {chunk:,} tokens (--chunk)"
+        print(f"kvpack: note: {arguments.input} has {len(exported.ids):,} tokens: {hint}", file=sys.stderr)
     for fault, count in counts["faults"].items():
         print(f"kvpack: {fault}: {counted(count, 'time')}", file=sys.stderr)
     return 3 if counts["faults"] else 0
@@ -463,7 +463,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     return 0 if report["same"] else 1
 
 
-def _ago(used: float) -> str:
+def _time_since(used: float) -> str:
     seconds = max(0, time.time() - used)
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

@@ -63,11 +63,11 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, write the recipe file and print its results."""
+    """Search for a recipe, write the recipe file and print the results."""
     check_output(arguments, arguments.out, arguments.text, arguments.basis, arguments.measurements)
     from kvpack.models import transformers_library
 
-    # Refuses with a message where transformers is missing: the next line imports it.
+    # Raises a clear error if transformers is missing, before the next line imports it.
     transformers_library()
     from kvpack.tuning import report, tune
 

@@ -1,4 +1,4 @@
-"""kvpack view: show a file in the browser, from a server for this machine only."""
+"""kvpack view: show a file in the browser, from a server that only this machine can reach."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 ADDRESS = "127.0.0.1"
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = {"viewer": PACKAGE / "viewer", "readers/javascript": PACKAGE / "javascript"}
-"""The folders of the page and of the reader, by the places that the page finds them at."""
+"""Folders with the page and the reader, by the URL paths that the page uses."""
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 PIECE = 1 << 20
 IDLE_SECONDS = 60
-"""A connection without a request for this long is closed."""
+"""Time in seconds without a request after which a connection is closed."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; worker-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -43,7 +43,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of every response. There is no CORS header, so that pages of other origins cannot read any."""
+"""Headers of all responses. They have no CORS header, so that pages of other origins cannot read the responses."""
 
 _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})", re.ASCII)
 
@@ -79,10 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Viewer(ThreadingHTTPServer):
-    """A server of the page and of one file, under a random path that is only in its URL.
+    """A server for the page and one file, under a random path that only its URL contains.
 
-    ``path`` is the file and ``port`` the port on 127.0.0.1, 0 for a free one. Raises MissingFile for what is not a regular file that can be
-    read, and InvalidParameter for a port that cannot be used.
+    ``path`` is the file, and ``port`` is the port on 127.0.0.1 (0 for a free one). Raises MissingFile if the file is not a readable regular
+    file, and InvalidParameter if the port cannot be used.
     """
 
     daemon_threads = True
@@ -91,18 +91,18 @@ class Viewer(ThreadingHTTPServer):
     def __init__(self, path: str | os.PathLike[str], port: int = 0) -> None:
         self.token = secrets.token_urlsafe(24)
         self.pages = {
-            f"{place}/{file.name}".removesuffix("index.html"): (TYPES[file.suffix], file.read_bytes())
-            for place, folder in FOLDERS.items()
+            f"{path}/{file.name}".removesuffix("index.html"): (TYPES[file.suffix], file.read_bytes())
+            for path, folder in FOLDERS.items()
             for file in sorted(folder.iterdir())
             if file.suffix in TYPES
         }
-        self.descriptor = _opened(path)
+        self.descriptor = _open_regular(path)
         self.size = os.fstat(self.descriptor).st_size
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
-            # The base class has closed the server.
-            raise InvalidParameter(f"--port {port} cannot be used: {error}; leave it out for a free port") from None
+            # The base class has already closed the server.
+            raise InvalidParameter(f"--port {port} cannot be used: {error}: omit --port to use a free one") from None
         self.hosts = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
         name = urllib.parse.quote(os.path.basename(os.fspath(path)), safe="", errors="replace")
         self.url = f"http://{ADDRESS}:{self.server_port}/{self.token}/viewer/#file={name}"
@@ -112,24 +112,24 @@ class Viewer(ThreadingHTTPServer):
         os.close(self.descriptor)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of connections that a browser has dropped."""
+        """Ignore errors of connections that the browser has dropped."""
 
 
-def _opened(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of a regular file, for reading."""
+def _open_regular(path: str | os.PathLike[str]) -> int:
+    """Open a regular file for reading and return its descriptor."""
     try:
-        # Opening a pipe would wait for its writer.
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise MissingFile(f"{os.fspath(path)}: {error.strerror}", filename=os.fspath(path), number=error.errno or 0) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise MissingFile(f"{os.fspath(path)}: not a regular file; give a kvpack file", filename=os.fspath(path))
+        raise MissingFile(f"{os.fspath(path)}: is not a regular file: pass a kvpack file", filename=os.fspath(path))
     return descriptor
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD for the pages and the file of a ``Viewer``, and nothing else."""
+    """Responds to GET and HEAD requests for the pages and the file of a ``Viewer``."""
 
     server: Viewer
     protocol_version = "HTTP/1.1"
@@ -139,13 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
         return "kvpack"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: requests contain the token."""
+        """Log nothing, because requests contain the token."""
 
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
         if self.command not in ("GET", "HEAD"):
-            # What a body says would be read as the next request.
+            # The body would be read as the next request.
             self.close_connection = True
             self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
             return False
@@ -154,14 +154,14 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self) -> None:
-        place = self._place()
+        path = self._path_below_token()
         if self.headers.get_all("Host", []) not in [[host] for host in self.server.hosts]:
-            # A page of another name that leads to this machine (DNS rebinding) sends that name.
+            # With DNS rebinding, a page of another host name sends that name.
             self._refuse(HTTPStatus.FORBIDDEN)
-        elif place == "file":
+        elif path == "file":
             self._send_file()
-        elif place in self.server.pages:
-            kind, content = self.server.pages[place]
+        elif path in self.server.pages:
+            kind, content = self.server.pages[path]
             self._start(HTTPStatus.OK, {"Content-Type": kind, "Content-Length": str(len(content))})
             if self.command == "GET":
                 self.wfile.write(content)
@@ -170,12 +170,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _place(self) -> str | None:
-        """Return the path below the token in a request; None without the token."""
-        _, _, rest = self.path.partition("/")
-        token, _, place = rest.partition("/")
-        right = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())
-        return place if right and self.path.startswith("/") else None
+    def _path_below_token(self) -> str | None:
+        """Return the path below the token in the URL; None if the token is missing or wrong."""
+        _, _, remainder = self.path.partition("/")
+        token, _, path = remainder.partition("/")
+        is_valid = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())
+        return path if is_valid and self.path.startswith("/") else None
 
     def _start(self, status: HTTPStatus, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer malformed requests with the usual headers, and with no page that repeats their text."""
+        """Respond to malformed requests with the usual headers, and without a page that repeats their text."""
         self.close_connection = True
         self.command = self.command or "GET"
         self.request_version = "HTTP/1.1"
@@ -201,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
         requested = self.headers.get("Range")
         first, end, status = 0, size, HTTPStatus.OK
-        # A range of another form is ignored, as HTTP allows.
+        # Other forms of ranges are ignored, as HTTP allows.
         match = _RANGE.fullmatch(requested) if requested is not None else None
         if match:
             first, last = int(match[1]), int(match[2] or size - 1)
@@ -213,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         while self.command == "GET" and first < end:
             piece = os.pread(self.server.descriptor, min(PIECE, end - first), first)
             if not piece:
-                # The file was cut short meanwhile: the client sees fewer bytes than the length that it was told.
+                # The file was truncated, so the client gets fewer bytes than announced.
                 self.close_connection = True
                 break
             self.wfile.write(piece)

@@ -1,1 +1,1 @@
-"""kvpack tune: choose a codec for every layer and side of a model within a budget of bytes."""
+"""Choose a codec for the keys and the values of each layer of a model, within a budget of bytes (kvpack tune)."""

@@ -1,4 +1,4 @@
-"""The codec of every layer and side, and the short recipe that expresses it."""
+"""Allocations, which assign a codec to each layer's keys and values, and the short recipes that express them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Place = tuple[int, str]
-"""A layer and a side of it, "k" or "v"."""
+"""A layer number with "k" for its keys or "v" for its values."""
 
 Allocation = dict[Place, str]
-"""The codec of every place, in the words of a recipe."""
+"""Codec of each place, as written in a recipe."""
 
 
 def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
-    """Assign the same codecs to every layer."""
+    """Return the allocation with the same codecs in all layers."""
     return {(layer, side): k if side == "k" else v for layer, side in places}
 
 
 def recipe_clauses(allocation: Allocation) -> list[str]:
-    """Return the clauses of a recipe: the most common codec of each side, then the layers that differ, as ranges."""
+    """Return the clauses of a short recipe: the most common codecs of keys and values, then the layers that differ, as ranges."""
     common = {}
     for side in "kv":
-        counts = Counter(codec for (_, of), codec in sorted(allocation.items()) if of == side)
+        counts = Counter(codec for (_, its_side), codec in sorted(allocation.items()) if its_side == side)
         common[side] = counts.most_common(1)[0][0]
     clauses = [f"kv={common['k']}"] if common["k"] == common["v"] else [f"{side}={codec}" for side, codec in common.items()]
     different: dict[str, dict[str, list[int]]] = {}
@@ -45,12 +45,12 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
 
 
 def recipe_text(allocation: Allocation) -> str:
-    """Return the recipe in one line, as files record it. Raises InvalidParameter if it is too long for a file's header."""
+    """Return the canonical text of the recipe. Raises InvalidParameter if it is too long for a file's header."""
     text = _canonical(";".join(recipe_clauses(allocation)))
     if len(text) > MAX_STRING_BYTES:
         raise InvalidParameter(
-            f"the recipe of {len(allocation) // 2} layers takes {len(text)} bytes as text, and the header of a file holds at most "
-            f"{MAX_STRING_BYTES}: give fewer candidates"
+            f"the recipe of {len(allocation) // 2} layers takes {len(text)} bytes as text, but a file can have at most "
+            f"{MAX_STRING_BYTES}: pass fewer candidates"
         )
     return text
 
@@ -61,7 +61,7 @@ def _canonical(text: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Format ascending layer numbers as a recipe lists them, such as ``0-2,5``."""
+    """Format ascending layer numbers as in a recipe, such as ``0-2,5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

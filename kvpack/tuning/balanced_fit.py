@@ -1,4 +1,4 @@
-"""Compute balanced frames from calibration statistics (spec/writers.md, Calibration), and what more text would change in them."""
+"""Compute balanced frames from calibration statistics (spec/writers.md, Calibration), and estimate the benefit of more text."""
 
 from __future__ import annotations
 
@@ -17,71 +17,72 @@ if TYPE_CHECKING:
     from .statistics import KeyMoments
 
 RIDGE = 1e-3
-"""Share of the mean second moment that is added to each channel's, because a calibration sees only part of the keys and queries."""
+"""Share of the mean second moment that is added to each channel's, because calibration sees only a sample of keys and queries."""
 
 
-def balanced_of_all(
-    found: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
+def fit_balanced_keys(
+    moments_by_layer: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
 ) -> dict[int, BalancedKeys]:
-    """Return the balanced frames of every layer, and their means before RoPE if the rotation of keys is known.
+    """Return the balanced frames of each layer, with key means before RoPE if the rotation of keys is known (``ropes``).
 
-    ``progress`` counts the layers.
+    ``progress`` counts layers.
     """
     fitted = {}
-    for layer, moments in enumerate(found):
+    for layer, moments in enumerate(moments_by_layer):
         queries = moments.queries / moments.rows
         fitted[layer] = BalancedKeys(
-            frames_of(moments.keys / moments.tokens, queries).to(torch.float32),
-            frames_of(moments.pages / moments.tokens, queries).to(torch.float32),
+            balance(moments.keys / moments.tokens, queries).to(torch.float32),
+            balance(moments.pages / moments.tokens, queries).to(torch.float32),
             queries.to(torch.float32),
             None if ropes is None else (moments.unturned / moments.tokens).to(torch.float32),
             None if ropes is None else ropes[layer],
         )
         if progress:
-            progress(layer + 1, len(found))
+            progress(layer + 1, len(moments_by_layer))
     return fitted
 
 
-def frames_of(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the frames ``[kv_head, column, channel]`` of keys and queries with these second moments, float64 ``[kv_head, dim, dim]``.
+def balance(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Return frames ``[kv_head, column, channel]`` for the second moments of keys and queries, float64 ``[kv_head, dim, dim]``.
 
-    In a frame both have the same diagonal second moments, largest first. Its rows have a mean square length of 1.
+    In a frame, keys and queries have the same diagonal second moments, largest first. Rows have a mean square length of 1.
     """
-    root = torch.linalg.cholesky(_ridged(keys))
-    shared, turned = torch.linalg.eigh(root.mT @ _ridged(queries) @ root)
-    # Rows of the transpose of L U Lambda^(-1/4), the inverse of Lambda^(1/4) U^T L^-1.
-    frames: torch.Tensor = (root @ turned * shared.clamp_min(torch.finfo(shared.dtype).tiny).pow(-0.25)[:, None]).mT.flip(1)
+    root = torch.linalg.cholesky(_add_ridge(keys))
+    shared, vectors = torch.linalg.eigh(root.mT @ _add_ridge(queries) @ root)
+    # The rows of the transpose of L U Lambda^(-1/4), which is the inverse of Lambda^(1/4) U^T L^-1.
+    frames: torch.Tensor = (root @ vectors * shared.clamp_min(torch.finfo(shared.dtype).tiny).pow(-0.25)[:, None]).mT.flip(1)
     return frames.div_(frames.square().sum(2).mean(1).sqrt()[:, None, None])
 
 
-def cost_of(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the cost of an error of equal size in all directions of the frames, ``[kv_head]``, relative to one without frames.
+def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Return the cost ``[kv_head]`` of an error of equal size in all directions of the frames, relative to encoding without frames.
 
-    The error is proportional to the size of keys in the frame, and its cost per unit to that of queries.
+    The error is proportional to the size of keys in the frame, and its cost to that of queries.
     """
     inverse = torch.linalg.inv(frames)
     cost = _trace(inverse.mT @ keys @ inverse) * _trace(frames @ queries @ frames.mT)
     return cost / (_trace(keys) * _trace(queries))
 
 
-def gain_of_more_text(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
-    """Return the cost of frames fitted to half of the text, on that half (``own``) and on the other (``other``); None without two halves.
+def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
+    """Return the cost of frames fitted to half of the text, on the same half (``own``) and on the other (``other``).
 
-    Costs are those of ``cost_of``, averaged over layers and heads. The frames of a basis are fitted to both halves.
+    Returns None without two halves. Costs are those of ``frame_cost``, averaged over layers and heads. A basis's frames are fitted to both
+    halves.
     """
     own_costs, other = [], []
     for pair in halves:
         if not all(half.tokens for half in pair):
             return None
         moments = [(half.keys / half.tokens, half.queries / half.rows) for half in pair]
-        frames = [frames_of(*half) for half in moments]
-        own_costs += [cost_of(frame, *given) for frame, given in zip(frames, moments, strict=True)]
-        other += [cost_of(frame, *given) for frame, given in zip(frames, reversed(moments), strict=True)]
+        frames = [balance(*half) for half in moments]
+        own_costs += [frame_cost(frame, *half) for frame, half in zip(frames, moments, strict=True)]
+        other += [frame_cost(frame, *half) for frame, half in zip(frames, reversed(moments), strict=True)]
     return {"own": float(torch.cat(own_costs).mean()), "other": float(torch.cat(other).mean())}
 
 
-def _ridged(moments: torch.Tensor) -> torch.Tensor:
-    """Add to the second moments of each channel, so that none is zero."""
+def _add_ridge(moments: torch.Tensor) -> torch.Tensor:
+    """Return second moments with ``RIDGE`` added to each channel, so that none is zero."""
     mean = moments.diagonal(dim1=1, dim2=2).mean(1)
     ridge = torch.where(mean > 0, RIDGE * mean, 1.0)
     return moments + ridge[:, None, None] * torch.eye(moments.shape[1], dtype=moments.dtype, device=moments.device)

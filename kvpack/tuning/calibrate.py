@@ -1,4 +1,4 @@
-"""kvpack calibrate: create the basis of a model from a text, for the codecs klt and transform and for keys in balanced frames."""
+"""kvpack calibrate: make a model's basis from a text, for the codecs klt and transform and for keys in balanced frames."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kvpack.integrations.transformers.models import Model, identity_for, identit
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.output import step_counter
 
-from .balanced_fit import balanced_of_all, gain_of_more_text
-from .basis_fit import rows_of_all
-from .frames_fit import frames_of_all
-from .place_losses import losses_of_places
-from .rope import ropes
-from .spread import places_of, spread_keys, spread_moments
+from .balanced_fit import compare_halves, fit_balanced_keys
+from .basis_fit import fit_rows
+from .frames_fit import fit_frames
+from .place_losses import measure_place_losses
+from .rope import find_ropes
+from .spread import spread_keys, spread_moments, window_positions
 from .statistics import RAW, Framing, QueryMoments, Statistics
 
 if TYPE_CHECKING:
@@ -47,33 +47,39 @@ DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 16
 BALANCED_TOKENS, BALANCED_WINDOWS = 2048, 2
-"""Sizes for balanced frames only; 12 times as much text is no better."""
+"""Tokens and windows for balanced frames only; 12 times as much text is no better."""
 POSITIONS = 1 << 15
-"""Maximum number of positions, of those of the model, that balanced frames are for by default."""
+"""Maximum number of positions for which balanced frames are made by default."""
 ROWS_POSITIONS = 4096
-"""Maximum number of positions that the rows of klt are for by default: more cost short contexts too much."""
+"""Maximum number of positions for which klt's rows are made by default, because more would harm short contexts."""
 WIDTHS_TOKENS = 1024
-"""Tokens of the windows that are read with one layer and side packed, of which the last quarter is scored."""
+"""Number of tokens in windows that are read with one place packed, of which the last quarter is scored."""
 SAMPLES = 8192
-"""Tokens whose keys and values are kept to train tables, over all windows."""
+"""Number of tokens, over all windows, whose keys and values are kept to train tables."""
 PROGRESS_SUFFIX = ".progress"
-WIDEST_LAYER = 512
-"""Maximum number of channels of a layer with one frame by default; decoding takes up to that many products per value."""
+MAX_LAYER_CHANNELS = 512
+"""Maximum number of channels in a layer with a single frame by default. Decoding needs up to that many products per value."""
 SHOWN_BITS = (0.3, 0.6, 1.0)
 LOADED_DTYPES = ("bfloat16", "float16", "float32")
-"""The dtypes that models are loaded in: a basis is for each of them."""
+"""Dtypes in which models are loaded; a basis works for all of them."""
 _SAMPLE_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a calibration; None stands for the default, or for the limit of the model and the text if that is smaller.
+    """Settings of a calibration; None selects the default, or the limit of the model and the text if that is smaller.
 
-    ``tokens`` of a window, of which the last ``score`` are not in its cache; as many are predicted (``statistics.beginnings``).
-    ``twin`` is the factor of the outlier-heavy twin, None for the model as it is. ``scope`` of frames is "head", "layer" or, for a
-    basis without them, "none". ``balanced_only`` leaves out what klt and transform need: windows are read once, and nothing is predicted.
-    ``widths`` windows are read again with one layer and side packed at a time, for the widths of kvpack's own presets.
-    ``positions`` are those of a context that keys are described for (``spread``), None for ``POSITIONS`` and ``ROWS_POSITIONS``.
+    Attributes:
+        tokens: Tokens per window.
+        score: Number of tokens per window that are predicted (``statistics.beginnings``). They are not in the window's cache.
+        windows: Number of windows.
+        twin: Factor of the twin with outlier channels; None for the model itself.
+        seed: Seed of the windows.
+        scope: Scope of frames: "head", "layer" or, for a basis without frames, "none".
+        balanced_only: Omit everything for klt and transform. Windows are then read once, and nothing is predicted.
+        widths: Number of windows that are read again with one place packed at a time, for the widths of kvpack's own presets.
+        positions: Number of positions of a context for which keys are described (``spread``); None for ``POSITIONS`` and
+            ``ROWS_POSITIONS``.
     """
 
     tokens: int | None = None
@@ -90,14 +96,14 @@ class Settings:
 def run(
     model: str | None, text: str | None, out: str, settings: Settings, *, dtype: str = "fp16", progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Calibrate the model in folder ``model`` on the file ``text``, write the basis to ``out``, and return JSON values.
+    """Calibrate the model in folder ``model`` on the file ``text``, write the basis to ``out``, and return a report as JSON values.
 
-    Progress is saved in ``out`` + ".progress" after every window, so that an interrupted calibration resumes, and removed at the end.
-    Raises InvalidParameter for sizes that do not fit, and for a model with layers that have no keys and values of heads, MissingFile,
-    WriteFailed and OutOfRange.
+    Progress is saved to ``out`` + ".progress" after each window, so that an interrupted calibration resumes; the file is removed at the
+    end. Raises InvalidParameter for unsupported sizes and for a model with layers without keys and values, MissingFile, WriteFailed and
+    OutOfRange.
     """
     if not out.endswith(SUFFIX):
-        raise InvalidParameter(f"{out}: the name of a basis ends in {SUFFIX}")
+        raise InvalidParameter(f"{out}: the name of a basis must end in {SUFFIX}")
     with model_folder(model) as folder:
         network = load_model(folder)
         identity = _identity_in_any_dtype(folder)
@@ -113,32 +119,32 @@ def run(
     sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
     framing, reason = (None, None) if only else _framing(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
-    turns = _ropes(network, words, tokens, longest)
-    report = _gathered(network, words, sizes, out + PROGRESS_SUFFIX, framing, turns, progress)
+    layer_ropes = _ropes(network, words, tokens, longest)
+    report = _gather(network, words, sizes, out + PROGRESS_SUFFIX, framing, layer_ropes, progress)
     halves = report.halves()
     for_frames, for_rows = _positions(settings, longest, positions(network))
-    if turns is not None:
-        places = places_of(tokens - score, for_frames)
+    if layer_ropes is not None:
+        places = window_positions(tokens - score, for_frames)
         halves = halves and [
             (spread_moments(half, rope, places), spread_moments(other, rope, places))
-            for (half, other), rope in zip(halves, turns, strict=True)
+            for (half, other), rope in zip(halves, layer_ropes, strict=True)
         ]
-        # All contexts have the first positions: they count twice.
-        report = spread_keys(report, turns, [0, *places_of(tokens - score, for_rows)])
+        # All contexts have the first positions, so these count twice.
+        report = spread_keys(report, layer_ropes, [0, *window_positions(tokens - score, for_rows)])
     if only and halves is None:
-        raise InvalidParameter(f"{words.name}: the model computes attention itself, so kvpack cannot observe its queries")
-    # Layers that share those of others have none: a cache has them without sides.
+        raise InvalidParameter(f"{words.name}: the model implements attention itself, so its queries are unknown: omit --balanced-only")
+    # Layers that share the keys and values of others are empty in a cache.
     layers = len(Model(network).layers_with_tokens())
     total = windows + len(report.sums) + len(halves or ()) + settings.widths * (1 + 2 * layers)
     step = step_counter(progress, total, windows)
 
-    frames = None if framing is None else frames_of_all(report, framing, step)
-    rows = {} if only else rows_of_all(report, step)
-    balanced = None if halves is None else balanced_of_all([half + other for half, other in halves], turns, lambda *_: step())
+    frames = None if framing is None else fit_frames(report, framing, step)
+    rows = {} if only else fit_rows(report, step)
+    balanced = None if halves is None else fit_balanced_keys([half + other for half, other in halves], layer_ropes, lambda *_: step())
     data = basis_bytes(rows, layers, identity, dtype, frames, balanced)
     basis = Basis.of_bytes(data, where=out)
     if read_again:
-        losses = losses_of_places(network, basis, layers, read_again, step)
+        losses = measure_place_losses(network, basis, layers, read_again, step)
         data = basis_bytes(rows, layers, identity | losses, dtype, frames, balanced)
         basis = Basis.of_bytes(data, where=out)
     write_file(out, [memoryview(data)])
@@ -151,27 +157,27 @@ def run(
         "model": identity,
         "text": words.name,
         **sizes,
-        "positions": None if turns is None else {"frames": for_frames, "rows": for_rows},
+        "positions": None if layer_ropes is None else {"frames": for_frames, "rows": for_rows},
         "raw": _raw_share(report, windows * (tokens - score), halves),
         "raw_attention": sum(map(float, report.shares.values())) / (len(report.shares) * windows) if report.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.min_transform_bits(raw=True)],
         "without_frames": reason,
         "balanced": halves is not None,
         "widths": settings.widths,
-        "balanced_cost": None if halves is None else gain_of_more_text(halves),
+        "balanced_cost": None if halves is None else compare_halves(halves),
     }
 
 
-def _sizes(settings: Settings, words: Text, longest: int | None, most_positions: int | None) -> tuple[int, int, int]:
-    """Return the tokens of a window, the number of predicted tokens, and the number of windows.
+def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: int | None) -> tuple[int, int, int]:
+    """Return the tokens per window, the number of predicted tokens, and the number of windows.
 
-    Raises InvalidParameter for sizes that do not fit.
+    Raises InvalidParameter if a setting exceeds the limits of the model or the text.
     """
     only = settings.balanced_only
     if only and (settings.score is not None or settings.scope is not None):
-        raise InvalidParameter("--balanced-only predicts nothing, and makes no frames for transform: leave out --score and --scope")
+        raise InvalidParameter("--balanced-only predicts nothing and makes no frames for transform: omit --score and --scope")
     usual, limit = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
-    tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, most_positions)
+    tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, max_positions)
     score = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
     room = len(words.ids) // window_ids(tokens, words)
     windows = min(limit, room) if settings.windows is None else settings.windows
@@ -179,39 +185,39 @@ def _sizes(settings: Settings, words: Text, longest: int | None, most_positions:
         check_size("score", score, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
     if settings.positions is not None:
-        most_read = min(most_positions or settings.positions, longest or settings.positions)
+        most_read = min(max_positions or settings.positions, longest or settings.positions)
         check_size("positions", settings.positions, 1, most_read, "of the model")
     return tokens, score, windows
 
 
-def _positions(settings: Settings, longest: int | None, most_positions: int | None) -> tuple[int, int]:
-    """Return the numbers of positions for which keys are described, in balanced frames and in the rows of klt."""
+def _positions(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:
+    """Return the numbers of positions for which balanced frames and klt's rows are made."""
     if settings.positions is not None:
         return settings.positions, settings.positions
-    limits = [limit for limit in (longest, most_positions) if limit is not None]
+    limits = [limit for limit in (longest, max_positions) if limit is not None]
     return min([POSITIONS, *limits]), min([ROWS_POSITIONS, *limits])
 
 
-def _windows_for_widths(text: Text, most_positions: int | None, settings: Settings) -> list[torch.Tensor]:
-    """Return windows of the text for ``losses_of_places``. Raises InvalidParameter if the text is too short."""
-    tokens = window_tokens(None, WIDTHS_TOKENS, text, most_positions)
+def _windows_for_widths(text: Text, max_positions: int | None, settings: Settings) -> list[torch.Tensor]:
+    """Return windows of the text for ``measure_place_losses``. Raises InvalidParameter if the text is too short."""
+    tokens = window_tokens(None, WIDTHS_TOKENS, text, max_positions)
     size = window_ids(tokens, text)
     check_size("widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
     return [window(text, start, size) for start in starts(len(text.ids), size, settings.widths, settings.seed)]
 
 
-def _raw_share(found: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
-    """Return the average share of ``tokens`` in each layer that was not counted, because recipes such as klt-1.75 keep it raw."""
-    counted = [float(count) for name, count in found.counts.items() if name.endswith(".k")]
+def _raw_share(statistics: Statistics, tokens: int, halves: Sequence[tuple[KeyMoments, KeyMoments]] | None = None) -> float:
+    """Return the average share of ``tokens`` per layer that were not counted, because recipes such as klt-1.75 keep them raw."""
+    counted = [float(count) for name, count in statistics.counts.items() if name.endswith(".k")]
     counted = counted or [float(half.tokens + other.tokens) for half, other in halves or ()]
     return 1 - sum(counted) / (len(counted) * tokens)
 
 
 def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: int | None) -> tuple[Framing | None, str | None]:
-    """Return the scope of the frames in windows of ``tokens`` tokens, or None and the reason for having none.
+    """Return the scope of frames for windows of ``tokens`` tokens, or None and the reason why there are none.
 
-    RoPE frequencies are those of at most ``longest`` tokens. Raises InvalidParameter for keys with an unknown rotation, if ``scope``
-    requests frames, and for layers without keys.
+    RoPE frequencies hold for at most ``longest`` tokens. Raises InvalidParameter if ``scope`` requests frames but the rotation of keys is
+    unknown, and for layers without keys.
     """
     if scope not in (None, "none", *SCOPES):
         raise InvalidParameter(f"--scope is {scope!r}, expected one of none, {', '.join(SCOPES)}")
@@ -221,25 +227,25 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
     (k, _), *_ = pairs = prefill(model, sample)
     _check_pairs(pairs)
     try:
-        result = ropes(model, sample)
+        result = find_ropes(model, sample)
         if longest is not None and tokens > longest and any(result):
             raise InvalidParameter(
                 f"--tokens is {tokens}, but RoPE uses different frequencies beyond {longest} tokens: "
-                f"calibrate with --tokens {longest}, or without frames, --scope none"
+                f"calibrate with --tokens {longest}, or without frames (--scope none)"
             )
     except InvalidParameter as error:
         if scope is not None:
             raise
         return None, str(error)
-    return Framing(scope or ("layer" if k.shape[1] * k.shape[3] <= WIDEST_LAYER else "head"), result), None
+    return Framing(scope or ("layer" if k.shape[1] * k.shape[3] <= MAX_LAYER_CHANNELS else "head"), result), None
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """Return the RoPE of every layer's keys in windows of ``tokens`` tokens; None if it is unknown, or differs from shorter windows."""
+    """Return the RoPE of each layer's keys in windows of ``tokens`` tokens; None if it is unknown or differs from shorter windows."""
     if longest is not None and tokens > longest:
         return None
     try:
-        return ropes(model, _sample(model, text))
+        return find_ropes(model, _sample(model, text))
     except InvalidParameter:
         return None
 
@@ -250,16 +256,16 @@ def _sample(model: Any, text: Text) -> torch.Tensor:
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Raise InvalidParameter unless every layer has keys and values of heads."""
+    """Raise InvalidParameter unless all layers have keys and values per head."""
     if any(k is None or v is None for k, v in pairs):
-        raise InvalidParameter("calibration needs a model whose layers all have keys and values")
+        raise InvalidParameter("the model has layers without keys and values, which calibration does not support: use another model")
     for x in (x for pair in pairs for x in pair):
         if x.dim() != 4:
-            raise InvalidParameter(f"keys have shape {list(x.shape)}; calibration needs keys and values [batch, kv_head, token, dim]")
+            raise InvalidParameter(f"keys have shape {list(x.shape)}, expected [batch, kv_head, token, dim]: use another model")
 
 
 def rate(basis: Basis, bits: float) -> dict[str, float]:
-    """Return the expected size and speed of ``transform-<bits>``: bits, and products per decoded value."""
+    """Return the expected size and speed of ``transform-<bits>``: bits per value, and products per decoded value."""
     step = basis.step(bits, raw=True)
     places = basis.sides_with_frames()
     coded = [_columns_with_symbols(basis.frames(*place), step, default_chunk(basis.rows(*place).dim)) for place in places]
@@ -267,31 +273,31 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 
 
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
-    """Return the columns of a frame up to the last one with a nonzero level in half of all chunks, on average over frames."""
+    """Return the number of columns up to the last one with a nonzero level in half of all chunks, averaged over frames."""
     tables = frames.tables
     zeros = (tables.frequencies[:, 1 + tables.reach] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5
     return float((used * numpy.arange(1, frames.columns + 1)).max(1).mean())
 
 
-def _gathered(
+def _gather(
     model: Any,
     text: Text,
     sizes: dict[str, Any],
     path: str,
     framing: Framing | None,
-    turns: Sequence[Rope | None] | None,
+    layer_ropes: Sequence[Rope | None] | None,
     progress: Progress | None,
 ) -> Statistics:
-    """Return the statistics of all windows, continuing those in the file ``path``; only those of keys if nothing is predicted."""
+    """Return the statistics of all windows, continuing from the file ``path``. Without predictions, only those of keys."""
     size = sizes["tokens"] + 1 - len(text.start)
-    begun = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
-    result = Statistics.read(path, _name_of(model, text, sizes))
+    window_starts = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
+    result = Statistics.read(path, _calibration_id(model, text, sizes))
     attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    for number, start in enumerate(begun):
+    for number, start in enumerate(window_starts):
         if number >= result.windows:
             ids = window(text, start, size)
-            # The last token is predicted, and not read.
+            # The last token is predicted, but not read.
             read = ids[:, :-1]
             queries = QueryMoments()
             pairs = prefill(model, read[:, : sizes["tokens"] - sizes["score"]], observe=queries.observe)
@@ -299,7 +305,7 @@ def _gathered(
             model.set_attn_implementation(attention)
             if sizes["score"]:
                 result.add(model, read, pairs, sizes["seed"] + number, -(-SAMPLES // sizes["windows"]), framing)
-            result.add_moments(number, pairs, queries, turns)
+            result.add_moments(number, pairs, queries, layer_ropes)
             result.windows += 1
             result.write(path)
         if progress:
@@ -307,8 +313,8 @@ def _gathered(
     return result
 
 
-def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
-    """Name the model, the text and the sizes, by what the model predicts after the text's first tokens."""
+def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
+    """Return a digest of the model, the text and the sizes, based on the model's predictions after the text's first tokens."""
     sample = _sample(model, text)
     with torch.inference_mode():
         logits = model(sample).logits[0]
@@ -319,21 +325,21 @@ def _name_of(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
-    """Return the identity of the model loaded in ``dtype``, by default its checkpoint's; the digest of its weights distinguishes it."""
-    return identity_of(_loaded(folder, dtype))
+    """Return the identity of the model in ``folder``, loaded in ``dtype`` ("auto": the checkpoint's dtype)."""
+    return identity_of(_load_weights(folder, dtype))
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
-    """Raise InvalidParameter if ``basis`` belongs to another model than the one in ``folder``."""
-    basis.check_model(identity_for(_loaded(folder, "auto"), basis))
+    """Raise InvalidParameter if ``basis`` is for another model than the one in ``folder``."""
+    basis.check_model(identity_for(_load_weights(folder, "auto"), basis))
 
 
-def _loaded(folder: Path, dtype: str) -> Any:
+def _load_weights(folder: Path, dtype: str) -> Any:
     return transformers_library().AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
-    """Return the identity in the checkpoint's dtype, with the digests of weights in the other dtypes that users load."""
+    """Return the identity in the checkpoint's dtype, with weights digests for the other dtypes in which users load models."""
     identity = folder_identity(folder)
     for dtype in LOADED_DTYPES:
         result = folder_identity(folder, dtype)
@@ -343,7 +349,7 @@ def _identity_in_any_dtype(folder: Path) -> dict[str, str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the path of the basis and its digest."""
+    """Print the basis's path, digest and expected quality."""
     print(
         f"{report['basis']}: {report['bytes']:,} bytes, {report['layers']} layers, {report['windows']} windows of {report['tokens']} tokens"
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import Exact
 
 _SCALED = ("", ",channel_scale=fp16")
-"""Keys without and with channel scales: with outlier channels a rotation needs them, elsewhere they may do harm."""
+"""Suffixes for keys without and with channel scales. Outlier channels need scales with a rotation; otherwise scales may do harm."""
 
 _GROUPS = ("2,g=64", "2,g=32", "3,g=64", "4,g=128", "6,g=128")
 
@@ -39,44 +39,44 @@ LADDER = (
     "v=octahedral:b=3",
     *(f"v=group:b={words},scales=u8,rotation=hadamard" for words in _GROUPS[1:4]),
 )
-"""The candidates of the thorough search, from 1 to 8 bits: for every family, the codecs with the best quality for their size."""
+"""Candidates of the thorough search, from 1 to 8 bits: the codecs of each family with the best quality for their size."""
 
 RUNGS = (
     *(f"k=group:b={words},scales=u8" for words in ("2,g=64", "2,g=32", "3,g=64", "4,g=64", "5,g=64", "6,g=64", "8,g=64")),
     *(f"v=scalar:b={b}" for b in (2, 3, 4, 5, 6, 8)),
 )
-"""The candidates of the fast search: one family per side, so that more bytes mean smaller errors without a measurement.
+"""Candidates of the fast search: one family each for keys and values, in which more bytes always mean smaller errors.
 
-Groups of tokens have one scale per channel, so that keys with outlier channels lose nothing.
+Groups of tokens have one scale per channel, so outlier channels of keys do no harm.
 """
 
 _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_clause(RAW_CLAUSE).items())
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
-"""The widths of the search by widths."""
+"""Widths in the search by widths."""
 
 BY_WIDTHS = tuple(f"{side}={own_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
-"""The candidates of the search by widths: without means of keys, widths by what layers lose do harm."""
+"""Candidates of the search by widths, with key means, without which different widths per layer do harm."""
 
 BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" for bits in BITS)
-"""Key candidates if the basis has balanced frames."""
+"""Candidates for keys if the basis has balanced frames."""
 
 CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
-"""Candidates that a basis adds for both sides: with the bits of each place chosen for this many bits per value on average."""
+"""Candidates for keys and values if there is a basis. The number is the average of bits per value over all places."""
 
 FRAMED = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
-"""The candidates that a basis with frames adds besides."""
+"""Additional candidates if the basis has frames."""
 
 DECODED = ("transform", "lossless")
-"""Codecs that attention decodes tile by tile: there is no attention over what they pack."""
+"""Codecs whose packed bytes attention cannot use directly; it decodes them tile by tile."""
 
 SIDES = ("k", "v")
 
 
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse the codecs of each side from texts such as ``k=scalar:b=3``, ``kv=...``, or only a codec, which is for both sides.
+    """Parse candidates such as ``k=scalar:b=3``, ``kv=...``, or only a codec (for both), and return them by "k" and "v".
 
-    Raises InvalidParameter for an unknown codec, and InvalidParameter if a side has no codec or a text has several clauses.
+    Raises InvalidParameter for an unknown codec, a text with several clauses, and if keys or values have no candidate.
     """
     result: dict[str, list[str]] = {"k": [], "v": []}
     for text in texts:
@@ -84,27 +84,27 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
         if not equals or sides not in ("k", "v", "kv"):
             sides, codec = "kv", text.strip()
         if ";" in codec:
-            raise InvalidParameter(f"--candidate is {text!r}: a candidate is one codec, such as k=scalar:b=3")
+            raise InvalidParameter(f"--candidate is {text!r}, expected a single codec, such as k=scalar:b=3")
         for side in sides:
             Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES))
             if codec not in result[side]:
                 result[side].append(codec)
     for side, codecs in result.items():
         if not codecs:
-            raise InvalidParameter(f"--candidate names no codec for {side}: add {side}=<codec>")
+            raise InvalidParameter(f"--candidate has no codec for {'keys' if side == 'k' else 'values'}: add {side}=<codec>")
     return result
 
 
-def attendable(codec: str) -> bool:
-    """Return True if attention can run on the packed bytes of ``codec``, given in the words of a recipe."""
+def is_attendable(codec: str) -> bool:
+    """Return True if attention can use the packed bytes of ``codec`` (as written in a recipe) directly."""
     return codec.partition(":")[0] not in DECODED
 
 
 @dataclass(frozen=True)
-class Priced:
-    """Every candidate of every place, packed: the size of a file with any of them is known without packing again.
+class PackedCandidates:
+    """All candidates of all places, packed, so that the size of a file with any of them is known without packing again.
 
-    ``left_out`` says why a place cannot use a candidate.
+    ``left_out`` has the reasons why places cannot use candidates.
     """
 
     packed: dict[Place, dict[str, Side]]
@@ -115,30 +115,30 @@ class Priced:
         return list(self.packed)
 
     def file_bytes(self, allocation: Allocation) -> int:
-        """Return the bytes of one window's file with these codecs."""
+        """Return the size in bytes of one window's file with ``allocation``."""
         layers = [Layer(*(self.packed[layer, side][allocation[layer, side]] for side in SIDES)) for layer in range(len(self.packed) // 2)]
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
     def stream_bytes(self, place: Place, codec: str) -> int:
-        """Return the bytes of the streams of one place."""
+        """Return the size in bytes of one place's streams with ``codec``."""
         side = self.packed[place][codec]
-        return side.tail.nbytes + sum(stream.nbytes for page in side.runs for stream in page.streams.values())
+        return side.tail.nbytes + sum(stream.nbytes for run in side.runs for stream in run.streams.values())
 
     def values(self) -> int:
         """Number of values in one window."""
         return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
 
 
-def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = None) -> Priced:
-    """Pack the whole window with every candidate, as a measurement does: its prefix, then the scored tokens appended.
+def pack_candidates(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
+    """Pack a whole window with each candidate, as a measurement does: first its prefix, then the scored tokens appended.
 
-    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter if a place cannot use any of
-    the candidates.
+    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter if a place can use none of the
+    candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}
     for layer, pair in enumerate(exact.pairs):
-        # The keys choose raw tokens for both sides.
+        # Raw tokens are selected by the keys, for keys and values.
         norms = norms_per_head(pair[0].to(torch.bfloat16))
         for side, x in zip(SIDES, pair, strict=True):
             place = layer, side
@@ -152,7 +152,7 @@ def price(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = 
             if not packed[place]:
                 reason = next(iter(left_out[place].values()))
                 raise InvalidParameter(f"no candidate can encode layers[{layer}].{side}: {reason}")
-    return Priced(packed, left_out)
+    return PackedCandidates(packed, left_out)
 
 
 def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
@@ -162,7 +162,7 @@ def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
 def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, place: Place, layers: int) -> Side:
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
-    # What tokens lose is measured, and shown as the candidate's loss.
+    # Suppress warnings about tokens, because the candidate's loss is measured.
     with collected_misfits():
         first = pack_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
         return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, :, start:stop])

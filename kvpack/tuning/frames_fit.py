@@ -1,4 +1,4 @@
-"""Compute the frames of a basis from calibration statistics: transform, scales and tables (spec/writers.md, Calibration)."""
+"""Compute a basis's frames from calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 SUFFIX = "frames"
-"""Suffix of the names of frame statistics, after layer and side."""
+"""Suffix of the names of statistics for frames, after layer and side."""
 
 MIN_COST = 0.03
-"""Minimum cost of an error in any layer, as in basis_fit.py; chosen on the same text, for this codec."""
+"""Minimum cost of an error in any layer, as in basis_fit.py, but chosen for the codec transform."""
 
 LARGEST_DEVIATION = 2.0**-4
-"""The unit: the largest standard deviation of a column, over all layers and sides."""
+"""Largest standard deviation of a column, over all layers, in stored units."""
 MIN_OCTAVES, MAX_OCTAVES = -4, 6
-"""Standard deviations of columns, in steps, that tables are for: 2^-4 to 2^6."""
+"""Range of the columns' standard deviations, in steps, for which there are tables: 2^-4 to 2^6."""
 DEAD_ZONE = 0.06
-"""What is added to the half of a step by which a column must be nearer to the next level, where the values of levels are found.
+"""Amount by which the rounding threshold is raised above half a step when the values of levels are computed.
 
-Encoders have none. The values are a little larger for it, and keys lose less attention to those that are kept raw. With SmolLM2-135M,
-transform-0.6 had a KL divergence of 0.042 with these values, and 0.055 and 0.067 with 0.95 and 1.08 of them, in two windows.
+Encoders do not use it. It makes the values a little larger, so that keys lose less attention to raw tokens. With SmolLM2-135M,
+transform-0.6 had a KL divergence of 0.042 with these values, and 0.055 and 0.067 with 0.95 and 1.08 times these values, in two windows.
 """
 
 REACH = 63
-"""The largest level that has a symbol."""
+"""Largest level that has a symbol."""
 _TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
 _MIN_BITS, _MAX_BITS = 0.1, 3.0
-"""Average bits per value of a side, between which a step counts for the tables."""
+"""Range of the average bits per value for which tables are trained on a step."""
 LARGEST_SCALE = 1.25
-"""Maximum factor of a table's values. Most columns of small tables are 0, and their energy should not be compensated."""
+"""Maximum factor by which a table's values are scaled. Most columns of small tables are 0, and their energy must not be compensated."""
 _SMOOTHED = 8.0
-"""Levels of a Laplace distribution that are added to those of a table."""
+"""Number of levels of a Laplace distribution that are added to the counts of each table."""
 _MIN_PART = 1e-5
-"""Levels that are rarer have no symbol: the room of one costs more than the escapes."""
+"""Minimum share of a level with a symbol. For rarer levels, escapes take less space than a symbol."""
 
 
-def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
-    """Return the frames of every layer and side of ``found``; ``step`` is called after each."""
-    names = [name for name in found.sums if name.endswith(f".{SUFFIX}")]
+def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
+    """Return the frames of each layer's keys and values; ``step`` is called after each."""
+    names = [name for name in statistics.sums if name.endswith(f".{SUFFIX}")]
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
-    for name, cost in costs_of(found, names, MIN_COST).items():
+    for name, cost in costs_of(statistics, names, MIN_COST).items():
         layer, side, _ = name.split(".")
         frames = []
-        for number in range(len(found.sums[name])):
-            mean = (found.sums[name][number] / found.counts[name]).numpy()
-            covariance = (found.products[name][number] / found.counts[name]).numpy() - numpy.outer(mean, mean)
+        for number in range(len(statistics.sums[name])):
+            mean = (statistics.sums[name][number] / statistics.counts[name]).numpy()
+            covariance = (statistics.products[name][number] / statistics.counts[name]).numpy() - numpy.outer(mean, mean)
             frames.append((mean, *transform_of(covariance, cost[number].numpy())))
         fitted[int(layer), side] = frames
         step()
     unit = LARGEST_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
     scales = {place: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for place, frames in fitted.items()}
-    tables = _tables(_columns(found, fitted, unit), scales)
+    tables = _tables(_columns(statistics, fitted, unit), scales)
     return {
         place: Frames(
             torch.from_numpy(numpy.stack([numpy.concatenate([mean[None], matrix / unit]) for mean, matrix, _, _ in frames])).float(),
@@ -78,7 +78,7 @@ def frames_of_all(found: Statistics, framing: Framing, step: Callable[[], None])
 
 
 def _scales(deviations: Array) -> Array:
-    """Return the scales of columns with these standard deviations; the four columns that share a table are centered on it."""
+    """Return the scales of columns with these standard deviations. The four columns that share a table are centered on it."""
     octaves = numpy.log2(numpy.maximum(deviations, numpy.finfo(float).tiny))
     middle = SCALES_PER_OCTAVE * MIN_OCTAVES - SCALES_PER_TABLE / 2
     result: Array = numpy.clip(numpy.round(middle - SCALES_PER_OCTAVE * octaves), 0, 255).astype(numpy.int64)
@@ -86,25 +86,25 @@ def _scales(deviations: Array) -> Array:
 
 
 def _columns(
-    found: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
+    statistics: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
 ) -> dict[tuple[int, str], Array]:
-    """Return the columns ``[frame, token, column]`` of the samples, by layer and side."""
+    """Return the columns ``[frame, token, column]`` of the samples, by place."""
     columns = {}
     for (layer, side), frames in fitted.items():
-        samples = torch.cat(found.samples[f"{layer}.{side}.{SUFFIX}"], 1).to(torch.float64).numpy()
+        samples = torch.cat(statistics.samples[f"{layer}.{side}.{SUFFIX}"], 1).to(torch.float64).numpy()
         columns[layer, side] = numpy.stack([(samples[number] - mean) @ back * unit for number, (mean, _, back, _) in enumerate(frames)])
     return columns
 
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
-    """Return tables for columns by standard deviation in steps, trained on the levels of all columns at all steps of ordinary recipes."""
+    """Return tables by the columns' standard deviation in steps, trained on the levels of all columns at all steps of usual recipes."""
     levels = 2 * REACH + 1
-    # The last place stands for levels that have no symbol.
+    # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
     grid = numpy.arange(-REACH, REACH + 1)
-    for place, found in columns.items():
+    for place, place_columns in columns.items():
         for step in range(0, 256, SCALES_PER_TABLE):
-            steps = found * 2.0 ** (step / SCALES_PER_OCTAVE)
+            steps = place_columns * 2.0 ** (step / SCALES_PER_OCTAVE)
             coded = _levels(steps, 0.0)
             bits = _entropy(coded)
             if bits > _MAX_BITS:
@@ -128,17 +128,17 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     total = parts.sum(1, keepdims=True) + counts[:, levels:]
     rare = parts < _MIN_PART * total
     rare[:, REACH] = False
-    # A count of 1 in 2^20 keeps a symbol in a table; escapes always have one.
+    # A count of 1 in 2^20 keeps a symbol in a table. Escapes always have one.
     kept = numpy.where(rare, 0, numpy.ceil(parts / total * 2**20)).astype(numpy.int64)
     escapes = numpy.maximum(1, 2**20 - kept.sum(1))
-    # Towards the middle of a step where there are few.
+    # Rare levels are drawn toward the middle of their step.
     seen = seen[:, :levels]
     values = (within + 4.0 * grid) / (seen + 4.0)
     values[:, REACH] = 0.0
-    # The means of levels have less energy than what they stand for, as in tables of klt.
+    # Means have less energy than the values that they represent, as in klt's tables.
     energy, decoded = squares[:, :levels].sum(1), (seen * numpy.square(values)).sum(1)
-    wanted = numpy.clip(energy, decoded, LARGEST_SCALE**2 * decoded)
-    values *= numpy.sqrt(numpy.divide(wanted, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
+    target_energy = numpy.clip(energy, decoded, LARGEST_SCALE**2 * decoded)
+    values *= numpy.sqrt(numpy.divide(target_energy, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
     frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
     return SymbolTables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))
 
@@ -150,10 +150,10 @@ def _levels(steps: Array, dead_zone: float) -> Array:
 
 
 def _entropy(levels: Array) -> float:
-    """Return the bits per value of ``levels`` ``[frame, token, column]`` with a separate table for every column."""
+    """Return the bits per value of ``levels`` ``[frame, token, column]`` with a separate table for each column."""
     tokens = levels.shape[1]
     ordered = numpy.sort(levels, 1)
-    # Where runs of equal levels begin: their lengths are the counts.
+    # True where a sequence of equal levels begins. The lengths of the sequences are the counts.
     begins = numpy.concatenate([numpy.ones_like(ordered[:, :1], bool), ordered[:, 1:] != ordered[:, :-1]], 1)
     at = numpy.flatnonzero(begins.transpose(0, 2, 1).ravel())
     runs = numpy.diff(numpy.append(at, begins.size)) / tokens

@@ -1,4 +1,4 @@
-"""Choose the best codecs for a budget, assuming that the losses of all layers and sides add up."""
+"""Choose the best codecs for a budget, assuming that the losses of all places add up."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .allocation import Allocation, Place
-    from .candidates import Priced
+    from .candidates import PackedCandidates
 
 Losses = dict["Place", dict[str, float]]
-"""The loss of every place with each of the codecs that it may have."""
+"""Loss of each place with each codec that it can have."""
 
 Point = tuple[int, float, str]
-"""Bytes, loss and codec."""
+"""Bytes, loss and codec of a choice."""
 
 
-def allocate(priced: Priced, losses: Losses, budget: int) -> Allocation:
-    """Return the codecs with the least total loss for a file of at most ``budget`` bytes.
+def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocation:
+    """Return the allocation with the smallest total loss for a file of at most ``budget`` bytes.
 
-    Everything starts with its smallest codec; the step with the largest decrease of loss per byte is taken while one fits (Lagrangian bit
-    allocation: Shoham and Gersho, 1988). The remaining bytes then pay for any codec that still fits. Raises InvalidParameter if the
-    smallest file is larger than the budget.
+    Each place starts with its smallest codec, and the step with the largest decrease of loss per byte is taken while one fits (Lagrangian
+    bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still fits. Raises InvalidParameter if the
+    smallest file exceeds the budget.
     """
-    hulls = {place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in of.items()) for place, of in losses.items()}
+    hulls = {
+        place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in place_losses.items())
+        for place, place_losses in losses.items()
+    }
     chosen = {place: points[0][2] for place, points in hulls.items()}
     smallest = priced.file_bytes(chosen)
     if smallest > budget:
         bits = 8 / priced.values()
         raise InvalidParameter(
-            f"the smallest file of the candidates takes {smallest:,} bytes per window, {smallest * bits:.3f} bits per value; "
-            f"the budget is {budget:,} bytes, {budget * bits:.3f} bits per value"
+            f"the smallest file of the candidates takes {smallest:,} bytes per window, {smallest * bits:.3f} bits per value, "
+            f"but the budget is {budget:,} bytes, {budget * bits:.3f} bits per value: raise --bits"
         )
     steps = [(_slope(points, 1), place, 1) for place, points in hulls.items() if len(points) > 1]
     heapq.heapify(steps)
     while steps:
         _, place, number = heapq.heappop(steps)
         points = hulls[place]
-        tried = chosen | {place: points[number][2]}
-        if priced.file_bytes(tried) > budget:
+        candidate = chosen | {place: points[number][2]}
+        if priced.file_bytes(candidate) > budget:
             continue
-        chosen = tried
+        chosen = candidate
         if number + 1 < len(points):
             heapq.heappush(steps, (_slope(points, number + 1), place, number + 1))
     return _fill(priced, losses, budget, chosen)
 
 
-def _fill(priced: Priced, losses: Losses, budget: int, chosen: Allocation) -> Allocation:
+def _fill(priced: PackedCandidates, losses: Losses, budget: int, chosen: Allocation) -> Allocation:
     while True:
         left = budget - priced.file_bytes(chosen)
         gains = sorted(
@@ -60,16 +63,16 @@ def _fill(priced: Priced, losses: Losses, budget: int, chosen: Allocation) -> Al
             if loss < losses[place][chosen[place]] and priced.stream_bytes(place, codec) - priced.stream_bytes(place, chosen[place]) <= left
         )
         fitting = (chosen | {place: codec} for _, place, codec in gains)
-        better = next((tried for tried in fitting if priced.file_bytes(tried) <= budget), None)
+        better = next((candidate for candidate in fitting if priced.file_bytes(candidate) <= budget), None)
         if better is None:
             return chosen
         chosen = better
 
 
 def hull(points: Iterable[Point]) -> list[Point]:
-    """Return the lower convex hull, from the point of fewest bytes to that of least loss.
+    """Return the lower convex hull, from the point with the fewest bytes to the one with the smallest loss.
 
-    Each step gains less per byte than the previous one.
+    Each step decreases the loss by less per byte than the previous one.
     """
     kept: list[Point] = []
     for point in sorted(points):
@@ -87,5 +90,5 @@ def _gain(first: Point, second: Point) -> float:
 
 
 def _slope(points: list[Point], number: int) -> float:
-    """Return the key by which a heap yields the largest gain first."""
+    """Return the heap key of a step, which puts the largest gain first."""
     return -_gain(points[number - 1], points[number])

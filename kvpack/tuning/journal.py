@@ -1,4 +1,4 @@
-"""Store losses in a file, so that an interrupted search resumes and a search for another budget measures little again."""
+"""Save losses to a file, so that interrupted searches resume, and searches for other budgets reuse measurements."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import Exact
 
 EVERY = 16
-"""Recipes after which the file is written again."""
+"""Number of recipes after which the file is written."""
 
 MAX_JOURNAL_BYTES = 2**26
-"""Maximum number of bytes of the file."""
+"""Maximum size of the file in bytes."""
 
 _FORMAT = "kvpack measurements"
 
 
 def identity(exact: Sequence[Exact]) -> str:
-    """Name the model, the text and the sizes, by what the uncompressed model reads and predicts in the windows."""
+    """Return a digest of the model, the text and the sizes, based on the uncompressed model's tokens and predictions."""
     digest = xxhash.xxh3_128()
     for window in exact:
         digest.update(window.tokens.numpy().tobytes())
@@ -42,7 +42,7 @@ def identity(exact: Sequence[Exact]) -> str:
 
 @dataclass
 class Journal:
-    """The losses of recipes in the windows named ``of``, kept in the file ``path`` (None: in memory only)."""
+    """The losses of recipes in the windows with the identity ``of``, saved to the file ``path`` (None: only in memory)."""
 
     path: str | None
     of: str
@@ -50,14 +50,14 @@ class Journal:
     unwritten: int = 0
 
     def keep(self, recipe: str, loss: Loss) -> None:
-        """Add the loss of a recipe, and write the file from time to time. Raises WriteFailed."""
+        """Add the loss of a recipe, and write the file after every ``EVERY`` recipes. Raises WriteFailed."""
         self.losses[recipe] = loss
         self.unwritten += 1
         if self.unwritten >= EVERY:
             self.write()
 
     def write(self) -> None:
-        """Append the measurements that are not in the file yet. Raises WriteFailed."""
+        """Write all losses to the file, if there are new ones. Raises WriteFailed."""
         if self.path is None or not self.unwritten:
             return
         content = {
@@ -71,9 +71,9 @@ class Journal:
 
 
 def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
-    """Open the journal of these windows, with the contents of an existing file.
+    """Return the journal for these windows, with the losses from the file ``path`` if it exists.
 
-    Raises MissingFile if it cannot be read, and InvalidParameter if it is not a journal or belongs to other windows.
+    Raises MissingFile if the file cannot be read, and InvalidParameter if it is not a journal or is for other windows.
     """
     journal = Journal(path, identity(exact))
     if path is None or not os.path.lexists(path):
@@ -83,24 +83,24 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     except InvalidParameter:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
-        raise InvalidParameter(f"{path}: contains no measurements of kvpack tune; name a new file or remove it")
+        raise InvalidParameter(f"{path}: contains no measurements of kvpack tune: pass another path or remove the file")
     if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, journal.of):
         raise InvalidParameter(
-            f"{path}: holds measurements of another model, text, size, seed, number of threads or version of kvpack; "
-            "name a new file or remove it"
+            f"{path}: has measurements of another model, text, size, seed, number of threads or version of kvpack: "
+            "pass another path or remove the file"
         )
     journal.losses = {recipe: _loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}
     return journal
 
 
-def _loss(path: str, recipe: str, found: Any, windows: int) -> Loss:
+def _loss(path: str, recipe: str, entry: Any, windows: int) -> Loss:
     try:
-        loss = Loss(**found)
+        loss = Loss(**entry)
         numbers = [*loss.kl_divergences, *loss.log_perplexities]
-        right = len(loss.kl_divergences) == len(loss.log_perplexities) == windows and all(map(math.isfinite, numbers))
-        right = right and type(loss.bytes) is type(loss.values) is int and min(loss.bytes, loss.values) > 0
+        is_valid = len(loss.kl_divergences) == len(loss.log_perplexities) == windows and all(map(math.isfinite, numbers))
+        is_valid = is_valid and type(loss.bytes) is type(loss.values) is int and min(loss.bytes, loss.values) > 0
     except TypeError:
-        right = False
-    if not right:
-        raise InvalidParameter(f"{path}: its entry for the recipe {recipe!r} is not a measurement; remove the file")
+        is_valid = False
+    if not is_valid:
+        raise InvalidParameter(f"{path}: its entry for the recipe {recipe!r} is not a valid measurement: remove the file")
     return loss

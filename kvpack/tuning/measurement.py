@@ -1,4 +1,4 @@
-"""The loss of a recipe: the divergence of a model's predictions over packed files from its predictions without packing."""
+"""Measure the loss of a recipe: the divergence of a model's predictions over packed files from its predictions without packing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """The cost of one recipe, one number per window; ``bytes`` is the size of the windows' files, ``values`` their number of values.
+    """The cost of one recipe, with one number per window; ``bytes`` and ``values`` are totals over the windows' files.
 
-    The KL divergence (nats per token) is the expected rise of the log-perplexity on text drawn from the uncompressed model. It hardly
-    depends on the text, so a few windows suffice to compare codecs whose perplexities they cannot distinguish.
+    The KL divergence (nats per token) is the expected increase of the log-perplexity on text sampled from the uncompressed model. It hardly
+    depends on the text, so a few windows suffice to compare codecs whose perplexities they could not distinguish.
     """
 
     kl_divergences: list[float]
@@ -53,10 +53,10 @@ class Loss:
 
 @dataclass
 class Windows:
-    """Windows of one text that are read repeatedly; ``step`` is called for every window read, ``measured`` for every new loss.
+    """Windows of a text that are read repeatedly.
 
-    ``losses`` are keyed by recipe text, which names the ``basis`` if it needs one. ``exact`` holds the uncompressed model's results, but
-    only the prefix of the pairs, in the precision that is packed.
+    ``step`` is called after each window that is read, and ``measured`` after each new loss. ``losses`` are keyed by recipe text, which
+    names the ``basis`` if it needs one. ``exact`` has the uncompressed model's results, with only the prefix of the pairs, in bf16.
     """
 
     model: Any
@@ -80,7 +80,7 @@ class Windows:
         return first
 
     def loss(self, recipe: str) -> Loss:
-        """Return the cost of the recipe, measured once per recipe text. Raises OutOfRange if a codec cannot represent the values."""
+        """Return the loss of ``recipe``, measuring each recipe text only once. Raises OutOfRange if a codec cannot represent the values."""
         recipe = Recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:
@@ -101,9 +101,9 @@ class Windows:
 def read_once(
     searched: Windows, windows: Sequence[torch.Tensor], score: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
-    """Return the exact loss and those of ``recipes`` in ``windows``, with the model of ``searched``.
+    """Return the uncompressed model's losses in ``windows``, and the losses of ``recipes``, with the model of ``searched``.
 
-    One window is in memory at a time.
+    Only one window is in memory at a time.
     """
     exact: list[float] = []
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}

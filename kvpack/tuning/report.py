@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpack.output import counted, print_table, printable
 
-from .candidates import attendable
+from .candidates import is_attendable
 from .results import uniform_name
 
 
@@ -31,7 +31,8 @@ def show(report: dict[str, Any]) -> None:
     rows += [_row(name, report[key]) for name, key in ((uniform_name(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
     print_table(title, columns, rows)
     decoded = [] if report["attendable"] else ["attended"]
-    print_table("codecs", ["layers", "keys", "values", *decoded], _layers(report["layers"], attended=bool(decoded)), left=3 + len(decoded))
+    layers = _layer_rows(report["layers"], attended=bool(decoded))
+    print_table("codecs", ["layers", "keys", "values", *decoded], layers, left=3 + len(decoded))
     print("Bits per value count every byte of a window's file. KL is KL(uncompressed || packed) of the next token, in nats.")
     print("Perplexity is per token; the change in its log is against the uncompressed cache.")
     print(_verdict(report))
@@ -39,13 +40,13 @@ def show(report: dict[str, Any]) -> None:
         print(f"{printable(report['file'])}: the recipe, for --recipe @{printable(report['file'])}")
 
 
-def _row(name: str, found: dict[str, Any]) -> list[str]:
-    held_out = found["held_out"]
+def _row(name: str, measurement: dict[str, Any]) -> list[str]:
+    held_out = measurement["held_out"]
     interval = held_out["log_perplexity_difference_interval"]
     return [
         name,
-        f"{found['bits_per_value']:.3f}",
-        f"{found['searched']['kl_divergence']:.5f}",
+        f"{measurement['bits_per_value']:.3f}",
+        f"{measurement['searched']['kl_divergence']:.5f}",
         f"{held_out['kl_divergence']:.5f}",
         f"{held_out['perplexity']:.4f}",
         f"{held_out['log_perplexity_difference']:+.5f}",
@@ -53,8 +54,8 @@ def _row(name: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _layers(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
-    """Return one row per run of layers with the same codecs; with ``attended``, also whether attention runs on their packed bytes."""
+def _layer_rows(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
+    """Return one row per sequence of layers with the same codecs; if ``attended``, also how attention reads them."""
     rows: list[tuple[int, int, dict[str, str]]] = []
     for number, codecs in enumerate(layers):
         if rows and rows[-1][2] == codecs:
@@ -63,7 +64,7 @@ def _layers(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
             rows.append((number, number, codecs))
     result = []
     for first, last, codecs in rows:
-        how = "packed" if all(map(attendable, codecs.values())) else "decoded tile by tile"
+        how = "packed" if all(map(is_attendable, codecs.values())) else "decoded tile by tile"
         numbers = str(first) if first == last else f"{first}-{last}"
         result.append([numbers, codecs["k"], codecs["v"], *([how] if attended else [])])
     return result

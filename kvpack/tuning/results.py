@@ -1,4 +1,4 @@
-"""The result of a search, as JSON values and as a recipe file."""
+"""Convert the result of a search to JSON values and to a recipe file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpack.evaluation.intervals import student_t
 from kvpack.output import printable
 
 from .allocation import recipe_text
-from .candidates import attendable
+from .candidates import is_attendable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def results(
     search: Search, held_out: tuple[list[float], dict[str, Loss]], tuned: Measurement, uniform: Measurement | None
 ) -> dict[str, Any]:
-    """Return the chosen recipe, the results of the best uniform recipe, and all measurements.
+    """Return the chosen recipe, the best uniform recipe and all measurements as JSON values.
 
-    ``held_out`` has the exact losses of the held-out windows, and those of both recipes.
+    ``held_out`` has the uncompressed model's losses in the held-out windows, and the losses of both recipes.
     """
     layers = len(search.priced.places) // 2
     exact, losses = held_out
@@ -32,14 +32,14 @@ def results(
     return {
         "tuned": _row(tuned, search, exact, losses),
         "uniform": None if uniform is None else _row(uniform, search, exact, losses),
-        "comparison": None if result is None or plain is None else comparison(result, plain),
+        "comparison": None if result is None or plain is None else compare_losses(result, plain),
         "layers": [{side: tuned.allocation[layer, side] for side in "kv"} for layer in range(layers)],
-        "attendable": all(map(attendable, tuned.allocation.values())),
+        "attendable": all(map(is_attendable, tuned.allocation.values())),
         "measured": [
             {
                 "what": allocation.what,
                 "recipe": recipe_text(allocation.allocation),
-                "attendable": all(map(attendable, allocation.allocation.values())),
+                "attendable": all(map(is_attendable, allocation.allocation.values())),
                 "bits_per_value": allocation.loss.bits_per_value,
                 "kl_divergence": allocation.loss.kl_divergence,
             }
@@ -47,24 +47,24 @@ def results(
         ],
         "sensitivities": [
             {"layer": layer, "side": side, "codec": codec, "bytes": search.priced.stream_bytes((layer, side), codec), "kl_divergence": loss}
-            for (layer, side), of in search.sensitivities.items()
-            for codec, loss in of.items()
+            for (layer, side), losses_by_codec in search.sensitivities.items()
+            for codec, loss in losses_by_codec.items()
         ],
         "left_out": [
             {"layer": layer, "side": side, "codec": codec, "why": reason}
-            for (layer, side), of in search.priced.left_out.items()
-            for codec, reason in of.items()
+            for (layer, side), reasons in search.priced.left_out.items()
+            for codec, reason in reasons.items()
         ],
     }
 
 
-def _row(found: Measurement, search: Search, exact: list[float], losses: dict[str, Loss]) -> dict[str, Any]:
-    recipe = recipe_text(found.allocation)
+def _row(measurement: Measurement, search: Search, exact: list[float], losses: dict[str, Loss]) -> dict[str, Any]:
+    recipe = recipe_text(measurement.allocation)
     return {
         "recipe": recipe,
-        "bits_per_value": found.loss.bits_per_value,
-        "bytes": found.loss.bytes // len(search.windows.exact),
-        "searched": _losses(found.loss, [window.loss for window in search.windows.exact]),
+        "bits_per_value": measurement.loss.bits_per_value,
+        "bytes": measurement.loss.bytes // len(search.windows.exact),
+        "searched": _losses(measurement.loss, [window.loss for window in search.windows.exact]),
         "held_out": _losses(losses[recipe], exact),
     }
 
@@ -81,10 +81,10 @@ def _losses(loss: Loss, exact: list[float]) -> dict[str, Any]:
     }
 
 
-def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
-    """Return the difference of the divergences on held-out windows, paired by window; below 0 the tuned recipe is better.
+def compare_losses(tuned: Loss, uniform: Loss) -> dict[str, Any]:
+    """Return the mean difference of KL divergences in held-out windows, paired by window; negative if the tuned recipe is better.
 
-    ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" for one recipe, else "undecided".
+    ``verdict`` is "better" or "worse" if Student's interval excludes 0, "the same" if both are one recipe, else "undecided".
     """
     differences = [loss - other for loss, other in zip(tuned.kl_divergences, uniform.kl_divergences, strict=True)]
     interval = student_t(differences)
@@ -98,7 +98,7 @@ def comparison(tuned: Loss, uniform: Loss) -> dict[str, Any]:
 
 
 def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
-    """Return the text of the recipe file: its description as comments, then one clause per line."""
+    """Return the text of the recipe file: a description as comments, then one clause per line."""
     result, uniform = report["tuned"], report["uniform"]
     comments = [
         f"kvpack tune: {report['model']}, {report['text']}, at most {report['bits']:g} bits per value ({report['mode']} search)",
@@ -114,5 +114,5 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
 
 
 def uniform_name(report: dict[str, Any]) -> str:
-    """Return the description of a report's uniform recipe; only the thorough search tries more than the largest that fits."""
+    """Return the name of a report's uniform recipe. Only the thorough search compares several; the others use the largest that fits."""
     return "best uniform recipe" if report["mode"] == "thorough" else "largest uniform recipe"

@@ -1,4 +1,4 @@
-"""The thorough search: the sensitivity of every layer and side, a greedy allocation, and exchanges confirmed by the real loss."""
+"""The thorough search: losses of single places, a greedy allocation, and exchanges confirmed by the real loss."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from kvpack.formats.errors import InvalidParameter, OutOfRange
 
 from .allocation import Allocation, Place, recipe_text, uniform
 from .greedy import Losses, allocate, hull
-from .place_losses import in_one_place
+from .place_losses import single_place_recipe
 
 if TYPE_CHECKING:
-    from .candidates import Priced
+    from .candidates import PackedCandidates
     from .measurement import Loss, Windows
 
 UNIFORM = 6
-"""The number of uniform recipes measured: the most promising by their sensitivities."""
+"""Number of uniform recipes that are measured: the most promising ones by their sensitivities."""
 
 ROUNDS = 2
 """Maximum number of rounds of exchanges."""
 
 EXCHANGES = 4
-"""Recipes that a round usually measures after its single changes, for the progress alone."""
+"""Typical number of recipes that a round measures after its single changes, for estimating progress."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation with its measured loss and its role, ``what``, in the search."""
+    """An allocation with its measured loss and its role in the search (``what``)."""
 
     what: str
     allocation: Allocation
@@ -37,17 +37,17 @@ class Measurement:
 
 @dataclass
 class Search:
-    """The state shared by both searches: their inputs and the measurements in order."""
+    """The inputs of a search, and its measurements in order."""
 
-    priced: Priced
+    priced: PackedCandidates
     windows: Windows
     budget: int
-    """Bytes of one window's file."""
+    """Maximum size of one window's file in bytes."""
     measured: list[Measurement] = field(default_factory=list)
     sensitivities: Losses = field(default_factory=dict)
 
     def measure(self, what: str, allocation: Allocation) -> Measurement:
-        """Measure the real loss and keep it in the list."""
+        """Measure the real loss of ``allocation`` and add it to ``measured``."""
         result = Measurement(what, allocation, self.windows.loss(recipe_text(allocation)))
         self.measured.append(result)
         return result
@@ -56,28 +56,28 @@ class Search:
         """Return True if one window's file is within the budget."""
         return self.priced.file_bytes(allocation) <= self.budget
 
-    def everywhere(self, side: str) -> list[str]:
-        """Return the candidates that every layer can use on ``side``, from fewest bytes to most."""
-        first, *others = [codecs for (_, of), codecs in self.priced.packed.items() if of == side]
+    def common_candidates(self, side: str) -> list[str]:
+        """Return the candidates for ``side`` that all layers can use, from fewest bytes to most."""
+        first, *others = [codecs for (_, its_side), codecs in self.priced.packed.items() if its_side == side]
         common = [codec for codec in first if all(codec in codecs for codecs in others)]
         return sorted(common, key=lambda codec: self.priced.stream_bytes((0, side), codec))
 
 
 def best(measured: list[Measurement]) -> Measurement:
-    """Return the measurement with the smallest divergence; ties go to the first."""
-    return min(measured, key=lambda found: found.loss.kl_divergence)
+    """Return the measurement with the smallest KL divergence; ties go to the first."""
+    return min(measured, key=lambda measurement: measurement.loss.kl_divergence)
 
 
 def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the tuned allocation and the best uniform one; None if no uniform recipe fits.
+    """Return the tuned allocation, and the best uniform one or None if no uniform recipe fits.
 
-    The losses of single places are measured with all others uncompressed, where they add up best, and only predict the loss of an
-    allocation; the measured loss of the whole allocation always decides. Raises InvalidParameter for an impossible budget.
+    Losses of single places are measured with all others uncompressed, because they add up best then, and only predict the loss of an
+    allocation. The measured loss of the whole allocation decides. Raises InvalidParameter for an impossible budget.
     """
     _check_budget(search)
-    search.sensitivities = sensitivities(search)
-    result = within_budget(search, "greedy", search.sensitivities)
-    uniforms = [search.measure("uniform", allocation) for allocation in _promising(search)]
+    search.sensitivities = measure_sensitivities(search)
+    result = measure_within_budget(search, "greedy", search.sensitivities)
+    uniforms = [search.measure("uniform", allocation) for allocation in _promising_uniforms(search)]
     tuned = best([result, *uniforms])
     for _ in range(ROUNDS):
         changed = _exchange(search, tuned)
@@ -88,12 +88,12 @@ def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def steps(layers: int, candidates: dict[str, list[str]]) -> int:
-    """Return about how many recipes the thorough search measures with these candidates of each side."""
+    """Return the approximate number of recipes that the thorough search measures."""
     return layers * sum(map(len, candidates.values())) + 1 + UNIFORM + ROUNDS * (4 * layers + EXCHANGES)
 
 
-def sensitivities(search: Search) -> Losses:
-    """Return the loss of every candidate in every place, with all others uncompressed.
+def measure_sensitivities(search: Search) -> Losses:
+    """Return the loss of each candidate in each place, with all others uncompressed.
 
     Candidates that cannot represent a window's values are left out.
     """
@@ -102,7 +102,7 @@ def sensitivities(search: Search) -> Losses:
         result[layer, side] = {}
         for codec in codecs:
             try:
-                loss = search.windows.loss(in_one_place(layer, side, codec))
+                loss = search.windows.loss(single_place_recipe(layer, side, codec))
             except OutOfRange as error:
                 search.priced.left_out[layer, side][codec] = str(error)
                 continue
@@ -114,12 +114,12 @@ def sensitivities(search: Search) -> Losses:
 
 
 def _check_budget(search: Search) -> None:
-    """Refuse an impossible budget before anything is measured."""
+    """Raise InvalidParameter for an impossible budget before anything is measured."""
     allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
 
 
-def within_budget(search: Search, what: str, losses: Losses) -> Measurement:
-    """Return the allocation with the least loss whose files fit the budget in every window; some codecs need more bytes in some windows."""
+def measure_within_budget(search: Search, what: str, losses: Losses) -> Measurement:
+    """Return the allocation with the smallest loss whose files fit the budget in all windows; some need more bytes in some windows."""
     budget = search.budget
     while True:
         result = search.measure(what, allocate(search.priced, losses, budget))
@@ -130,11 +130,11 @@ def within_budget(search: Search, what: str, losses: Losses) -> Measurement:
         budget -= -(-excess // len(search.windows.exact))
 
 
-def _promising(search: Search) -> list[Allocation]:
-    """Return the uniform allocations within the budget with the least predicted loss, best first."""
+def _promising_uniforms(search: Search) -> list[Allocation]:
+    """Return the uniform allocations within the budget with the smallest predicted loss, best first."""
     places, known = search.priced.places, search.sensitivities
     result = []
-    for k, v in product(search.everywhere("k"), search.everywhere("v")):
+    for k, v in product(search.common_candidates("k"), search.common_candidates("v")):
         allocation = uniform(places, k, v)
         if search.fits(allocation) and all(codec in known[place] for place, codec in allocation.items()):
             result.append((sum(known[place][codec] for place, codec in allocation.items()), k, v))
@@ -144,33 +144,33 @@ def _promising(search: Search) -> list[Allocation]:
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
     """Return ``tuned`` with more bytes in some places and fewer in others, or None if that does not lower the real loss.
 
-    The gain or loss of a place is measured with all others as in ``tuned``. The effects of many simultaneous changes may not add up; then
-    fewer are tried, those that gain most.
+    The effect of each place is measured with all others as in ``tuned``. Effects of many simultaneous changes may not add up; then fewer
+    are tried, starting with the largest gains.
     """
     losses: Losses = {}
     for place, codec in tuned.allocation.items():
         losses[place] = {codec: tuned.loss.kl_divergence}
-        for other in _neighbours(search, place, codec):
+        for other in _neighbors(search, place, codec):
             losses[place][other] = search.windows.loss(recipe_text(tuned.allocation | {place: other})).kl_divergence
     free = set(losses)
     while True:
         kept = {place: place_losses if place in free else {tuned.allocation[place]: 0.0} for place, place_losses in losses.items()}
-        result = within_budget(search, "exchange", kept)
+        result = measure_within_budget(search, "exchange", kept)
         if result.loss.kl_divergence < tuned.loss.kl_divergence:
             return result
-        grown = [place for place in free if _grows(search, place, tuned.allocation[place], result.allocation[place])]
-        grown.sort(key=lambda place: (losses[place][result.allocation[place]], place))
-        if len(grown) < 2:
+        grown_places = [place for place in free if _grows(search, place, tuned.allocation[place], result.allocation[place])]
+        grown_places.sort(key=lambda place: (losses[place][result.allocation[place]], place))
+        if len(grown_places) < 2:
             return None
-        free = {place for place in free if place not in grown} | set(grown[: len(grown) // 2])
+        free = {place for place in free if place not in grown_places} | set(grown_places[: len(grown_places) // 2])
 
 
 def _grows(search: Search, place: Place, before: str, after: str) -> bool:
     return search.priced.stream_bytes(place, after) > search.priced.stream_bytes(place, before)
 
 
-def _neighbours(search: Search, place: Place, codec: str) -> list[str]:
-    """Return the next smaller and next larger codecs that are worth their bytes in this place."""
+def _neighbors(search: Search, place: Place, codec: str) -> list[str]:
+    """Return the next smaller and the next larger codec that are worth their bytes in this place."""
     size = search.priced.stream_bytes(place, codec)
     points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]

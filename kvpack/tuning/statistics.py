@@ -1,8 +1,8 @@
-"""Calibration statistics from windows of text: means, covariances and samples of keys and values, and the cost of errors in them.
+"""Collect calibration statistics from windows of text: means, covariances and samples of keys and values, and costs of errors in them.
 
-The cost is the Fisher information: the gradient, by every key and value, of the log-probability of a next token sampled from the model's
-own prediction (Martens 2020, Sec. 5). Predictions at higher temperatures are sampled too: if the model is certain, the gradient of a likely
-token is almost zero, whatever an error would change.
+The cost is the Fisher information: gradients, with respect to keys and values, of the log-probability of a next token sampled from the
+model's own prediction (Martens 2020, Sec. 5). Predictions at higher temperatures are sampled too, because gradients of a likely token are
+almost zero if the model is certain, whatever an error would change.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ if TYPE_CHECKING:
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 TEMPERATURES = (1.0, 3.0, 10.0)
-"""Temperatures of the predictions that next tokens are drawn from; each has the same share in the cost."""
+"""Temperatures at which next tokens are sampled. Each has the same share of the cost."""
 
 RAW = RawPositions(1, "bf16", 4, 0.6, 4.0)
 """Raw tokens of lossy presets (``presets.RAW_CLAUSE``): attention sinks, whose values need not be representative.
 
-Unlike all others, they are not counted. Of the first four, recipes such as klt-1.75 keep the first alone.
+They are not counted. Of the first four, recipes such as klt-1.75 keep only the first raw.
 """
 
 PREFIXES = 4
-"""Number of window lengths after each of which some tokens are predicted.
+"""Number of prefixes of a window after each of which some tokens are predicted.
 
-RoPE turns queries by their position, so that errors of a key in one channel cost queries of one position more than those of another.
+RoPE rotates queries by their position, so an error in one channel of a key affects queries at some positions more than at others.
 """
 
 SAMPLED_OF_FRAMES = 8
-"""Of the tokens kept for the tables of a side, one in this many is kept for those of all frames together."""
+"""One in this many of the tokens kept for tables is also kept for the tables of frames."""
 
 PAGE = 128
-"""Tokens whose mean is taken from keys, as in kvpack's own presets (``presets.own_codec``)."""
+"""Number of tokens whose mean is subtracted from keys, as in kvpack's own presets (``presets.own_codec``)."""
 
 _FORMAT = "kvpack calibration with pages"
 _SUMS = ("counts", "sums", "products", "costs", "shares", "moments")
 
 _MAX_HEADER_BYTES = 2**26
-"""Maximum number of bytes of a header: there are samples of every window, layer and side."""
+"""Maximum size of a header in bytes; there are samples for each window, layer and side."""
 
 
 @dataclass(frozen=True)
 class Framing:
-    """The input of frames: the channels of a ``scope``, "head" or "layer", and keys before the RoPE of their layer."""
+    """What frames cover: the channels of a head or a layer (``scope``), with keys before their layer's RoPE."""
 
     scope: str
     ropes: Sequence[Rope | None]
 
     def view(self, layer: int, side: str, x: torch.Tensor) -> torch.Tensor:
-        """View ``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]``."""
+        """Return ``x`` ``[1, kv_head, token, dim]`` from position 0 on, or its gradient, as ``[1, frame, token, channel]`` before RoPE."""
         rope = self.ropes[layer] if side == "k" else None
         x = x if rope is None else rope.rotate(x.to(torch.float32), 0, back=True)
         return x if self.scope == "head" else x.transpose(1, 2).flatten(2)[:, None]
@@ -74,10 +74,10 @@ class Framing:
 
 @dataclass
 class KeyMoments:
-    """Sums over ``tokens`` keys of a layer and ``rows`` queries that attend to them, float64, for each KV head.
+    """Sums over ``tokens`` keys of a layer, and over ``rows`` queries that attend to them, in float64 for each KV head.
 
-    ``keys`` ``[kv_head, dim, dim]`` are products of keys with themselves, ``pages`` of keys less the mean of their page of ``PAGE`` tokens,
-    ``queries`` of queries. ``unturned`` ``[kv_head, dim]`` are sums of keys before RoPE.
+    ``keys``, ``pages`` and ``queries`` ``[kv_head, dim, dim]`` are sums of outer products: of keys, of keys minus the mean of their page of
+    ``PAGE`` tokens, and of queries. ``unturned`` ``[kv_head, dim]`` are sums of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -89,7 +89,7 @@ class KeyMoments:
 
     @classmethod
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
-        """Compute the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
+        """Return the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
 
         ``queries`` are already summed.
         """
@@ -107,23 +107,20 @@ MOMENTS = tuple(one.name for one in fields(KeyMoments))
 
 
 class QueryMoments:
-    """Sums of the products of a window's queries with themselves, by layer, over the query heads that share a KV head."""
+    """Sums of outer products of a window's queries, by layer, over the query heads that share a KV head."""
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
         self._heads: dict[int, torch.Tensor] = {}
 
     def observe(self, layer: int, queries: torch.Tensor) -> None:
-        """Add ``queries`` ``[1, q_head, token, dim]``."""
+        """Add ``queries`` ``[1, q_head, token, dim]`` of a layer."""
         q = queries[0].to(torch.float64)
         self._heads[layer] = q.transpose(1, 2) @ q
         self.rows[layer] = q.shape[1]
 
     def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
-        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and the number of queries in each.
-
-        Returns None for a layer without queries.
-        """
+        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and the number of queries in each; None if there are none."""
         result = self._heads.get(layer)
         if result is None or len(result) % heads:
             return None
@@ -132,13 +129,16 @@ class QueryMoments:
 
 @dataclass
 class Statistics:
-    """Sums over tokens, by layer and side ("3.k"), for the model and text named by ``of``; those of frames are named like "3.k.frames".
+    """Sums over tokens, by layer and side ("3.k", for frames "3.k.frames"), for the model and text with the digest ``of``.
 
-    ``counts``, float64 ``[]``, are the numbers of counted tokens. ``sums`` float64 ``[kv_head, dim]`` and ``products`` ``[kv_head, dim,
-    dim]`` are of keys or values, ``costs`` ``[temperature, kv_head, dim, dim]`` of gradients; ``samples`` are float32 ``[kv_head, token,
-    dim]`` per window. ``shares``, float64 ``[]`` by layer ("3"), are sums over windows of the attention weight of the tokens that were not
-    counted; empty if ``attention_shares`` finds none. ``moments`` are those of ``KeyMoments``, by layer, half of the windows and name
-    ("3.0.keys"): even windows are one half and odd ones the other.
+    Attributes:
+        counts: Numbers of counted tokens, float64 ``[]``.
+        sums: Sums of keys or values, float64 ``[kv_head, dim]``.
+        products: Sums of their outer products, ``[kv_head, dim, dim]``.
+        costs: Sums of outer products of gradients, ``[temperature, kv_head, dim, dim]``.
+        samples: Samples of keys or values per window, float32 ``[kv_head, token, dim]``.
+        shares: Sums over windows of the attention weight on tokens that were not counted, by layer ("3"); empty if unknown.
+        moments: ``KeyMoments`` by layer, half of the windows and name ("3.0.keys"). Even windows are one half, odd ones the other.
     """
 
     of: str
@@ -152,10 +152,10 @@ class Statistics:
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
-        """Add a window: ``tokens`` ``[1, token]``, the first of which have ``pairs`` (k, v) of every layer; ``sampled`` of them are kept.
+        """Add a window ``tokens`` ``[1, token]``, whose first tokens have ``pairs``, and keep ``sampled`` tokens as samples.
 
-        As many tokens are predicted as have no pairs, after the prefixes of the window that ``beginnings`` returns. With ``framing``, its
-        frames are counted too. Raises InvalidParameter for predictions that are not finite, or depend on no pair.
+        All tokens without pairs are predicted, after the prefixes returned by ``prefixes``. With ``framing``, statistics of frames are
+        added too. Raises InvalidParameter if predictions are not finite, or depend on no pair.
         """
         generator = torch.Generator().manual_seed(seed)
         raw = [~_counted(k) for k, _ in pairs]
@@ -163,13 +163,13 @@ class Statistics:
             _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
         count = pairs[0][0].shape[2]
         depends = False
-        for first, predicted in beginnings(count, tokens.shape[1] - count):
+        for first, predicted in prefixes(count, tokens.shape[1] - count):
             known = [(k[:, :, :first], v[:, :, :first]) for k, v in pairs]
             gradients = list(_gradients(model, tokens[:, : first + predicted], known, generator))
             depends |= any(bool(gradient.any()) for part in gradients for pair in part for gradient in pair)
             for number, layer_gradients in enumerate(zip(*gradients, strict=True)):
                 for side, views in self._views(number, layer_gradients, framing):
-                    _add(self.costs, side, torch.stack([_squares(view, ~raw[number][:first]) for view in views]))
+                    _add(self.costs, side, torch.stack([_outer_products(view, ~raw[number][:first]) for view in views]))
         _check_depends(depends, tokens.shape[1] - count)
         order = torch.randperm(count, generator=generator, device="cpu")
         for number, pair in enumerate(pairs):
@@ -179,7 +179,7 @@ class Statistics:
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
-        """Add the keys of a window with ``pairs`` of every layer, and its ``queries``; do nothing if a layer has none of these."""
+        """Add the keys of a window with ``pairs`` of each layer, and its ``queries``; do nothing if a layer has no queries."""
         of_layers = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
         if any(part is None for part in of_layers):
             return
@@ -190,7 +190,7 @@ class Statistics:
                 _add(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
-        """Return the moments of both halves of the windows, by layer; None without any, and zeros for a half without windows."""
+        """Return the moments of both halves of the windows, by layer; None if there are none, and zeros for a half without windows."""
         if not self.moments:
             return None
         layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)
@@ -205,8 +205,7 @@ class Statistics:
     def _views(
         number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], framing: Framing | None
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield the name of each side of layer ``number``, and of its frames, with its views of ``pairs``, ``[1, part, token, channel]``.
-        """
+        """Yield the name of each side of layer ``number``, and of its frames, with views ``[1, part, token, channel]`` of ``pairs``."""
         for side, values in zip("kv", zip(*pairs, strict=True), strict=True):
             yield f"{number}.{side}", list(values)
             if framing is not None:
@@ -220,7 +219,7 @@ class Statistics:
         self.samples.setdefault(name, []).append(values[0][:, chosen].to(torch.float32))
 
     def write(self, path: str) -> None:
-        """Replace the file ``path`` with these statistics. Raises WriteFailed."""
+        """Write the statistics to the file ``path``. Raises WriteFailed."""
         tensors = {f"samples.{name}.{n}": tensor for name, parts in self.samples.items() for n, tensor in enumerate(parts)}
         for kind in _SUMS:
             tensors |= {f"{kind}.{name}": values.contiguous() for name, values in getattr(self, kind).items()}
@@ -229,18 +228,18 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
-        """Read the statistics in the file ``path``; empty if there is no file. Raises InvalidParameter for another kind of file."""
+        """Return the statistics in the file ``path``; empty if it does not exist. Raises InvalidParameter for other files."""
         result = cls(of)
         if not os.path.lexists(path):
             return result
 
         def counted(_: list[str], metadata: dict[str, str]) -> int:
             if metadata.get("format") != _FORMAT or metadata.get("of") != of:
-                raise InvalidParameter(f"{path}: belongs to a calibration of another model, text or size: remove it")
+                raise InvalidParameter(f"{path}: belongs to a calibration of another model, text or size: remove the file")
             try:
                 return int(metadata["windows"])
             except (KeyError, ValueError) as error:
-                raise InvalidParameter(f"{path}: could not be read as the progress of a calibration: {error!r}") from None
+                raise InvalidParameter(f"{path}: is not valid progress of a calibration ({error!r}): remove the file") from None
 
         tensors, result.windows = tensor_files.read(path, counted, _MAX_HEADER_BYTES)
         for key, tensor in tensors.items():
@@ -252,20 +251,20 @@ class Statistics:
         return result
 
 
-def beginnings(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return the lengths of prefixes of ``count`` tokens, ascending up to all of them, and the number of tokens predicted after each.
+def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
+    """Return (length, predicted) for each prefix of ``count`` tokens, ascending: its length, and how many tokens to predict after it.
 
-    ``predicted`` tokens are predicted in total; with few tokens there are fewer prefixes than ``PREFIXES``.
+    In total, ``predicted`` tokens are predicted. There are fewer than ``PREFIXES`` prefixes if there are few tokens.
     """
     parts = min(PREFIXES, predicted, count)
     return [(-(-count * part // parts), predicted * part // parts - predicted * (part - 1) // parts) for part in range(1, parts + 1)]
 
 
 def _check_depends(depends: bool, score: int) -> None:
-    """Raise InvalidParameter unless predictions depend on a key or value before them."""
+    """Raise InvalidParameter unless predictions depend on earlier keys or values."""
     if not depends:
         raise InvalidParameter(
-            f"the {score} tokens of a window that are predicted attend to none before them, as in a model that attends in chunks: "
+            f"the {score} predicted tokens of a window attend to no earlier ones, as in a model with attention in chunks: "
             "calibrate with another --tokens or --score"
         )
 
@@ -275,13 +274,13 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
 
 
 def _counted(k: torch.Tensor) -> torch.Tensor:
-    """Return a mask, bool ``[token]``, of the tokens of keys ``[1, kv_head, token, dim]`` that count: those that caches do not keep raw."""
+    """Return a mask, bool ``[token]``, of the tokens in keys ``[1, kv_head, token, dim]`` that caches do not keep raw."""
     raw = RAW.choose(norms_per_head(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
 
 
 def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return the sum of k kT over the ``counted`` tokens less the mean of their page, float64 ``[kv_head, dim, dim]``."""
+    """Return the sum of outer products of ``counted`` keys minus the mean of their page, float64 ``[kv_head, dim, dim]``."""
     values = k[0].to(torch.float64)
     starts = range(0, len(counted), PAGE)
     pages = [values[:, start : start + PAGE][:, counted[start : start + PAGE]] for start in starts]
@@ -289,14 +288,14 @@ def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2) @ x
 
 
-def _squares(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the ``counted`` tokens of g gT, float64 ``[kv_head, dim, dim]``."""
+def _outer_products(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Return the sum of outer products of gradients over the ``counted`` tokens, float64 ``[kv_head, dim, dim]``."""
     g = gradient[0].to(torch.float64)[:, counted]
     return g.transpose(1, 2) @ g
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """Yield, for each temperature, the gradients of sampled next tokens' log-probabilities by the keys and values of ``pairs``."""
+    """Yield, for each temperature, gradients of sampled next tokens' log-probabilities with respect to ``pairs``."""
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]

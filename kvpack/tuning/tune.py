@@ -1,7 +1,7 @@
-"""kvpack tune: search over the recipes of one model, and report the result.
+"""kvpack tune: search for a recipe for one model, and report the result.
 
-Windows of a text are read in two parts, as in ``kvpack bench quality``: the first part is packed, saved and loaded, and the model reads the
-second over it. Some windows are held out: the search never sees them, and the report compares there.
+Windows of a text are evaluated in two parts, as in ``kvpack bench quality``: the first part is packed, saved and loaded, and the model
+reads the second part over it. Some windows are held out: the search does not use them, and the report compares recipes on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpack.models import load_model, model_folder
 
 from .allocation import recipe_clauses, recipe_text
 from .calibrate import check_basis
-from .candidates import BALANCED, BY_WIDTHS, CALIBRATED, FRAMED, LADDER, RUNGS, attendable, parse_candidates, price
+from .candidates import BALANCED, BY_WIDTHS, CALIBRATED, FRAMED, LADDER, RUNGS, is_attendable, pack_candidates, parse_candidates
 from .early_boost import RUNS, fast
 from .journal import open_journal
 from .measurement import Windows, read_once
@@ -52,10 +52,11 @@ MAX_TOKEN_GROUP = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a search; None stands for the default, or for the limit of the model and the text if that is smaller.
+    """Sizes of a search; None selects the default, or the limit of the model and the text if that is smaller.
 
-    ``tokens`` of a window, of which the last ``score`` are scored; ``windows`` that the search reads, ``held_out`` for the report.
-    Codecs that encode tokens in groups keep a part of a group raw, and those bytes count: multiples of 128 leave none.
+    ``tokens`` is the size of a window, of which the last ``score`` tokens are scored. The search uses ``windows`` windows and the report
+    ``held_out`` further ones. Codecs that encode tokens in groups keep part of a group raw, and those bytes count; multiples of 128 avoid
+    that.
     """
 
     tokens: int | None = None
@@ -75,7 +76,7 @@ class _Sizes:
 
 @dataclass
 class _Counter:
-    """Windows read, as the progress of the whole run."""
+    """The number of windows read, reported as progress of the whole run."""
 
     progress: Progress | None
     total: int = 0
@@ -106,18 +107,29 @@ def run(
     only_attendable: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Search for a recipe of at most ``bits`` bits per value, counted as all bytes of a window's file, and return JSON values.
+    """Search for a recipe of at most ``bits`` bits per value, counting all bytes of a window's file, and return a report as JSON values.
 
-    ``quick`` is the search of three to five recipes, ``widths`` that of one recipe for each layer and side; ``candidates`` are codecs
-    such as ``k=scalar:b=3``; ``out`` is the recipe file to write; ``measurements`` is a file that keeps the losses for later searches;
-    ``basis`` is the model's basis file, for candidates that need one, which it adds to the usual ones. ``only_attendable`` leaves out
-    codecs that attention decodes tile by tile. Two runs with one seed find the same recipe if torch has the same number of threads.
-    Raises InvalidParameter for sizes that do not fit and for an impossible budget, MissingFile and WriteFailed.
+    Args:
+        model: Folder or hub name of the model; None for the demo's.
+        text: File with the text; None for the demo's.
+        bits: Budget in bits per value.
+        settings: Sizes of the search.
+        quick: Use the fast search with three to five recipes.
+        widths: Use the search by widths, with one recipe for each layer and side.
+        candidates: Codecs such as ``k=scalar:b=3``.
+        out: Recipe file to write.
+        measurements: File that keeps losses for later searches.
+        basis: The model's basis file, which adds candidates.
+        only_attendable: Omit codecs that attention decodes tile by tile.
+        progress: Called as ``progress(done, total)``.
+
+    Two runs with the same seed find the same recipe if PyTorch uses the same number of threads. Raises InvalidParameter for unsupported
+    sizes and for an impossible budget, MissingFile and WriteFailed.
     """
     if not 0 < bits <= MAX_BITS:
         raise InvalidParameter(f"--bits is {bits}, expected a number above 0 and at most {MAX_BITS}")
-    given = None if basis is None else Basis.load(basis)
-    codecs = _codecs(candidates or _candidates(quick, given, widths=widths, only_attendable=only_attendable), only_attendable)
+    loaded_basis = None if basis is None else Basis.load(basis)
+    codecs = _codecs(candidates or _candidates(quick, loaded_basis, widths=widths, only_attendable=only_attendable), only_attendable)
     for path in (out, measurements):
         if path is not None:
             _check_folder(path)
@@ -125,17 +137,17 @@ def run(
         network = load_model(folder)
         words = read_text(text, folder, vocabulary(network))
         name = model_name(str(folder.resolve()))
-        if given is not None:
-            check_basis(given, folder)
+        if loaded_basis is not None:
+            check_basis(loaded_basis, folder)
     sizes = _sizes(settings, words, positions(network))
     counter = _Counter(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
-        searched = Windows(network, folder_name, counter, basis=given)
-        chosen, kept = _windows(words, sizes, settings.seed)
+        searched = Windows(network, folder_name, counter, basis=loaded_basis)
+        search_windows, held_out_windows = _windows(words, sizes, settings.seed)
         layers = network.config.get_text_config().num_hidden_layers
         runs = RUNS if quick else by_width_steps(layers) if widths else steps(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
-        priced = price(searched.read(chosen, sizes.score), codecs, given)
+        priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
         journal = open_journal(measurements, searched.exact)
         searched.losses, searched.measured = dict(journal.losses), journal.keep
@@ -144,7 +156,10 @@ def run(
         finally:
             journal.write()
         held_out = read_once(
-            searched, kept, sizes.score, [recipe_text(measured.allocation) for measured in (tuned, uniform) if measured is not None]
+            searched,
+            held_out_windows,
+            sizes.score,
+            [recipe_text(measured.allocation) for measured in (tuned, uniform) if measured is not None],
         )
         report = {
             "model": name,
@@ -154,7 +169,7 @@ def run(
             "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
             "recipe": recipe_text(tuned.allocation),
             "file": out,
-            "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
+            "basis": None if loaded_basis is None else {"file": loaded_basis.where, "digest": loaded_basis.digest.hex()},
             **results(search, held_out, tuned, uniform),
         }
     counter.finish()
@@ -164,17 +179,22 @@ def run(
 
 
 def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[str]]:
-    """Return the codecs of ``candidates`` by side. With ``only_attendable``, raises InvalidParameter for one that attention must decode."""
+    """Return the codecs of ``candidates`` by "k" and "v".
+
+    Raises InvalidParameter if ``only_attendable`` and a codec must be decoded for attention.
+    """
     codecs = parse_candidates(candidates)
-    if only_attendable and (decoded := next((codec for result in codecs.values() for codec in result if not attendable(codec)), None)):
+    if only_attendable and (decoded := next((codec for result in codecs.values() for codec in result if not is_attendable(codec)), None)):
         raise InvalidParameter(
-            f"--candidate is {decoded!r}, which attention must decode tile by tile: leave out this candidate or --attendable"
+            f"--candidate is {decoded!r}, which attention must decode tile by tile: omit this candidate or --attendable"
         )
     return codecs
 
 
 def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
-    """Return the usual candidates; the fast search needs one family, in which more bytes mean smaller errors, the search by widths another.
+    """Return the default candidates of the search.
+
+    The fast search needs one family of codecs, in which more bytes mean smaller errors, and the search by widths another.
     """
     if widths:
         values = tuple(codec for codec in BY_WIDTHS if codec.startswith("v="))
@@ -186,20 +206,20 @@ def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_
 
 
 def _check_folder(path: str) -> None:
-    """Refuse a file that cannot be written before the search takes its time."""
+    """Raise WriteFailed for a file that cannot be written, before the search starts."""
     folder = os.path.dirname(path) or "."
     if not path or (os.path.exists(path) and not os.path.isfile(path)):
-        raise WriteFailed(f"{path!r}: could not be written: it is not a regular file")
+        raise WriteFailed(f"{path!r}: could not be written: is not a regular file")
     if not os.path.isdir(folder):
         raise WriteFailed(f"{path}: could not be written: {folder} is not a folder")
     if not os.access(folder, os.W_OK):
         raise WriteFailed(f"{path}: could not be written: {folder} is not writable")
 
 
-def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes:
-    tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, most_positions)
+def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
+    tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     if settings.tokens is None:
-        # A short text is cut into two windows, of which one is held out; whole token groups leave no raw tail.
+        # A short text makes two windows, one of them held out. Whole token groups leave no raw tail.
         tokens = max(2, min(tokens, len(text.ids) // 2 + len(text.start) - 1))
         tokens -= tokens % (2 * MAX_TOKEN_GROUP) if tokens > 2 * MAX_TOKEN_GROUP else 0
     score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
@@ -213,7 +233,7 @@ def _sizes(settings: Settings, text: Text, most_positions: int | None) -> _Sizes
 
 
 def _windows(text: Text, sizes: _Sizes, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the windows of the search, spread over the text, and those held out between them."""
+    """Return the windows of the search, spread over the text, and the held-out windows between them."""
     size, count = window_ids(sizes.tokens, text), sizes.windows + sizes.held_out
     every = [window(text, start, size) for start in starts(len(text.ids), size, count, seed)]
     chosen = {(2 * number + 1) * count // (2 * sizes.windows) for number in range(sizes.windows)}

@@ -89,7 +89,7 @@ def test_a_basis_of_code_is_of_the_default_model(cache: Path, capsys: pytest.Cap
     cache.mkdir(parents=True)
     (cache / "config.json").write_text("{}")
     assert cli.main(["bench", "quality", "--calibrated-on", "code", *other.split()]) == 2
-    assert "--calibrated-on is for the default model as it is" in capsys.readouterr().err
+    assert "--calibrated-on works only with the unmodified default model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["code"], ["--calibrate-on"], ["--calibrate-on", "poems"]], ids=" ".join)

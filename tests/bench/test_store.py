@@ -88,4 +88,4 @@ def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
 def test_a_location_is_measured_at_one_number_of_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "store", "--location", str(tmp_path), "--entries", "300", "--entries", "400"]
     assert cli.main(words) == 2
-    assert "--entries is given more than once" in capsys.readouterr().err
+    assert "--entries is set more than once" in capsys.readouterr().err

@@ -241,7 +241,7 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
     model = transformers.LlamaForCausalLM(config).eval()
     for cache, message in (
         (transformers.QuantizedCache("fp8", config), "the cache is a QuantizedCache: a cache of this class cannot be packed"),
-        (MtpCache(config=config), "the cache is a MtpCache: what it holds"),
+        (MtpCache(config=config), "the cache is a MtpCache: a cache of this class"),
     ):
         with pytest.raises(InvalidParameter, match=message):
             kvpack.pack(filled(model, 8, cache), "raw")

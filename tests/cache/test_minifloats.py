@@ -169,7 +169,7 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     with pytest.raises(InvalidType, match=r"expected packed keys or values, such as cache\[0\].k, but got a Layer"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     cache = kvpack.pack([(random_values(1), None)], "fp8")
-    with pytest.raises(InvalidParameter, match=r"the codec minifloat with side-cars, .* 'fp8;raw=0'"):
+    with pytest.raises(InvalidParameter, match=r"the codec is minifloat with side-cars, .* 'fp8;raw=0'"):
         kvpack.pages.Minifloats.of(cache[0].k)
     assert kvpack.pages.Minifloats.of(cache.convert("fp8;raw=0")[0].k).elements.shape[2] == cache.tokens
     with pytest.raises(InvalidParameter, match="a raw tail of 5"):

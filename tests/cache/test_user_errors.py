@@ -106,8 +106,8 @@ CALLS: dict[str, Call] = {
     "attend an array": (lambda: kvpack.attend(Q.numpy(), CACHE[0]), InvalidType, "q is a ndarray, expected a tensor"),
     "attend without q": (lambda: kvpack.attend(None, CACHE[0]), InvalidType, "q is a NoneType"),
     "q of other heads": (lambda: kvpack.attend(Q[:, :3], CACHE[0]), InvalidParameter, "q_head must be a multiple of kv_head"),
-    "q of another batch": (lambda: kvpack.attend(torch.cat([Q, Q]), CACHE[0]), InvalidParameter, "batch and dim must match"),
-    "q of another dim": (lambda: kvpack.attend(Q[..., :32], CACHE[0]), InvalidParameter, "batch and dim must match"),
+    "q of another batch": (lambda: kvpack.attend(torch.cat([Q, Q]), CACHE[0]), InvalidParameter, "batch and dim must be equal"),
+    "q of another dim": (lambda: kvpack.attend(Q[..., :32], CACHE[0]), InvalidParameter, "batch and dim must be equal"),
     "q of integers": (lambda: kvpack.attend(Q.int(), CACHE[0]), InvalidType, "expected a floating-point dtype"),
     "q elsewhere": (lambda: kvpack.attend(META, CACHE[0]), InvalidParameter, r"q is on meta, but the layer is on cpu .*q.to\(...\)"),
     "no query": (lambda: kvpack.attend(Q[:, :, :0], CACHE[0]), InvalidParameter, "expected at least one query"),
@@ -121,7 +121,7 @@ CALLS: dict[str, Call] = {
         InvalidType,
         "window is '8', expected an integer",
     ),
-    "lengths of a number": (lambda: kvpack.attend(Q, CACHE[0], lengths=40), InvalidType, "lengths is 40; expected a list of integers"),
+    "lengths of a number": (lambda: kvpack.attend(Q, CACHE[0], lengths=40), InvalidType, "lengths is 40, expected a list of integers"),
     "lengths of floats": (lambda: kvpack.attend(Q, CACHE[0], lengths=[40.0]), InvalidType, r"lengths\[0\] is 40.0, expected an integer"),
     # a cache where transformers wants its own
     "a cache in a model": (

@@ -178,7 +178,7 @@ def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str
         assert (row["nominal_bits"], row["bits_per_value"]) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
     for words, message in (
         (["klt-2"], "or --basis FILE in commands"),
-        (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, and .*x.kvbasis is the basis of caches with 2: leave it out"),
+        (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, but .*x.kvbasis is for caches with 2: omit --heads"),
         (["klt-2", "--basis", uneven], r"uneven.kvbasis: its layers have different shapes, \[\(2, 32\), \(2, 48\)\]"),
     ):
         assert cli.main(["recipes", *map(str, words)]) != 0

@@ -90,7 +90,7 @@ def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str
         ("\n# nothing\n ; \n", r"^bad\.txt: is a recipe file without clauses"),
         ("kivi-2\n@tuned.txt", r"^bad\.txt, line 2: '@tuned\.txt': a recipe file cannot include another: copy its clauses"),
         ("kivi-2\n#" + "x" * 65536, r"^bad\.txt: has more than 65536 bytes"),
-        (b"kivi-2\xff", r"^bad\.txt: the byte at 6 is not UTF-8"),
+        (b"kivi-2\xff", r"^bad\.txt: byte 6 is not valid UTF-8"),
     ],
     ids=["codec", "one line", "option", "tail", "a side", "empty", "nested", "large", "bytes"],
 )

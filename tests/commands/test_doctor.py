@@ -102,7 +102,7 @@ def test_a_wrong_result_is_a_failure(capsys: pytest.CaptureFixture[str], monkeyp
     found = report(capsys, code=1)
     failed = [check for check in found["checks"] if not check["ok"]]
     assert failed[0]["name"] == "files on the CPU"
-    assert "lossless: attention is off by 0.1, expected at most 0.02" in failed[0]["result"]
+    assert "lossless: attention has a relative error of 0.1, expected at most 0.02" in failed[0]["result"]
     assert any(line.startswith("files on the CPU failed: report it") for line in found["advice"])
 
 

@@ -117,7 +117,7 @@ def test_wrong_requests_are_refused(file: Path, words: list[str], code: int, mes
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("data", "message"), [(b"", "is empty"), (b"ab\xff", "is not UTF-8 at byte 2")])
+@pytest.mark.parametrize(("data", "message"), [(b"", "is empty"), (b"ab\xff", "byte 2 is not valid UTF-8")])
 def test_prompts_are_texts(data: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompt.txt").write_bytes(data)
     assert run("cache", "--model", "/nowhere", "--prompt-file", tmp_path / "prompt.txt", "--out", tmp_path / "out") == 2

@@ -144,7 +144,7 @@ def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytes
     kvpack.save(whole, path)
     words = ["--tenant", IDENTITY.tenant, "--chunk", CHUNK]
     run("import", tmp_path / "store", path, *words, code=2)
-    assert f"claims to hold the keys and values of {len(ids):,} token ids" in capsys.readouterr().err
+    assert f"claims to contain the keys and values of {len(ids):,} token ids" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
     run("import", tmp_path / "store", path, *words, "--trust-names")
     n, found = open_store(tmp_path / "store").load(ids)
@@ -181,7 +181,7 @@ def test_import_of_less_than_a_chunk_says_why_nothing_is_stored(tmp_path: Path, 
     run("import", tmp_path / "store", path, "--chunk", CHUNK, "--trust-names")
     printed = capsys.readouterr()
     assert f"0 of {len(ids)} tokens stored" in printed.out
-    assert f"note: {path} holds {len(ids)} tokens: a store keeps whole chunks, here of {CHUNK} tokens (--chunk)" in printed.err
+    assert f"note: {path} has {len(ids)} tokens: a store keeps only whole chunks, here of {CHUNK} tokens (--chunk)" in printed.err
 
 
 def test_token_ids_that_need_several_features_are_read(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_size_that_cannot_be_is_refused(number: str, folder: Path, capsys: pyt
     with pytest.raises(SystemExit) as stopped:
         run("ls", folder, f"--max-entry-bytes={number}")
     assert stopped.value.code == 2
-    assert re.search("is not a number of bytes, such as 1000000000, 1GB or 512MiB|is less than one byte", capsys.readouterr().err)
+    assert re.search("must be a size in bytes, such as 1000000000, 1GB or 512MiB|must be at least 1 byte", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         path = FOLDERS["viewer"] / "index.html"
         for port in (taken.getsockname()[1], 70000):
             assert cli.main(["view", str(path), "--port", str(port)]) == 2
-            assert "leave it out for a free port" in capsys.readouterr().err
+            assert "omit --port to use a free one" in capsys.readouterr().err
 
 
 @pytest.mark.scenario

@@ -245,7 +245,7 @@ def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypat
     monkeypatch.setattr(user_files, "PIECE_BYTES", mmap.PAGESIZE)
     asked: list[tuple[int, int]] = []
     ahead = user_files.OnDisk.read_ahead
-    monkeypatch.setattr(user_files.OnDisk, "ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1])
+    monkeypatch.setattr(user_files.OnDisk, "read_ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1])
     path.write_bytes(file_of(*[(random_side(GROUP, (64,), 5), random_side(COLUMNS, (64,), 5))] * 4))
     with container.open_file(path) as file:
         start = len(file.front.text)

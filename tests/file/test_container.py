@@ -341,7 +341,7 @@ def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "null").symlink_to(os.devnull)
     for name in ("fifo", "null"):
-        with pytest.raises(WriteFailed, match=f"{name}: could not be written: it is a device, a pipe or a socket"):
+        with pytest.raises(WriteFailed, match=f"{name}: could not be written: is a device, a pipe or a socket"):
             write_file(tmp_path / name, [memoryview(b"new")])
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
     assert (tmp_path / "null").is_symlink()
@@ -615,7 +615,7 @@ def test_zstd_is_used_where_it_saves(values: Any, chosen: str) -> None:
 
 def stored_as(frame: bytes, made: Contents, arrays: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> container.File:
     """A file whose tensor is stored as ``frame``, and which does not say that frames have a checksum."""
-    monkeypatch.setattr(container, "compressed", lambda raw: frame)
+    monkeypatch.setattr(container, "compress_frame", lambda raw: frame)
     return container.open_bytes(changed(container.to_bytes(made, arrays, compress=True), edit("ignorable", {})))
 
 
@@ -725,7 +725,7 @@ def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyP
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(side(0, 2**18), None),))
     frame = zstandard.ZstdCompressor().compress(bytes(2**20))
     assert len(frame) * MAX_RATIO < 2**20
-    monkeypatch.setattr(container, "compressed", lambda raw: frame)
+    monkeypatch.setattr(container, "compress_frame", lambda raw: frame)
     monkeypatch.setattr(container, "layout_bytes", lambda layout: 0)
     with pytest.raises(LimitExceeded, match=rf"stored_bytes is {len(frame)} for 1073741824 decoded bytes, but the ratio may"):
         container.to_bytes(made, {"0.k.values": b""}, compress=True)
@@ -733,8 +733,8 @@ def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyP
 
 def test_the_writer_keeps_to_three_per_cent() -> None:
     random = numpy.random.default_rng(0).bytes(100_000)
-    assert zstd.compressed(memoryview(random[:98_000] + bytes(2_000))) is None
-    frame = zstd.compressed(memoryview(random[:96_000] + bytes(4_000)))
+    assert zstd.compress_frame(memoryview(random[:98_000] + bytes(2_000))) is None
+    frame = zstd.compress_frame(memoryview(random[:96_000] + bytes(4_000)))
     assert frame is not None
     assert 95_000 < len(frame) <= 97_000
 

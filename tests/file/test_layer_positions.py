@@ -217,10 +217,10 @@ def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        ({"range": 3, "layers": [3]}, r"has the layers \[0, 1\], expected some of the 1 that its metadata names"),
-        ({"range": 3, "layers": [3, 2]}, "starts layer 1 at position 2, but the range at 3"),
-        ({"range": 3, "layers": [3, 2**40]}, "starts layer 1 at position 1099511627776"),
-        ({"range": 3, "layers": [3, 3, 4]}, "starts layer 2 at position 4"),
+        ({"range": 3, "layers": [3]}, r"has the layers \[0, 1\], expected some of the 1 layers in its metadata"),
+        ({"range": 3, "layers": [3, 2]}, "layer 1 starts at position 2, but the cache at 3"),
+        ({"range": 3, "layers": [3, 2**40]}, "layer 1 starts at position 1099511627776"),
+        ({"range": 3, "layers": [3, 3, 4]}, "layer 2 starts at position 4"),
         ({"range": 3, "layers": [3, True]}, "its metadata kvpack.unpacked is"),
         ({"range": 3}, "its metadata kvpack.unpacked is"),
         ({"range": -1, "layers": [-1, -1]}, "start is -1, expected an integer from 0"),

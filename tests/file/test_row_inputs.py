@@ -194,8 +194,8 @@ def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
     for stretches, message in (
         ([(2, 3, 4)], "record 0 names sequence 2, but the file has 2"),
         ([(0, 2, 4)], r"positions \[2:4\], expected a range within \[3:9\]"),
-        ([(0, 3, 10)], "positions 3 to 10, expected a range within 3 to 9"),
-        ([(0, 4, 4)], "positions 4 to 4, expected a range within 3 to 9"),
+        ([(0, 3, 10)], r"positions \[3:10\], expected a range within \[3:9\]"),
+        ([(0, 4, 4)], r"positions \[4:4\], expected a range within \[3:9\]"),
         ([(0, 3, 4), (0, 4, 5)], r"is \(0, 4, 5\) after \(0, 3, 4\), expected ascending ranges"),
         ([(1, 3, 4), (0, 4, 5)], r"is \(0, 4, 5\) after \(1, 3, 4\), expected ascending ranges"),
     ):

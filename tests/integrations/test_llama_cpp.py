@@ -580,7 +580,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     own, packed, out = str(FILES / "windows.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
     assert is_state_file(own)
     assert main(["import", own, packed, "--window", "0,2=4"]) == 2
-    assert "--kv-heads is missing: llama.cpp slots do not record their number of KV heads" in capsys.readouterr().err
+    assert "--kv-heads is missing, but llama.cpp slots do not record their number of KV heads" in capsys.readouterr().err
     assert main(["import", own, packed, "--kv-heads", "one"]) == 2
     assert "--kv-heads is 'one'" in capsys.readouterr().err
     assert main(["import", own, packed, "--kv-heads", "1", "--window", "0,2=4"]) == 0
@@ -589,7 +589,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["export", packed, str(tmp_path / "out.safetensors")]) == 2
     assert "the cache came from llama.cpp" in capsys.readouterr().err
     assert main(["export", packed, out, "--streams", "1"]) == 2
-    assert "--transposed and --streams work with --to llama.cpp only" in capsys.readouterr().err
+    assert "--transposed and --streams require --to llama.cpp" in capsys.readouterr().err
     assert main(["export", packed, out, "--to", "llama.cpp", "--window", "0,2=4"]) == 0
     assert Path(out).read_bytes() == Path(own).read_bytes()
     assert main(["import", str(FILES / "latents.bin"), packed, "--kv-heads", "1", "--latents", "--force"]) == 0
@@ -599,4 +599,4 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert Path(out).stat().st_size > (FILES / "rows.bin").stat().st_size
     (tmp_path / "other").write_bytes(b"no state")
     assert main(["import", str(tmp_path / "other"), packed, "--kv-heads", "1", "--force"]) == 2
-    assert "is not a sequence state of llama.cpp: leave out --kv-heads, --window and --latents" in capsys.readouterr().err
+    assert "is not a sequence state of llama.cpp: omit --kv-heads, --window and --latents" in capsys.readouterr().err

@@ -233,7 +233,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--dtype", "bf16", "--window", "0=64"]) == 0
     assert (import_prompt_cache(tmp_path / "out.safetensors")[0].unpack(torch.float32)[0] - K).norm() < 0.1 * K.norm()
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--window", "all=64"]) == 2
-    assert "expected numbers of layers and tokens, such as 0,2,4=512" in capsys.readouterr().err
+    assert "expected layers and a number of tokens, such as 0,2,4=512" in capsys.readouterr().err
 
 
 def test_caches_of_a_basis_come_and_go(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
     pairs = [[torch.randn(1, 2, 320, 64).to(torch.bfloat16) for _ in "kv"] for _ in range(3)]
     layers = list(kvpack.pack([tuple(pair) for pair in pairs], "k=octahedral:b=3;v=group:b=3").to(DEVICE))
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
-    monkeypatch.setattr(attention, "_kinds", {})
+    monkeypatch.setattr(attention, "_checked_options", {})
     checked: list[Layer] = []
     check = attention.check_call
     monkeypatch.setattr(attention, "check_call", lambda q, layer, *options: (checked.append(layer), check(q, layer, *options))[1])

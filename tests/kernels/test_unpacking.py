@@ -445,4 +445,4 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, variable: str | None, versi
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(dispatch.VARIABLE, variable)
-    monkeypatch.setattr(triton_version, "installed", lambda: version)
+    monkeypatch.setattr(triton_version, "installed_version", lambda: version)

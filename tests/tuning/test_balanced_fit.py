@@ -16,7 +16,7 @@ from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.evaluation.windows import prefill
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate
-from kvpack.tuning.balanced_fit import cost_of, frames_of
+from kvpack.tuning.balanced_fit import balance, frame_cost
 from kvpack.tuning.statistics import KeyMoments, QueryMoments, Statistics
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_keys_and_queries_have_the_same_second_moments_in_a_frame() -> None:
     keys, queries = moments(1), moments(2)
-    frames = frames_of(keys, queries)
+    frames = balance(keys, queries)
     inverse = torch.linalg.inv(frames)
     framed, asked = inverse.mT @ keys @ inverse, frames @ queries @ frames.mT
     ratio = asked[:, 0, 0] / framed[:, 0, 0]
@@ -58,20 +58,20 @@ def test_keys_and_queries_have_the_same_second_moments_in_a_frame() -> None:
 
 def test_no_other_frame_costs_less() -> None:
     keys, queries = moments(1), moments(2).flip(1, 2)
-    frames, plain = frames_of(keys, queries), torch.eye(8, dtype=torch.float64).expand(2, -1, -1)
-    assert torch.equal(cost_of(plain, keys, queries), torch.ones(2, dtype=torch.float64))
-    least = cost_of(frames, keys, queries)
+    frames, plain = balance(keys, queries), torch.eye(8, dtype=torch.float64).expand(2, -1, -1)
+    assert torch.equal(frame_cost(plain, keys, queries), torch.ones(2, dtype=torch.float64))
+    least = frame_cost(frames, keys, queries)
     assert (least < 0.8).all()
     generator = torch.Generator().manual_seed(3)
     for _ in range(5):
         other = frames + 0.05 * torch.randn(frames.shape, dtype=torch.float64, generator=generator)
-        assert (cost_of(other, keys, queries) > least).all()
+        assert (frame_cost(other, keys, queries) > least).all()
 
 
 def test_channels_that_never_vary_have_frames() -> None:
     nothing = torch.zeros(1, 4, 4, dtype=torch.float64)
     for keys, queries in ((nothing, nothing), (nothing, moments(1, 1, 4)), (moments(1, 1, 4), nothing)):
-        frames = frames_of(keys, queries)
+        frames = balance(keys, queries)
         assert frames.isfinite().all()
         assert torch.linalg.cond(frames).max() < 1e4
 
@@ -157,7 +157,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_model_whose_queries_are_not_known_has_no_balanced_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueryMoments, "observe", lambda *_: None)
-    with pytest.raises(InvalidParameter, match="the model computes attention itself"):
+    with pytest.raises(InvalidParameter, match="the model implements attention itself"):
         calibrate.run(None, None, str(tmp_path / "x.kvbasis"), calibrate.Settings(tokens=64, windows=1, balanced_only=True))
     report = calibrate.run(None, None, str(tmp_path / "y.kvbasis"), calibrate.Settings(tokens=64, score=16, windows=1))
     assert not report["balanced"]

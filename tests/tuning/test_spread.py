@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvpack.formats.frames import Rope
-from kvpack.tuning.balanced_fit import cost_of, frames_of
-from kvpack.tuning.spread import places_of, spread_keys, spread_moments
+from kvpack.tuning.balanced_fit import balance, frame_cost
+from kvpack.tuning.spread import spread_keys, spread_moments, window_positions
 from kvpack.tuning.statistics import KeyMoments, Statistics
 
 ROPE = Rope((1.0, 0.1, 0.003, 0.0004), "halves")
@@ -25,10 +25,10 @@ def moments(first: int) -> KeyMoments:
 
 
 def test_places_cover_the_positions() -> None:
-    assert places_of(2048, 2048) == places_of(2048, 100) == [0]
-    assert places_of(2048, 8192) == [0, 2048, 4096, 6144]
-    assert len(places_of(64, 1 << 20)) == 16
-    assert places_of(64, 1 << 20)[-1] == (1 << 20) - 64
+    assert window_positions(2048, 2048) == window_positions(2048, 100) == [0]
+    assert window_positions(2048, 8192) == [0, 2048, 4096, 6144]
+    assert len(window_positions(64, 1 << 20)) == 16
+    assert window_positions(64, 1 << 20)[-1] == (1 << 20) - 64
 
 
 def test_spread_moments_are_those_of_windows_at_these_places() -> None:
@@ -43,10 +43,10 @@ def test_spread_moments_are_those_of_windows_at_these_places() -> None:
 
 def test_frames_of_spread_moments_serve_far_positions() -> None:
     own = moments(0)
-    found = spread_moments(own, ROPE, places_of(TOKENS, 8192))
+    found = spread_moments(own, ROPE, window_positions(TOKENS, 8192))
     far = moments(6000)
     near, spread = (
-        float(cost_of(frames_of(one.pages / one.tokens, one.queries / one.rows), far.pages / far.tokens, far.queries / far.rows).mean())
+        float(frame_cost(balance(one.pages / one.tokens, one.queries / one.rows), far.pages / far.tokens, far.queries / far.rows).mean())
         for one in (own, found)
     )
     assert spread < 0.95 * near

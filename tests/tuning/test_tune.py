@@ -144,7 +144,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert strict(capsys.readouterr().out) == resumed
     assert len(read) == before + 2
     assert cli.main([*words, "--bits", "3.4", "--seed", "1"]) == 2
-    assert f"{path}: holds measurements of another model, text, size, seed" in capsys.readouterr().err
+    assert f"{path}: has measurements of another model, text, size, seed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         ("", "contains no measurements of kvpack tune"),
         ("[" * 100000, "contains no measurements of kvpack tune"),
         ('{"format": "kvpack measurements"}', "contains no measurements of kvpack tune"),
-        ("{}", "its entry for the recipe 'a' is not a measurement"),
+        ("{}", "its entry for the recipe 'a' is not a valid measurement"),
         ('{"kl_divergences": [NaN], "log_perplexities": [1.0], "bytes": 1, "values": 1}', "its entry for the recipe 'a'"),
         ('{"kl_divergences": [], "log_perplexities": [], "bytes": 1, "values": 1}', "its entry for the recipe 'a'"),
         ('{"kl_divergences": ["x"], "log_perplexities": [1.0], "bytes": 1, "values": 1}', "its entry for the recipe 'a'"),
@@ -244,7 +244,7 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (
             ["--bits", "1"],
             2,
-            r"the smallest file of the candidates takes [\d,]+ bytes per window, 2\.\d+ bits per value; the budget is [\d,]+ bytes",
+            r"the smallest file of the candidates takes [\d,]+ bytes per window, 2\.\d+ bits per value, but the budget is [\d,]+ bytes",
         ),
         (["--bits", "1", "--fast"], 2, r"the smallest uniform recipe of the candidates takes [\d,]+ bytes"),
         (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 of 128 tokens"),
@@ -253,13 +253,13 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--bits", "3", "--tokens", "4000"], 2, r"--tokens is 4000"),
         (["--bits", "3", "--candidate", "scalar:b=99"], 2, r".*b is '99'"),
         (["--bits", "3", "--candidate", "kivi-2"], 2, r".*unknown codec 'kivi-2'"),
-        (["--bits", "3", "--candidate", "k=scalar:b=2;v=raw"], 2, r"--candidate is 'k=scalar:b=2;v=raw': a candidate is one codec"),
-        (["--bits", "3", "--candidate", "k=scalar:b=2"], 2, r"--candidate names no codec for v"),
+        (["--bits", "3", "--candidate", "k=scalar:b=2;v=raw"], 2, r"--candidate is 'k=scalar:b=2;v=raw', expected a single codec"),
+        (["--bits", "3", "--candidate", "k=scalar:b=2"], 2, r"--candidate has no codec for values"),
         (["--bits", "3", "--model", "/nowhere"], 3, r"/nowhere: has no config.json"),
         (["--bits", "3", "--text", "/nowhere"], 3, r"/nowhere: could not be opened"),
         (["--bits", "3", "--out", "none/x"], 3, r"none/x: could not be written: none is not a folder"),
-        (["--bits", "3", "--out", "."], 3, r"'\.': could not be written: it is not a regular file"),
-        (["--bits", "3", "--out", "/dev/null"], 3, r"'/dev/null': could not be written: it is not a regular file"),
+        (["--bits", "3", "--out", "."], 3, r"'\.': could not be written: is not a regular file"),
+        (["--bits", "3", "--out", "/dev/null"], 3, r"'/dev/null': could not be written: is not a regular file"),
         (["--bits", "3", "--measurements", ""], 3, r"'': could not be written"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
@@ -474,7 +474,7 @@ def test_a_head_dim_that_a_candidate_cannot_take() -> None:
     assert list(priced.packed[1, "k"]) == ["raw"]
     assert priced.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
     made = search.Search(priced, SimpleNamespace(), 10**6)
-    assert (made.everywhere("k"), made.everywhere("v")) == (["raw"], [angle])
+    assert (made.common_candidates("k"), made.common_candidates("v")) == (["raw"], [angle])
     pairs = [tuple(side.bfloat16() for side in pair) for pair in exact.pairs]
     allocation = {(0, "k"): angle, (0, "v"): angle, (1, "k"): "raw", (1, "v"): angle}
     packed = kvpack.pack([(k[:, :, :16], v[:, :, :16]) for k, v in pairs], recipe_text(allocation))

@@ -66,7 +66,7 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
     from kvpack.cache import files
 
     for made in (cache, again):
-        file = container.to_bytes(*files.stored(made))
+        file = container.to_bytes(*files.file_arguments(made))
         found = files.read(container.open_bytes(bytearray(file)), basis=basis)
         for values in _values(found):
             assert values.isfinite().all(), f"{recipe}: finite values decode to others"

@@ -89,7 +89,7 @@ def check_append(data: bytes) -> bool:
             with warnings.catch_warnings(record=True) as shown:
                 warnings.simplefilter("always")
                 longer = cache.append(pairs)  # type: ignore[arg-type]
-            again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.stored(longer)))))
+            again = files.read(container.open_bytes(bytearray(container.to_bytes(*files.file_arguments(longer)))))
         except KvpackError:
             return True
         for layer, before in zip(longer, cache, strict=True):

@@ -74,7 +74,7 @@ def compare_values(data: bytes) -> None:
         return
     assert_same_cache(decoder.read(data, decompress, BASES), cache)
     _check_finite(cache)
-    again = load_checked(container.to_bytes(*files.stored(cache)))
+    again = load_checked(container.to_bytes(*files.file_arguments(cache)))
     assert again is not None, "what was saved again is refused"
     assert_equal(again, cache, cache.tokens)
     half = cache.tokens // 2

@@ -1,1 +1,1 @@
-"""Measurements of kvpack on this machine, such as its speed (io) and the loss of model quality from packing (quality)."""
+"""Measure kvpack on this machine, such as its speed (io) and the loss of model quality from packing (quality)."""

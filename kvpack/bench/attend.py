@@ -1,6 +1,6 @@
-"""kvpack bench attend: one query over packed rows on the CPU, compared with attention over dense rows in the same interleaved run.
+"""kvpack bench attend: time one query over packed layers on the CPU, compared with attention over dense ones in the same run.
 
-Times are of the process, in one thread: other load on the machine disturbs them least.
+Times are process times in one thread, which other load on the machine disturbs least. All measurements are interleaved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvpack.evaluation.sizes import check_size
 from kvpack.runtime.modes import one_thread
 
 from . import attend_load
-from .dense import by_products
-from .process_time import interleaved
+from .dense import matmul_attention
+from .process_time import time_interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RECIPES = (
     "bf16", "lossless", "kivi-2", "kivi-4", "turboquant-3", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "polarquant-3",
 )  # fmt: skip
-"""One preset per family, and those that few bits make cheap."""
+"""One preset per family, and presets with few bits, which are fast."""
 
 TOKENS = (1024, 16384, 65536)
 Q_HEADS, HEADS, DIM = 32, 8, 128
@@ -40,8 +40,8 @@ _READ_BYTES = 1 << 28
 _CALLS = 3
 
 
-class _Way(NamedTuple):
-    """One way to attend: the bytes that it reads, and whether kernels other than PyTorch's run it."""
+class _AttentionMethod(NamedTuple):
+    """A method of attention: its call, the bytes that it reads, and whether it uses kernels other than PyTorch's."""
 
     name: str
     bytes: int
@@ -52,9 +52,9 @@ class _Way(NamedTuple):
 def run(
     tokens: Sequence[int] = TOKENS, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Measure one query of 32 heads over 8 KV heads of dim 128, at each number of ``tokens``; return JSON values.
+    """Time one query of 32 heads over 8 KV heads of dim 128, for each number of ``tokens``, and return a report as JSON values.
 
-    ``seconds`` is the median over ``repeats`` rounds; each way is called in every round. Raises InvalidParameter.
+    ``seconds`` is the median over ``repeats`` rounds, each of which calls all methods once. Raises InvalidParameter.
     """
     check_size("repeats", repeats, 1, 1000, "timings")
     for count in tokens:
@@ -83,9 +83,9 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
     wide_k, wide_v, narrow_q = k.float(), v.float(), q.to(torch.bfloat16)
     sdpa = partial(scaled_dot_product_attention, enable_gqa=True)
     ways = [
-        _Way("bf16 by matrix products", 2 * k.nbytes, partial(by_products, narrow_q, k, v), False),
-        _Way("SDPA, float32", 2 * wide_k.nbytes, partial(sdpa, q, wide_k, wide_v), False),
-        _Way("SDPA, bf16", 2 * k.nbytes, partial(sdpa, narrow_q, k, v), False),
+        _AttentionMethod("bf16 by matrix products", 2 * k.nbytes, partial(matmul_attention, narrow_q, k, v), False),
+        _AttentionMethod("SDPA, float32", 2 * wide_k.nbytes, partial(sdpa, q, wide_k, wide_v), False),
+        _AttentionMethod("SDPA, bf16", 2 * k.nbytes, partial(sdpa, narrow_q, k, v), False),
     ]
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
     errors: dict[str, float] = {}
@@ -95,9 +95,9 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
         streams = [stream for side in layer.sides.values() for page in side.runs for stream in page.streams.values()]
         tails = sum(side.tail.nbytes for side in layer.sides.values())
         size = sum(stream.nbytes for stream in streams) + tails
-        ways.append(_Way(recipe, size, partial(kvpack.attend, q, layer), cpu_attention(q, layer) is not None))
+        ways.append(_AttentionMethod(recipe, size, partial(kvpack.attend, q, layer), cpu_attention(q, layer) is not None))
         errors[recipe] = float((kvpack.attend(q, layer).double() - exact).norm() / exact.norm())
-    times = [measured.process for measured in interleaved([way.call for way in ways], repeats, _CALLS)]
+    times = [measured.process for measured in time_interleaved([way.call for way in ways], repeats, _CALLS)]
     rows: list[dict[str, Any]] = [
         {
             "name": way.name, "bytes": way.bytes, "kernels": way.kernels, "seconds": seconds, "gb_per_s": way.bytes / seconds / 1e9,
@@ -111,13 +111,13 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
 
 
 def _read_speed() -> float:
-    """Return the bytes per second that one thread reads from memory while adding up integers."""
+    """Return the bytes per second that one thread reads from memory while adding integers."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
-    return _READ_BYTES / interleaved([source.sum], 3, _CALLS)[0].process
+    return _READ_BYTES / time_interleaved([source.sum], 3, _CALLS)[0].process
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table per number of tokens and the meaning of its columns."""
+    """Print one table per number of tokens, and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     columns = ["what", "bytes read", "ms", "GB/s", "of memory's\nspeed", "x bf16 by\nproducts", "x SDPA,\nfloat32", "error"]

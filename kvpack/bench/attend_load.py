@@ -1,4 +1,4 @@
-"""Attention over many pages compared with one page, and on a machine with every core busy compared with an idle one."""
+"""Compare attention over many runs with attention over one run, and a machine with all cores busy with an idle one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import kvpack
 from kvpack.cache.layer import Layer
 from kvpack.kernels.cpu.library import THREADS
 
-from .process_time import interleaved
+from .process_time import time_interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ Q_HEADS, HEADS, DIM = 32, 8, 128
 
 
 def run(repeats: int) -> list[dict[str, Any]]:
-    """Return one row per recipe, as JSON values: process time over many pages and over one, wall time with busy and with idle cores."""
+    """Return one row per recipe as JSON values: process time over many runs and over one, and wall time with busy and with idle cores."""
     return [{"recipe": recipe, **_pages(recipe, repeats, PAGES), **_busy(recipe, repeats, BUSY_TOKENS)} for recipe in RECIPES]
 
 
@@ -47,7 +47,7 @@ def _pages(recipe: str, repeats: int, pages: int) -> dict[str, Any]:
     many = Layer(k[0].concat(*k[1:]), v[0].concat(*v[1:]))
     single = _layer(recipe, many.tokens, 0)
     of_many, of_one = (
-        measured.process for measured in interleaved([partial(kvpack.attend, _query(), layer) for layer in (many, single)], repeats)
+        measured.process for measured in time_interleaved([partial(kvpack.attend, _query(), layer) for layer in (many, single)], repeats)
     )
     return {"pages": pages, "many_pages_s": of_many, "one_page_s": of_one}
 
@@ -55,9 +55,9 @@ def _pages(recipe: str, repeats: int, pages: int) -> dict[str, Any]:
 def _busy(recipe: str, repeats: int, tokens: int) -> dict[str, Any]:
     call = partial(kvpack.attend, _query(), _layer(recipe, tokens, 0))
     with _threads(1):
-        (idle,) = interleaved([call], repeats)
-    with _threads(BUSY_THREADS), _every_core_busy():
-        (busy,) = interleaved([call], repeats)
+        (idle,) = time_interleaved([call], repeats)
+    with _threads(BUSY_THREADS), _keep_cores_busy():
+        (busy,) = time_interleaved([call], repeats)
     return {"tokens": tokens, "idle_one_thread_s": idle.wall, "busy_two_threads_s": busy.wall}
 
 
@@ -75,8 +75,8 @@ def _threads(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _every_core_busy() -> Iterator[None]:
-    """Keep every core busy with processes that only count."""
+def _keep_cores_busy() -> Iterator[None]:
+    """Keep all cores busy within this context, with processes that only count."""
     others = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""The baseline without kvpack on a CPU: files of dense bfloat16 values, and attention over them."""
+"""Baselines without kvpack on a CPU: files of dense bfloat16 values, and attention over dense values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 
-def by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Compute attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one query in bf16."""
+def matmul_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one query in bf16."""
     batch, heads, _, dim = k.shape
     scores = q.view(batch, heads, -1, dim) @ k.transpose(-1, -2)
     return torch.softmax(scores.float() * dim**-0.5, -1).to(k.dtype) @ v
 
 
 class Way(NamedTuple):
-    """A way to store dense tensors in files: ``read`` returns the tensors given to ``write``, in new memory."""
+    """A way to store dense tensors in files. ``read`` returns the tensors that were passed to ``write``, in new memory."""
 
     name: str
     write: Callable[[Tensors, str], object]
@@ -52,7 +52,7 @@ def _undump(path: str) -> Tensors:
 
 
 def _compress(tensors: Tensors, path: str) -> None:
-    """Write one frame per tensor, each to its own file."""
+    """Write one zstd frame per tensor, each to its own file."""
     os.makedirs(path, exist_ok=True)
     for name, x in tensors.items():
         with open(os.path.join(path, name), "wb") as file:
@@ -60,7 +60,7 @@ def _compress(tensors: Tensors, path: str) -> None:
 
 
 def _decompress(path: str) -> Tensors:
-    """Return the tensors, flattened."""
+    """Return the tensors of ``_compress``, flattened."""
     result = {}
     for name in os.listdir(path):
         with open(os.path.join(path, name), "rb") as file:
@@ -75,11 +75,11 @@ WAYS = (
     Way("pickle", _dump, _undump),
     Way("zstd", _compress, _decompress),
 )
-"""safetensors first: the others, and kvpack, are compared with it."""
+"""Ways to store dense tensors. The first one, safetensors, is the reference."""
 
 
 def stored_bytes(path: str) -> int:
-    """Return the size of a file, or of the files of a folder."""
+    """Return the size of a file, or the total size of the files in a folder."""
     if os.path.isdir(path):
         return sum(entry.stat().st_size for entry in os.scandir(path))
     return os.path.getsize(path)

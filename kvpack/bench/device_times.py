@@ -1,4 +1,4 @@
-"""Times of calls until the device has finished: process time on a CPU, wall time on a device."""
+"""Time calls until the device has finished: process time on a CPU, wall time on other devices."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .process_time import interleaved
+from .process_time import time_interleaved
 from .serve_peers import outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 REPEATS = 3
-"""Timings of a call, after one to warm up."""
+"""Number of timings of a call, after one warm-up call."""
 
 
 def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple[float | None, str | None]]:
-    """Return the seconds of each call, or the error that it raises."""
+    """Return the time of each call in seconds, or the error that it raises."""
     if device == "cpu":
-        return [(measured.process, None) for measured in interleaved(calls, REPEATS)]
+        return [(measured.process, None) for measured in time_interleaved(calls, REPEATS)]
     return [outcome(partial(_median, call, device)) for call in calls]
 
 
@@ -38,7 +38,7 @@ def _median(call: Callable[[], None], device: str) -> float:
 
 
 def wait(device: str) -> None:
-    """Wait for the device."""
+    """Wait until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 

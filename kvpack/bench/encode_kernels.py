@@ -1,7 +1,7 @@
-"""kvpack bench kernels: encoding on a CUDA device, compared with a copy of the input and the papers' times; whole pack and unpack.
+"""kvpack bench kernels: time encoding on a CUDA device, compared with a copy and with the papers' times, and pack and unpack.
 
-Inputs are one side of the LLM row of OCTOPUS Table 7. Encoding times cover only the kernels, in CUDA graphs that cycle over inputs larger
-together than the L2 cache; packing and unpacking are the library's calls, including allocation and checks.
+Inputs are keys or values of the LLM row in OCTOPUS Table 7. Encoding times cover only the kernels, in CUDA graphs that cycle over inputs
+that together exceed the L2 cache. Packing and unpacking are the library's calls, including allocation and checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StateShape(NamedTuple):
-    """One side of a layer: sequences, KV heads, tokens and head dim."""
+    """The shape of a layer's keys or values: sequences, KV heads, tokens and head dim."""
 
     batch: int
     heads: int
@@ -65,13 +65,13 @@ PAPER_SECONDS = {
     "kv=octahedral:b=3": 4.6e-3,
     "kv=octahedral:b=2": 4.5e-3,
 }
-"""OCTOPUS Table 7 on an H200: TQ-MSE, and OCTOPUS with its 3 x 3 rounding."""
+"""Times in OCTOPUS Table 7 on an H200, in seconds: TQ-MSE, and OCTOPUS with its 3 x 3 rounding."""
 
 _INPUTS = 3
 
 
 def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
-    """Measure every codec of ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
+    """Measure all codecs of ``recipes`` and return a report as JSON values. Requires a CUDA device. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     inputs = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(_INPUTS)]
@@ -87,7 +87,7 @@ def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield the sides and codecs of ``recipe``, which may name a synthetic basis of klt, without duplicates and raw codecs."""
+    """Yield (side, codec) for ``recipe``, which may name a synthetic basis, without duplicates and raw codecs."""
     named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     result: list[Codec] = []
@@ -123,7 +123,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
 
 
 def show(report: dict[str, Any], device: str) -> None:
-    """Print the table and the meaning of its columns."""
+    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     def number(value: float | None, scale: float, digits: int) -> str:

@@ -1,4 +1,4 @@
-"""evaluate: the cost of recipes for a model in memory, as one table, also in notebooks."""
+"""Measure the cost of recipes for a model in memory (``evaluate``), as a table that notebooks can show."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The results of ``evaluate``: notebooks, consoles and ``print`` show them as a table, and ``report`` has all numbers as JSON values.
+    """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table; ``report`` has all numbers as JSON values.
 
-    Lower bits per value and lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's first
+    Lower bits per value and lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's top
     choice stays the same.
     """
 
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Name and main results of each recipe, from most bits to fewest."""
+        """Name and main results of each recipe, in descending order of bits."""
         names = ("recipe", "bits_per_value", "kl_divergence", "of_reference", "same_choices", "perplexity", "attention_error")
         return [{name: row[name] for name in names} for row in self.report["recipes"]]
 
@@ -85,31 +85,32 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure what recipes cost a transformers model on texts.
+    """Measure how much recipes cost a transformers model on texts.
 
-    Windows of the texts are read: all tokens but the last ``score`` are packed, saved and loaded, and the model's predictions of the last
-    ones are compared with those over its uncompressed cache. The model and its attention are unchanged afterwards. Two runs
-    with the same seed differ only in times.
+    In each window of the texts, all tokens except the last ``score`` are packed, saved and loaded, and the model's predictions of the last
+    ones are compared with its predictions over the uncompressed cache. The model and its attention are unchanged afterwards. Two runs with
+    the same seed differ only in times.
 
     Args:
         model: A transformers model in evaluation mode.
-        tokenizer: Tokenizer of the model; None if its tokens are bytes.
-        texts: A text or a list of texts that the model was not calibrated on.
+        tokenizer: The model's tokenizer; None if its tokens are bytes.
+        texts: A text or a list of texts, which should not have been used for calibration.
         recipes: A recipe or a list of recipes. A recipe such as "klt-1.75" needs a basis: ``Recipe("klt-1.75", basis)``.
-        reference: Recipe whose divergence is the unit of ``of_reference``; None for none.
+        reference: Recipe with which the others are compared (``of_reference`` in the report); None to omit it.
         tokens: Tokens per window; default: 1,024, or as many as the model supports.
         score: Scored tokens per window; default: 256.
         windows: Number of windows; default: 4, or as many as the texts have.
-        step: Most scored tokens per forward pass.
+        step: Maximum number of scored tokens per forward pass.
         seed: Seed for the choice of windows.
-        progress: Called as ``progress(done, total)`` with steps.
+        progress: Called as ``progress(done, total)``, both in steps.
 
     Returns:
         An Evaluation, which notebooks and ``print`` show as a table.
 
     Raises:
         InvalidType: An argument has the wrong type.
-        InvalidParameter: Sizes do not fit, or the model is in training mode or has states other than keys and values.
+        InvalidParameter: A size exceeds the texts or the model's positions, or the model is in training mode or has states other than keys
+            and values.
         MissingBasis: A recipe needs a basis.
 
     >>> text = "the quick brown fox jumps over the lazy dog. " * 20
@@ -136,7 +137,7 @@ def evaluate(
     parsed = {_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]}
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
-    places, sizes = _places(words, model, tokens, score, windows, step, seed)
+    places, sizes = _window_starts(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)
     try:
         result = _measured(model, places, sizes, parsed, progress)
@@ -159,10 +160,10 @@ def evaluate(
     return Evaluation(report)
 
 
-def _places(
+def _window_starts(
     words: Sequence[Text], model: Any, tokens: int | None, score: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
-    """Return the start and text of each window, and the window sizes. Raises InvalidParameter."""
+    """Return the (start, text) of each window, and the window sizes. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in words) - 1
     most = min(longest, positions(model) or longest)
     size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)")
@@ -186,11 +187,11 @@ def _places(
     return places, {"tokens": size, "score": scored, "step": step}
 
 
-def _size(name: str, value: int, least: int, largest: int, why: str) -> int:
-    """Return ``value`` as an int. Raises InvalidParameter."""
+def _size(name: str, value: int, low: int, high: int, reason: str) -> int:
+    """Return ``value`` as an int. Raises InvalidParameter unless it is in the given range."""
     result = as_integer(value, name)
-    if not least <= result <= largest:
-        raise InvalidParameter(f"{name} is {describe(value)}, expected an integer from {least} to {largest} {why}")
+    if not low <= result <= high:
+        raise InvalidParameter(f"{name} is {describe(value)}, expected an integer from {low} to {high} {reason}")
     return result
 
 

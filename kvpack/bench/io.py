@@ -1,7 +1,7 @@
-"""kvpack bench io: from a KV cache to a file and back, compared with files of dense values and a memory copy in one interleaved run.
+"""kvpack bench io: time a KV cache to a file and back, compared with files of dense values and a memory copy in the same run.
 
-Every speed is in GB/s of the dense bf16 cache, whatever its packed size. Files are read from the page cache. Times are of the process,
-in one thread.
+Speeds are in GB/s of the dense bf16 cache, whatever its packed size. Files are in the page cache. Times are process times in one thread,
+and all measurements are interleaved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.runtime.modes import one_thread
 
 from . import dense, io_device
-from .process_time import interleaved
+from .process_time import time_interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 DEFAULT_SYNTHETIC = "4x1x8x4096x128"
-"""Large enough that neither the processor's cache nor call overhead dominates: 64 MiB in bf16."""
+"""Default shape: 64 MiB in bf16, large enough that neither processor caches nor call overhead dominate."""
 
 RECIPES = ("bf16", "lossless", "fp8", "kivi-2", "turboquant-3", "octopus-3", "polarquant-3", "turboangle-k8v4", "hqmq-s24-r3")
-"""One preset per codec family."""
+"""One preset per family of codecs."""
 DEFAULT_TOKENS = 4096
 
 Q_HEADS = 4
-"""Query heads per KV head."""
+"""Number of query heads per KV head."""
 
 WRITE, READ, ATTEND = "write", "read", "read, attend"
-"""The whole ways: from dense values to a file, from a file to dense values in new memory, and from a file to one query's attention."""
+"""Complete operations: dense values to a file, a file to dense values in new memory, and a file to the attention of one query."""
 COPY = "copy into memory in use"
 PARTS = ("encode", "save", "load", "unpack")
 
@@ -54,14 +54,14 @@ _SYNTHETIC = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)
 
 @dataclass(frozen=True)
 class Source:
-    """A KV cache to measure: one bf16 (k, v) per layer, and a description."""
+    """The KV cache to measure: one bf16 (k, v) per layer, and a description."""
 
     label: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by their names in a dense file."""
+        """Tensors by their names in a dense file."""
         return {f"{number}.{side}": x for number, pair in enumerate(self.pairs) for side, x in zip("kv", pair, strict=True)}
 
     @property
@@ -72,7 +72,7 @@ class Source:
 def source(model: str | None, text: str | None, tokens: int | None, synthetic: str | None) -> Source:
     """Return the KV cache that the options of ``kvpack bench io`` select.
 
-    Raises InvalidParameter for a wrong shape or more tokens than the text has, and MissingFile for an unreadable text.
+    Raises InvalidParameter for an invalid shape or more tokens than the text has, and MissingFile if the text cannot be read.
     """
     if synthetic is not None or (model is None and text is None):
         return _synthetic(synthetic or DEFAULT_SYNTHETIC)
@@ -108,14 +108,14 @@ def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
     return Source(f"{folder.name}, {count:,} tokens of {text.name}", pairs)
 
 
-class _Timed(NamedTuple):
-    """One timed operation of one way to store a cache."""
+class _Operation(NamedTuple):
+    """One operation to time, for one way of storing a cache."""
 
     name: str
     operation: str
     call: Callable[[], object]
     writes: str | None = None
-    """The file that it makes: an older one is removed first, outside the timing."""
+    """Path of the file that the operation writes. An existing one is removed first, outside the timing."""
 
 
 def run(
@@ -127,13 +127,12 @@ def run(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure everything on ``cache`` and return JSON values: one row per operation.
+    """Measure ``cache`` and return a report as JSON values, with one row per operation.
 
-    With a CUDA ``device``, ``device_rows`` has the rows of ``io_device.run`` and nothing else is measured.
-
-    A row's ``of_copy`` is its speed relative to a copy of the bf16 cache into memory already in use (above 1 is faster). ``of_safetensors``
-    is its time relative to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors,
-    load_file and attention. Raises InvalidParameter.
+    If ``device`` is a CUDA device, only ``device_rows`` with the rows of ``io_device.run`` are measured. In a row, ``of_copy`` is the speed
+    relative to a copy of the bf16 cache into memory that is already in use (above 1 is faster), and ``of_safetensors`` is the time relative
+    to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and attention.
+    Raises InvalidParameter.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
@@ -147,7 +146,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-", dir=folder) as temporary, one_thread(), rounding_is_shown():
         whole = torch.cat([x.flatten() for x in cache.tensors.values()])
         in_use = torch.zeros_like(whole)
-        ways = [_Timed("memory", COPY, partial(in_use.copy_, whole))]
+        ways = [_Operation("memory", COPY, partial(in_use.copy_, whole))]
         paths: dict[str, str] = {}
         for number, peer in enumerate(dense.WAYS):
             paths[peer.name] = os.path.join(temporary, f"dense-{number}")
@@ -156,7 +155,7 @@ def run(
             paths[recipe] = os.path.join(temporary, f"packed-{number}.kvpack")
             ways += _packed(cache, recipe, paths[recipe])
         removals = [None if way.writes is None else partial(_remove, way.writes) for way in ways]
-        seconds = interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
+        seconds = time_interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
         sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
     copied = seconds[0].process
     by_safetensors = {way.operation: taken for way, taken in zip(ways, seconds, strict=True) if way.name == dense.WAYS[0].name}
@@ -180,20 +179,20 @@ def run(
     return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}
 
 
-def _dense(cache: Source, way: dense.Way, path: str) -> list[_Timed]:
+def _dense(cache: Source, way: dense.Way, path: str) -> list[_Operation]:
     tensors = cache.tensors
     queries = [_queries(k) for k, _ in cache.pairs]
-    ways = [_Timed(way.name, WRITE, partial(way.write, tensors, path), path), _Timed(way.name, READ, partial(way.read, path))]
+    ways = [_Operation(way.name, WRITE, partial(way.write, tensors, path), path), _Operation(way.name, READ, partial(way.read, path))]
 
     def attend() -> list[torch.Tensor]:
         loaded = load_file(path)
-        return [dense.by_products(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
+        return [dense.matmul_attention(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
 
     # The others have read all values before they attend.
-    return [*ways, _Timed(way.name, ATTEND, attend)] if way is dense.WAYS[0] else ways
+    return [*ways, _Operation(way.name, ATTEND, attend)] if way is dense.WAYS[0] else ways
 
 
-def _packed(cache: Source, recipe: str, path: str) -> list[_Timed]:
+def _packed(cache: Source, recipe: str, path: str) -> list[_Operation]:
     packed = kvpack.pack(cache.pairs, recipe)
     kvpack.save(packed, path)
     loaded = kvpack.load(path)
@@ -210,18 +209,18 @@ def _packed(cache: Source, recipe: str, path: str) -> list[_Timed]:
         return [kvpack.attend(q, layer) for q, layer in zip(queries, kvpack.load(path), strict=True)]
 
     return [
-        _Timed(recipe, "encode", lambda: kvpack.pack(cache.pairs, recipe)),
-        _Timed(recipe, "save", lambda: kvpack.save(packed, path), path),
-        _Timed(recipe, "load", lambda: kvpack.load(path)),
-        _Timed(recipe, "unpack", unpack),
-        _Timed(recipe, WRITE, lambda: kvpack.save(kvpack.pack(cache.pairs, recipe), path), path),
-        _Timed(recipe, READ, lambda: kvpack.load(path).unpack(torch.bfloat16)),
-        _Timed(recipe, ATTEND, attend),
+        _Operation(recipe, "encode", lambda: kvpack.pack(cache.pairs, recipe)),
+        _Operation(recipe, "save", lambda: kvpack.save(packed, path), path),
+        _Operation(recipe, "load", lambda: kvpack.load(path)),
+        _Operation(recipe, "unpack", unpack),
+        _Operation(recipe, WRITE, lambda: kvpack.save(kvpack.pack(cache.pairs, recipe), path), path),
+        _Operation(recipe, READ, lambda: kvpack.load(path).unpack(torch.bfloat16)),
+        _Operation(recipe, ATTEND, attend),
     ]
 
 
 def _remove(path: str) -> None:
-    """Remove a file, or a folder of files, if it exists."""
+    """Remove a file, or a folder with its files, if it exists."""
     if os.path.isdir(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
@@ -229,13 +228,13 @@ def _remove(path: str) -> None:
 
 
 def _queries(k: torch.Tensor) -> torch.Tensor:
-    """Return one query per head, ``[batch, q_head, 1, dim]``."""
+    """Return one random query per head, ``[batch, q_head, 1, dim]``."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(k.shape[0], Q_HEADS * k.shape[1], 1, k.shape[3], generator=generator).to(k.dtype)
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print a table of whole operations, one of their steps, and the meaning of the columns."""
+    """Print tables of complete operations and of their steps, and explain the columns."""
     from kvpack.output import print_table
 
     if "device_rows" in report:

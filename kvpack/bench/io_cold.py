@@ -1,4 +1,4 @@
-"""kvpack bench io --cold: files outside the page cache, compared with fio's direct reads from the same disk."""
+"""kvpack bench io --cold: time files that are not in the page cache, compared with fio's direct reads from the same disk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure files of ``cache`` and return JSON values: one row per recipe and way; ``of_fio`` above 1 is faster than fio.
+    """Measure files of ``cache`` and return a report with one row per recipe and way; ``of_fio`` above 1 is faster than fio.
 
     Raises InvalidParameter if files stay in memory, as in a tmpfs.
     """
@@ -59,7 +59,7 @@ def run(
             ways: dict[str, Callable[[], float]] = {
                 LOAD: _timed(lambda: kvpack.load(path)),
                 COPY: _timed(lambda: kvpack.load(path, copy=True)),
-                RING: _timed(lambda: _read_by_ring(path)),
+                RING: _timed(lambda: _read_staged(path)),
             }
             if target.type != "cpu":
                 ways[f"load to {target}"] = _timed(lambda: _load_to(path, target))
@@ -112,8 +112,8 @@ def _load_to(path: str, device: torch.device) -> kvpack.Cache:
     return loaded
 
 
-def _read_by_ring(path: str) -> None:
-    """Read all sides through the staging memory of a load to a device, but without a device."""
+def _read_staged(path: str) -> None:
+    """Read a file through the staging memory of a load to a device, but without a device."""
     with open_file(path) as file:
         places = [file.side_places(number, name) for number, layer in enumerate(file.header.layers) for name, _ in layer.sides()]
         span = file.span(places)
@@ -125,7 +125,7 @@ def _read_by_ring(path: str) -> None:
 
 
 def _fio(path: str) -> float:
-    """Return the seconds in which fio reads a file. Raises InvalidParameter with its message if it fails."""
+    """Return the time in seconds in which fio reads a file. Raises InvalidParameter with fio's message if it fails."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:
         raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")
@@ -134,7 +134,7 @@ def _fio(path: str) -> float:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table."""
+    """Print the table."""
     from kvpack.output import bytes_text, print_table
 
     cells = [

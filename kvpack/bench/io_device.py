@@ -1,4 +1,4 @@
-"""kvpack bench io --device: load to a CUDA device and save from it, compared with a pinned copy and a write of the same bytes."""
+"""kvpack bench io --device: time loading to and saving from a CUDA device, compared with a pinned copy and a write of the same bytes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def run(
     folder: str | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Return ``device``, its ``device_name`` and ``device_rows``, one row per recipe and direction.
+    """Return ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
 
-    A row has ``seconds`` of kvpack's call and ``of_bus_seconds`` of the bus alone: for a load a pinned copy of the file's bytes,
-    for a save a pinned copy and then a write of them (medians, each until the device is done), their ratio ``of_bus`` (above 1 is
-    faster than the bus alone), and ``first_seconds``, of the first call, which allocates pinned memory.
-    Raises InvalidParameter for a device that is not a CUDA device of this machine.
+    A row has the medians ``seconds`` of kvpack's call and ``of_bus_seconds`` of the bus only: a pinned copy of the file's bytes, for a save
+    followed by a write. ``of_bus`` is their ratio (above 1 is faster than the bus only), and ``first_seconds`` is the time of the first
+    call, which allocates pinned memory. Times end when the device is done. Raises InvalidParameter if the device is not a CUDA device of
+    this machine.
     """
     target = checked_device(device)
     if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():
@@ -82,7 +82,7 @@ def _rows(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Return the seconds of ``1 + repeats`` calls, each until the device has finished."""
+    """Return the times of ``1 + repeats`` calls in seconds, each until the device has finished."""
     seconds = []
     for _ in range(1 + repeats):
         torch.cuda.synchronize(device)
@@ -96,7 +96,7 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def _write(path: str, data: memoryview) -> None:
-    """Replace ``path`` with ``data`` as saving does: a new file, then a rename."""
+    """Write ``data`` to ``path`` as saving does: to a new file that is renamed."""
     descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         done = 0
@@ -122,7 +122,7 @@ def _row(recipe: str, operation: str, size: int, seconds: list[float], bus: list
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table and the meaning of its columns."""
+    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     rows = [

@@ -1,8 +1,8 @@
-"""kvpack bench kernels: attention over packed rows on a CUDA device, compared with the best bf16 attention in the same run.
+"""kvpack bench kernels: time attention over packed layers on a CUDA device, compared with the best bf16 attention in the same run.
 
-Times are of CUDA graphs that cycle over buffers larger together than the L2 cache: main kernel and merge, and all of ``attend``, which may
-first rotate the query. Ratios to bf16 use the latter, because that is what a caller waits for. Calls are also timed as a program makes
-them, one after the other.
+Times are of CUDA graphs that cycle over buffers that together exceed the L2 cache: of the main kernel and merge, and of all of ``attend``,
+which may first rotate the query. Ratios to bf16 use the latter, because that is the time for which a caller waits. Calls are also timed
+without graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPES = {
     "C": QueryShape(8, 32, 8, 128, 16384),
     "D": QueryShape(1, 16, 16, 64, 32760),
 }
-"""The shapes by letter; A is that of the OCTOPUS paper's Table 7."""
+"""Shapes by letter. A is that of Table 7 in the OCTOPUS paper."""
 
 RECIPES = (
     "fp8",
@@ -72,10 +72,10 @@ SWEEP = QueryShape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 
 PARTS = ("attention", "encode", "unpack", "queries")
-"""The parts of the measurement: attention on every shape, each of the others on one shape."""
+"""Parts of the measurement: attention for each shape, and the others for one shape each."""
 
 QUERIES_SHAPE = QueryShape(1, 32, 8, 128, 65536)
-"""Default shape of the part with many queries."""
+"""Default shape for the part with many queries."""
 
 _COLD_BYTES = 150 << 20
 _MAX_COPIES = 64
@@ -84,7 +84,7 @@ _COPIED_BYTES = 1 << 30
 
 
 def parse_shape(text: str) -> QueryShape:
-    """Return a shape by its letter, or batch x query heads x KV heads x dim x tokens. Raises InvalidParameter."""
+    """Return a shape, given by its letter or as batch x query heads x KV heads x dim x tokens. Raises InvalidParameter."""
     if text in SHAPES:
         return SHAPES[text]
     match = re.fullmatch(r"x".join([r"([1-9][0-9]{0,8})"] * 5), text)
@@ -105,9 +105,10 @@ def run(
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure recipes (None: those of each part) and return JSON values; ``sweep`` adds contexts and, with ``out``, their picture.
+    """Measure recipes (None: the defaults of each part) and return a report as JSON values.
 
-    Raises InvalidParameter, also without a CUDA device, and WriteFailed.
+    ``sweep`` adds contexts of many lengths and, with ``out``, a picture of them. Raises InvalidParameter, also if there is no CUDA device,
+    and WriteFailed.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
@@ -115,7 +116,7 @@ def run(
     if out is not None:
         picture.library()
     if not torch.cuda.is_available():
-        raise InvalidParameter("PyTorch finds no CUDA device, which this benchmark needs: run it on a machine with one")
+        raise InvalidParameter("this benchmark needs a CUDA device, but PyTorch finds none: run it on a machine that has one")
     lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
     every = [*named, *lengths] if "attention" in parts else []
     bandwidth = copy_bandwidth()
@@ -232,7 +233,7 @@ def _copied(layer: Layer) -> Layer:
 
 
 def _error(q: torch.Tensor, layer: Layer) -> float:
-    """Return the relative 2-norm error of ``kvpack.attend`` against fp64 attention over the decoded values."""
+    """Return the relative 2-norm error of ``kvpack.attend`` compared with fp64 attention over the decoded values."""
     k, v = layer.unpack(torch.float32)
     assert k is not None
     assert v is not None
@@ -255,7 +256,7 @@ def _write(report: dict[str, Any], folder: Path) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table per shape and the meaning of its columns, then those of the other parts."""
+    """Print one table per shape and explain its columns, then print the tables of the other parts."""
     from kvpack.output import bytes_text, print_table
 
     columns = [
@@ -292,7 +293,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _explain(report: dict[str, Any]) -> None:
-    """Print the meaning of the columns in tables of attention, and the widths used for klt."""
+    """Explain the columns in the tables of attention, and the widths used for klt."""
     print(f"\nThe byte floor is the bytes read at the speed of a copy, {report['bytes_per_s'] / 1e12:.2f} TB/s read and written.")
     print("Times cover the main kernel and the merge with a cold L2 cache; with rotations, they cover the whole call.")
     print("The ratio to the best bf16 compares whole calls, rotations included; GB/s and the byte floor leave them out.")

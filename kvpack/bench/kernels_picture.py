@@ -1,4 +1,4 @@
-"""Plot a sweep of kvpack bench kernels: time of whole calls against context length, and the ratio to bf16's time."""
+"""Plot a sweep of kvpack bench kernels: times of whole calls by context length, and ratios to bf16."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 _SIZE = (11.0, 4.8)
 _LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 3)))
-_PALEST = 0.45
-"""The fraction of white in the color of a codec's last recipe."""
+_MAX_WHITE = 0.45
+"""Share of white in the color of a codec's last recipe."""
 
 OWN_BF16 = "bf16"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture as .png and .svg. Raises OSError, and KvpackError without matplotlib."""
+    """Write the picture as .png and .svg. Raises OSError, and MissingPackage without matplotlib."""
     figure = picture.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]
@@ -52,13 +52,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
-    """Return one color and marker per codec, and one shade and line style per recipe of it."""
+    """Return the style of each recipe: color and marker by codec, shade and line style by recipe."""
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):
         colour, marker = picture.STYLES.get(family, picture.OTHER)
         before, count = families[:number].count(family), families.count(family)
-        pale = _PALEST * before / max(1, count - 1)
+        pale = _MAX_WHITE * before / max(1, count - 1)
         channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
         shade = tuple(channel + pale * (1 - channel) for channel in channels)
         line = _LINES[before % len(_LINES)]

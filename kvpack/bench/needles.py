@@ -1,8 +1,8 @@
-"""Needle recall: facts are planted in a text and asked for after it.
+"""Measure needle recall: facts are inserted into a text, and the model is asked for them after it.
 
 A model of bytes gets LINES key lines per prompt, ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. A model with
-a tokenizer gets one pass key of 5 digits, at a given depth. An answer is right if every token of it is the model's first choice, given the
-true tokens before it.
+a tokenizer gets one pass key of 5 digits at a given depth. An answer is right if all of its tokens are the model's top choice, given the
+true tokens before them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from kvpack.evaluation.models import Text
 
 LINES = 5
-"""The number of key lines in a prompt; each is requested."""
+"""Number of key lines in a prompt; the model is asked for each."""
 
 LINE_BYTES = len(b"\n[[key QWERTY = 8J2K9XPL]]\n")
 
 QUESTION_TOKENS = 32
-"""Tokens that a prompt leaves free for a question and its answer."""
+"""Number of tokens reserved in a prompt for a question and its answer."""
 
 LENGTHS = (1024, 2048)
-"""Tokens of the prompts with a pass key."""
+"""Lengths in tokens of the prompts with a pass key."""
 
 _CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _DIGITS = "0123456789"
@@ -37,9 +37,9 @@ _DIGITS = "0123456789"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with planted facts, and the (question, value) of each fact, all as token ids.
+    """A text with inserted facts, and the (question, value) of each fact, all as token ids.
 
-    ``depths`` says where each fact begins, as a share of the text.
+    ``depths`` are the positions of the facts, as shares of the text.
     """
 
     ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class Prompt:
 
 
 def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
-    """Insert LINES key lines at random positions into ``ids`` of ``text``, which are bytes, and cut the end to keep the length.
+    """Insert LINES key lines at random positions into ``ids`` of ``text``, which are bytes, and truncate the result to the same length.
 
     ``ids`` must be longer than all lines together.
     """
@@ -59,7 +59,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
-    """Insert one pass key into ``ids`` of ``text`` at ``depth``, a share of the prompt, and cut the end to keep the length."""
+    """Insert one pass key into ``ids`` of ``text`` at ``depth``, a share of the prompt, and truncate the result to the same length."""
     key = _word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")
@@ -80,7 +80,7 @@ def _planted(
 
 
 def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
-    """Return, for each question, True if the answer is right; ``cache`` returns the model's cache of the prompt, a new one per question."""
+    """Return, for each question, True if the answer is right. ``cache`` returns a new cache of the prompt for each question."""
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:

@@ -1,4 +1,4 @@
-"""Plot a quality report: KL divergence against the bits of the file, for print or screen."""
+"""Plot a quality report: KL divergence by bits per value, for print or screen."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ STYLES = {
     "transform": ("#999933", "8"),
     "trellis": ("#332288", "H"),
 }
-"""Color and first marker by the keys' codec. Lossless, minifloat, klt, transform and trellis: from outside Okabe and Ito's palette."""
+"""Color and first marker by the codec of keys. Colors are from Okabe and Ito's palette, except for the last five codecs."""
 
 OTHER = ("#666666", "p")
 
 MARKERS = "soD^vPXhd<>*8Hp"
-"""Further recipes of a codec have other markers, in this order."""
+"""Markers for further recipes with the same codec, in this order."""
 
 SIZE = (8.4, 4.6)
-"""Inches."""
+"""Size of the picture in inches."""
 
 SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack"}
-"""Text stays text in the SVG, and its ids do not depend on the time."""
+"""matplotlib settings with which text stays text in the SVG, and its ids do not depend on the time."""
 
 _BITS = (0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 _NARROW_BITS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 16, 32)
 
 _NEAR = 1.6
-"""The ratio of bits and of divergences below which two points are so close that a name does not fit between them."""
+"""Ratio of bits, and of divergences, below which two points are too close for a name between them."""
 
-_SMALLEST = 1e-8
-"""A divergence below it is drawn as it: lossless recipes have none, and a logarithmic scale has no zero."""
+_MIN_DIVERGENCE = 1e-8
+"""Smallest divergence that is drawn. Smaller ones are drawn at this value, because a logarithmic scale has no zero."""
 
 
 def library() -> Any:
-    """Return the module matplotlib.figure. Raises KvpackError if it is not installed."""
+    """Return the module matplotlib.figure. Raises MissingPackage if it is not installed."""
     try:
         import matplotlib.figure
     except ImportError:
@@ -61,7 +61,7 @@ def library() -> Any:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write ``path`` with the suffixes .png and .svg; the same report gives the same files. Raises OSError."""
+    """Write the picture to ``path`` with the suffixes .png and .svg. The same report results in the same files. Raises OSError."""
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):
@@ -81,9 +81,9 @@ def figure(report: dict[str, Any]) -> Any:
 
 
 def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
-    """Draw the recipes, the Pareto front and the forgotten past.
+    """Draw the recipes, the Pareto front, and the divergence without the past.
 
-    A legend next to the axes names every recipe; on ``narrow`` axes the names are next to the points instead.
+    A legend next to the axes has the names of the recipes; on ``narrow`` axes, the names are next to the points instead.
     """
     rows, forgotten = report["recipes"], report["forgotten"]["kl_divergence"]
     axes.set_xscale("log")
@@ -100,14 +100,14 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         marker = (first + MARKERS.replace(first, ""))[drawn[colour] % len(MARKERS)]
         drawn[colour] += 1
         x, y = row["bits_per_value"], _drawn(row)
-        axes.errorbar(x, y, yerr=_bar(row, *axes.get_ylim()), fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.5, zorder=3)
+        axes.errorbar(x, y, yerr=_error_bar(row, *axes.get_ylim()), fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.5, zorder=3)
         style = {"color": colour, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(x, y, **style, label=row["recipe"], zorder=4)
         if narrow:
-            _name(axes, row["recipe"], x, y, left=_needs_left(row, rows))
+            _label_point(axes, row["recipe"], x, y, left=_is_label_left(row, rows))
     if narrow:
         axes.set_title(named(report), fontsize=10, loc="left")
-        _name(axes, "past forgotten", axes.get_xlim()[0], forgotten, left=False)
+        _label_point(axes, "past forgotten", axes.get_xlim()[0], forgotten, left=False)
     else:
         settings = report["settings"]
         axes.set_title(
@@ -126,7 +126,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         axes.legend(frameon=False, fontsize=8, **beside, title="colour: the keys' codec", title_fontsize=8)
 
 
-def _needs_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Return True if a recipe's name belongs to the left of its point, because another point or the end of the axis is to the right."""
     x, y = row["bits_per_value"], _drawn(row)
     others = [(other["bits_per_value"] / x, abs(math.log(_drawn(other) / y))) for other in rows]
@@ -135,17 +135,17 @@ def _needs_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def _name(axes: Any, name: str, x: float, y: float, *, left: bool) -> None:
+def _label_point(axes: Any, name: str, x: float, y: float, *, left: bool) -> None:
     """Write ``name`` next to a point."""
     place = {"xytext": (-6 if left else 6, 5), "textcoords": "offset points", "ha": "right" if left else "left", "fontsize": 8}
     axes.annotate(name, (x, y), **place, zorder=5)
 
 
 def _drawn(row: dict[str, Any]) -> float:
-    return max(float(row["kl_divergence"]), _SMALLEST)
+    return max(float(row["kl_divergence"]), _MIN_DIVERGENCE)
 
 
-def _bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[float]] | None:
+def _error_bar(row: dict[str, Any], lowest: float, highest: float) -> list[list[float]] | None:
     """Return the distances from a row's divergence to the ends of its interval, clipped to the axis from ``lowest`` to ``highest``."""
     if row["kl_divergence_interval"] is None:
         return None

@@ -1,4 +1,4 @@
-"""Process time and wall time; in one thread (``modes.one_thread``), other load disturbs process time least."""
+"""Measure process time and wall time. With one thread (``modes.one_thread``), other load disturbs process time least."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Seconds(NamedTuple):
-    """The averages of one call: process time over all its threads, and wall time."""
+    """The average times of one call: process time over all threads, and wall time."""
 
     process: float
     wall: float
 
 
-def interleaved(
+def time_interleaved(
     calls: Sequence[Callable[[], object]],
     repeats: int,
     at_once: int = 1,
@@ -30,12 +30,12 @@ def interleaved(
     average: Callable[[Sequence[float]], float] = statistics.median,
     progress: Progress | None = None,
 ) -> list[Seconds]:
-    """Return the seconds per call of each function: the median over ``repeats`` rounds of ``at_once`` calls of each in turn.
+    """Return the times per call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
 
-    A warm-up round comes first. ``average`` replaces the median, for calls that occasionally do work that the others leave to them.
-    ``before`` maps a call to a function that is called before its timing; the result of the last call is freed after it. With
-    ``new_memory`` the allocator first returns free memory to the system; otherwise it is a matter of chance whether a call reuses pages of
-    the previous one or pays for new ones.
+    A warm-up round comes first. ``average`` replaces the median, for calls that occasionally do work for later ones. ``before`` has
+    functions that are called before the timing of each call (or None); the result of the last call is freed after the timing. With
+    ``new_memory``, free memory is first returned to the system; otherwise it is a matter of chance whether a call reuses pages of the
+    previous one or pays for new ones.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[Seconds]] = [[] for _ in calls]

@@ -1,11 +1,11 @@
-"""kvpack bench quality: the cost of packing in model quality, measured on packed files of the model's own KV caches.
+"""kvpack bench quality: measure how much model quality packing costs, on packed files of the model's own KV caches.
 
-A window of ``tokens`` tokens is read in two parts. The first is prefilled by the uncompressed model; its KV cache is packed, saved and
-loaded, and the model reads the last ``score`` tokens over the packed layers, at most ``step`` at a time, appending their keys and values,
-which are packed too. These predictions are compared with those of the uncompressed model at the same positions.
+A window of ``tokens`` tokens is read in two parts. The uncompressed model prefills the first part, whose KV cache is packed, saved and
+loaded. The model then reads the last ``score`` tokens over the packed layers, at most ``step`` at a time, and appends and packs their keys
+and values. These predictions are compared with those of the uncompressed model at the same positions.
 
-Without a text from the user, a language model reads windows of prose and of code and one long window. It is asked for pass keys in prompts
-of several lengths, and generates a text, which is then read over the packed caches token by token.
+Unless the user passes a text, a language model reads windows of prose and of code and one long window. It is also asked for pass keys in
+prompts of several lengths, and generates a text, which is then read over the packed caches token by token.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
 
 from . import generated, needles, picture
-from .quality_peers import Peer, PeerMeasured, installed, measure_peer
-from .summary import Asked, along_summary, part_summary, recall, show, summary
+from .quality_peers import Peer, PeerMeasured, installed_peers, measure_peer
+from .summary import NeedleAnswer, along_summary, part_summary, recall, show, summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,42 +54,50 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES", "Settings", "run", "show"]
 
 RECIPES = ("fp8", "nvfp4", "kvpack-4", "octopus-3", "kvpack-3", "kvpack-2")
-"""Recipes of engines, kvpack's own, and a paper's: as many as two cores can measure in 15 minutes, with CALIBRATED."""
+"""Default recipes: those of engines, kvpack's own, and one from a paper. With CALIBRATED, two cores measure them in 15 minutes."""
 
 CALIBRATED = ("klt-2.5", "klt-1.75", "klt-1.25", "transform-1", "transform-0.6")
-"""Recipes that are measured by default if a basis is given."""
+"""Additional default recipes if a basis is passed."""
 
 DEFAULT_TOKENS = 1024
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 8
 DEFAULT_NEEDLES = 8
 LONG_TOKENS = 4096
-"""Tokens of the one window of the long text."""
+"""Number of tokens in the single window of the long text."""
 REFERENCE = "fp8"
-"""The reference, which engines use: every recipe's divergence is also reported as a multiple of its divergence."""
+"""Recipe of serving engines with which the divergences of other recipes are compared."""
 
 TEXT, LONG_TEXT = "prose", "long"
 OTHERS = ("code", LONG_TEXT)
-"""Additional texts, of which only divergences are reported."""
+"""Additional texts, for which only divergences are reported."""
 
 _TWIN_SAMPLE = 256
 _DIGITS = 5
-"""Significant digits of a report's numbers."""
+"""Number of significant digits in a report's numbers."""
 
 _MIN_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
-"""Minimum number of tokens of a prompt of bytes with key lines."""
+"""Minimum number of tokens in a prompt of bytes with key lines."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a measurement; None stands for the default, or for the limit of the model and the text if that is smaller.
+    """Settings of a measurement; None selects the default, or the limit of the model and the text if that is smaller.
 
-    ``tokens`` of a window, of which the last ``score`` are scored, at most ``step`` at once; ``windows`` of the text; ``needles`` are
-    prompts of each length; ``twin`` is the factor of the outlier-heavy twin and ``offset`` that of keys with a constant per channel, None
-    for the model as it is; ``generated`` tokens follow a prompt, None for none. ``device`` is "cpu", in float32, or "cuda", in bfloat16.
-    With ``peers``, transformers' own quantized caches are measured in the windows of the text, too. ``inserted`` is the text of one token,
-    such as "<|endoftext|>", that replaces the middle token of the packed part of every window. ``others`` are kvpack's texts that are read
-    besides the first one; the last of them is a long document.
+    Attributes:
+        tokens: Tokens per window.
+        score: Number of tokens scored at the end of each window.
+        windows: Number of windows of the text.
+        needles: Number of needle prompts of each length.
+        twin: Factor of the twin with outlier channels; None for the model itself.
+        seed: Seed of windows, needles, twins and generated text.
+        step: Maximum number of scored tokens per forward pass.
+        offset: Factor of the constant that is added to some channels of keys; None for none.
+        generated: Number of tokens to generate after a prompt; None for none.
+        device: "cpu" (in float32) or "cuda" (in bfloat16).
+        peers: Also measure transformers' own quantized caches in the windows.
+        inserted: Text of one token, such as "<|endoftext|>", that replaces the middle token of the packed part of each window.
+        others: Further texts of kvpack that are read; the last of them is a long document.
     """
 
     tokens: int | None = None
@@ -128,21 +136,28 @@ def run(
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure every recipe on the model in folder ``model`` (None for the demo's) and the file ``text``, and return JSON values.
+    """Measure recipes on the model in folder ``model`` and the file ``text``, and return a report as JSON values.
 
-    Without ``text``, the demo's model reads the demo's text, and any other kvpack's own texts. ``basis`` is the file of the basis that
-    recipes such as klt-2 need, ``reference`` a recipe that is measured as well, and that the others are compared with, and ``out`` a
-    folder that gets the picture and the report.
-    ``cpu_seconds`` are those of the process in all its threads. Two runs with one seed differ in the times alone, and in rounding where
-    torch has another number of threads. Raises InvalidParameter for sizes that do not fit and for a device that is not there,
-    MissingFile, WriteFailed and, for ``out``, MissingPackage when matplotlib is not installed.
+    Args:
+        model: Folder or hub name of the model; None for the demo's.
+        text: File with the text. By default, the demo's model reads the demo's text, and other models read kvpack's texts.
+        recipes: Recipes to measure.
+        settings: Settings of the measurement.
+        basis: Basis file for recipes such as klt-2.
+        reference: Recipe that is also measured, and with which the others are compared.
+        out: Folder for the picture and the report.
+        progress: Called as ``progress(done, total)``.
+
+    ``cpu_seconds`` are process times over all threads. Two runs with the same seed differ only in times, and in rounding if PyTorch uses
+    another number of threads. Raises InvalidParameter for unsupported sizes and for a missing device, MissingFile, WriteFailed and, for
+    ``out``, MissingPackage if matplotlib is not installed.
     """
     began = time.process_time()
     given = None if basis is None else Basis.load(basis)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [Recipe(recipe, given) for recipe in recipes]
     _check(settings, given)
-    peers = installed() if settings.peers else []
+    peers = installed_peers() if settings.peers else []
     if out is not None:
         picture.library()
         _make_folder(out)
@@ -159,16 +174,16 @@ def run(
     most = positions(network)
     long = others[-1] if is_own else words
     sizes = _sizes(settings, words, long, most)
-    parts = [_Part(words, sizes)]
+    parts = [_TextWindows(words, sizes)]
     for other in others:
         whole = other is long
         its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, score=None) if whole else settings
-        parts.append(_Part(other, _sizes(replace(its, needles=0), other, other, most)))
+        parts.append(_TextWindows(other, _sizes(replace(its, needles=0), other, other, most)))
     sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
     report = {
         "model": name,
         "text": words.name,
-        **_changed(network, settings, sample),
+        **_modify_keys(network, settings, sample),
         "inserted": settings.inserted,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
@@ -182,17 +197,17 @@ def run(
 
 
 def _check(settings: Settings, basis: Basis | None) -> None:
-    """Raise InvalidParameter for options that exclude each other, and for a device that is not there."""
+    """Raise InvalidParameter for options that exclude each other, and for a missing device."""
     if settings.offset is not None and basis is not None:
-        raise InvalidParameter("--offset moves keys that the basis was not calibrated for: leave out --offset or --basis")
+        raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: leave it out to measure on the CPU")
+        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to measure on the CPU")
     if settings.peers and settings.offset is not None:
-        raise InvalidParameter("--offset moves only the keys of kvpack's caches: leave out --offset or --peers")
+        raise InvalidParameter("--offset applies only to kvpack's caches: omit --offset or --peers")
 
 
-def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
-    """Change the keys of ``network`` according to the settings, and return the report's description of the change."""
+def _modify_keys(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
+    """Modify the keys of ``network`` according to the settings, and return a description of the change for the report."""
     result: dict[str, Any] = {"twin": None, "offset": None}
     if settings.twin is not None:
         difference = make_twin(network, settings.twin, sample, settings.seed)
@@ -204,26 +219,26 @@ def _changed(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str
 
 
 def _token_id(text: Text, token: str) -> int:
-    """Return the id of the token with the text ``token``. Raises InvalidParameter if it is not one token."""
+    """Return the id of the token with the text ``token``. Raises InvalidParameter if the text is not exactly one token."""
     ids = text.encode(token)
     if len(ids) != 1:
-        raise InvalidParameter(f"--insert is {token!r}, which the model reads as {len(ids)} tokens: give the text of one token")
+        raise InvalidParameter(f"--insert is {token!r}, which is {len(ids)} tokens for the model: pass the text of exactly one token")
     return ids[0]
 
 
 def _precision(model: Any) -> str:
-    """Return the dtype and the device of the model; results on different ones are not comparable."""
+    """Return the dtype and the device of the model, because results with different ones are not comparable."""
     if model.device.type == "cuda":
         return f"bf16 on one {torch.cuda.get_device_name(model.device)}"
     return "fp32 on a CPU"
 
 
-def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | None) -> _Sizes:
-    tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, most_positions)
+def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None) -> _Sizes:
+    tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
     score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
-    lengths = _lengths(tokens, long, most_positions)
+    lengths = _lengths(tokens, long, max_positions)
     prompts = min((len(long.ids) // length for length in lengths), default=0)
     count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("score", score, 1, tokens - 1, f"in a window of {tokens} tokens")
@@ -231,23 +246,23 @@ def _sizes(settings: Settings, text: Text, long: Text, most_positions: int | Non
     check_size("step", settings.step, 1, tokens, f"in a window of {tokens} tokens")
     sized = f"with windows of {_MIN_BYTES} tokens or more" if long.of_bytes else f"of {max(lengths, default=needles.LENGTHS[0]):,} tokens"
     check_size("needles", count, 0, prompts, f"prompts in {long.name}, {sized}")
-    most = (most_positions or len(long.ids)) - generated.PROMPT
+    most = (max_positions or len(long.ids)) - generated.PROMPT
     written = settings.generated or 0
     check_size("generate", written, 0, max(most, 0), f"tokens after a prompt of {generated.PROMPT} of {long.name}")
     return _Sizes(tokens, score, windows, count, settings.step, written)
 
 
-def _lengths(tokens: int, text: Text, most_positions: int | None) -> tuple[int, ...]:
-    """Return the token counts of the prompts with needles: a window's for a model of bytes, otherwise several lengths that fit."""
+def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:
+    """Return the lengths of needle prompts: a window's for a model of bytes, otherwise several lengths that fit."""
     if text.of_bytes:
         return (tokens,) if tokens >= _MIN_BYTES else ()
-    most = min(len(text.ids), most_positions or len(text.ids))
+    most = min(len(text.ids), max_positions or len(text.ids))
     return tuple(length for length in needles.LENGTHS if length <= most)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A text, and the sizes of its windows."""
+class _TextWindows:
+    """A text with the sizes of its windows."""
 
     text: Text
     sizes: _Sizes
@@ -255,13 +270,13 @@ class _Part:
 
 @dataclass
 class _Measurement:
-    """One run over all windows, prompts and a generated text.
+    """One measurement over all windows, prompts and a generated text.
 
-    A window's exact results are kept only while the recipes are measured on it.
+    Exact results of a window are kept only while the recipes are measured on it.
     """
 
     model: Any
-    parts: Sequence[_Part]
+    parts: Sequence[_TextWindows]
     long: Text
     names: tuple[str, ...]
     recipes: tuple[Recipe, ...]
@@ -301,7 +316,7 @@ class _Measurement:
         result["generated"] = None if written is None else along_summary(self.names, written)
         return result
 
-    def _windows(self, part: _Part, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
+    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
         exact_losses: list[float] = []
         forgotten: list[Forgotten] = []
         measured: list[list[Measured]] = [[] for _ in self.recipes]
@@ -325,7 +340,7 @@ class _Measurement:
         return begun, exact_losses, forgotten, measured
 
     def _prompts(self) -> Iterator[needles.Prompt]:
-        """Yield the prompts with needles, of every length and depth; their texts overlap only between lengths."""
+        """Yield the needle prompts for each length and depth. Their texts overlap only between lengths."""
         generator = torch.Generator().manual_seed(self.seed)
         count = self.sizes.needles
         for length in _lengths(self.sizes.tokens, self.long, positions(self.model)) if count else ():
@@ -337,14 +352,14 @@ class _Measurement:
                 else:
                     yield needles.pass_key(self.long, ids, (number + 0.5) / count, generator)
 
-    def _needles(self, path: str) -> tuple[list[Asked], list[list[Asked]]]:
-        exact_answers: list[Asked] = []
-        result: list[list[Asked]] = [[] for _ in self.recipes]
+    def _needles(self, path: str) -> tuple[list[NeedleAnswer], list[list[NeedleAnswer]]]:
+        exact_answers: list[NeedleAnswer] = []
+        result: list[list[NeedleAnswer]] = [[] for _ in self.recipes]
         for prompt in self._prompts():
             tokens = self._on_device(torch.tensor([[*self.long.start, *prompt.ids]]))
             pairs = prefill(self.model, tokens)
             length = tokens.shape[1]
-            make_asked = partial(Asked.of, length, prompt.depths)
+            make_asked = partial(NeedleAnswer.of, length, prompt.depths)
             # Each question has a cache of its own to grow: copies, for PyTorch's may grow in place.
             exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed_cache(self.model, _copied(pairs))))  # noqa: B023
             self._step()
@@ -354,7 +369,7 @@ class _Measurement:
                 self._step()
         return exact_answers, result
 
-    def _generated(self, path: str) -> list[generated.Along] | None:
+    def _generated(self, path: str) -> list[generated.GenerationEffect] | None:
         if not self.sizes.generated:
             return None
         prompt = self._on_device(window(self.long, 0, generated.PROMPT - len(self.long.start)))
@@ -389,7 +404,7 @@ def _make_folder(path: str) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Return a report's ``value`` with numbers of ``_DIGITS`` significant digits."""
+    """Return a report's ``value`` with all numbers rounded to ``_DIGITS`` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""kvpack bench quality --peers: transformers' QuantizedCache, with quanto and HQQ, in the windows used for recipes."""
+"""kvpack bench quality --peers: measure transformers' QuantizedCache, with quanto and HQQ, in the same windows as the recipes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import Exact
 
 LIBRARIES = {"quanto": "optimum.quanto", "hqq": "hqq"}
-"""The module of each backend."""
+"""Module of each backend."""
 
 BITS = (4, 2)
 
 AXES = {"quanto": 0, "hqq": 1}
-"""Each backend's axis of groups, by which quanto has one scale for groups along a token, as HQQ has with the other."""
+"""Axis of groups for each backend. With these, both have one scale per group of values along a token."""
 
 KEPT_BYTES = 2
-"""Bytes of a scale, a zero point and a value of the residual window, as a model in bf16 keeps them."""
+"""Size in bytes of a scale, of a zero point and of a value in the residual window, for a model in bf16."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One backend with one number of bits."""
+    """A backend with a number of bits."""
 
     backend: str
     bits: int
@@ -42,7 +42,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class PeerMeasured:
-    """The results of a peer in a window, as in ``windows.Measured``; ``bytes`` is its memory use."""
+    """Results of a peer in a window, as in ``windows.Measured``; ``bytes`` is its memory use."""
 
     log_perplexity: float
     kl_divergence: float
@@ -51,7 +51,7 @@ class PeerMeasured:
     values: int
 
 
-def installed() -> list[Peer]:
+def installed_peers() -> list[Peer]:
     """Return the peers whose libraries are installed. Raises InvalidParameter if there are none."""
     result = [Peer(backend, bits) for backend, module in LIBRARIES.items() if _is_installed(module) for bits in BITS]
     if not result:
@@ -67,7 +67,7 @@ def _is_installed(module: str) -> bool:
 
 
 def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasured:
-    """Quantize the window's first part as keys and values in bf16, and read the rest over it, at most ``step`` tokens at a time."""
+    """Quantize the keys and values of a window's prefix in bf16, and evaluate the scored tokens over them, at most ``step`` at a time."""
     from transformers.cache_utils import QuantizedCache
 
     axis = AXES[peer.backend]
@@ -76,12 +76,12 @@ def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasure
         for number, pair in enumerate(exact.first):
             cache.update(*(x.to(torch.bfloat16).to(x.dtype).contiguous() for x in pair), number)
     log_perplexity, kl_divergence, same_choices = compare_predictions(exact, read_over(model, exact, cache, step))
-    kept = [x for layer in cache.layers for x in _kept(layer)]
+    kept = [x for layer in cache.layers for x in _layer_tensors(layer)]
     values = sum(k.numel() + v.numel() for k, v in exact.pairs)
     return PeerMeasured(log_perplexity, kl_divergence, same_choices, sum(map(_bytes, kept)), values)
 
 
-def _kept(layer: Any) -> Iterator[torch.Tensor]:
+def _layer_tensors(layer: Any) -> Iterator[torch.Tensor]:
     """Return the tensors of a layer of a QuantizedCache."""
     yield from (layer.keys, layer.values)
     for quantized in (layer._quantized_keys, layer._quantized_values):

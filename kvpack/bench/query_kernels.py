@@ -1,6 +1,6 @@
-"""kvpack bench kernels: many queries over a packed layer on a CUDA device, compared with SDPA over bf16 keys and values.
+"""kvpack bench kernels: time many queries over a packed layer on a CUDA device, compared with SDPA over bf16 keys and values.
 
-This is the prefill after a stored prefix. Times are of whole calls, as a program makes them, several in a row.
+This is the prefill after a stored prefix. Times are of whole calls, several in a row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class QueryShape(NamedTuple):
-    """Queries over a layer: sequences, query heads, KV heads, head dim and tokens."""
+    """A shape of queries over a layer: sequences, query heads, KV heads, head dim and tokens."""
 
     batch: int
     q_heads: int
@@ -35,11 +35,14 @@ QUERIES = (2, 8, 16, 32, 64, 128, 512, 2048, 8192)
 RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3", "kv=octahedral:b=3", "kv=angle:n=128", "kv=polar:b=3", "bf16")
 
 CHECKED_QUERIES = 64
-"""Queries whose results are compared with float32."""
+"""Number of queries whose results are compared with float32."""
 
 
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
-    """Measure ``recipes`` with ``queries`` queries and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
+    """Measure ``recipes`` with numbers of ``queries``, and return a report as JSON values.
+
+    Requires a CUDA device. Raises InvalidParameter.
+    """
     from kvpack.kernels.attend import many_queries
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -77,7 +80,10 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
 
 
 def _libraries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
-    """Return the seconds of each SDPA backend that supports the shape, without a mask; only FlashAttention aligns queries without one."""
+    """Return the times in seconds of the SDPA backends that support the shape.
+
+    There is no mask; without one, only FlashAttention aligns queries with the last tokens.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -93,7 +99,7 @@ def _libraries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, f
 
 
 def show(report: dict[str, Any], device: str) -> None:
-    """Print the table and the meaning of its columns."""
+    """Print the table and explain its columns."""
     from kvpack.output import print_table
 
     counts = [peer["queries"] for peer in report["peers"]]

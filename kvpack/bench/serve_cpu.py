@@ -1,4 +1,4 @@
-"""Decode steps and ``generate`` on the CPU: each round runs every cache, in the process time of one thread."""
+"""Time decode steps and ``generate`` on the CPU: each round measures all caches, in process time of one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from kvpack import cache_names
 
-from .process_time import interleaved
+from .process_time import time_interleaved
 from .serve_peers import DYNAMIC, TIMES, cache_bytes, row_of
 
 if TYPE_CHECKING:
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     import kvpack
 
 STEPS, ROUNDS = 16, 16
-"""Decode steps, and tokens that ``generate`` adds, in one timing, and timings: in all, two windows of tokens are encoded."""
+"""Number of decode steps (or generated tokens) per timing, and number of timings. In total, two windows of tokens are encoded."""
 
 
 def with_plain_attention(model: Any) -> Any:
-    """Return a copy of ``model`` with the same weights: neither hooks nor attention of a KvpackCache slow it down."""
+    """Return a copy of ``model`` with the same weights, which no hooks or attention of a KvpackCache slow down."""
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
 def room() -> int:
-    """Return the number of tokens added to each cache."""
+    """Return the number of tokens that are added to each cache."""
     return 2 * STEPS * (ROUNDS + 1)
 
 
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache: ``dense``, a ``DynamicCache``, and ``others`` for the model ``plain``, and ``packed`` for ``model``.
+    """Return one row per cache: ``dense``, a DynamicCache, and ``others`` with the model ``plain``, and ``packed`` with ``model``.
 
-    All contain the tokens of ``ids`` ``[batch, token]`` except the last. Times are seconds per step and per token that ``generate`` adds. A
-    cache that cannot be created has a row with the ``error``.
+    All caches contain the tokens of ``ids`` ``[batch, token]`` except the last. Times are seconds per step and per generated token. A cache
+    that cannot be created has a row with the ``error``.
     """
     from kvpack.integrations.transformers import KvpackCache
 
@@ -56,8 +56,8 @@ def step_rows(
     with ExitStack() as stack:
         runs = [*((plain, past) for past in caches.values())]
         runs += [(model, stack.enter_context(KvpackCache.of(cache, model))) for cache in packed.values()]
-        generated = interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
-        eager = interleaved(
+        generated = time_interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
+        eager = time_interleaved(
             [partial(_step, model, cache_names.passing(model, past), ids[:, -1:]) for model, past in runs], ROUNDS, STEPS, average=fmean
         )
     rows = [
@@ -71,7 +71,7 @@ def step_rows(
 
 
 class _Generation:
-    """Each call adds STEPS tokens to ``past``."""
+    """A call that adds STEPS tokens to ``past`` with ``generate``."""
 
     def __init__(self, model: Any, past: Any, ids: torch.Tensor) -> None:
         self._model, self._over, self._ids = model, cache_names.passing(model, past), ids

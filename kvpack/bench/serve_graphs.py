@@ -1,4 +1,4 @@
-"""Decode steps in CUDA graphs, over any cache whose steps consist of kernels only, compared with preallocated bf16 states."""
+"""Time decode steps in CUDA graphs, over caches whose steps consist only of kernels, compared with preallocated bf16 states."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def flash_attention() -> AbstractContextManager[None]:
 class StaticStates:
     """bf16 keys and values with room for new tokens, written at a position on the device, attended by cuDNN or FlashAttention.
 
-    Inside a ``with`` block it replaces the model's attention; ``cache`` is passed to the model. ``states`` of a layer may be those that a
-    sliding window has kept of ``tokens``.
+    As a context manager, it replaces the model's attention, and ``cache`` is passed to the model. ``states`` of a layer may be those that a
+    sliding window has kept of ``tokens`` tokens.
     """
 
     def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
@@ -73,7 +73,7 @@ class StaticStates:
 
 
 def cache_of_length(tokens: int, layers: int) -> Any:
-    """Return a transformers cache that reports ``tokens`` tokens but keeps none; a layer returns the states it is given."""
+    """Return a transformers cache that reports ``tokens`` tokens but stores none. A layer returns the states that it receives."""
     library: Any = transformers_library()
 
     class Layer(library.cache_utils.CacheLayerMixin):  # type: ignore[misc]
@@ -105,7 +105,7 @@ def cache_of_length(tokens: int, layers: int) -> Any:
 
 
 def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:
-    """Return the seconds of one replay of a graph of one decode step after ``tokens`` tokens, the mean of ``steps``."""
+    """Return the time in seconds of one replay of a graph with a decode step after ``tokens`` tokens: the mean of ``steps``."""
     device = model.device
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)

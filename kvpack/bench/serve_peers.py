@@ -1,4 +1,4 @@
-"""transformers' other caches in bench serve: StaticCache, and QuantizedCache with each of its backends."""
+"""Other caches of transformers in bench serve: StaticCache, and QuantizedCache with each of its backends."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeVar
 
-    Found = TypeVar("Found")
+    Result = TypeVar("Found")
 
 DYNAMIC, FLASH, STATIC, COMPILED = "DynamicCache", "DynamicCache, flash", "StaticCache", "StaticCache, compiled"
 NO_ROOM = "does not fit"
-"""Error of a cache that does not fit in memory."""
+"""Error of a cache that does not fit into memory."""
 BACKENDS = ("fp8", "quanto", "hqq")
-"""Backends of QuantizedCache; the last two are packages, and quantize to 4 bits."""
+"""Backends of QuantizedCache. The last two are packages that quantize to 4 bits."""
 TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
 
 
 def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int, room: int) -> dict[str, Callable[[], Any]]:
-    """Return, by name, a function that creates each cache with ``states`` of ``tokens`` tokens and room for ``room`` more.
+    """Return functions by name that create the caches, with ``states`` of ``tokens`` tokens and room for ``room`` more.
 
-    A call raises transformers' error for a model or a backend for which it cannot create the cache.
+    A call raises transformers' error if it cannot create the cache for the model or the backend.
     """
     library = transformers_library()
 
     def static() -> Any:
         if any(keys.shape[2] != tokens for keys, _ in states):
-            raise InvalidParameter("some layers keep only a window of the tokens, but a StaticCache keeps all of them")
+            raise InvalidParameter("some layers keep only a window of the tokens, which a StaticCache does not support")
         return _filled(library.StaticCache(config=model.config, max_cache_len=tokens + room), states)
 
     def quantized(backend: str) -> Any:
@@ -49,14 +49,13 @@ def _filled(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the row that ``measure`` returns for the cache ``name``, or one with its ``error``, so that other caches are still measured.
-    """
+    """Return the row that ``measure`` returns for the cache ``name``, or a row with its ``error``, so that others are still measured."""
     result, error = outcome(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(result or {})}
     return row if error is None else {**row, "error": error}
 
 
-def outcome(measure: Callable[[], Found]) -> tuple[Found | None, str | None]:
+def outcome(measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
     """Return the result of ``measure``, or its error in one line."""
     try:
         return measure(), None
@@ -67,6 +66,6 @@ def outcome(measure: Callable[[], Found]) -> tuple[Found | None, str | None]:
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """Return the size of the tensors in a cache of dense layers; None if a layer has anything else."""
+    """Return the size in bytes of the tensors in a cache of dense layers; None if a layer has other contents."""
     held = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "_quantized_keys", None) is None]
     return sum(x.nbytes for pair in held for x in pair) if len(held) == len(cache.layers) else None

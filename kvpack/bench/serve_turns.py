@@ -1,4 +1,4 @@
-"""Decode steps of several caches in alternation, because the speed of the host, which limits them, varies over time."""
+"""Time decode steps of several caches in alternation, because the speed of the host, which limits them, varies."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
 ALONE = "the model alone"
-"""Name of the steps without a cache, which take the model's own time."""
+"""Name of the steps without a cache, which measure the model itself."""
 _NOTHING = "kvpack bench nothing"
-"""The name of attention that attends to nothing."""
+"""Name of an attention that ignores keys and values."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Decode steps of ``model`` over ``past``; ``flash`` selects FlashAttention for SDPA.
+    """Decode steps of ``model`` over ``past``; ``flash`` selects FlashAttention in SDPA.
 
     Without ``graphs``, steps over a KvpackCache are never replayed.
     """
@@ -39,8 +39,8 @@ class Steps:
     graphs: bool = True
 
 
-def alone(model: Any, tokens: int) -> Steps:
-    """Return steps after ``tokens`` tokens of ``model`` with attention that only returns its queries; the model keeps that attention."""
+def steps_without_cache(model: Any, tokens: int) -> Steps:
+    """Return steps after ``tokens`` tokens of ``model`` with attention that only returns its queries. The model keeps that attention."""
     library = transformers_library()
 
     def attend(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *__: Any, **___: Any) -> tuple[torch.Tensor, None]:
@@ -54,7 +54,7 @@ def alone(model: Any, tokens: int) -> Steps:
 
 @contextmanager
 def without_graphs(past: Any) -> Iterator[None]:
-    """Run the steps over the KvpackCache ``past`` in the block without graphs."""
+    """Disable graphs for steps over the KvpackCache ``past`` within this context."""
     before, past.graphs = past.graphs, None
     try:
         yield
@@ -63,7 +63,7 @@ def without_graphs(past: Any) -> Iterator[None]:
 
 
 def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[str], None]) -> dict[str, float]:
-    """Return the seconds of one step of each of ``runs`` by name: the median of its turns, each a mean after warm-up steps."""
+    """Return the time in seconds of one step of each of ``runs``, by name: the median over turns of the mean after warm-up steps."""
     token = torch.full((batch, 1), 5, dtype=torch.int64, device=device)
     result: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(TURNS):

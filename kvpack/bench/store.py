@@ -1,6 +1,6 @@
-"""kvpack bench store: match, load, put and get on a prefix store, compared with reads and a bf16 safetensors store in the same run.
+"""kvpack bench store: time match, load, put and get on a prefix store, compared with reads and a bf16 safetensors store in the same run.
 
-Files are read from the page cache. Speeds in GB/s count the bytes stored.
+Files are in the page cache. Speeds in GB/s count stored bytes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 FLAT_TARGET = 1.5
-"""The largest ratio of the cost of a chunk among the most entries to that among the fewest that counts as flat."""
+"""Maximum ratio of the cost of a chunk with the most entries to that with the fewest that counts as constant."""
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the tables: measurements next to their targets."""
+    """Print the measurements next to their targets."""
     shape = f"{report['layers']} layers, {report['heads']} heads of dim {report['dim']}, chunks of {report['chunk']} tokens"
     match, load, fewest, most = report["match"], report["load"], report["entries"][0], report["entries"][-1]
     print_table(
@@ -86,15 +86,15 @@ CHUNK = 256
 MATCHED_TOKENS = 131_072
 HEADS, DIM = 8, 128
 LAYERS = 32
-"""The layers of Llama 3.1 8B, which has 8 KV heads of dim 128."""
+"""Number of layers of Llama 3.1 8B, which has 8 KV heads of dim 128."""
 LOADED_CHUNKS = 16
 PROCESSES = (1, 2, 4, 8)
 ENTRIES = (1_000, 10_000, 100_000)
 OPERATIONS = 64
-"""Entries that each process puts and gets, of 4 layers each."""
+"""Number of entries, of 4 layers each, that each process puts and gets."""
 _FILLER = bytes(64)
 _MATCHES = 41
-"""The number of matches timed: one takes so little time that many are needed."""
+"""Number of matches that are timed together, because one is too short."""
 _AT_EACH_SIZE = 100
 
 MATCH_TARGET_MS = 5.0
@@ -111,9 +111,9 @@ def run(
     folder: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure everything in a temporary folder and return JSON values. ``progress`` counts measurements.
+    """Measure in a temporary folder and return a report as JSON values. ``progress`` counts measurements.
 
-    Raises InvalidParameter for numbers that measure nothing.
+    Raises InvalidParameter for sizes below 1.
     """
     for name, value in (("--layers", layers), ("--chunks", chunks), ("--repeats", repeats), *(("--entries", count) for count in entries)):
         if value < 1:
@@ -139,7 +139,7 @@ def run(
 
 
 def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpack.Cache:
-    """Return a cache of Gaussian values with identical chunks; the measured operations do not depend on values."""
+    """Return a cache of Gaussian values with identical chunks, because the measured operations do not depend on values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, heads, CHUNK, dim, generator=generator).to(torch.bfloat16)
     packed = kvpack.pack([(x, x)] * layers, recipe)
@@ -147,7 +147,7 @@ def _prefix(recipe: str, layers: int, heads: int, dim: int, chunks: int) -> kvpa
 
 
 def _median(run: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of ``repeats`` runs after a warm-up run."""
+    """Return the median time of ``repeats`` runs in seconds, after a warm-up run."""
     run()
     seconds = []
     for _ in range(repeats):
@@ -215,7 +215,7 @@ def _path(store: Store, key: bytes) -> str:
 
 
 def _read(path: str, memory: memoryview) -> memoryview:
-    """Read the bytes of a file into ``memory`` that is already in use."""
+    """Read a file into ``memory``, which is already in use."""
     with open(path, "rb", buffering=0) as file:
         done = 0
         while count := file.readinto(memory[done:]):
@@ -224,7 +224,7 @@ def _read(path: str, memory: memoryview) -> memoryview:
 
 
 def _save_dense(folder: str, layers: int, chunks: int) -> list[str]:
-    """Write the files of a store of bf16 safetensors: one per chunk."""
+    """Write the files of a store of bf16 safetensors, one per chunk."""
     x = torch.zeros(1, HEADS, CHUNK, DIM, dtype=torch.bfloat16)
     tensors = {f"{layer}.{side}": x.clone() for layer in range(layers) for side in "kv"}
     paths = [os.path.join(folder, f"{number}.safetensors") for number in range(chunks)]
@@ -241,7 +241,7 @@ def _read_dense(path: str) -> dict[str, torch.Tensor]:
 
 
 def _operations(folder: str, identity: Identity, processes: int) -> dict[str, Any]:
-    """Run puts, then gets, of chunks of 4 layers in several processes at once, each with its own prompts."""
+    """Put, then get, chunks of 4 layers in several processes at once, each with its own prompts."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes), context.Queue()
     cache = _prefix(identity.recipe, 4, HEADS, DIM, 1)
@@ -280,7 +280,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
 
 
 def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """Return the cost of a chunk among ``count`` entries: the existing ones, plus small ones added up to that number."""
+    """Return the cost of a chunk in a store with ``count`` entries, after adding as many small ones as are missing."""
     backend = Directory(folder, Counters())
     present = backend.size()[0]
     now = time.time_ns()
@@ -290,12 +290,13 @@ def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
     cache = _prefix(identity.recipe, 1, 1, 64, 1)
     prompts = [torch.full((CHUNK,), count + turn) for turn in range(_AT_EACH_SIZE)]
     with Store(folder, identity) as store:
-        seconds = [_each(lambda ids: store.save(ids, cache), prompts), _each(store.match, prompts), _each(store.load, prompts)]
+        calls = (lambda ids: store.save(ids, cache), store.match, store.load)
+        seconds = [_median_per_prompt(call, prompts) for call in calls]
     return {"entries": count, **{f"{name}_us": 1e6 * value for name, value in zip(("put", "match", "get"), seconds, strict=True)}}
 
 
-def _each(run: Callable[[Any], object], prompts: Sequence[Any]) -> float:
-    """Return the median seconds of ``run`` per prompt."""
+def _median_per_prompt(run: Callable[[Any], object], prompts: Sequence[Any]) -> float:
+    """Return the median time of ``run`` per prompt in seconds."""
     seconds = []
     for ids in prompts:
         started = time.perf_counter()

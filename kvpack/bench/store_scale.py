@@ -1,7 +1,7 @@
-"""kvpack bench store --location: the cost of a store with many entries, at a location that keeps them.
+"""kvpack bench store --location: measure the cost of a store with many entries, at a location that keeps them.
 
 Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
-filled first. The measurements then store some more, with the location's present size as its budget.
+filled first. The measurements then store some more, with the location's present size as the budget.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 CHUNK, CHUNKS, DIM = 16, 100, 32
 RECIPE = "bf16"
-"""The default recipe: most others encode 32 tokens or more together."""
+"""Default recipe. Most others encode at least 32 tokens together."""
 ENTRIES = 10_000
-LOOKED = 20
-"""Prefixes that are matched and loaded."""
+LOOKUPS = 20
+"""Number of prefixes that are matched and loaded."""
 SAVES = 60
-"""Saves of 10 chunks at the budget, of each process."""
+"""Number of saves of 10 chunks at the budget, per process."""
 PROCESSES = 8
-FILLING = 2
-"""Processes that fill a folder."""
+FILL_PROCESSES = 2
+"""Number of processes that fill a folder."""
 ROWS = ("match", "load", "stats", "save", "processes", "collect", "stat", "ls", "verify", "gc")
 COMMANDS = ("stat", "ls", "verify", "gc")
 TARGETS = {
@@ -70,10 +70,10 @@ TARGETS = {
 def run(
     location: str, entries: int, recipe: str = RECIPE, rows: Sequence[str] = ROWS, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Fill ``location`` up to ``entries``, and measure ``rows`` there; returns JSON values. ``progress`` counts entries that are put.
+    """Fill ``location`` up to ``entries``, measure ``rows`` there, and return a report as JSON values. ``progress`` counts new entries.
 
-    Raises InvalidParameter for fewer entries than two prefixes have, for rows that do not exist, and for a recipe that does not encode
-    chunks of this size.
+    Raises InvalidParameter for fewer entries than two prefixes have, for unknown rows, and for a recipe that does not encode chunks of this
+    size.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
@@ -94,8 +94,8 @@ def run(
     return {"location": location, "recipe": recipe, "entries": entries, "put": filled, "rows": result}
 
 
-class _Like:
-    """Entries with the values of one chunk under any key, because encoding a million of them would take half an hour."""
+class _EntryTemplate:
+    """A chunk whose values are stored under any key, because encoding a million chunks would take half an hour."""
 
     def __init__(self, chunk: kvpack.Cache) -> None:
         key, parent, ids = (bytes([value]) * size for value, size in ((1, KEY_BYTES), (2, KEY_BYTES), (3, CHUNK * ID_BYTES)))
@@ -120,10 +120,10 @@ class _Scale:
         self._new = 10**9 + time.time_ns() % 10**9
 
     def fill(self, entries: int, progress: Progress | None) -> int:
-        """Put the entries missing from ``entries``, and return their number."""
+        """Add entries until there are ``entries``, and return how many were added."""
         backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
-        like = [_Like(self._named(number)) for number in range(CHUNKS)]
+        like = [_EntryTemplate(self._named(number)) for number in range(CHUNKS)]
         numbers = range(existing // CHUNKS, -(-entries // CHUNKS))
         # The first ones as a store does, which counts the folder before it counts on.
         for number in numbers[:1] if isinstance(backend, Directory) else numbers:
@@ -137,21 +137,21 @@ class _Scale:
         backend.close()
         return put
 
-    def _entries(self, like: Sequence[_Like], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
+    def _entries(self, like: Sequence[_EntryTemplate], number: int) -> Iterator[tuple[bytes, list[memoryview]]]:
         """Yield the keys and the pieces of the entries of one prefix."""
         links = chunk_links(self._identity.digest, token_bytes(_ids(number)), CHUNK, [b""] * CHUNKS)
         for at, (key, parent, ids, _) in enumerate(links):
             yield key, like[at].pieces(key, parent, ids)
 
-    def _write_files(self, like: Sequence[_Like], numbers: range, progress: Progress | None) -> int:
-        """Write the entries of prefixes to a folder that nobody else uses, uncounted, and return their number."""
+    def _write_files(self, like: Sequence[_EntryTemplate], numbers: range, progress: Progress | None) -> int:
+        """Write the entries of prefixes to a folder that no other process uses, without counting them, and return their number."""
         folder = Folder(self._location, Counters(), durable=False)
         folder.make_folders(*folder.entry_folders)
         context = multiprocessing.get_context("fork")
         results = context.Queue()
 
         def write(first: int) -> None:
-            for number in numbers[first::FILLING]:
+            for number in numbers[first::FILL_PROCESSES]:
                 used = time.time_ns()
                 for at, (key, pieces) in enumerate(self._entries(like, number)):
                     descriptor = os.open(folder.path(key), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -160,7 +160,7 @@ class _Scale:
                     os.close(descriptor)
                 results.put(CHUNKS)
 
-        workers = [context.Process(target=write, args=(first,)) for first in range(FILLING)]
+        workers = [context.Process(target=write, args=(first,)) for first in range(FILL_PROCESSES)]
         for worker in workers:
             worker.start()
         for done in range(len(numbers)):
@@ -185,7 +185,7 @@ class _Scale:
             return {"stats, first": _ms(store.stats), "stats": statistics.median(_ms(store.stats) for _ in range(5))}
 
     def save(self) -> dict[str, float]:
-        """Save 10 chunks at the budget; return wall time, and for a folder the CPU time of the rounds that make room."""
+        """Save 10 chunks at the budget; return the wall time and, for a folder, the CPU time of the rounds that make room."""
         rounds: list[float] = []
         real = Evictor._try_round
 
@@ -219,7 +219,7 @@ class _Scale:
             return {"collect": _ms(store.collect)}
 
     def command(self, name: str) -> dict[str, float]:
-        """Run a command in its own process, as an operator does."""
+        """Run a kvpack command in its own process, as an operator does."""
         words = [sys.executable, "-m", "kvpack", "store", name, self._location]
         begun = time.perf_counter()
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
@@ -235,7 +235,7 @@ class _Scale:
         return replace(self._chunk(number), model=self._identity.header_model, recipe=self._identity.recipe)
 
     def _looked(self, look: Callable[[Any], int], count: int) -> float:
-        prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKED)]
+        prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]
         taken = [_ms(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
@@ -245,12 +245,12 @@ class _Scale:
         return statistics.median(taken)
 
     def _budget(self) -> int:
-        """Return the size of the location, or the larger budget in effect there, because a smaller one would evict nothing."""
+        """Return the size of the location, or the larger budget in effect there, because a smaller one would cause no eviction."""
         with closing(open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())) as backend:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
     def _saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
-        """Return the ms of each save, and the number of chunks that were not stored, which cost nothing."""
+        """Return the time of each save in ms, and the number of chunks that were not stored, which cost nothing."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
@@ -287,8 +287,9 @@ class _Scale:
 
 @contextmanager
 def _timed_waits(waits: list[float]) -> Iterator[None]:
-    """Record, in ms, how long each entry waits while other processes evict: from its first failed round until it has room, without the time
-    of its own rounds.
+    """Record in ms how long each entry waits while other processes evict.
+
+    It is the time from the entry's first failed round until it has room, without its own rounds.
 
     Rounds that an entry tries once it has room make it wait for nobody.
     """
@@ -334,7 +335,7 @@ def _ids(number: int) -> list[int]:
 
 
 def _ms(call: Callable[[], object]) -> float:
-    """Return the milliseconds of a call."""
+    """Return the time of a call in milliseconds."""
     begun = time.perf_counter()
     call()
     return 1000 * (time.perf_counter() - begun)

@@ -1,4 +1,4 @@
-"""The report of a measurement, computed from its windows, and the report's table."""
+"""Compute the report of a measurement from its windows, and print the report's table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvpack.evaluation.windows import Forgotten, Measured
 
-    from .generated import Along
+    from .generated import GenerationEffect
     from .quality_peers import PeerMeasured
 
 CHECKED_DIM = 128
@@ -29,16 +29,16 @@ DEPTHS = 4
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One question about a needle at ``depth``, a share of a prompt of ``tokens`` tokens, and whether the answer was ``right``."""
+class NeedleAnswer:
+    """The answer to a question about a needle at ``depth``, a share of a prompt of ``tokens`` tokens; ``right`` is True if it is right."""
 
     tokens: int
     depth: float
     right: bool
 
     @classmethod
-    def of(cls, tokens: int, depths: Sequence[float], answers: Sequence[bool]) -> list[Asked]:
-        """Return the questions of one prompt."""
+    def of(cls, tokens: int, depths: Sequence[float], answers: Sequence[bool]) -> list[NeedleAnswer]:
+        """Return the answers for one prompt."""
         return [cls(tokens, depth, right) for depth, right in zip(depths, answers, strict=True)]
 
 
@@ -51,9 +51,9 @@ def summary(
     reference: str | None = None,
     peers: Sequence[tuple[str, Sequence[PeerMeasured]]] = (),
 ) -> dict[str, Any]:
-    """Return the report's results as JSON values, the recipes and ``peers`` from most bits to fewest.
+    """Return the report's results as JSON values, with recipes and ``peers`` in descending order of bits.
 
-    Differences and ratios to the recipe ``reference`` are paired by window; intervals are Student's t over the windows.
+    Differences and ratios to the recipe ``reference`` are paired by window. Intervals are Student's t over the windows.
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
@@ -68,7 +68,11 @@ def summary(
             "needles": exact_recall,
             "windows": [{"start": start, "log_perplexity": loss} for start, loss in zip(starts, exact_losses, strict=True)],
         },
-        "forgotten": {"kept_tokens": KEPT, **_predicted(forgotten, exact_losses), "windows": [asdict(window) for window in forgotten]},
+        "forgotten": {
+            "kept_tokens": KEPT,
+            **_prediction_results(forgotten, exact_losses),
+            "windows": [asdict(window) for window in forgotten],
+        },
         "recipes": sorted(rows, key=lambda row: -row["bits_per_value"]),
         "peers": sorted(others, key=lambda row: -row["bits_per_value"]),
     }
@@ -82,12 +86,12 @@ def part_summary(
     names: Sequence[str],
     reference: str | None,
 ) -> dict[str, Any]:
-    """Return the results on another text as JSON values: the predictions, without the errors of layers."""
+    """Return results on another text as JSON values: only predictions, without the errors of layers."""
     rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     compare(rows, reference)
     return {
         "uncompressed": {"perplexity": math.exp(fmean(exact_losses)), "starts": list(starts)},
-        "forgotten": _predicted(forgotten, exact_losses),
+        "forgotten": _prediction_results(forgotten, exact_losses),
         "recipes": sorted(rows, key=lambda row: -row["bits_per_value"]),
     }
 
@@ -96,14 +100,14 @@ def _short_row(name: str, measured: Sequence[Measured | PeerMeasured], exact_los
     return {
         "recipe": name,
         "bits_per_value": _bits(measured),
-        **_predicted(measured, exact_losses),
+        **_prediction_results(measured, exact_losses),
         "windows": [{"kl_divergence": window.kl_divergence, "log_perplexity": window.log_perplexity} for window in measured],
     }
 
 
-def along_summary(names: Sequence[str], written: Sequence[Along]) -> dict[str, dict[str, Any]]:
-    """Return the effect of each recipe on a generated text, as JSON values."""
-    return {name: asdict(along) for name, along in zip(names, written, strict=True)}
+def along_summary(names: Sequence[str], written: Sequence[GenerationEffect]) -> dict[str, dict[str, Any]]:
+    """Return the effect of each recipe on a generated text as JSON values."""
+    return {name: asdict(measure_generation) for name, measure_generation in zip(names, written, strict=True)}
 
 
 def _bits(measured: Sequence[Measured | PeerMeasured]) -> float:
@@ -111,10 +115,10 @@ def _bits(measured: Sequence[Measured | PeerMeasured]) -> float:
 
 
 def mark_front(rows: Sequence[dict[str, Any]]) -> None:
-    """Set ``on_front`` in every row: True if it is on the Pareto front of bits and KL divergence.
+    """Set ``on_front`` in each row: True if it is on the Pareto front of bits and KL divergence.
 
-    The cheapest recipe is on the front, and so is each further recipe whose divergence is below that of the last one on the front by more
-    than chance explains. Divergences are compared window by window as logarithms, so that windows of large divergence do not dominate.
+    The cheapest recipe is on the front, and so is each further recipe whose divergence is significantly below that of the last one on the
+    front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):
@@ -125,7 +129,7 @@ def mark_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def compare(rows: Sequence[dict[str, Any]], reference: str | None) -> None:
-    """Set ``of_reference`` in every row: the ratio of its divergence to that of the recipe ``reference``, with its interval, or None."""
+    """Set ``of_reference`` in each row: the ratio of its divergence to that of the recipe ``reference``, with its interval, or None."""
     compared = next((_logarithms(row) for row in rows if row["recipe"] == reference), None)
     for row in rows:
         row["of_reference"] = None
@@ -140,7 +144,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
     return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
-def _predicted(windows: Sequence[Forgotten | Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _prediction_results(windows: Sequence[Forgotten | Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
     """Return the results of the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
@@ -164,7 +168,7 @@ def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float
         "family": family(recipe),
         "bits_per_value": _bits(measured),
         "nominal_bits": fmean(window.nominal_bits for window in measured),
-        **_predicted(measured, exact_losses),
+        **_prediction_results(measured, exact_losses),
         **{name: fmean(values) for name, values in by_layer.items()},
         "needles": recalled,
         "encode_seconds": median(window.encode_seconds for window in measured),
@@ -175,13 +179,13 @@ def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float
 
 
 def family(recipe: str) -> str:
-    """Return the codec of the keys in most of the layers."""
+    """Return the codec of the keys in most layers."""
     rule = next(rule for rule in reversed(parse_recipe(recipe).rules) if "k" in rule.sides and rule.covers(1, 3))
     return rule.codec_id
 
 
-def recall(asked: Sequence[Asked]) -> dict[str, Any]:
-    """Return how many of the ``asked`` questions were answered, in total, by depth, and by prompt length, as JSON values."""
+def recall(asked: Sequence[NeedleAnswer]) -> dict[str, Any]:
+    """Return how many questions were answered right, in total, by depth and by prompt length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
     for question in asked:
@@ -200,7 +204,7 @@ def _counts(answers: Sequence[bool]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
-    """Return the title, the columns and the rows of the report's table, without the columns that are empty."""
+    """Return the title, the columns and the rows of the report's table, without empty columns."""
     exact, reference = report["uncompressed"], report["reference"]
     columns = [
         "recipe", "bits per\nvalue", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-",
@@ -230,7 +234,7 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table and the meaning of its columns."""
+    """Print one table and explain its columns."""
     exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
     print_table(*table(report))
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
@@ -254,7 +258,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def named(report: dict[str, Any]) -> str:
-    """Return the model of a report, and the changes made to its keys or the text."""
+    """Return the name of a report's model, with the changes made to its keys or the text."""
     twin, offset = report["twin"], report["offset"]
     name = str(report["model"])
     if twin is not None:
@@ -267,7 +271,7 @@ def named(report: dict[str, Any]) -> str:
 
 
 def sizes_text(settings: dict[str, Any]) -> str:
-    """Return the windows of a measurement in words."""
+    """Describe the windows of a measurement."""
     return f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 
@@ -301,10 +305,10 @@ def _show_generated(report: dict[str, Any]) -> None:
     size = -(-report["settings"]["generated"] // len(part))
     rows = []
     for row in report["recipes"]:
-        along = written[row["recipe"]]
-        first = "-" if along["first"] is None else f"{along['first']:,}"
-        cells = [f"{divergence:.4f}" for divergence in along["kl_divergences"]]
-        rows.append([row["recipe"], *cells, f"{100 * along['changed']:.1f} %", first])
+        measure_generation = written[row["recipe"]]
+        first = "-" if measure_generation["first"] is None else f"{measure_generation['first']:,}"
+        cells = [f"{divergence:.4f}" for divergence in measure_generation["kl_divergences"]]
+        rows.append([row["recipe"], *cells, f"{100 * measure_generation['changed']:.1f} %", first])
     columns = ["recipe", *(f"KL to\n{size * (number + 1):,}" for number in range(len(part))), "changed\ntokens", "before\nthe first"]
     print_table(f"{report['settings']['generated']:,} tokens that the uncompressed model generated", columns, rows)
     print("Changed: with the same random numbers, another token would have been drawn.")

@@ -1,8 +1,7 @@
-"""Random bases, because the cost of the kernels of klt and transform depends on widths and bits, not on the model.
+"""Create random bases, because the cost of the kernels of klt and transform depends on widths and bits, not on the model.
 
-``klt=63211000:53100000`` selects these widths for the runs of keys and of values, and ``transform=0.6:head`` this many bits per value with
-frames of a scope. For transform, the packed values are derived from the given ones so that they are as widely distributed as a model's
-columns.
+``klt=63211000:53100000`` selects these widths for the runs of keys and of values, and ``transform=0.6:head`` selects the bits per value and
+the scope of frames. For transform, the packed values are scaled so that columns are distributed as widely as a model's.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ LAYERS = {
     "klt=63221110:53200000": "an average layer: 1.62 bits per value, the average of klt-1.64",
     "klt=75543221:65310000": "a heavy layer: 2.75 bits per value, as the heaviest of klt-1.75, of which the average is 1.73",
 }
-"""Widths to measure, and whose they are, by calibrations of bytelm on the first half of its text."""
+"""Widths to measure, by the layer from which they come, from calibrations of bytelm on the first half of its text."""
 
 _SLOPE = 1.0
 _NORMAL = 1 << 14
 
 _OCTAVES = 8
-"""By how many powers of 2 the columns of a frame are less and less widely distributed: at 0.6 bits, two fifths of them have symbols."""
+"""Range of the columns' standard deviations, in powers of 2. At 0.6 bits, two fifths of the columns have symbols."""
 _FIRST_DEVIATION = 2.0**-4
 _MIN_TABLE, _TABLES, _REACH = -4, 41, 63
-"""Standard deviations of the tables, in steps: from 2^-4 on, four to an octave; and their largest level."""
+"""Smallest standard deviation of the tables in steps (2^-4), number of tables (four per octave), and their largest level."""
 
 
 def check(recipe: str) -> None:
@@ -59,13 +58,13 @@ def check(recipe: str) -> None:
 
 
 def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
-    """Return the recipe and, if it needs one, the basis to pack with, for ``recipe``.
+    """Return the recipe that ``recipe`` names and, if it needs one, the basis.
 
-    The model has ``heads`` KV heads and the head dims ``dims`` of keys and values.
+    The model has ``heads`` KV heads, and keys and values of the head dims ``dims``.
     """
     if recipe.startswith(TRANSFORM):
         rate, scope = _rate(recipe)
-        return f"kv=transform:bits={rate}", _framed(scope, heads, dims)
+        return f"kv=transform:bits={rate}", _frames_basis(scope, heads, dims)
     if recipe.startswith(NAME):
         basis, bits = _basis(recipe, heads, dims)
         # Not less than what the widths take: the next bit of a run is far away.
@@ -74,11 +73,11 @@ def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
-    """Pack ``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer of ``recipe``, with a synthetic basis if it names one."""
+    """Pack ``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer, with a synthetic basis if ``recipe`` names one."""
     named, basis = named_by(recipe, k.shape[1], (k.shape[3], v.shape[3]))
     if recipe.startswith(TRANSFORM):
         assert basis is not None
-        k, v = (_coloured(x, basis.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
+        k, v = (_scale_columns(x, basis.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
     layer: Layer = kvpack.pack([(k, v)], kvpack.Recipe(named, basis))[0]
     return layer
 
@@ -87,7 +86,7 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
     match = re.fullmatch(rf"{NAME}([0-{MAX_WIDTH}]+):([0-{MAX_WIDTH}]+)", recipe)
     if match is None or not all(text.strip("0") for text in match.groups()):
         raise InvalidParameter(
-            f"{recipe!r}: expected {NAME}63211000:53100000, a digit of 0 to {MAX_WIDTH} bits for each run of keys and values"
+            f"{recipe!r}: expected {NAME}63211000:53100000, with a digit of 0 to {MAX_WIDTH} (bits) for each run of keys and values"
         )
     return [int(digit) for digit in match[1]], [int(digit) for digit in match[2]]
 
@@ -96,7 +95,7 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
     """Return the basis of ``recipe`` for one layer, and the bits per value at which its runs have their widths.
 
-    A head with fewer runs uses the first of the widths, and one with more has runs without codes after them.
+    A head with fewer runs uses the first of the widths, and additional runs have no codes.
     """
     rows, all_widths = {}, {}
     for side, given, dim in zip(SIDES, _widths(recipe), dims, strict=True):
@@ -108,7 +107,7 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
 
 
 def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
-    """Return rows of one head: a random rotation, a small mean, tables of a normal distribution."""
+    """Return rows for one head: a random rotation, a small mean, and tables for a normal distribution."""
     generator = torch.Generator("cpu").manual_seed(seed)
     matrix = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64)).Q
     mean = torch.randn(1, dim, generator=generator, dtype=torch.float64) / 256
@@ -121,7 +120,7 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
 
 
 def _weight(width: int) -> float:
-    """Return a weight for which a run gets exactly ``width`` bits if a bit must be worth more than ``_SLOPE``."""
+    """Return a weight for which a run gets exactly ``width`` bits if each bit must lower the error by more than ``_SLOPE``."""
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4
     return _SLOPE / math.sqrt(last * following)
@@ -136,8 +135,8 @@ def _rate(recipe: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=4)
-def _framed(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
-    """Return a basis of one layer with frames that are rotations, and keys with RoPE."""
+def _frames_basis(scope: str, heads: int, dims: tuple[int, int]) -> Basis:
+    """Return a basis for one layer with frames that are rotations, and keys with RoPE."""
     rows, frames, tables = {}, {}, _normal_tables()
     for side, dim in zip(SIDES, dims, strict=True):
         rows[0, side] = torch.stack([_rows([1] * run_count(dim), dim, seed) for seed in range(heads)])
@@ -157,7 +156,7 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
 
 
 def _normal_tables() -> SymbolTables:
-    """Return tables for normal columns: table k is for a standard deviation of 2^(k / 4) times the smallest one, in steps."""
+    """Return tables for normal columns. Table k is for 2^(k / 4) times the smallest standard deviation, in steps."""
     # Level l, above 0, begins half a step above l - 1.
     edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])
@@ -170,8 +169,8 @@ def _normal_tables() -> SymbolTables:
     return SymbolTables(rans.frequencies(counts), values)
 
 
-def _coloured(x: torch.Tensor, frames: Frames) -> torch.Tensor:
-    """Return keys or values whose columns are ``x`` ``[batch, kv_head, token, dim]`` times the deviations that their scales imply."""
+def _scale_columns(x: torch.Tensor, frames: Frames) -> torch.Tensor:
+    """Return keys or values whose columns are ``x`` ``[batch, kv_head, token, dim]`` times the deviations that the scales imply."""
     batch, heads, tokens, dim = x.shape
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     deviations = torch.from_numpy(_FIRST_DEVIATION * numpy.exp2(-frames.scales / SCALES_PER_OCTAVE)).to(x.device, torch.float32)

@@ -1,4 +1,4 @@
-"""Times of work on a CUDA device."""
+"""Time work on a CUDA device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _EAGER_CALLS = 100
 _REPLAYS = 7
 _CALLS_IN_A_ROW = 10
 _FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
-"""Cycles that a device is kept busy, some milliseconds to half a second."""
+"""Range of the cycles for which a device is kept busy, from some milliseconds to half a second."""
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the seconds of one call, the median over replays of a CUDA graph that makes all ``calls`` in turn."""
+    """Return the time of one call in seconds: the median over replays of a CUDA graph with all ``calls`` in turn."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,7 +43,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the seconds of one call as a program makes it, of many in turn: the longer of host time and device time."""
+    """Return the time of one call in seconds, without graphs: the longer of host time and device time, over many calls."""
     rounds = max(1, _EAGER_CALLS // len(calls))
     seconds = []
     for _ in range(_REPLAYS + 1):
@@ -58,7 +58,7 @@ def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def _elapsed(call: Callable[[], object]) -> float:
-    """Return the seconds that the device works on ``call``."""
+    """Return the time in seconds that the device needs for ``call``."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     call()
@@ -68,12 +68,12 @@ def _elapsed(call: Callable[[], object]) -> float:
 
 
 def median_seconds(call: Callable[[], object]) -> float:
-    """Return the median of three times after a warm-up call."""
+    """Return the median time in seconds of three calls, after a warm-up call."""
     return statistics.median([_elapsed(call) for _ in range(4)][1:])
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of one of several calls in a row, on the device or, if slower, the host: the median of three runs."""
+    """Return the time in seconds of one of several calls in a row, on the device or, if slower, on the host: the median of three runs."""
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):
@@ -84,9 +84,9 @@ def repeated_seconds(call: Callable[[], object]) -> float:
 
 
 def queued_seconds(call: Callable[[], object]) -> float | None:
-    """Return the device seconds of one of several calls in a row; None for calls that wait for the device.
+    """Return the device time in seconds of one of several calls in a row; None for calls that wait for the device.
 
-    The device is kept busy until all calls are in its queue, so that it does not wait for the host.
+    The device is kept busy until all calls are queued, so that it does not wait for the host.
     """
     call()
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""kvpack bench kernels: unpack a layer to bf16 on a CUDA device, compared with a copy of the same values.
+"""kvpack bench kernels: time unpacking a layer to bf16 on a CUDA device, compared with a copy of the same values.
 
-Times are of the library's calls, many in a row (the longer of device time and host time), and of the device alone.
+Times are of the library's calls, many in a row (the longer of device time and host time), and of the device only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECIPES = (
 
 
 def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
-    """Measure ``recipes`` and return JSON values. Requires a CUDA device. Raises InvalidParameter."""
+    """Measure ``recipes`` and return a report as JSON values. Requires a CUDA device. Raises InvalidParameter."""
     generator = torch.Generator("cuda").manual_seed(0)
     size = (shape.batch, shape.heads, shape.tokens, shape.dim)
     pair = [torch.randn(size, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(2)]
@@ -68,7 +68,7 @@ def _row(pair: list[torch.Tensor], recipe: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], device: str) -> None:
-    """Print the table and the meaning of its columns."""
+    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     rows = [

@@ -27,4 +27,4 @@ def test_a_way_returns_what_it_was_given(way: dense.Way, tmp_path: Path) -> None
 def test_matrix_products_attend() -> None:
     q, k, v = torch.randn(2, 8, 1, 16), *(torch.randn(2, 2, 33, 16) for _ in range(2))
     expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    torch.testing.assert_close(dense.by_products(q, k, v), expected.view(2, 2, 4, 16))
+    torch.testing.assert_close(dense.matmul_attention(q, k, v), expected.view(2, 2, 4, 16))

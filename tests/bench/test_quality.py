@@ -151,8 +151,8 @@ def test_same_choices_are_those_of_the_most_probable_token(exact: windows.Exact)
     found = exact.log_probabilities.clone()
     # The first choice becomes the last in 24 of 96 positions.
     found[torch.arange(24), found[:24].argmax(-1)] = -1e3
-    assert windows.compared(exact, found)[2] == 0.75
-    assert windows.compared(exact, exact.log_probabilities)[1:] == (0.0, 1.0)
+    assert windows.compare_predictions(exact, found)[2] == 0.75
+    assert windows.compare_predictions(exact, exact.log_probabilities)[1:] == (0.0, 1.0)
 
 
 def test_ratios_to_the_reference_are_paired_by_window() -> None:
@@ -313,7 +313,7 @@ def test_an_answer_is_right_when_every_token_is_the_first_choice() -> None:
 
 
 def test_recall_by_depth_and_length() -> None:
-    asked = [*summary.Asked.of(100, [0.1, 0.3], [True, False]), *summary.Asked.of(200, [0.1, 0.99], [True, True])]
+    asked = [*summary.NeedleAnswer.of(100, [0.1, 0.3], [True, False]), *summary.NeedleAnswer.of(200, [0.1, 0.99], [True, True])]
     found = summary.recall(asked)
     assert (found["right"], found["asked"]) == (3, 4)
     assert [(part["right"], part["asked"]) for part in found["by_depth"]] == [(2, 2), (0, 1), (0, 0), (1, 1)]
@@ -332,19 +332,19 @@ def test_a_generated_text_is_that_of_single_steps(model: Any, tmp_path: Path) ->
     assert torch.equal(generated.generate(model, prompt, 40, seed=3).tokens, exact.tokens)
     assert not torch.equal(generated.generate(model, prompt, 40, seed=4).tokens, exact.tokens)
     # Over a lossless cache nothing changes; over a coarse one, what the same random numbers draw does.
-    same = generated.along(model, exact, "bf16", str(tmp_path / "a"), 8, seed=3)
+    same = generated.measure_generation(model, exact, "bf16", str(tmp_path / "a"), 8, seed=3)
     assert (same.changed, same.first) == (0.0, None)
-    coarse = generated.along(model, exact, "kv=group:b=1,g=32", str(tmp_path / "a"), 8, seed=3)
+    coarse = generated.measure_generation(model, exact, "kv=group:b=1,g=32", str(tmp_path / "a"), 8, seed=3)
     assert sum(coarse.kl_divergences) > 100 * sum(same.kl_divergences)
     assert coarse.first is not None
     assert 1 / 40 <= coarse.changed <= (40 - coarse.first) / 40
     # Other random numbers draw other tokens, whatever the cache.
-    assert generated.along(model, exact, "bf16", str(tmp_path / "a"), 8, seed=4).changed > 0.1
+    assert generated.measure_generation(model, exact, "bf16", str(tmp_path / "a"), 8, seed=4).changed > 0.1
 
 
 def test_drawn_tokens_are_as_frequent_as_predicted() -> None:
     predicted, numbers = torch.tensor([0.1, 0.6, 0.3]).log()[None], torch.Generator().manual_seed(0)
-    drawn = torch.tensor([int(generated._drawn(predicted, numbers)) for _ in range(3000)])
+    drawn = torch.tensor([int(generated._sample_token(predicted, numbers)) for _ in range(3000)])
     assert (drawn.bincount() / 3000).tolist() == pytest.approx([0.1, 0.6, 0.3], abs=0.03)
 
 
@@ -364,7 +364,7 @@ def test_moved_keys_are_in_every_cache_of_the_model(model: Any) -> None:
     try:
         offset_keys(model, 5.0, tokens, seed=0)
         after = windows.prefill(model, tokens)
-        again = windows.uncompressed(model, [(k[:, :, :60].clone(), v[:, :, :60].clone()) for k, v in after])
+        again = windows.uncompressed_cache(model, [(k[:, :, :60].clone(), v[:, :, :60].clone()) for k, v in after])
         with torch.inference_mode():
             model(tokens[:, 60:], past_key_values=again)
     finally:
@@ -594,7 +594,7 @@ def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.Mon
     for before, after in zip(read[:2], read[2:], strict=True):
         assert (before != after).nonzero().tolist() == [[0, 24]]
         assert after[0, 24] == 1
-    with pytest.raises(InvalidParameter, match="--insert is 'ab', which the model reads as 2 tokens: give the text of one token"):
+    with pytest.raises(InvalidParameter, match="--insert is 'ab', which is 2 tokens for the model: pass the text of exactly one token"):
         quality.run(None, None, ["fp8"], replace(sizes, inserted="ab"))
 
 

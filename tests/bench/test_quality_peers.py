@@ -34,7 +34,7 @@ class Cache(cache_utils.Cache):  # type: ignore[misc]
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_utils, "QuantizedCache", Cache)
-    monkeypatch.setattr(quality, "installed", lambda: [Peer("hqq", 4), Peer("hqq", 2)])
+    monkeypatch.setattr(quality, "installed_peers", lambda: [Peer("hqq", 4), Peer("hqq", 2)])
 
 
 @pytest.mark.usefixtures("backend")
@@ -65,4 +65,4 @@ def test_peers_must_be_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_offsets_are_of_kvpacks_caches_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quality", "--model", "demo", "--peers", "--offset", "4"]) == 2
-    assert "leave out --offset or --peers" in capsys.readouterr().err
+    assert "omit --offset or --peers" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
     monkeypatch.setattr(serve, "seconds_of", recorded)
     with torch.no_grad():
-        found = serve._in_turns(model, 2, 40, "octopus-3", "cpu")
+        found = serve._alternating_step_seconds(model, 2, 40, "octopus-3", "cpu")
     assert set(found) == {"DynamicCache", "octopus-3", "without graphs", "the model alone"}
     each = serve_turns.WARM_STEPS + serve_turns.STEPS
     turn = [("DynamicCache", False), ("DynamicCache, flash", False)] * each + [("without graphs", True), ("octopus-3", True)] * each * 2
@@ -120,7 +120,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_steps_of_a_model_alone_compute_all_but_attention() -> None:
     model = serve.random_model("small", 2, "cpu", None)
-    steps = serve_turns.alone(serve_cpu.with_plain_attention(model), 40)
+    steps = serve_turns.steps_without_cache(serve_cpu.with_plain_attention(model), 40)
     token = torch.tensor([[5]])
     with torch.no_grad():
         out = steps.model(token, past_key_values=steps.past, use_cache=True)
@@ -219,8 +219,8 @@ def test_every_shape_but_the_hybrids_has_layers_that_can_be_drawn() -> None:
             serve.random_model(shape, None, "cpu", None)
     for shape in serve.SHAPES.keys() - hybrids:
         config = serve._config(shape, None)
-        assert len(serve._kept(config, 4096)) == config.num_hidden_layers
-    kept = serve._kept(serve._config("gemma-3-12b", None), 4096)
+        assert len(serve._tokens_in_layers(config, 4096)) == config.num_hidden_layers
+    kept = serve._tokens_in_layers(serve._config("gemma-3-12b", None), 4096)
     assert kept[:7] == [1023] * 5 + [4096, 1023]
 
 

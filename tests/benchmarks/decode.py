@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
-from kvpack.bench.process_time import interleaved
+from kvpack.bench.process_time import time_interleaved
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import SCALES_PER_OCTAVE, Frames
@@ -77,7 +77,7 @@ def _row(cache: Cache, rate: float, repeats: int) -> dict[str, Any]:
         partial(_all_symbols, sides),
         partial(_all_products, shapes),
     ]
-    whole, symbols, products = (seconds.process for seconds in interleaved(calls, repeats))
+    whole, symbols, products = (seconds.process for seconds in time_interleaved(calls, repeats))
     size = 2 * cache.values
     return {
         "bits": rate,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvpack
-from kvpack.bench.process_time import interleaved
+from kvpack.bench.process_time import time_interleaved
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import encode, rounding_is_shown
@@ -52,7 +52,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = RECIPES, *, repeats: int = 
             rows.append(_row(recipe, geometry, buffers, given, repeats))
             if progress:
                 progress(done, len(recipes))
-        copied = interleaved([partial(target.copy_, given)], repeats)[0].process
+        copied = time_interleaved([partial(target.copy_, given)], repeats)[0].process
     return {
         "shape": [LAYERS, HEADS, TOKENS, DIM],
         "pages": pages,
@@ -75,7 +75,7 @@ def _row(recipe: str, geometry: PageGeometry, buffers: list[PageBuffer], given: 
         partial(_each, [side.decode for side in by_kernels]),
     ]
     calls[0]()
-    encoded, decoded, one_encoded, one_decoded = (found.process for found in interleaved(calls, repeats))
+    encoded, decoded, one_encoded, one_decoded = (found.process for found in time_interleaved(calls, repeats))
     size = geometry.raw_bytes
     return {
         "recipe": recipe,

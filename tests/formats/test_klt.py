@@ -436,7 +436,7 @@ def test_memory_for_own_rows_is_counted() -> None:
     """Rows in binary16 are converted as a whole where they are used: a file of 24 heads takes megabytes more than it has."""
     codec = with_random_basis(create("klt", 128, rows="fp16"), bytes([1, 0, 0, 0, 0, 0, 0, 0]))
     side = pack_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")
-    data = container.to_bytes(*files.stored(Cache((Layer(side, None),), "")))
+    data = container.to_bytes(*files.file_arguments(Cache((Layer(side, None),), "")))
     with pytest.raises(LimitExceeded, match=r"for [0-9]+ values that are decoded together"):
         container.open_bytes(data, memory_limit=len(data))
     container.open_bytes(data, memory_limit=2**25).verify()

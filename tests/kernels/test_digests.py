@@ -244,7 +244,7 @@ def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path, mon
 
 
 def stored(cache: kvpack.Cache) -> dict[str, bytes]:
-    contents, arrays = files.stored(cache.to("cpu"))
+    contents, arrays = files.file_arguments(cache.to("cpu"))
     return {"": repr(contents).encode(), **{name: bytes(array) for name, array in arrays.items()}}
 
 

@@ -472,7 +472,7 @@ def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeyp
         return attention.attend(q.to(own["dtype"]).to(DEVICE), Layer(*sides, skipped=own["skipped"]), **options)
 
     def forget() -> None:
-        for kept in (attention._kinds, attention._launched, many_queries._templates, many_queries._calls):
+        for kept in (attention._checked_options, attention._prepared_calls, many_queries._templates, many_queries._calls):
             kept.clear()  # type: ignore[attr-defined]
 
     found = []

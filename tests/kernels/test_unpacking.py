@@ -402,9 +402,9 @@ def test_choice(variable: str | None, device: str, version: str | None, expected
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        pytest.param("3.5.1", r"need Triton 3\.6 or newer, and Triton 3\.5\.1 is installed\. .*KVPACK_KERNELS=torch", id="too old"),
-        pytest.param("unknown", "and Triton unknown is installed", id="no number"),
-        pytest.param(None, "and none is installed", id="not installed"),
+        pytest.param("3.5.1", r"need Triton 3\.6 or newer, but Triton 3\.5\.1 is installed\. .*KVPACK_KERNELS=torch", id="too old"),
+        pytest.param("unknown", "but Triton unknown is installed", id="no number"),
+        pytest.param(None, "but none is installed", id="not installed"),
     ],
 )
 def test_a_device_without_its_kernels_is_told_of_once(version: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,7 @@ def test_a_device_without_its_kernels_is_told_of_once(version: str | None, messa
     [
         pytest.param("cuda", "cpu", "3.6.0", r"KVPACK_KERNELS is 'cuda', expected one of torch, triton", id="unknown"),
         pytest.param("triton", "cuda", None, r"which requires Triton 3\.6 or newer, but none is installed: unset it", id="not installed"),
-        pytest.param("triton", "cpu", "3.5.1", r"needs Triton 3\.6 or newer, and Triton 3\.5\.1 is installed", id="too old"),
+        pytest.param("triton", "cpu", "3.5.1", r"requires Triton 3\.6 or newer, but Triton 3\.5\.1 is installed", id="too old"),
         pytest.param("triton", "cpu", "3.6.0", "but got one on cpu: unset it, or set TRITON_INTERPRET=1$", id="cpu"),
         pytest.param("triton", "meta", "3.6.0", "but got one on meta: unset it$", id="another device"),
     ],

@@ -156,5 +156,5 @@ def rewrite(path: str | os.PathLike[str], ignorable: Mapping[str, bytes]) -> Non
     """Write the same file with other ignorable features."""
     with open(path, "rb") as file:
         whole = files.read(container.open_bytes(bytearray(file.read())))
-    contents, arrays = files.stored(whole)
+    contents, arrays = files.file_arguments(whole)
     container.write(path, replace(contents, ignorable=dict(ignorable)), arrays)

@@ -398,15 +398,15 @@ def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyP
 
 
 def test_tables_are_trained_by_values_of_all_columns() -> None:
-    columns = numpy.random.default_rng(0).standard_normal((basis_fit.TRAINED, 16)) * numpy.arange(1, 17)
-    values = basis_fit._trained(columns.ravel())
-    assert len(values) == basis_fit.TRAINED
+    columns = numpy.random.default_rng(0).standard_normal((basis_fit.MAX_TRAINING_VALUES, 16)) * numpy.arange(1, 17)
+    values = basis_fit._training_values(columns.ravel())
+    assert len(values) == basis_fit.MAX_TRAINING_VALUES
     assert values.std() == pytest.approx(columns.std(), rel=0.01)
     assert (numpy.diff(values) >= 0).all()
 
 
 def test_tables_are_lloyd_max_divided_by_what_they_keep() -> None:
-    values = basis_fit._trained(numpy.random.default_rng(0).standard_normal(40_000))
+    values = basis_fit._training_values(numpy.random.default_rng(0).standard_normal(40_000))
     # Max 1960, Table I, divided by 1 less the error.
     assert basis_fit._table(values, 1) == pytest.approx([-1.2533, 1.2533], abs=0.03)
     assert basis_fit._table(values, 2) == pytest.approx([-1.711, -0.5131, 0.5131, 1.711], abs=0.03)

@@ -29,7 +29,7 @@ TYPES: dict[str, dict[str, Any]] = {
 def test_every_type_is_its_frequencies(name: str) -> None:
     settings = {"rope_type": name, "rope_theta": 10000.0, **TYPES[name]}
     model = small_llama(rope_parameters=settings, max_position_embeddings=2048)
-    found = rope.ropes(model, TOKENS)
+    found = rope.find_ropes(model, TOKENS)
     assert len(found) == 2
     first, far = (prefill(model, TOKENS[0, :3, None], torch.full((3, 1), place)) for place in (0, 77))
     for one, (k, _), (other, _) in zip(found, first, far, strict=True):
@@ -48,22 +48,22 @@ def small(name: str, **settings: Any) -> Any:
 
 
 def test_pairs_of_neighbours_and_parts_of_heads() -> None:
-    found = rope.ropes(small("CohereConfig", num_key_value_heads=1), TOKENS)
+    found = rope.find_ropes(small("CohereConfig", num_key_value_heads=1), TOKENS)
     assert [(one.pairing, len(one.frequencies)) for one in found if one] == [("neighbours", 8)] * 2
-    found = rope.ropes(small("PhiConfig", num_key_value_heads=2), TOKENS)
+    found = rope.find_ropes(small("PhiConfig", num_key_value_heads=2), TOKENS)
     assert [(one.pairing, len(one.frequencies)) for one in found if one] == [("halves", 4)] * 2
 
 
 def test_keys_without_positions_and_with_others() -> None:
     alibi = small("FalconConfig", alibi=True, new_decoder_architecture=False)
-    assert rope.ropes(alibi, TOKENS) == [None, None]
+    assert rope.find_ropes(alibi, TOKENS) == [None, None]
     learned = small("GPT2Config", n_embd=32, n_layer=2, n_head=2, n_positions=64)
     with pytest.raises(InvalidParameter, match="layer 0: its keys depend on positions, but not through RoPE"):
-        rope.ropes(learned, TOKENS)
+        rope.find_ropes(learned, TOKENS)
 
 
 @pytest.mark.parametrize("name", ["Jamba", "Bamba", "Falcon-H1", "Qwen3-Next"])
 def test_models_with_states_are_refused(name: str) -> None:
     model = next(architecture for architecture in ZOO if architecture.name == name).model()
     with pytest.raises(InvalidParameter, match="has layers with recurrent or convolution states"):
-        rope.ropes(model, TOKENS)
+        rope.find_ropes(model, TOKENS)

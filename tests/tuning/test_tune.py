@@ -412,7 +412,7 @@ def test_a_uniform_recipe_that_is_better_is_kept() -> None:
     tuned, plain = search.thorough(scripted(2, loss, budget=10))
     assert plain is not None
     assert tuned.allocation == plain.allocation
-    assert results.comparison(tuned.loss, tuned.loss)["verdict"] == "the same"
+    assert results.compare_losses(tuned.loss, tuned.loss)["verdict"] == "the same"
 
 
 def test_files_that_grow_in_a_window_stay_within_the_budget() -> None:
@@ -469,8 +469,8 @@ def test_a_head_dim_that_a_candidate_cannot_take() -> None:
     exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)
     angle = "angle:n=64,norm=log4"
     with pytest.raises(InvalidParameter, match=r"^no candidate can encode layers\[1\]\.k: codec angle: dim is 7"):
-        candidates.price(exact, {"k": [angle], "v": [angle]})
-    priced = candidates.price(exact, {"k": [angle, "raw"], "v": [angle]})
+        candidates.pack_candidates(exact, {"k": [angle], "v": [angle]})
+    priced = candidates.pack_candidates(exact, {"k": [angle, "raw"], "v": [angle]})
     assert list(priced.packed[1, "k"]) == ["raw"]
     assert priced.left_out[1, "k"][angle].startswith("codec angle: dim is 7")
     made = search.Search(priced, SimpleNamespace(), 10**6)

@@ -377,7 +377,7 @@ class _Measurement:
         self._step()
         written = []
         for recipe in self.recipes:
-            written.append(generated.along(self.model, exact, recipe, path, self.sizes.step, self.seed))
+            written.append(generated.measure_generation(self.model, exact, recipe, path, self.sizes.step, self.seed))
             self._step()
         return written
 

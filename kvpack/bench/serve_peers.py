@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeVar
 
-    Result = TypeVar("Found")
+    Result = TypeVar("Result")
 
 DYNAMIC, FLASH, STATIC, COMPILED = "DynamicCache", "DynamicCache, flash", "StaticCache", "StaticCache, compiled"
 NO_ROOM = "does not fit"

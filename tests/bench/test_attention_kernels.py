@@ -77,7 +77,7 @@ def test_a_synthetic_basis_of_transform_takes_the_bits_that_its_name_gives(scope
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels"]) == InvalidParameter.exit_code
-    assert "finds no CUDA device" in capsys.readouterr().err
+    assert "needs a CUDA device, but PyTorch finds none" in capsys.readouterr().err
 
 
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_slice_in_a_file_of_its_own_follows_only_the_tokens_that_it_was_comput
 
     one = cache_of(12, 0, Inputs(ids(*range(12))))
     other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
-    told = r"^caches\[1\] was computed after other tokens .* SHA-256 of the ids of row 0 up to position {} differs; join slices of one "
+    told = r"^caches\[1\] was computed after other tokens .* SHA-256 of the ids of sequence 0 before position {} differs: join only slices"
     for tail in (saved(other[:, 8:]), saved(saved(other[:, 8:])[:, :2]), saved(saved(other)[:, 8:])):
         with pytest.raises(InvalidParameter, match=told.format(8)):
             concat([one[:, :8], tail])
@@ -140,7 +140,7 @@ def test_a_row_in_a_file_of_its_own_follows_only_its_own_tokens(tmp_path: Path) 
     tail = kvpack.load(tmp_path / "slice")
     for kept in ([0, 1], [1, 0], [1]):
         assert torch.equal(concat([batch[:, :5].select(kept), tail.select(kept)]).token_ids, batch.select(kept).token_ids)
-    with pytest.raises(InvalidParameter, match="SHA-256 of the ids of row 0 up to position 5 differs"):
+    with pytest.raises(InvalidParameter, match="SHA-256 of the ids of sequence 0 before position 5 differs"):
         concat([batch[:, :5].select([0]), tail.select([1])])
 
 

@@ -199,7 +199,7 @@ def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
         model(torch.randint(0, 257, (1, 150)), past_key_values=cache)
         assert cache.packed[0].k.packed_tokens > 100  # type: ignore[union-attr]
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
-        with pytest.raises(InvalidParameter, match=r"are '[^']*': kvpack calibrate makes a basis for the model of the cache$"):
+        with pytest.raises(InvalidParameter, match=r"are '[^']*': make a basis for the model of the cache with kvpack calibrate$"):
             KvpackCache(model, kvpack.Recipe("klt-4", basis))
 
 

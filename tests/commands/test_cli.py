@@ -421,7 +421,7 @@ def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, 
     [
         (torch.zeros(1, 9, dtype=torch.int64), "token_ids has 9 ids, but the layers have 5 tokens"),
         (torch.zeros(1, 5), r"token_ids are float32 \[5\], expected integers"),
-        (torch.zeros(3, 5, dtype=torch.int64), r"token_ids has shape \[3, 5\], but the layers have 1 sequences: pass a row for each"),
+        (torch.zeros(3, 5, dtype=torch.int64), r"token_ids has shape \[3, 5\], but the layers have 1 sequences: store a row for each"),
         (torch.zeros(1, 1, 5, dtype=torch.int64), r"token_ids are int64 \[1, 1, 5\], expected integers \[token\] or \[1, token\]"),
         (torch.tensor([-1]), "token_ids range from -1 to -1"),
     ],

@@ -189,7 +189,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "another reading": ("safetensors", another_shape),
     "added values are rounded": ("append", leave_out(side, "is_rounded", False)),
     "checksums are not checked": ("row", lambda patch: patch.setattr(row, "checksum", lambda data: int.from_bytes(data[24:32], "little"))),
-    "padding is not checked": ("row", leave_out(host, "check_same")),
+    "padding is not checked": ("row", leave_out(host, "check_row_matches")),
     "payloads are not checked": ("entry", leave_out(entries, "check_payload")),
     "rows of a basis crash": ("basis", crash(bases, "read_rows")),
     "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_number", lambda _, text: int(text))),

@@ -355,8 +355,8 @@ class LiveLayer:
             where = f"{self.name}.{name}"
             side = self.sides.get(name)
             if (side is None) != (x is None):
-                held, found = ("no", "some") if side is None else ("a", "none")
-                raise InvalidParameter(f"{where}: the layer has {held} {name} side, but {found} was passed")
+                problem = f"has no {name}: pass None" if side is None else f"has {name}, but None was passed: pass a tensor"
+                raise InvalidParameter(f"{where}: the layer {problem}")
             if side is None or x is None:
                 continue
             check_tensor(x, where)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import DigestMismatch, MissingBasis
 
-from .encryption import decrypted_entry
+from .encryption import decrypt_entry
 from .entry_kind import check_size
 from .keys import basis_keys, check_basis
 from .loading import FAULTS, refuse
@@ -29,11 +29,11 @@ def basis_in(key: bytes, data: Data, digest: bytes, cipher: Cipher | None) -> Ba
 
     Raises DigestMismatch for another basis, and the errors of decryption and of ``Basis``.
     """
-    decrypted = decrypted_entry(key, data, cipher)
+    decrypted = decrypt_entry(key, data, cipher)
     # The recipe names the digest. A matching entry key alone does not prove that this is the basis.
     result = check_basis(key, decrypted, cipher)
     if result != digest:
-        raise DigestMismatch(f"entry {key.hex()}: damaged: holds the basis {result.hex()}, expected {digest.hex()}")
+        raise DigestMismatch(f"entry {key.hex()}: damaged: contains the basis {result.hex()}, expected {digest.hex()}")
     return Basis.of_bytes(bytes(decrypted), where=f"entry {key.hex()}")
 
 
@@ -114,7 +114,7 @@ class StoredBasis:
         """Return True if the entry in one tier is the basis, byte for byte; remove a damaged one."""
         for basis in backend.find([key]):
             try:
-                check_basis(key, decrypted_entry(key, basis.data, self._cipher), self._cipher)
+                check_basis(key, decrypt_entry(key, basis.data, self._cipher), self._cipher)
             except FAULTS as error:
                 refuse(backend, self._counters, key, basis, error)
                 return False

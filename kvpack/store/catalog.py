@@ -10,7 +10,7 @@ from kvpack.file.row import FRAME_BYTES, KEY_AT, begins_row, frame_of, namespace
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
-from .encryption import decrypted_entry
+from .encryption import decrypt_entry
 from .entries import ChunkFields, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
 from .keys import ID_BYTES, check_basis, check_page, chunk_key
@@ -229,9 +229,9 @@ def corrected_times(catalog: Catalog) -> dict[bytes, int]:
     return {key: time_ns for key, time_ns in used.items() if time_ns != listed[key]}
 
 
-def _check_key(file: container.File, fields: bytes, stored: StoredEntry) -> None:
-    if fields != stored.key:
-        raise InvalidHeader(f"{file.where}: its header names the key {fields.hex()}")
+def _check_key(file: container.File, named_key: bytes, stored: StoredEntry) -> None:
+    if named_key != stored.key:
+        raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}, expected {stored.key.hex()}")
 
 
 def verify(
@@ -348,7 +348,7 @@ def _decrypt(stored: StoredEntry, data: Data | None, cipher: Cipher | None, max_
     check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
     if data is None and stored.size:
         raise _EntryGone
-    return decrypted_entry(stored.key, b"" if data is None else data, cipher)
+    return decrypt_entry(stored.key, b"" if data is None else data, cipher)
 
 
 def _out_of_memory(stored: StoredEntry) -> KvpackError:

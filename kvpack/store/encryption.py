@@ -34,7 +34,7 @@ _SPARE_BYTES = 15
 """Extra bytes that the package cryptography needs in an output buffer: one block minus one byte."""
 
 
-def decrypted_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
+def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
     """Decrypt the entry ``key`` with ``cipher``; without a cipher, return an unencrypted entry unchanged.
 
     Raises the errors of ``Cipher.decrypt``, including NotKvpack for an unencrypted entry when there is a cipher.

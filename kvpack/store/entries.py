@@ -196,7 +196,7 @@ class EntryReader:
 
     def _check_key(self, named: ChunkFields, key: bytes, where: str) -> None:
         if named.key != key:
-            raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}")
+            raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, expected {key.hex()}")
 
 
 def open_entry(data: Data, key: bytes) -> container.File:

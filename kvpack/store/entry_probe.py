@@ -8,7 +8,7 @@ from kvpack.file import container
 from kvpack.file.row import begins_row
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
-from .encryption import decrypted_entry
+from .encryption import decrypt_entry
 from .entries import check_entry, open_entry
 from .entry_kind import FRONT_BYTES, Kind
 from .faults import is_damage
@@ -30,7 +30,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
 
     Without a cipher, an encrypted entry raises Undecryptable if its digest matches. ``extra_check`` is called with the file of a chunk.
     """
-    decrypted = decrypted_entry(key, data, cipher)
+    decrypted = decrypt_entry(key, data, cipher)
     if begins_row(bytes(memoryview(decrypted)[:FRONT_BYTES])):
         check_page(key, decrypted)
         return
@@ -41,7 +41,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
         has_states = is_states(file)
         named_key = StatesFields.of(file).key if has_states else check_entry(file, None, None, None).key
         if named_key != key:
-            raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}")
+            raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}, expected {key.hex()}")
         if extra_check is not None and not has_states:
             extra_check(file)
 

@@ -13,7 +13,7 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 from kvpack.identity.identity import states_key
 
 from . import state_entries
-from .encryption import decrypted_entry
+from .encryption import decrypt_entry
 from .entry_probe import KeySet, check_front
 from .faults import is_damage
 from .windows import Windows
@@ -106,7 +106,7 @@ class Loader:
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
-                decrypted = decrypted_entry(key, entries[0].data, self._cipher)
+                decrypted = decrypt_entry(key, entries[0].data, self._cipher)
                 return state_entries.read(decrypted, chunk, position, self._reader.model, self._reader.recipe), entries[0]
             except FAULTS as error:
                 self._refuse(key, entries[0], error)
@@ -170,7 +170,7 @@ class Loader:
         refused: Exception | None = None
         for key, entry in zip(keys, entries, strict=False):
             try:
-                decrypted.append(decrypted_entry(key, entry.data, self._cipher))
+                decrypted.append(decrypt_entry(key, entry.data, self._cipher))
             except FAULTS as error:
                 refused = error
                 break

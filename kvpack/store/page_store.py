@@ -21,7 +21,7 @@ from kvpack.runtime.threads import WorkerThreads
 from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .catalog import row_keys
 from .counters import Counters, with_labels
-from .encryption import decrypted_entry
+from .encryption import decrypt_entry
 from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
@@ -351,7 +351,7 @@ class PageStore:
     def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
         """Decrypt an entry and put its row into ``rows``, or count the error."""
         try:
-            row = decrypted_entry(names[index], entry.data, self._cipher)
+            row = decrypt_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
                 raise Truncated(f"entry {names[index].hex()}: has {len(row)} bytes, expected at most {self.codec.nbytes} for a row")
             rows[index] = row

@@ -10,7 +10,7 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 from .backend import MAX_ENTRY_BYTES
 from .catalog import read_fronts
 from .directory import Directory
-from .encryption import decrypted_entry
+from .encryption import decrypt_entry
 from .entries import FEATURE, is_old, open_entry
 from .entry_kind import check_size
 from .faults import is_damage
@@ -64,7 +64,7 @@ def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry
 def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:
     """Return "old" for an entry of an older layout, "basis" for a basis, and "" for any other entry."""
     try:
-        data = decrypted_entry(stored.key, front, cipher)
+        data = decrypt_entry(stored.key, front, cipher)
         if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
             return ""
         with open_entry(data, stored.key) as file:
@@ -97,7 +97,7 @@ def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) 
     """Return the SHA-256 of a basis in hexadecimal digits, as recipes name it; None if the basis is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
-        return None if data is None else check_basis(stored.key, decrypted_entry(stored.key, data, cipher), cipher).hex()
+        return None if data is None else check_basis(stored.key, decrypt_entry(stored.key, data, cipher), cipher).hex()
     except (KvpackError, OSError, MemoryError):
         return None
 
@@ -108,7 +108,7 @@ def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, m
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
         if front is None:
             return None
-        with open_entry(decrypted_entry(stored.key, front, cipher), stored.key) as file:
+        with open_entry(decrypt_entry(stored.key, front, cipher), stored.key) as file:
             return file.header.recipe
     except Undecryptable:
         # An encrypted entry needs only the basis that is encrypted with the same key.

@@ -345,7 +345,7 @@ class Store:
         """
         start = as_integer(start, "start")
         if start < 0:
-            raise InvalidParameter(f"start is {describe(start)}, expected the number of a token, counted from 0")
+            raise InvalidParameter(f"start is {describe(start)}, expected a token position of at least 0")
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
         ends = {self._with_states([key])[-1] for key in removed}

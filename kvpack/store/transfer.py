@@ -15,7 +15,7 @@ from kvpack.identity.identity import Identity
 from . import state_entries
 from .chunk_sizes import stored_sizes
 from .counters import Counters
-from .encryption import decrypted_entry
+from .encryption import decrypt_entry
 from .entries import check_entry, open_entry
 from .keys import ID_BYTES, MAX_INPUT_BYTES, token_bytes
 from .open_store import open_for_identity
@@ -84,7 +84,7 @@ def export_prefix(
         key = entry.stored.key
         if data is None:
             raise MissingFile(f"entry {key.hex()} no longer exists")
-        file = open_entry(decrypted_entry(key, data, cipher), key)
+        file = open_entry(decrypt_entry(key, data, cipher), key)
         # A listed entry may have been replaced since.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.fields:
             raise InvalidHeader(f"{file.where}: is not the entry that was listed")
@@ -94,7 +94,7 @@ def export_prefix(
         data = backend.peek(states.stored.key)
         if data is None:
             raise MissingFile(f"entry {states.stored.key.hex()} no longer exists")
-        decrypted, last = decrypted_entry(states.stored.key, data, cipher), prefix.entries[-1]
+        decrypted, last = decrypt_entry(states.stored.key, data, cipher), prefix.entries[-1]
         end_states = state_entries.read(decrypted, last.stored.key, last.start + last.tokens, last.model, last.recipe)
         if len(end_states) != len(cache):
             raise InvalidHeader(

@@ -314,7 +314,7 @@ def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
     for call in (lambda: backend.get("key"), lambda: backend.batch_get([]), lambda: backend.set("key"), lambda: backend.batch_set([])):
         with pytest.raises(InvalidParameter, match='set "interface_v1": 1'):
             call()
-    with pytest.raises(InvalidParameter, match="1 keys were given for indices of 2 pages"):
+    with pytest.raises(InvalidParameter, match="1 keys were passed for indices of 2 pages"):
         backend.batch_get_v1(["key"], indices(0, 1))
     transfer = types.SimpleNamespace(name="kv", keys=["key"], hit_policy=Policy.GROUPS)
     backend.register_mem_host_pool_v2(backend.mem_pool_host, "kv")

@@ -421,7 +421,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
         (OutOfBounds, "layer 2 is out of range: the cache has 2 layers", lambda: live.update(2, k, v)),
         (InvalidParameter, r"layers\[0\].k: shape .* does not continue tensors", lambda: live.update(0, k[..., :32], v)),
         (InvalidParameter, "pass the same number of tokens for keys and values", lambda: live.update(0, k, v[:, :, 1:])),
-        (InvalidParameter, "the layer has a v side, but none was passed", lambda: live.update(0, k, None)),
+        (InvalidParameter, "the layer has v, but None was passed", lambda: live.update(0, k, None)),
         (InvalidType, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
         (
             InvalidParameter,

@@ -11,7 +11,7 @@ import xxhash
 from kvpack.file import container
 from kvpack.file.header import Contents
 from kvpack.formats.errors import KvpackError, Undecryptable, UnsupportedVersion
-from kvpack.store.encryption import Cipher, decrypted_entry
+from kvpack.store.encryption import Cipher, decrypt_entry
 from kvpack.store.entries import check_entry, file_payload_digest, open_entry, payload_digest
 
 pytest.importorskip("cryptography")
@@ -34,7 +34,7 @@ def read(file: str, line: dict[str, Any]) -> bytes:
     """The file that an entry is. Raises the library's errors."""
     key, data = bytes.fromhex(line["key"]), (FOLDER / file).read_bytes()
     keys = {name: bytes.fromhex(secret) for name, secret in line["encryption_keys"].items()}
-    clear = bytes(decrypted_entry(key, data, Cipher(keys, line["tenant"]) if keys else None))
+    clear = bytes(decrypt_entry(key, data, Cipher(keys, line["tenant"]) if keys else None))
     opened = open_entry(clear, key)
     opened.verify()
     named = check_entry(opened, line.get("start"), None, None)

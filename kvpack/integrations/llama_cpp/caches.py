@@ -305,7 +305,10 @@ def _values(
 
 def _blocks(reader: Reader, where: str, block: CellBlock, cells: int, heads: int, order: torch.Tensor | None) -> Quantized:
     if block.channels // heads % BLOCK:
-        raise InvalidParameter(f"{where}: has heads of {block.channels // heads} channels, but {block.dtype} has blocks of {BLOCK}")
+        raise InvalidParameter(
+            f"{where}: its {heads} heads have {block.channels // heads} channels, but {block.dtype} has blocks of {BLOCK}: pass "
+            "its number of KV heads"
+        )
     data = torch.empty(cells * block.cell_bytes, dtype=torch.uint8, device="cpu")
     reader.read_into(data.numpy().data, block.offset)
     blocks = data.view(cells, heads, -1, QUANTIZED[block.dtype].size).transpose(0, 1)

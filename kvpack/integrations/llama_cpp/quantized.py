@@ -50,7 +50,7 @@ class Quantized:
         if not torch.isfinite(scale).all():
             raise InvalidParameter(f"{self.where}: a scale of {self.kind} is NaN or infinite")
         if (scale > _LARGEST).any():
-            raise OutOfRange(f"{self.where}: a scale of {self.kind} is {float(scale.max()):g}, and kvpack holds at most {_LARGEST:g}")
+            raise OutOfRange(f"{self.where}: a scale of {self.kind} is {float(scale.max()):g}, but kvpack supports at most {_LARGEST:g}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -307,7 +307,7 @@ class Pool:
     def _starts(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[int]:
         starts: list[int] = host_indices[:: self._size].tolist()
         if len(starts) != len(keys) or (self._pages is not None and any(start % self._size for start in starts)):
-            raise InvalidParameter(f"{len(keys)} keys were given for indices of {len(starts)} pages, which begin at {starts[:8]}")
+            raise InvalidParameter(f"{len(keys)} keys were passed for indices of {len(starts)} pages, which begin at {starts[:8]}")
         return starts
 
 

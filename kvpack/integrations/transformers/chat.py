@@ -225,8 +225,8 @@ class Chat:
             storable = not past.keeps_states or any(not tokens % chunk for tokens in (*past.states_at, packed.tokens))
         if len(out) != 1 or len(packed.token_ids) != 1:
             raise InvalidParameter(
-                f"generate wrote {len(out)} sequences over a cache of {len(packed.token_ids)}, and a chat is one: leave out num_beams and "
-                "num_return_sequences"
+                f"generate returned {len(out)} sequences for {len(packed.token_ids)} in the cache, but a chat has one: leave out "
+                "num_beams and num_return_sequences"
             )
         self._cache, written = packed, out[0].tolist()
         if self._store is not None and storable:

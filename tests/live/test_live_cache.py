@@ -210,7 +210,7 @@ def test_rows_of_the_batch_are_selected_and_repeated() -> None:
     for mine, own in zip(found, given, strict=True):
         assert mine is not None
         assert torch.equal(mine, own[[2, 0, 0, 1]])
-    with pytest.raises(OutOfBounds, match="row 4 was requested from a batch of 4"):
+    with pytest.raises(OutOfBounds, match="sequence 4 was requested from a batch of 4"):
         live.select([4])
 
 

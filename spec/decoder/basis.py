@@ -56,22 +56,22 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
             require(frames.dtype in ("F16", "F32") and frames.shape in shapes, FRAMES, f"{frames.name} is {frames.dtype} {frames.shape}")
             require((scales.dtype, scales.shape) == ("U8", shapes[frames.shape]), FRAMES, f"{scales.name} is {scales.dtype} {scales.shape}")
         key_dim = check_keys(states, number, layer["k"])
-        turned = [states[f"{number}.state.{name}"] for name in ROPE if f"{number}.state.{name}" in states]
-        require(len(turned) <= 1, FRAMES, f"layer {number} pairs channels in two ways")
-        for rope in turned:
+        ropes = [states[f"{number}.state.{name}"] for name in ROPE if f"{number}.state.{name}" in states]
+        require(len(ropes) <= 1, FRAMES, f"layer {number} pairs channels in two ways")
+        for rope in ropes:
             dim = layer["k"].codec.dim if layer["k"] else key_dim
-            right = rope.dtype == "F32" and len(rope.shape) == 2 and 2 * rope.shape[1] <= dim
-            require(right, FRAMES, f"{rope.name} is {rope.dtype} {rope.shape}, for a head dim of {dim}")
+            is_valid = rope.dtype == "F32" and len(rope.shape) == 2 and 2 * rope.shape[1] <= dim
+            require(is_valid, FRAMES, f"{rope.name} is {rope.dtype} {rope.shape}, for a head dim of {dim}")
     frequencies, values = (states.get(f"0.state.{name}") for name in TABLES)
     if not framed and frequencies is None and values is None:
         return
     if frequencies is None or values is None:
         refuse(FRAMES, "layer 0 has not both table.frequencies and table.values")
     shape = frequencies.shape
-    right = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= 64 and shape[2] in range(4, 257, 2)
-    require(right, FRAMES, f"{frequencies.name} is {frequencies.dtype} {shape}")
-    right = (values.dtype, values.shape) == ("F16", (1, shape[1], shape[2] - 1))
-    require(right, FRAMES, f"{values.name} is {values.dtype} {values.shape}")
+    is_valid = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= 64 and shape[2] in range(4, 257, 2)
+    require(is_valid, FRAMES, f"{frequencies.name} is {frequencies.dtype} {shape}")
+    is_valid = (values.dtype, values.shape) == ("F16", (1, shape[1], shape[2] - 1))
+    require(is_valid, FRAMES, f"{values.name} is {values.dtype} {values.shape}")
 
 
 def check_keys(states: Mapping[str, Tensor], number: int, side: Side | None) -> int:
@@ -79,15 +79,15 @@ def check_keys(states: Mapping[str, Tensor], number: int, side: Side | None) -> 
     matrices.
     """
     rule = "basis.md, Balanced matrices"
-    found = {name: states[f"{number}.state.{name}"] for name in KEYS if f"{number}.state.{name}" in states}
-    if not found:
+    key_states = {name: states[f"{number}.state.{name}"] for name in KEYS if f"{number}.state.{name}" in states}
+    if not key_states:
         return 0
-    first = next((found[name] for name in KEYS[:2] if name in found), None)
+    first = next((key_states[name] for name in KEYS[:2] if name in key_states), None)
     if first is None:
         refuse(rule, f"layer {number} has neither k.balanced nor k.centered")
     heads, n = (side.heads, side.codec.dim) if side else (first.shape[1], first.shape[3]) if len(first.shape) == 4 else (0, 0)
     require(n <= 1024, rule, f"{first.name} has the shape {first.shape}")
-    for name, state in found.items():
+    for name, state in key_states.items():
         dtypes, shape = (("F16", "F32") if name in KEYS[:2] else ("F32",)), ((1, heads, n) if name == "k.mean" else (1, heads, n, n))
         require(state.dtype in dtypes and state.shape == shape, rule, f"{state.name} is {state.dtype} {state.shape}")
     return n
@@ -100,12 +100,12 @@ def check_frame_values(file: File) -> None:
         kind = name.split(".", 2)[2]
         if kind not in ("k.frames", "v.frames", *KEYS, *ROPE) and name not in [f"0.state.{table}" for table in TABLES]:
             continue
-        found = numbers(content, tensors[name].dtype)
+        values = numbers(content, tensors[name].dtype)
         if kind == TABLES[0]:
             alphabet = tensors[name].shape[2]
-            for first in range(0, len(found), alphabet):
-                check_frequencies(f"{name}, table {first // alphabet}", found[first : first + alphabet])
+            for first in range(0, len(values), alphabet):
+                check_frequencies(f"{name}, table {first // alphabet}", values[first : first + alphabet])
         else:
             rule = "basis.md, Balanced matrices" if kind in KEYS else FRAMES
-            require(all(map(math.isfinite, found)), rule, f"{name} has a value that is not finite")
-            require(kind not in ROPE or all(0 <= one <= 2 for one in found), FRAMES, f"{name} has a frequency outside of 0 to 2")
+            require(all(map(math.isfinite, values)), rule, f"{name} has a value that is not finite")
+            require(kind not in ROPE or all(0 <= one <= 2 for one in values), FRAMES, f"{name} has a frequency outside of 0 to 2")

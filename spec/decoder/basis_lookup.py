@@ -26,16 +26,16 @@ def find_basis(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
 def balanced_matrices(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
     """Return the matrix of each head: side-cars.md, Balanced keys."""
     rule = f"{SIDE_CARS}, Layout"
-    named = side.codec.side_cars["balanced"].basis
-    assert named is not None
-    digest, layer, frame = named
-    found = find_basis(digest, bases, rule, prefix)
+    needed_basis = side.codec.side_cars["balanced"].basis
+    assert needed_basis is not None
+    digest, layer, frame = needed_basis
+    file = find_basis(digest, bases, rule, prefix)
     name = f"{layer}.state.k.{frame}"
-    tensors = {tensor.name: tensor for tensor in found.tensors}
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     require(name in tensors, rule, f"{prefix}*: the basis has no {name}")
     heads, dim = side.heads, side.codec.dim
     require(tensors[name].shape == (1, heads, dim, dim), rule, f"{prefix}*: {name} has the shape {tensors[name].shape}")
-    matrices = numbers(found.states[name], tensors[name].dtype)
+    matrices = numbers(file.states[name], tensors[name].dtype)
     return [{"balanced": matrices[h * dim * dim : (h + 1) * dim * dim]} for h in range(heads)]
 
 
@@ -44,14 +44,14 @@ def basis_values(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[f
     rule = f"codecs/{side.codec.id}.md, Parameters and ranges"
     assert side.codec.basis is not None
     digest, layer, name = side.codec.basis
-    found = find_basis(digest, bases, rule, prefix)
-    require(layer < len(found.layers) and found.layers[layer][name] is not None, rule, f"{prefix}*: the basis has no {layer}.{name}")
-    basis = found.layers[layer][name]
+    file = find_basis(digest, bases, rule, prefix)
+    require(layer < len(file.layers) and file.layers[layer][name] is not None, rule, f"{prefix}*: the basis has no {layer}.{name}")
+    basis = file.layers[layer][name]
     assert basis is not None
     same = (basis.heads, basis.codec.dim) == (side.heads, side.codec.dim)
     require(same, rule, f"{prefix}*: the basis has {basis.heads} heads of {basis.codec.dim} channels")
     if side.codec.scope:
-        return frame_values(side, prefix, found)
+        return frame_values(side, prefix, file)
     size = basis.packed * basis.codec.dim
     return [{"rows": basis.values[h * size : (h + 1) * size]} for h in range(basis.heads)]
 
@@ -76,10 +76,10 @@ def frame_values(side: Side, prefix: str, basis: File) -> list[dict[str, list[fl
     if name == "k":
         shared |= {kind: state(layer, kind) for kind in ROPE if f"{layer}.state.{kind}" in tensors}
     all_rows, scales = state(layer, f"{name}.frames"), state(layer, f"{name}.scales")
-    given = []
+    result = []
     for h in range(heads):
         frame, first = (h, 0) if count == heads else (0, h * dim)
         rows = all_rows[frame * (1 + n) * n : (frame + 1) * (1 + n) * n]
-        own = [value for row in range(1 + n) for value in rows[row * n + first : row * n + first + dim]]
-        given.append({"frame": own, "scales": scales[frame * n : (frame + 1) * n], **shared})
-    return given
+        frame_rows = [value for row in range(1 + n) for value in rows[row * n + first : row * n + first + dim]]
+        result.append({"frame": frame_rows, "scales": scales[frame * n : (frame + 1) * n], **shared})
+    return result

@@ -84,11 +84,11 @@ class Codec:
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
         """All streams in order: those of the codec, then those of its side-cars."""
-        made: dict[str, Columns | NumberStream] = {}
+        result: dict[str, Columns | NumberStream] = {}
         parts: list[Codec | SideCar] = [self, *self.side_cars.values()]
         for part in parts:
-            made |= {**part.codes, **{stream.name: stream for stream in part.numbers}}
-        return made
+            result |= {**part.codes, **{stream.name: stream for stream in part.numbers}}
+        return result
 
 
 FLOAT_DTYPES = {"fp16": "F16", "fp32": "F32"}
@@ -121,7 +121,7 @@ def make_packings(
     """Return the packing of every code stream, given its bases and alphabets and the number of fields in the header."""
     rule = f"codecs/{codec_id}.md, Parameters and ranges"
     require(list(fields) == list(streams), rule, f"fields has the streams {list(fields)}, expected {list(streams)}")
-    made = {}
+    result = {}
     for name, (bases, alphabets) in streams.items():
         count = fields[name]
         require(isinstance(count, int), rule, f"fields[{name!r}] is {count!r}, expected an integer")
@@ -130,8 +130,8 @@ def make_packings(
             "packing.md, Bit packing",
             f"{name} has {count} fields per column, which the limits do not allow for the bases {bases}",
         )
-        made[name] = Columns(symbols, bases, count, alphabets)
-    return made
+        result[name] = Columns(symbols, bases, count, alphabets)
+    return result
 
 
 def single_digit(base: int, alphabet: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:

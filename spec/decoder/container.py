@@ -61,23 +61,23 @@ def read(data: bytes, decompress: Decompress | None = None, bases: Sequence[byte
         "container.md, JSON header",
         "the JSON header is not the one that kvpack.header determines",
     )
-    laid = tensor_spans(header_bytes, file.tensors)
-    end = laid[-1].end if laid else header_bytes
+    spans = tensor_spans(header_bytes, file.tensors)
+    end = spans[-1].end if spans else header_bytes
     require(8 + length + end <= MAX_FILE_BYTES, LIMITS, f"the file has {8 + length + end} bytes, expected at most {MAX_FILE_BYTES}")
     require(len(section) == end, rule, f"the data section has {len(section)} bytes, but its tensors end at {end}")
 
     contents: dict[str, bytes] = {}
-    for place in laid:
+    for place in spans:
         stored = bytes(section[place.begin : place.end])
         if place.tensor is None:
             require(not any(stored), "container.md, Tensors and alignment", f"the pad at {place.begin} is not zero")
         else:
             contents[place.tensor.name] = take_content(place.tensor, stored, decompress, CHECKSUMS in file.ignorable)
-    given = index_by_digest(bases)
+    basis_files = index_by_digest(bases)
     for number_, layer in enumerate(file.layers):
         for name, side in layer.items():
             if side is not None:
-                decode_side(side, f"{number_}.{name}.", contents, given)
+                decode_side(side, f"{number_}.{name}.", contents, basis_files)
                 if BASIS in file.required:
                     finite = all(map(math.isfinite, side.values))
                     require(finite, "basis.md, File", f"{number_}.{name}: a value is not finite")

@@ -72,17 +72,17 @@ class Side:
 
     def tensors(self, prefix: str) -> list[Tensor]:
         """Return the tensors that container.md and the codec's page require, in order, without the fields that only the header contains."""
-        made = []
+        result = []
         for name, stream in self.codec.streams.items():
             if isinstance(stream, Columns):
                 for plane, width in enumerate(stream.plane_words):
-                    made.append(Tensor(f"{prefix}{name}.{plane}", "U16", (self.batch, self.heads, self.packed, width)))
+                    result.append(Tensor(f"{prefix}{name}.{plane}", "U16", (self.batch, self.heads, self.packed, width)))
             else:
                 batch, heads = (1, 1) if stream.per == "entry" else (self.batch, self.heads if stream.per_head else 1)
-                made.append(Tensor(prefix + name, stream.dtype, (batch, heads, self.rows(stream), *self.sizes(stream))))
+                result.append(Tensor(prefix + name, stream.dtype, (batch, heads, self.rows(stream), *self.sizes(stream))))
         if self.tail:
-            made.append(Tensor(f"{prefix}tail", RAW_DTYPES[self.tail_dtype], (self.batch, self.heads, self.tail, self.codec.dim)))
-        return made
+            result.append(Tensor(f"{prefix}tail", RAW_DTYPES[self.tail_dtype], (self.batch, self.heads, self.tail, self.codec.dim)))
+        return result
 
 
 @dataclass

@@ -25,8 +25,8 @@ FIELDS = "container.md, Fields"
 
 
 def take_keys(value: Any, keys: list[str], what: str) -> list[Any]:
-    found = list(value) if isinstance(value, dict) else type(value).__name__
-    require(found == keys, FIELDS, f"{what} has the keys {found}, expected {keys}")
+    found_keys = list(value) if isinstance(value, dict) else type(value).__name__
+    require(found_keys == keys, FIELDS, f"{what} has the keys {found_keys}, expected {keys}")
     return list(value.values())
 
 
@@ -37,11 +37,11 @@ def require_integer(value: object, low: int, high: int, what: str) -> None:
     require(value <= high, LIMITS, f"{what} is {value}, expected at most {high}")
 
 
-def take_names(value: Any, of: type, what: str) -> dict[str, Any]:
+def take_names(value: Any, value_type: type, what: str) -> dict[str, Any]:
     require(
-        isinstance(value, dict) and all(isinstance(entry, of) for entry in value.values()),
+        isinstance(value, dict) and all(isinstance(entry, value_type) for entry in value.values()),
         FIELDS,
-        f"{what} must be a map from strings to values of type {of.__name__}",
+        f"{what} must be a map from strings to values of type {value_type.__name__}",
     )
     require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {what} do not ascend")
     return dict(value)
@@ -80,11 +80,11 @@ def take_header(
     require(isinstance(layers, list), FIELDS, "layers is not an array")
     require(len(codecs) <= MAX_CODECS, LIMITS, f"the header has {len(codecs)} codecs, expected at most {MAX_CODECS}")
     require(len(layers) <= MAX_LAYERS, LIMITS, f"the header has {len(layers)} layers, expected at most {MAX_LAYERS}")
-    made = [take_codec(entry, f"codec {number}", CODECS if known is None else known) for number, entry in enumerate(codecs)]
-    file = File(required, ignorable, model, recipe, start, [], made, [], [])
+    decoded_codecs = [take_codec(entry, f"codec {number}", CODECS if known is None else known) for number, entry in enumerate(codecs)]
+    file = File(required, ignorable, model, recipe, start, [], decoded_codecs, [], [])
     for number, layer in enumerate(layers):
         sides = take_keys(layer, ["k", "v"], f"layer {number}")
-        k, v = (None if side is None else take_side(side, made, f"layer {number}") for side in sides)
+        k, v = (None if side is None else take_side(side, decoded_codecs, f"layer {number}") for side in sides)
         if k and v:
             require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
         require(
@@ -98,8 +98,8 @@ def take_header(
         "container.md, Header tensor",
         f"required is {required}, expected each feature once, in ascending order",
     )
-    used = {codec.feature for codec in made}
-    used |= {feature for name, feature in SIDE_CAR_FEATURES.items() if any(name in codec.side_cars for codec in made)}
+    used = {codec.feature for codec in decoded_codecs}
+    used |= {feature for name, feature in SIDE_CAR_FEATURES.items() if any(name in codec.side_cars for codec in decoded_codecs)}
     for feature in CODEC_FEATURES:
         require(
             (feature in used) == (feature in required),
@@ -135,8 +135,8 @@ def take_codec(entry: Any, what: str, known: Mapping[str, Callable[[Mapping[str,
 
 def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
     entries = value.get("entries") if isinstance(value, dict) else None
-    own = {key: value[key] for key in value if key != "entries"} if isinstance(value, dict) else value
-    number, batch, heads, runs, tail, tail_dtype, window = take_keys(own, SIDE_KEYS, f"a side of {what}")
+    fields = {key: value[key] for key in value if key != "entries"} if isinstance(value, dict) else value
+    number, batch, heads, runs, tail, tail_dtype, window = take_keys(fields, SIDE_KEYS, f"a side of {what}")
     require(isinstance(number, int) and number < len(codecs), FIELDS, f"{what}: there is no codec {number!r}")
     codec = codecs[number]
     require_integer(batch, 1, MAX_BATCH, f"{what}: batch")

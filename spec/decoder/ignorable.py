@@ -18,12 +18,14 @@ HIDDEN_RECORD = 20
 OFFSETS = "container.md, Position offsets"
 
 
-def take_starts(file: File, named: bool) -> list[int]:
+def take_starts(file: File, is_required: bool) -> list[int]:
     """Return the start of every layer: container.md, Layer positions."""
     require(
-        named == (LAYER_POSITIONS in file.ignorable), POSITIONS, f"{LAYER_POSITIONS} must be in both required and ignorable, or in neither"
+        is_required == (LAYER_POSITIONS in file.ignorable),
+        POSITIONS,
+        f"{LAYER_POSITIONS} must be in both required and ignorable, or in neither",
     )
-    if not named:
+    if not is_required:
         return [file.start] * len(file.layers)
     data = file.ignorable[LAYER_POSITIONS]
     require(
@@ -42,12 +44,14 @@ def take_starts(file: File, named: bool) -> list[int]:
     return starts
 
 
-def take_offsets(file: File, states: list[tuple[int, Tensor]], named: bool) -> list[int] | None:
+def take_offsets(file: File, states: list[tuple[int, Tensor]], is_required: bool) -> list[int] | None:
     """Return the offset of every sequence: container.md, Position offsets."""
     require(
-        named == (POSITION_OFFSETS in file.ignorable), OFFSETS, f"{POSITION_OFFSETS} must be in both required and ignorable, or in neither"
+        is_required == (POSITION_OFFSETS in file.ignorable),
+        OFFSETS,
+        f"{POSITION_OFFSETS} must be in both required and ignorable, or in neither",
     )
-    if not named:
+    if not is_required:
         return None
     data = file.ignorable[POSITION_OFFSETS]
     require(len(data) > 0 and len(data) % 8 == 0, OFFSETS, f"the data has {len(data)} bytes, expected a positive multiple of 8")
@@ -62,10 +66,10 @@ def take_offsets(file: File, states: list[tuple[int, Tensor]], named: bool) -> l
     return offsets
 
 
-def take_states(file: File, named: bool) -> list[tuple[int, Tensor]]:
+def take_states(file: File, is_required: bool) -> list[tuple[int, Tensor]]:
     """Return the layer and the tensor of every state: container.md, Layer states."""
-    require(named == (LAYER_STATE in file.ignorable), STATES, f"{LAYER_STATE} must be in both required and ignorable, or in neither")
-    if not named:
+    require(is_required == (LAYER_STATE in file.ignorable), STATES, f"{LAYER_STATE} must be in both required and ignorable, or in neither")
+    if not is_required:
         return []
     data = file.ignorable[LAYER_STATE]
     require(len(data) > 0 and len(data) % RECORD == 0, STATES, f"the data has {len(data)} bytes, expected a positive multiple of {RECORD}")
@@ -99,10 +103,12 @@ def take_states(file: File, named: bool) -> list[tuple[int, Tensor]]:
     return states
 
 
-def take_hidden(file: File, named: bool, sequences: list[int]) -> list[tuple[int, int, int]]:
+def take_hidden(file: File, is_required: bool, sequences: list[int]) -> list[tuple[int, int, int]]:
     """Return every range of hidden tokens: container.md, Hidden tokens. ``sequences`` are the numbers of sequences in the states."""
-    require(named == (HIDDEN_TOKENS in file.ignorable), HIDDEN, f"{HIDDEN_TOKENS} must be in both required and ignorable, or in neither")
-    if not named:
+    require(
+        is_required == (HIDDEN_TOKENS in file.ignorable), HIDDEN, f"{HIDDEN_TOKENS} must be in both required and ignorable, or in neither"
+    )
+    if not is_required:
         return []
     data = file.ignorable[HIDDEN_TOKENS]
     require(

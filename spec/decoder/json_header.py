@@ -31,14 +31,14 @@ class TensorSpan:
 
 def tensor_spans(header_bytes: int, tensors: Sequence[Tensor]) -> list[TensorSpan]:
     """Return the positions of tensors and pads: container.md, Tensors and alignment."""
-    made, at = [], header_bytes
+    spans, at = [], header_bytes
     for tensor in tensors:
         if at % ALIGNMENT:
-            made.append(TensorSpan(at, ceil_div(at, ALIGNMENT) * ALIGNMENT, None))
-            at = made[-1].end
-        made.append(TensorSpan(at, at + tensor.stored_bytes, tensor))
+            spans.append(TensorSpan(at, ceil_div(at, ALIGNMENT) * ALIGNMENT, None))
+            at = spans[-1].end
+        spans.append(TensorSpan(at, at + tensor.stored_bytes, tensor))
         at += tensor.stored_bytes
-    return made
+    return spans
 
 
 def json_header(header: bytes, tensors: Sequence[Tensor]) -> bytes:

@@ -10,7 +10,7 @@ from .limits import MAX_NAMES, MAX_STRING_BYTES
 
 def take_metadata(data: bytes) -> dict[str, str | int | float]:
     """Return the metadata: container.md, Metadata. Empty if the bytes do not have the format of the page."""
-    found: dict[str, str | int | float] = {}
+    result: dict[str, str | int | float] = {}
     at, last = 0, b""
     while at < len(data):
         end = at + 1 + data[at]
@@ -28,9 +28,9 @@ def take_metadata(data: bytes) -> dict[str, str | int | float]:
                 value = int.from_bytes(data[begin:at], "little", signed=True)
             else:
                 (value,) = struct.unpack("<d", data[begin:at])
-            found[name.decode()], last = value, name
+            result[name.decode()], last = value, name
         except UnicodeDecodeError:
             return {}
         if isinstance(value, float) and not math.isfinite(value):
             return {}
-    return found if len(found) <= MAX_NAMES else {}
+    return result if len(result) <= MAX_NAMES else {}

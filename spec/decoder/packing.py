@@ -69,17 +69,17 @@ class Columns:
             require(planes[-1][-1] < 256, rule, f"{where}: the high byte of the last word is not zero")
         digits = [[0] * self.symbols for _ in self.bases]
         for c, column in enumerate(columns):
-            rest = column
+            remaining = column
             for digit, base, alphabet in zip(digits, self.bases, self.alphabets, strict=True):
                 for k in range(self.fields):
-                    rest, value = divmod(rest, base)
+                    remaining, value = divmod(remaining, base)
                     symbol = k * self.width + c
                     if symbol < self.symbols:
                         require(value < alphabet, rule, f"{where}: digit {value} of symbol {symbol} is not below {alphabet}")
                         digit[symbol] = value
                     else:
                         require(value == 0, rule, f"{where}: field {k} of column {c} has no symbol and is {value}")
-            require(rest == 0, rule, f"{where}: column {c} has bits above its largest value")
+            require(remaining == 0, rule, f"{where}: column {c} has bits above its largest value")
         return digits
 
 

@@ -19,8 +19,8 @@ def check_frequencies(where: str, table: Sequence[int]) -> None:
 
 def decode_chunk(where: str, table: Sequence[int], first_states: Sequence[int], chunk_words: Sequence[int], n: int) -> list[int]:
     """Return the ``n`` symbols of a chunk in which all symbols have the same table: section Decode."""
-    symbols, taken = decode_symbols(where, [table] * n, first_states, chunk_words)
-    require(taken == len(chunk_words), "rans.md, Decode", f"{where} takes {taken} of its {len(chunk_words)} words")
+    symbols, words_read = decode_symbols(where, [table] * n, first_states, chunk_words)
+    require(words_read == len(chunk_words), "rans.md, Decode", f"{where} takes {words_read} of its {len(chunk_words)} words")
     return symbols
 
 
@@ -43,7 +43,7 @@ def decode_symbols(
 ) -> tuple[list[int], int]:
     """Return the symbols of a chunk, each decoded with its own table, and the number of words that they take: section Decode."""
     states = read_first_states(where, first_states)
-    symbols, taken = [], 0
+    symbols, words_read = [], 0
     for i, table in enumerate(tables):
         below, symbol_of = slots(tuple(table))
         x = states[i % RANS_LANES]
@@ -51,10 +51,10 @@ def decode_symbols(
         s = symbol_of[slot]
         x = table[s] * (x // RANS_TOTAL) + slot - below[s]
         if x < MIN_STATE:
-            require(taken < len(chunk_words), "rans.md, Decode", f"{where} needs more than its {len(chunk_words)} words")
-            x = x * 65536 + chunk_words[taken]
-            taken += 1
+            require(words_read < len(chunk_words), "rans.md, Decode", f"{where} needs more than its {len(chunk_words)} words")
+            x = x * 65536 + chunk_words[words_read]
+            words_read += 1
         states[i % RANS_LANES] = x
         symbols.append(s)
     require(max(states) == MIN_STATE, "rans.md, Decode", f"{where} ends in the state {max(states)}")
-    return symbols, taken
+    return symbols, words_read

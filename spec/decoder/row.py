@@ -86,8 +86,8 @@ def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
 def take_page(header: dict[str, Any]) -> File:
     """Check the description of a page: the map of a header, with the restrictions of row.md."""
     required = header.get("required")
-    named = header.get("tensors") == [] and isinstance(required, list) and all(name in CODEC_FEATURES for name in required)
-    require(named, ROW, "the description names tensors or features")
+    is_plain = header.get("tensors") == [] and isinstance(required, list) and all(name in CODEC_FEATURES for name in required)
+    require(is_plain, ROW, "the description names tensors or features")
     file = take_header(header, {**CODECS, "opaque": opaque}, without_tensors=True)
     require(file.start == 0 and not file.model and list(file.ignorable) == [PAGE_DTYPE], ROW, "the description has other fields")
     dtype = file.ignorable[PAGE_DTYPE]
@@ -97,8 +97,8 @@ def take_page(header: dict[str, Any]) -> File:
     require(len(sides) in (len(file.layers), 2 * len(file.layers)), ROW, "some layers have no v")
     require(len({(side.heads, *side.runs) for side in sides}) == 1, ROW, "sides differ in heads or tokens")
     for side in sides:
-        others = set(side.entries) - {"raw_positions", "raw_values"}
-        plain = (side.batch, len(side.runs), side.tail, side.window, len(others)) == (1, 1, 0, 0, 0)
+        other_entries = set(side.entries) - {"raw_positions", "raw_values"}
+        plain = (side.batch, len(side.runs), side.tail, side.window, len(other_entries)) == (1, 1, 0, 0, 0)
         require(plain, ROW, "a side has sequences, runs, a tail, a window or entries")
         require(dtype != b"u8" or side.codec.id == "opaque", "row.md, Other dtypes", f"bytes are stored by {side.codec.id}")
     return file

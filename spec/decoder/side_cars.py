@@ -45,18 +45,18 @@ def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]
     require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
     require(not names or codec.id != "lossless", "codecs/lossless.md, Parameters and ranges", f"lossless has the side-cars {names}")
     for codec_id in ("klt", "transform"):
-        taken = codec.id != codec_id or names in ([], ["raw_positions"])
-        require(taken, f"codecs/{codec_id}.md, Parameters and ranges", f"{codec_id} has the side-cars {names}")
+        is_supported = codec.id != codec_id or names in ([], ["raw_positions"])
+        require(is_supported, f"codecs/{codec_id}.md, Parameters and ranges", f"{codec_id} has the side-cars {names}")
     return {name: take_side_car(name, entry[name], codec) for name in names}
 
 
 def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
     dim = codec.dim
     if name == "balanced":
-        right = isinstance(value, dict) and list(value) == ["basis", "layer", "frame"]
-        require(right and isinstance(value["basis"], bytes) and len(value["basis"]) == 32, SIDE_CARS, f"balanced is {value!r}")
-        right = isinstance(value["layer"], int) and value["layer"] in range(4096) and value["frame"] in ("balanced", "centered")
-        require(right, SIDE_CARS, f"balanced is {value!r}")
+        is_valid = isinstance(value, dict) and list(value) == ["basis", "layer", "frame"]
+        require(is_valid and isinstance(value["basis"], bytes) and len(value["basis"]) == 32, SIDE_CARS, f"balanced is {value!r}")
+        is_valid = isinstance(value["layer"], int) and value["layer"] in range(4096) and value["frame"] in ("balanced", "centered")
+        require(is_valid, SIDE_CARS, f"balanced is {value!r}")
         return SideCar({}, [], basis=(value["basis"], value["layer"], value["frame"]))
     if name == "channel_scale":
         return SideCar({}, [NumberStream(name, take_choice(value, FLOAT_DTYPES, name), (dim,), per="run")])

@@ -32,9 +32,9 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: B
     codec.check_sizes(side, prefix)
     side.basis_parts = basis_values(side, prefix, bases) if codec.basis else []
     places = {name: entry_indices(flags) for name, flags in entry_flags(side).items()}
-    for name, found in places.items():
+    for name, indices in places.items():
         rule = f"{SIDE_CARS}, Layout"
-        require(len(found) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(found)} flags")
+        require(len(indices) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(indices)} flags")
     if "balanced" in codec.side_cars:
         side.basis_parts = balanced_matrices(side, prefix, bases)
     if "raw_positions" in codec.side_cars:
@@ -80,15 +80,15 @@ def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, by
 
 def entry_flags(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
     """Return the flags of each stream with a row per entry, by token and sequence (and head and chunk): side-cars.md, Layout."""
-    made: dict[str, dict[tuple[int, ...], int]] = {}
+    result: dict[str, dict[tuple[int, ...], int]] = {}
     if "outliers" in side.codec.side_cars:
         rows = enumerate(side.digits["outlier_flags"])
         per_head = ((*divmod(row, side.packed), flag) for row, (flag,) in rows)
-        made["outliers"] = {(t, *divmod(head, side.heads), c): one for head, t, flag in per_head for c, one in enumerate(flag)}
+        result["outliers"] = {(t, *divmod(head, side.heads), c): one for head, t, flag in per_head for c, one in enumerate(flag)}
     if "raw_tokens" in side.codec.side_cars:
         flags: list[Any] = side.numbers["raw_token_flags"]
-        made["raw_tokens"] = {(row % side.packed, row // side.packed): flag for row, flag in enumerate(flags)}
-    return made
+        result["raw_tokens"] = {(row % side.packed, row // side.packed): flag for row, flag in enumerate(flags)}
+    return result
 
 
 def entry_indices(flags: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
@@ -101,7 +101,7 @@ def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
     count, rule = side.entries["raw_positions"], f"{SIDE_CARS}, Layout"
     has = side.entries["raw_values"]
     require(has == count, rule, f"{prefix}raw_values has {has} entries for {count} positions")
-    found: dict[tuple[int, ...], int] = {}
+    result: dict[tuple[int, ...], int] = {}
     words = [[int(word) for word in side.numbers["raw_positions"][4 * entry : 4 * entry + 4]] for entry in range(count)]
     last: tuple[int, ...] = (-1, 0)
     for entry, (low, middle, high, b) in enumerate(words):
@@ -110,16 +110,16 @@ def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
         if t < 0:
             require(b == 0, rule, f"{what}, and unused")
             continue
-        require(len(found) == entry, rule, f"{what}, behind one that is unused")
+        require(len(result) == entry, rule, f"{what}, behind one that is unused")
         require(t < side.packed and b < side.batch, rule, f"{what}, of {side.packed} and {side.batch}")
         require((t, b) > last, rule, f"{what}, behind {last}")
         last = t, b
-        found[last] = entry
+        result[last] = entry
     size = side.heads * side.codec.dim
-    unused = side.numbers["raw_values"][len(found) * size :]
+    unused = side.numbers["raw_values"][len(result) * size :]
     zero = not any(unused) and all(math.copysign(1.0, one) > 0 for one in unused)
     require(zero, rule, f"{prefix}raw_values: an unused entry is not zero")
-    return found
+    return result
 
 
 def decode_token(

@@ -64,9 +64,9 @@ def _xxh3_1_to_3(data: bytes) -> tuple[int, int]:
     size = len(data)
     combined = data[-1] | size << 8 | data[0] << 16 | data[size // 2] << 24
     swapped = swap_bytes(combined, 4)
-    turned = (swapped << 13 | swapped >> 19) & 0xFFFFFFFF
+    rotated = (swapped << 13 | swapped >> 19) & 0xFFFFFFFF
     low = word32(SECRET, 0) ^ word32(SECRET, 4) ^ combined
-    high = word32(SECRET, 8) ^ word32(SECRET, 12) ^ turned
+    high = word32(SECRET, 8) ^ word32(SECRET, 12) ^ rotated
     return avalanche_short(low), avalanche_short(high)
 
 

@@ -44,16 +44,16 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
         require(total == side.entries["words"], f"{page}, Layout", f"{prefix}word_counts sum to {total}, expected {side.entries['words']}")
         groups = [(run, min(chunk, tokens - first)) for run, tokens in enumerate(side.runs) for first in range(0, tokens, chunk)]
         rows: list[list[list[int]]] = [[] for _ in range(side.batch * side.heads * side.packed if side.packed else 0)]
-        taken = token = 0
+        words_read = token = 0
         for group, (run, tokens) in enumerate(groups):
             for head in range(side.batch * side.heads):
                 where = f"{prefix}chunk {group} of head {head}"
                 row, size = head * len(groups) + group, 2**e_bits
                 table = stored["frequencies"][(head * len(side.runs) + run) * size :][:size]
                 check_frequencies(where, table)
-                own = words_of_all[taken : taken + counts[row]]
-                symbols = decode_chunk(where, table, stored["states"][row * 64 : row * 64 + 64], own, tokens * dim)
-                taken += counts[row]
+                chunk_words = words_of_all[words_read : words_read + counts[row]]
+                symbols = decode_chunk(where, table, stored["states"][row * 64 : row * 64 + 64], chunk_words, tokens * dim)
+                words_read += counts[row]
                 for t in range(tokens):
                     rows[head * side.packed + token + t] = [symbols[t * dim : (t + 1) * dim]]
             token += tokens

@@ -74,15 +74,15 @@ def polar(entry: Mapping[str, Any]) -> Codec:
     def decode(digits: Digits, row: Numbers) -> list[float]:
         by_level: dict[int, list[int]] = {}
         for name, members in first_level.items():
-            rest = digits[name][0]
+            remaining = digits[name][0]
             for level in members:
-                by_level[level], rest = rest[: pairs[level]], rest[pairs[level] :]
+                by_level[level], remaining = remaining[: pairs[level]], remaining[pairs[level] :]
         rho = row["radius"]
         for level in range(levels, 0, -1):
             below: list[float] = []
             for i, code in enumerate(by_level[level]):
-                odd = has_unequal_pair(level) and i == pairs[level] - 1
-                c, s = directions[level][odd][code]
+                is_unequal = has_unequal_pair(level) and i == pairs[level] - 1
+                c, s = directions[level][is_unequal][code]
                 below += [f32(rho[i] * c), f32(rho[i] * s)]
             rho = below + rho[pairs[level] :]
         return rho

@@ -71,7 +71,7 @@ def transform(entry: Mapping[str, Any]) -> Codec:
         """
         stored: dict[str, list[Any]] = side.numbers
         counts, groups = chunk_word_counts(side), group_sizes(side)
-        heads, taken, token = side.heads, 0, 0
+        heads, words_read, token = side.heads, 0, 0
         rows: list[list[list[int]]] = [[] for _ in range(side.batch * heads * side.packed)]
         for group, tokens in enumerate(groups):
             for b in range(side.batch):
@@ -79,14 +79,14 @@ def transform(entry: Mapping[str, Any]) -> Codec:
                 blocks: list[list[list[list[int]]]] = []
                 for h in range(heads):
                     row = (b * heads + h) * len(groups) + group
-                    own = side.basis_parts[h]
-                    scales = own["scales"] if scope == "head" else own["scales"][h::heads]
-                    alphabet = int(own["alphabet"][0])
-                    last = len(own[TABLES[0]]) // alphabet - 1
+                    head_basis = side.basis_parts[h]
+                    scales = head_basis["scales"] if scope == "head" else head_basis["scales"][h::heads]
+                    alphabet = int(head_basis["alphabet"][0])
+                    last = len(head_basis[TABLES[0]]) // alphabet - 1
                     table_numbers = [min(max((step - int(s)) // 4, 0), last) for s in scales]
-                    tables = [[int(f) for f in own[TABLES[0]][number * alphabet :][:alphabet]] for number in table_numbers]
-                    own_words = stored["words"][taken : taken + counts[row]]
-                    taken += len(own_words)
+                    tables = [[int(f) for f in head_basis[TABLES[0]][number * alphabet :][:alphabet]] for number in table_numbers]
+                    own_words = stored["words"][words_read : words_read + counts[row]]
+                    words_read += len(own_words)
                     first_states = stored["states"][row * 64 : row * 64 + 64]
                     where = f"{prefix}chunk {group} of head {b * heads + h}"
                     by_column = block_levels(where, tables[: stored["columns"][row]], first_states, own_words, tokens)
@@ -145,13 +145,13 @@ def block_levels(
     where: str, tables: Sequence[Sequence[int]], first_states: Sequence[int], chunk_words: Sequence[int], tokens: int
 ) -> list[list[tuple[int, int]]]:
     """Return the symbol, and after an escape the level, of each token in each column that has symbols."""
-    symbols, taken = decode_symbols(where, [table for table in tables for _ in range(tokens)], first_states, chunk_words)
-    escapes = iter(range(taken, len(chunk_words), 2))
-    needed = taken + 2 * symbols.count(0)
+    symbols, words_read = decode_symbols(where, [table for table in tables for _ in range(tokens)], first_states, chunk_words)
+    escapes = iter(range(words_read, len(chunk_words), 2))
+    needed = words_read + 2 * symbols.count(0)
     require(needed == len(chunk_words), "codecs/transform.md, Decode", f"{where} needs {needed} words, but has {len(chunk_words)}")
-    found = []
+    result = []
     for symbol in symbols:
         at = next(escapes) if symbol == 0 else 0
         level = chunk_words[at] + 65536 * chunk_words[at + 1] if symbol == 0 else 0
-        found.append((symbol, level - 2**32 if level >= 2**31 else level))
-    return [found[first : first + tokens] for first in range(0, len(found), tokens)]
+        result.append((symbol, level - 2**32 if level >= 2**31 else level))
+    return [result[first : first + tokens] for first in range(0, len(result), tokens)]

@@ -67,8 +67,8 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
 
     for made in (cache, again):
         file = container.to_bytes(*files.file_arguments(made))
-        found = files.read(container.open_bytes(bytearray(file)), basis=basis)
-        for values in _values(found):
+        reloaded = files.read(container.open_bytes(bytearray(file)), basis=basis)
+        for values in _values(reloaded):
             assert values.isfinite().all(), f"{recipe}: finite values decode to others"
 
 
@@ -83,11 +83,11 @@ def _random_layers(basis: Basis) -> list[Any] | None:
             shapes[layer, "k"] = frames.heads, _TOKENS, frames.dim
     if not shapes or sum(heads * tokens * dim for heads, tokens, dim in shapes.values()) > _MAX_VALUES:
         return None
-    found = []
+    layers = []
     for layer in range(basis.layers_described):
         pair = [torch.randn(1, *shapes[layer, side], generator=generator) if (layer, side) in shapes else None for side in "kv"]
-        found.append(tuple(pair))
-    return found
+        layers.append(tuple(pair))
+    return layers
 
 
 def _values(cache: kvpack.Cache) -> Iterator[torch.Tensor]:

@@ -144,7 +144,7 @@ def _values(source: random.Random, side: Side | None, count: int) -> torch.Tenso
 
 def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[str, Any]]]:
     """Return queries and options for each layer with keys, derived from the bytes of the file."""
-    source, found = _source(data), []
+    source, queries = _source(data), []
     for layer in cache:
         if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MAX_VALUES:
             continue
@@ -156,8 +156,8 @@ def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[
             options["softcap"] = source.choice((0.5, 30.0))
         if source.random() < 0.3:
             options["sliding_window"] = source.randrange(1, 20)
-        found.append((layer, q, options))
-    return found
+        queries.append((layer, q, options))
+    return queries
 
 
 def _attention(

@@ -52,7 +52,7 @@ class CommandOracle:
     def check_pack(self, data: bytes) -> bool:
         """Return True if the file was packed. Fails as ``check`` does, and if the packed file is refused."""
         packed = self._run(_PACK, data)
-        assert not packed or open_verified(self.written) is not None, "what pack wrote is refused"
+        assert not packed or open_verified(self.written) is not None, "the file that pack wrote is refused"
         return packed
 
     def _run(self, command: tuple[str, ...], data: bytes) -> bool:
@@ -79,7 +79,7 @@ class CommandOracle:
             assert "--json" not in command or json.loads(stdout) is not None
             return
         assert code in REFUSED, f"{command[0]} exits with {code}"
-        assert command[0] == "store" or stderr.startswith("kvpack: "), f"{command[0]} says {stderr[:80]!r}"
+        assert command[0] == "store" or stderr.startswith("kvpack: "), f"{command[0]} prints {stderr[:80]!r}, expected a message of kvpack"
         assert not self.out.exists(), f"{command[0]} exits with {code} and leaves an output"
         left = [path.name for path in self.file.parent.iterdir() if path not in (self.file, self.store)]
         assert not left, f"{command[0]} leaves {left}"

@@ -88,9 +88,9 @@ def minimize(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Ite
         steps |= tracer.arcs(lambda data=data: run(data))  # type: ignore[misc]
     kept = []
     for data in sorted(inputs, key=lambda data: (len(data), data)):
-        found = tracer.arcs(lambda data=data: run(data))  # type: ignore[misc]
-        if not found <= steps:
-            steps |= found
+        input_arcs = tracer.arcs(lambda data=data: run(data))  # type: ignore[misc]
+        if not input_arcs <= steps:
+            steps |= input_arcs
             kept.append(data)
     return kept
 

@@ -71,7 +71,7 @@ def compare_container(data: bytes) -> None:
         file = None
     accepted = file is not None and open_verified(data) is not None and not needs_basis(file)
     decoded, rule = read_by_decoder(data)
-    assert accepted == (not rule), f"the library {'accepts' if accepted else 'refuses'} it, the second decoder: {rule or 'accepts'}"
+    assert accepted == (not rule), f"the library {'accepts' if accepted else 'refuses'} it; the second decoder: {rule or 'accepts it'}"
     check_readers(data, ".kvpack", (), decoded, rule)
 
 
@@ -121,14 +121,14 @@ def compare_header(data: bytes) -> None:
         rule = refusal
     else:
         assert error is not None or list(parse_header(data).starts) == file.starts, "the positions of layers differ"
-        made, laid = json_header(data, file.tensors), tensor_spans(len(data), file.tensors)
-        end = 8 + len(made) + (laid[-1].end if laid else len(data))
+        json_bytes, spans = json_header(data, file.tensors), tensor_spans(len(data), file.tensors)
+        end = 8 + len(json_bytes) + (spans[-1].end if spans else len(data))
         # A reader of whole files checks these against the file, which does not exist here.
-        if end > MAX_FILE_BYTES or len(made) > MAX_JSON_BYTES:
+        if end > MAX_FILE_BYTES or len(json_bytes) > MAX_JSON_BYTES:
             rule = "limits"
         elif error is None:
-            assert (text, size) == (len(made).to_bytes(8, "little") + made, end), "the JSON headers differ"
-    assert (error is None) == (rule is None), f"the library: {error or 'accepts'}; the second decoder: {rule or 'accepts'}"
+            assert (text, size) == (len(json_bytes).to_bytes(8, "little") + json_bytes, end), "the JSON headers differ"
+    assert (error is None) == (rule is None), f"the library: {error or 'accepts it'}; the second decoder: {rule or 'accepts it'}"
 
 
 def check_safetensors(data: bytes) -> bool:
@@ -150,10 +150,12 @@ def check_safetensors(data: bytes) -> bool:
     assert list(theirs.keys() - ours.keys()) == list(ours.keys() - theirs.keys()) == [], "the tensors have other names"
     listed = json.loads(data[8:start], object_pairs_hook=_without_duplicates)
     for name, (dtype, shape, begin, end) in ours.items():
-        found = theirs[name]
-        assert (found["dtype"], list(found["shape"])) == (dtype, shape), f"{name}: {found['dtype']} {found['shape']}, not {dtype} {shape}"
-        assert bytes(found["data"]) == data[start + begin : start + end], f"{name} has other bytes"
-        assert listed[name]["data_offsets"] == [begin, end], f"{name} is elsewhere"
+        parsed = theirs[name]
+        assert (parsed["dtype"], list(parsed["shape"])) == (dtype, shape), (
+            f"{name}: {parsed['dtype']} {parsed['shape']}, not {dtype} {shape}"
+        )
+        assert bytes(parsed["data"]) == data[start + begin : start + end], f"{name} has other bytes"
+        assert listed[name]["data_offsets"] == [begin, end], f"{name} has other offsets"
     return True
 
 
@@ -194,13 +196,13 @@ def check_recipe_file(data: bytes, path: str) -> bool:
 
 def _check_parsed(recipe: Recipe) -> None:
     again = Recipe(recipe.text)
-    assert again.text == recipe.text, f"the canonical text {recipe.text!r} has another one: {again.text!r}"
+    assert again.text == recipe.text, f"the canonical text {recipe.text!r} parses to a recipe with the text {again.text!r}"
     for layer, side, dim in ((0, "k", 64), (3, "v", 128), (1, "k", 6)):
         try:
             codec = recipe.codec(layer, 4, side, dim)
         except InvalidParameter:
             continue
         assert again.codec(layer, 4, side, dim) == codec
-        assert recipe.window % codec.token_group == 0, f"tail={recipe.window} is no multiple of the token group {codec.token_group}"
+        assert recipe.window % codec.token_group == 0, f"tail={recipe.window} is not a multiple of the token group, {codec.token_group}"
         assert codec_from_params(codec.params()).params() == codec.params()
         assert sum(map(layout_bytes, codec.layout(1, 2, 33).values())) > 0

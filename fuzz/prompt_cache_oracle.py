@@ -128,15 +128,17 @@ class PromptCacheOracle:
             # Values of a dtype that mlx-lm does not have, and names that it does not hold.
             return True
         if all(layer.tokens for layer in cache):
-            found = import_prompt_cache(self._out)
-            assert [layer.seen for layer in found] == [layer.seen for layer in cache]
-            for layer, again in zip(cache, found, strict=True):
+            imported = import_prompt_cache(self._out)
+            assert [layer.seen for layer in imported] == [layer.seen for layer in cache]
+            for layer, again in zip(cache, imported, strict=True):
                 # A first token of zeros, after tokens that are gone, may be a place that no token was written to.
                 assert layer.tokens - again.tokens in ((0, 1) if layer.skipped else (0,))
-                for values, others in zip(layer.unpack(), again.unpack(), strict=True):
+                for values, other_values in zip(layer.unpack(), again.unpack(), strict=True):
                     assert values is not None
-                    assert others is not None
-                    assert _bytes(values[:, :, layer.tokens - again.tokens :]).equal(_bytes(others)), "other values come of the same tokens"
+                    assert other_values is not None
+                    assert _bytes(values[:, :, layer.tokens - again.tokens :]).equal(_bytes(other_values)), (
+                        "the same tokens have other values"
+                    )
         return True
 
 

@@ -39,13 +39,13 @@ def mutate_record(data: bytes, source: random.Random, max_bytes: int) -> bytes:
 
 def check_record(data: bytes) -> bool:
     """Return True if an input is accepted. Raises AssertionError if a property does not hold."""
-    kind, rest = data[:1], data[1:]
+    kind, record = data[:1], data[1:]
     if kind == _USES:
-        return _check_uses(rest)
+        return _check_uses(record)
     if kind not in (_PIN, _OLD_PIN):
         return False
     try:
-        pin = parse_hold("fuzz", rest) if kind == _PIN else parse_old_pin(rest)
+        pin = parse_hold("fuzz", record) if kind == _PIN else parse_old_pin(record)
     except InvalidHeader:
         return False
     if pin is not None:

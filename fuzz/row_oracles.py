@@ -40,9 +40,9 @@ def make_row(codec: PageCodec) -> bytes:
     """Return the row of a page of random values."""
     geometry, source, row = codec.geometry, torch.Generator().manual_seed(0), bytearray(codec.nbytes)
     shape = (1, geometry.layers, geometry.heads, geometry.tokens)
-    made = [torch.randn(*shape, dim, generator=source) for dim in geometry.dims.values()]
-    given = [(x * 40 + 128).clamp(0, 255).to(torch.uint8) if geometry.dtype == "u8" else x.to(geometry.torch_dtype) for x in made]
-    (refused,) = codec.encode_into(PageBuffer(geometry, *given), [0], [row], keys=[b"a key"])
+    samples = [torch.randn(*shape, dim, generator=source) for dim in geometry.dims.values()]
+    values = [(x * 40 + 128).clamp(0, 255).to(torch.uint8) if geometry.dtype == "u8" else x.to(geometry.torch_dtype) for x in samples]
+    (refused,) = codec.encode_into(PageBuffer(geometry, *values), [0], [row], keys=[b"a key"])
     assert refused is None, refused
     return bytes(row)
 
@@ -51,9 +51,9 @@ class RowOracle:
     """Oracle that checks how codecs decode rows, and compares them with the second decoder."""
 
     def __init__(self) -> None:
-        made = [PageCodec(recipe, geometry, namespace=NAMESPACE) for recipe, geometry in PAGES]
-        self._codecs = {codec.layout.description: codec for codec in made}
-        self.rows = [make_row(codec) for codec in made]
+        codecs = [PageCodec(recipe, geometry, namespace=NAMESPACE) for recipe, geometry in PAGES]
+        self._codecs = {codec.layout.description: codec for codec in codecs}
+        self.rows = [make_row(codec) for codec in codecs]
 
     def mutate(self, data: bytes, vocabulary: Vocabulary, source: random.Random, max_bytes: int) -> bytes:
         """Return a mutated row. Usually, its length and checksum match its new contents."""
@@ -108,25 +108,25 @@ class RowOracle:
             rule = str(refusal)
         check_readers(data, ".row", (), read and read.page, rule)
         if read is None:
-            assert refused is not None, "the second decoder refuses it"
+            assert refused is not None, "the second decoder refuses a row that the library accepts"
             return
         size = int.from_bytes(data[96:100], "little")
         if read.namespace != NAMESPACE or data[FRAME_BYTES : FRAME_BYTES + size] != codec.layout.description:
             assert refused is not None, "a row of another page was accepted"
             return
-        assert refused is None, f"the second decoder accepts it: {refused}"
+        assert refused is None, f"the second decoder accepts a row that the library refuses: {refused}"
         sides = [side for layer in read.page.layers for side in layer.values() if side]
         expected = torch.tensor([float(value) for side in sides for value in side.values], dtype=torch.float64)
         tolerances = torch.tensor([float(value) for side in sides for value in side.tolerances], dtype=torch.float64)
         opaque = sides[0].codec.id == "opaque"
-        found = torch.cat([
+        actual = torch.cat([
             (x.view(torch.uint8) if opaque else x)[0, layer].flatten().to(torch.float64)
             for layer in range(codec.geometry.layers)
             for x in values
         ])  # fmt: skip
         spread = 0.0 if opaque else {"bf16": 2**-8, "fp16": 2**-11, "fp32": 2**-23}.get(codec.geometry.dtype, 2**-3)
-        kept = expected.isfinite() & (expected.abs() < torch.finfo(torch.float16).max) & found.isfinite()
-        error = (found - expected).abs() - tolerances - spread * expected.abs() - (0 if opaque else 2**-16)
+        kept = expected.isfinite() & (expected.abs() < torch.finfo(torch.float16).max) & actual.isfinite()
+        error = (actual - expected).abs() - tolerances - spread * expected.abs() - (0 if opaque else 2**-16)
         assert not (error[kept] > 0).any(), f"off by {error[kept].max()}"
 
     def _described_codec(self, data: bytes) -> PageCodec:

@@ -59,7 +59,7 @@ class SlotOracle:
             size = export_slot(cache, self._out, windows=windows)
         except KvpackError as error:
             refusal = str(error)
-        assert not refusal or "sequence" in refusal, f"what was imported is not exported: {refusal}"
+        assert not refusal or "sequence" in refusal, f"an imported cache is not exported: {refusal}"
         if refusal:
             # No context of llama.cpp has a sequence of that number.
             return True
@@ -71,8 +71,8 @@ class SlotOracle:
                 for section in parsed(reader, 1 + bool(windows), latents=latents).sections
             )
         assert again == data or not in_order or cache.metadata["llama.cpp streams"] != 1, "a file in order is written otherwise"
-        found = import_slot(self._out, kv_heads=1, windows=windows, latents=latents)
-        assert (found.metadata, found.inputs) == (cache.metadata, cache.inputs)
-        assert [layer.skipped for layer in found] == [layer.skipped for layer in cache]
-        assert_equal(found, cache, cache.tokens)
+        imported = import_slot(self._out, kv_heads=1, windows=windows, latents=latents)
+        assert (imported.metadata, imported.inputs) == (cache.metadata, cache.inputs)
+        assert [layer.skipped for layer in imported] == [layer.skipped for layer in cache]
+        assert_equal(imported, cache, cache.tokens)
         return True

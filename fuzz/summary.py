@@ -17,23 +17,23 @@ ENCODER_MIB = {"append": 40.0}
 
 def problems(reports: list[dict[str, Any]]) -> list[str]:
     """Return all failures of a run, each with the command that repeats it."""
-    found = []
+    failures = []
     for report in reports:
         name = report["target"]
         for kind in ("crashes", "hangs"):
             for text in report[kind]:
                 path = text.partition("\n")[0]
                 repeat = f"\n  PYTHONPATH=tests python -m fuzz.worker {name} --repeat {path}" if "ended with" not in path else ""
-                found.append(f"{name}: {kind}: {text}{repeat}")
+                failures.append(f"{name}: {kind}: {text}{repeat}")
         growth = report.get("memory_peak", 0.0) - report.get("memory_of_libraries", 0.0)
         more = ENCODER_MIB.get(name, 0.0)
         if growth > MAX_GROWTH_MIB + more:
-            found.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MAX_GROWTH_MIB + more:.0f}")
+            failures.append(f"{name}: inputs took {growth:.0f} MiB more than the libraries, the limit is {MAX_GROWTH_MIB + more:.0f}")
         if (memory := _memory(report)) > MAX_MEMORY_MIB + more:
-            found.append(f"{name}: took {memory:.0f} MiB, the limit is {MAX_MEMORY_MIB + more:.0f}")
+            failures.append(f"{name}: took {memory:.0f} MiB, the limit is {MAX_MEMORY_MIB + more:.0f}")
         if not report.get("executions"):
-            found.append(f"{name}: ran no input")
-    return found
+            failures.append(f"{name}: ran no input")
+    return failures
 
 
 def _memory(report: dict[str, Any]) -> float:

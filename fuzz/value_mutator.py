@@ -34,10 +34,10 @@ def iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def mutate_place(top: Any, words: Sequence[str], source: random.Random) -> None:
     """Change one value within ``top``, or the entries of one of its maps and arrays, in place."""
-    found = list(iterate_places(top))
-    if not found:
+    candidates = list(iterate_places(top))
+    if not candidates:
         return
-    holder, key = source.choice(found)
+    holder, key = source.choice(candidates)
     if source.random() < 0.75:
         holder[key] = mutate_value(holder[key], words, source)
     elif isinstance(holder, list):

@@ -68,14 +68,15 @@ def compare_values(data: bytes) -> None:
     file = open_verified(data)
     if file is not None and needs_basis(file) and sum(map(layout_bytes, file.header.layouts.values())) <= MAX_COMPARED_BYTES:
         decoded, rule = read_by_decoder(data, BASES)
-        assert (cache is not None) == (not rule), f"the library {'accepts' if cache else 'refuses'} it, the second decoder: {rule}"
+        library = "accepts" if cache else "refuses"
+        assert (cache is not None) == (not rule), f"the library {library} it; the second decoder: {rule or 'accepts it'}"
         check_readers(data, ".kvpack", BASES, decoded, rule)
     if cache is None or cache.values > MAX_VALUES or _stored_bytes(cache) > MAX_COMPARED_BYTES:
         return
     assert_same_cache(decoder.read(data, decompress, BASES), cache)
     _check_finite(cache)
     again = load_checked(container.to_bytes(*files.file_arguments(cache)))
-    assert again is not None, "what was saved again is refused"
+    assert again is not None, "the cache, saved again, is refused"
     assert_equal(again, cache, cache.tokens)
     half = cache.tokens // 2
     assert [again.positions(number) for number in range(len(again))] == [cache.positions(number) for number in range(len(cache))]
@@ -112,9 +113,9 @@ def _numbers(page: PackedRun) -> Iterator[torch.Tensor]:
             yield torch.exp2(stream.to(torch.float32) - E8M0_BIAS)
 
 
-def assert_equal(found: Cache, cache: Cache, tokens: int) -> None:
-    """Assert that ``found`` has the values of the first ``tokens`` tokens of ``cache``."""
-    for layer, other in zip(found, cache, strict=True):
+def assert_equal(actual: Cache, cache: Cache, tokens: int) -> None:
+    """Assert that ``actual`` has the values of the first ``tokens`` tokens of ``cache``."""
+    for layer, other in zip(actual, cache, strict=True):
         for name, side in layer.sides.items():
             values, whole = side.unpack(torch.float32), other.sides[name].unpack(torch.float32)[:, :, :tokens]
             # Sums of other rows may be vectorised in another order: they differ by a few last places of a head's largest.
@@ -123,4 +124,4 @@ def assert_equal(found: Cache, cache: Cache, tokens: int) -> None:
             # Near the limits of binary32 a step on the way overflows, or not, with the order of sums.
             largest = torch.maximum(values.abs(), whole.abs()).nan_to_num(torch.inf).amax(-1, keepdim=True) if whole.numel() else 0.0
             same |= (torch.isfinite(values) ^ torch.isfinite(whole)) & (largest >= _HUGE)
-            assert same.all(), f"{name}: other values come of the same tokens"
+            assert same.all(), f"{name}: the same tokens have other values"

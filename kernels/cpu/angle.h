@@ -2,7 +2,7 @@
 
 enum { NORM_STORED, NORM_LINEAR, NORM_LOG };
 
-/* Bins of pair `i`, and codes of norms where there are any. */
+/* The bins of pair `i`, and the codes of its norms if norms are coded. */
 static void pair_digits(const Codec *codec, const Loaded *in, int64_t i, int32_t *bin, int32_t *code) {
     const Packing *packing = codec->packing;
     digits_of(packing, in->words, 0, i, bin);
@@ -18,7 +18,7 @@ static void pair_digits(const Codec *codec, const Loaded *in, int64_t i, int32_t
     if (codec->norm_kind != NORM_STORED) digits_of(&packing[last], packing_words(codec, in, last), 0, i, code);
 }
 
-/* Cosine and sine of bins; with `quarter_bits`, from tables of a quarter turn of 2^quarter_bits bins, turned by the bits above. */
+/* Cosine and sine of bins. With `quarter_bits`, tables cover a quarter turn of 2^quarter_bits bins; the bits above choose the quarter. */
 INLINE void directions_of(const Codec *codec, vi bin, vf *cosine, vf *sine) {
     int32_t bits = (int32_t)codec->quarter_bits;
     vi at = bits ? bin & ((1 << bits) - 1) : bin;

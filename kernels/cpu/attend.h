@@ -66,7 +66,7 @@ static __attribute__((noinline)) void all_row_values(const Codec *codec, const L
         }
 }
 
-/* Up to this number of rows, codes are multiplied as they are read; for more, decoding a tile once for all rows is faster. */
+/* Up to this number of rows, codes are multiplied as soon as they are read; with more rows, decoding each tile once for all is faster. */
 enum { MAX_FUSED_ROWS = 4 };
 
 static void key_scores(const Item *item, Scratch *scratch) {
@@ -107,7 +107,7 @@ static void add_values(const Item *item, Scratch *scratch, int64_t hidden, float
     all_tile_values(scratch->scores, item->rows, codec->dim, scratch->tile, sums);
 }
 
-/* The first token to read: the first that is seen, or the first of its token group. */
+/* The first token to read: the first visible one, or the first of its token group. */
 static int64_t aligned_start(const Item *item, int64_t seen) {
     int64_t k = item->span->k.codec->token_group, v = item->span->v.codec->token_group, group = k > v ? k : v;
     return seen - (seen - item->start) % group;

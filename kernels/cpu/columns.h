@@ -1,4 +1,4 @@
-/* From one tile of digits and numbers to streams: the reverse of words.h. */
+/* Converts one tile of digits and numbers to streams: the reverse of words.h. */
 
 /* One tile before and after encoding: rows of HALF_TILE tokens, of which the first `tokens`, rounded up to whole vectors, are encoded. */
 typedef struct {
@@ -24,7 +24,7 @@ INLINE Place place_of(const Packing *packing, uint16_t *words, int64_t digit, in
     return (Place){words + symbol % packing->width * HALF_TILE + at / 16 * plane, plane, at % 16, at % 16 + bits > 16};
 }
 
-/* Adds the digits of LANES tokens from `t` on. */
+/* Adds the digits of LANES tokens, beginning with token `t`. */
 INLINE void put_digit(const Place *place, int64_t t, vi code) {
     uint16_t *low = place->low + t, *high = low + place->plane;
     code <<= place->shift;
@@ -32,7 +32,7 @@ INLINE void put_digit(const Place *place, int64_t t, vi code) {
     if (place->straddles) store_words(high, load_words(high) | (vi)((vu)code >> 16));
 }
 
-/* Adds a digit of symbol `symbol`, of every token, to words that lack it. */
+/* Adds a digit of symbol `symbol` of every token to words that do not contain it yet. */
 static void add_digit(const Encoded *out, const Packing *packing, uint16_t *words, int64_t digit, int64_t symbol, const int32_t *code) {
     int64_t column = symbol % packing->width, field = symbol / packing->width, plane = packing->width * HALF_TILE;
     const Digit *d = &packing->digit[digit];
@@ -97,7 +97,7 @@ static void write_numbers(const Values *values, const float *numbers, int64_t co
         }
 }
 
-/* Writes `count` tokens from `start` on. */
+/* Writes `count` tokens, beginning with token `start`. */
 static void write_streams(const Encode *call, const Encoded *out, int64_t batch, int64_t head, int64_t start, int64_t count) {
     const Codec *codec = call->codec;
     const Stream *stream = call->streams;
@@ -122,13 +122,13 @@ static void write_streams(const Encode *call, const Encoded *out, int64_t batch,
     }
 }
 
-/* The nearest integer from 0 to `most`, ties to even. */
+/* The nearest integer between 0 and `most`, ties to even. */
 INLINE vf bounded_steps(vf x, float most) {
     const vf magic = splat(12582912.f);
     return -larger(-larger(splat(0), x), splat(-most)) + magic - magic;
 }
 
-/* The number of bounds below each value, of `levels` - 1 that ascend; `levels` is a power of two. */
+/* The number of bounds below each value, among `levels` - 1 ascending bounds; `levels` is a power of two. */
 INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
     vi level = splat_int(0);
     int32_t step = levels > 8 ? levels / 8 : 1;
@@ -137,7 +137,7 @@ INLINE vi level_of(const Table *bounds, int32_t levels, vf x) {
     return level;
 }
 
-/* The least norm that does not fit, and the largest that does; log8's are 2^(142.5 / 16) and 2^(142 / 16). */
+/* The smallest norm that does not fit, and the largest that does; log8's are 2^(142.5 / 16) and 2^(142 / 16). */
 INLINE float norm_limit(int64_t dtype) { return dtype == F16 ? 65520.f : dtype == LOG8 ? 479.78691f : INFINITY; }
 INLINE float largest_norm(int64_t dtype) { return dtype == F16 ? 65504.f : dtype == LOG8 ? 469.50607f : 3.4028234663852886e38f; }
 

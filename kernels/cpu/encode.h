@@ -1,6 +1,6 @@
 /* One item of encoding: some tokens of one head, tile by tile, to the streams of formats/. */
 
-/* Channels of 32 bits in a row, and those that are read, squared and rotated together: sums of sums round less. */
+/* Channels that are read, squared and rotated together: sums of partial sums have smaller rounding errors. */
 enum { READ_TOGETHER = LANES < 8 ? 4 : 8 };
 
 /* LANES vectors of 32 bits from up to as many tokens, `bytes` of each, turned: vector i has the i-th of every token. */
@@ -18,7 +18,7 @@ INLINE void read_turned(const char *x, int64_t stride, int64_t tokens, int64_t b
     turn(turned);
 }
 
-/* The values in words of 32 bits: of 16-bit ones those in the low halves, or in the high ones. */
+/* The values in 32-bit words; of 16-bit values, those in the low halves or those in the high halves. */
 INLINE vf value_of(vu word, int high, int64_t dtype) {
     if (dtype == BF16) return (vf)(high ? word & 0xffff0000 : word << 16);
     return dtype == F16 ? from_half((vi)(high ? word >> 16 : word & 0xffff)) : (vf)word;
@@ -65,7 +65,7 @@ INLINE void read_tile_of(const Encode *call, int64_t batch, int64_t head, int64_
     }
 }
 
-/* `count` tokens in the coded frame, and their norms. */
+/* Reads `count` tokens in the coded frame, and computes their norms. */
 static void read_tile(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, const Encoded *out) {
     int64_t dim = call->codec->dim;
     int rotated = call->rotation.order == 1 && dim % READ_TOGETHER == 0;
@@ -109,7 +109,7 @@ static int encode_tile(const Encode *call, const Encoded *out) {
     }
 }
 
-/* Tokens [start, stop) of one head, from the first of a token group on; false where formats/ is to encode, or to refuse a value. */
+/* Encodes tokens [start, stop) of one head; `start` begins a token group. Returns false if formats/ must encode them or reject a value. */
 static int encode_item(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, Encoded *out) {
     const Codec *codec = call->codec;
     if (codec->family == MINIFLOAT) return encode_minifloats(call, batch, head, start, stop);

@@ -1,6 +1,6 @@
-/* Encoding of angle: the bin that holds the direction of each pair, and the pair's norm (formats/angle.py). */
+/* Encodes angle: the bin that contains the direction of each pair, and the pair's norm (formats/angle.py). */
 
-/* The logarithm that stands for a norm of zero, and the octaves below a token's largest norm that are kept. */
+/* The logarithm that represents a norm of zero, and the number of octaves below a token's largest norm that are kept. */
 static const float ZERO_NORM = -65504, OCTAVES = 8;
 
 /* The angle of (x, y) as a fraction of a turn, from 0 to 1, and the length. SLEEF's polynomial of the arc tangent. */
@@ -21,7 +21,7 @@ INLINE vf turn_of(vf x, vf y, vf *length) {
     return choose(y < 0.f, 1.f - turn, turn);
 }
 
-/* The binary logarithm; that of zero for numbers below 2^-126. SLEEF's polynomial. */
+/* The binary logarithm (SLEEF's polynomial); numbers below 2^-126 give the logarithm that represents zero. */
 INLINE vf logarithm(vf x) {
     vi exponent = ((vi)x - 0x3f3504f3) >> 23;
     vf m = (vf)((vi)x - (exponent << 23)), r = (m - 1.f) / (m + 1.f), s = r * r, p = splat(0.2392828464508056640625f);
@@ -32,7 +32,7 @@ INLINE vf logarithm(vf x) {
     return choose(x < 0x1p-126f, splat(ZERO_NORM), to_float(exponent) + r * p * 1.44269504f);
 }
 
-/* Stores step and minimum of every token's norms, or of their logarithms, in binary16 or binary32; false where one does not fit. */
+/* Stores step and minimum of every token's norms, or of their logarithms, in binary16 or binary32; returns false if one does not fit. */
 static int norm_ranges(const Codec *codec, const Encoded *out, float *norms) {
     float *step = out->numbers, *minimum = out->numbers + HALF_TILE;
     vi good = splat_int(-1);
@@ -66,7 +66,7 @@ static void add_pair(const Codec *codec, const Encoded *out, int64_t i, const in
     if (codec->norm_kind != NORM_STORED) add_digit(out, &packing[last], out->words + columns_before(codec, last) * HALF_TILE, codec->direct, i, code);
 }
 
-/* Multiplies what is stored of the norms by factors that keep products right, unless the result does not fit. */
+/* Multiplies the stored step and minimum of the norms by factors that correct products, unless the result does not fit. */
 static void keep_products(const Codec *codec, const Encoded *out, const float *factors) {
     int64_t numbers = codec->norm_kind == NORM_LOG ? 0 : codec->numbers, half_range = codec->values[0].dtype == F16;
     float *minimum = out->numbers + HALF_TILE;

@@ -1,9 +1,9 @@
 /* Encoding of group without a rotation: the scales, centres and codes of formats/group.py, bit for bit. */
 
-/* Tokens whose groups of channels are encoded together, so that their extremes fill vectors. */
+/* Number of tokens whose channel groups are encoded together, so that their extremes fill vectors. */
 enum { TOKENS_OF_GROUPS = 16 };
 
-/* Rows of `dim` floats from values of any dtype, zero beyond the last; false where one is infinite or NaN. */
+/* Converts values of any dtype to rows of `dim` floats, followed by zeros; returns false if one is infinite or NaN. */
 static int read_row(const char *from, int64_t dtype, int64_t dim, float *row) {
     vf bad = splat(0);
     int64_t d = 0;
@@ -46,7 +46,7 @@ static int make_scales(const Encode *call, const float *low, const float *high, 
     return all_of(good);
 }
 
-/* The code nearest to a value in units of codes. */
+/* The code nearest to a value that is scaled to code units. */
 INLINE vi bounded_code(vf x, float largest) { return nearest_int(smaller(larger(splat(0), x), splat(largest))); }
 
 /* The words of the last plane where each holds the bytes of two columns, c and c + half the width; zeros follow the columns. */
@@ -66,7 +66,7 @@ INLINE void store_bytes(const Packing *packing, const int32_t *column, char *to)
     }
 }
 
-/* Words from the columns of one token, which zeros follow. */
+/* Makes words from the columns of one token, which are followed by zeros. */
 static void store_columns(const Packing *packing, const int32_t *column, char *low, char *high) {
     int64_t width = packing->width, planes = packing->planes - packing->odd;
     char *to[] = {low, high};
@@ -125,7 +125,7 @@ static int encode_token_group(const Encode *call, int64_t batch, int64_t head, i
     return 1;
 }
 
-/* low and high of every group of a row. */
+/* Finds the minimum and maximum of every group of a row. */
 static void group_extremes(const float *row, int64_t dim, int64_t size, float *low, float *high) {
     for (int64_t first = 0; first < dim; first += size, low++, high++) {
         *low = *high = row[first];

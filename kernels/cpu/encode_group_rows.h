@@ -16,7 +16,7 @@ INLINE vf widened(const char *row, int64_t d, int64_t dtype) {
     return (vf)(load_words((const uint16_t *)row + d) << 16);
 }
 
-/* BLOCK numbers: those of even channels and of odd ones, which bf16 has in the halves of words of 32 bits. */
+/* BLOCK numbers: those of even channels and those of odd channels, which in bf16 are the halves of 32-bit words. */
 typedef struct {
     vf even, odd;
 } Numbers;
@@ -29,7 +29,7 @@ INLINE Numbers load_numbers_apart(const char *row, int64_t d, int64_t dtype) {
     return (Numbers){(vf)(words << 16), (vf)(words & 0xffff0000)};
 }
 
-/* Returns 1 if the codes of `count` groups are all in range. Codes grow with values, so those of the extremes are enough. */
+/* Returns 1 if all codes of `count` groups are in range. Codes increase with values, so checking the extremes is enough. */
 static int are_in_range(const Encode *call, const float *low, const float *high, int64_t count, const float *factor, const float *offset) {
     float end = (float)call->codec->packing[0].digit[0].base - .5f;
     vi good = splat_int(-1);
@@ -40,7 +40,7 @@ static int are_in_range(const Encode *call, const float *low, const float *high,
     return all_of(good);
 }
 
-/* Factors and offsets of tokens: of every channel, or of every group of `groups` per token. */
+/* Factors and offsets of tokens: one per channel, or one per group with `groups` groups per token. */
 typedef struct {
     const float *factor, *offset;
     int64_t groups;
@@ -49,14 +49,14 @@ typedef struct {
 
 enum { COLUMNS = 1024 + BLOCK };
 
-/* The words of LANES columns from `c` on in the planes that have one for each. */
+/* Makes the words of LANES columns, beginning with column `c`, in the planes that have one word per column. */
 INLINE void store_column_words(const Packing *packing, int64_t c, vi column, char *low, char *high) {
     int64_t planes = packing->planes - packing->odd;
     if (planes > 0) store_words((uint16_t *)low + c, column);
     if (planes > 1) store_words((uint16_t *)high + c, (vi)((vu)column >> 16));
 }
 
-/* The plane of bytes of BLOCK columns, or of LANES, which are the first. */
+/* Makes the plane of bytes of BLOCK columns, or of the first LANES. */
 INLINE void store_column_bytes(const Packing *packing, vi first, vi second, char *to) {
     uint32_t shift = packing->planes == 2 ? 16 : 0;
     vu low = (vu)first >> shift & 255, high = (vu)second >> shift & 255;
@@ -69,7 +69,7 @@ INLINE void store_column_bytes(const Packing *packing, vi first, vi second, char
     memcpy(to, words, sizeof words / 2);
 }
 
-/* The words of `rows` tokens, whose first are at `low` and `high`; the rows `ahead` of them are on their way from memory meanwhile. */
+/* Makes the words of `rows` tokens, beginning at `low` and `high`; the rows `ahead` of them are prefetched. */
 INLINE void encode_rows(const Encode *call, const char *x, int64_t ahead, const Scaling *scaling, char *low, char *high, int rows, int of_channels,
                         int in_range, int64_t dtype) {
     const Codec *codec = call->codec;
@@ -150,19 +150,19 @@ INLINE void encode_tokens(const Encode *call, int64_t batch, int64_t head, int64
     }
 }
 
-/* Words whose order is that of the numbers that they hold, in bf16 or binary16; and back. */
+/* Converts bf16 or binary16 numbers to words with the same order, and back. */
 INLINE vw ordered(vw x) { return x ^ ((x >> 15) & 0x7fff); }
 
 INLINE vw ordered_words(const char *row, int64_t d) { return ordered(*(const vw_any *)(row + 2 * d)); }
 
-/* Whether all numbers are finite, of which these are extremes. */
+/* Returns whether all numbers with these extremes are finite. */
 INLINE int extremes_are_finite(const float *low, const float *high, int64_t count) {
     vf none = splat(0);
     for (int64_t n = 0; n < count; n += LANES) none += (load(low + n) + load(high + n)) * 0.f;
     return is_finite(none);
 }
 
-/* The extremes of LANES channels from `d` on, over `count` tokens; false where one is infinite or NaN. */
+/* Finds the extremes of LANES channels, beginning with channel `d`, over `count` tokens; returns false if one is infinite or NaN. */
 INLINE int token_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int64_t dtype, float *low, float *high) {
     vf least = widened(x, d, dtype), most = least, sum = splat(0);
     for (int64_t t = 0; t < count; t++, x += stride) {
@@ -176,7 +176,7 @@ INLINE int token_extremes(const char *x, int64_t stride, int64_t count, int64_t 
     return is_finite(sum);
 }
 
-/* The same of `vectors` vectors of words, which are compared before they are widened; numbers that are none are extremes, too. */
+/* The same for `vectors` vectors of words, which are compared before they are widened; NaN counts as an extreme. */
 INLINE void token_word_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int vectors, int64_t dtype, float *low, float *high) {
     vw least[4], most[4];
     for (int i = 0; i < vectors; i++) least[i] = most[i] = ordered_words(x, d + i * BLOCK);
@@ -312,7 +312,7 @@ INLINE int encode_groups_of(const Encode *call, int64_t batch, int64_t head, int
     return 1;
 }
 
-/* Tokens [start, stop) of one head, from the first of a token group on; false where formats/ is to refuse a value. */
+/* Encodes tokens [start, stop) of one head; `start` begins a token group. Returns false if formats/ must reject a value. */
 static int encode_groups(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, float *spare) {
     if (has_rows_to_encode(call)) switch (call->dtype) {
             case F32: return encode_groups_of(call, batch, head, start, stop, spare, F32);

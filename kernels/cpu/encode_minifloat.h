@@ -1,6 +1,6 @@
-/* Encoding of minifloat with scales of runs and of blocks, bit for bit as formats/minifloat.py does, row by row. */
+/* Encodes minifloat with scales per run and per block, row by row, bit for bit like formats/minifloat.py. */
 
-/* The codes of the elements nearest to values, ties to even, with the sign above; beyond the largest, the largest. */
+/* The codes of the elements nearest to values, ties to even, with the sign as the top bit; larger values get the largest element. */
 INLINE vi element_codes(vf x, int32_t bits, int32_t fraction, int32_t bias, int32_t finite) {
     vi sign = (vi)((vu)x >> 31) << (bits - 1);
     vf size = magnitude_of(x);
@@ -100,7 +100,7 @@ INLINE int minifloat_rows_of(const Encode *call, int64_t batch, int64_t head, in
      : kind == ONE_SCALE ? minifloat_rows_of(call, batch, head, start, stop, 8, ONE_SCALE, dtype)                           \
                          : minifloat_rows_of(call, batch, head, start, stop, 8, POWERS_OF_BLOCKS, dtype))
 
-/* Tokens [start, stop) of one head, whose run has its scale; 0 where formats/ is to refuse a value. */
+/* Encodes tokens [start, stop) of one head with the scale of their run; returns 0 if formats/ must reject a value. */
 static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop) {
     int64_t bits = call->codec->packing[0].digit[0].bits, kind = call->codec->scale_kind;
     switch (call->dtype) {

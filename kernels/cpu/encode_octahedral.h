@@ -1,4 +1,4 @@
-/* Encoding of octahedral: the direction nearest to each triplet, and the norm nearest to its projection (formats/octahedral.py). */
+/* Encodes octahedral: the direction nearest to each triplet, and the norm nearest to its projection (formats/octahedral.py). */
 
 enum { DIRECTION_BOUNDS, NORM_BOUNDS, MAGNITUDES, PER_LENGTH, IN_EVEN_BRACKETS = 4 };
 
@@ -134,7 +134,7 @@ INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidat
     }
 }
 
-/* The candidates and levels of presets are known when this is compiled, others when it runs. */
+/* The candidates and levels of presets are compile-time constants; others are known at run time. */
 static void octahedral_encode(const Encode *call, const Encoded *out) {
     int32_t levels = 1 << call->codec->index_bits / 2, norms = (int32_t)call->codec->norm_levels;
     if (call->candidates == IN_EVEN_BRACKETS && levels == 4 && norms == 2)

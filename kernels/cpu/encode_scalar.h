@@ -1,8 +1,8 @@
-/* Encoding of scalar: the nearest magnitude and a sign per channel of the unit vector, or of a multiple of it (formats/scalar.py). */
+/* Encodes scalar: the nearest magnitude and a sign per channel of the unit vector, or of a multiple of it (formats/scalar.py). */
 
 enum { SCALES = 4 };
 
-/* The multiple of each token's unit vector, of those of formats/scalar.py, whose decoded direction is nearest to the token's. */
+/* Of the multiples in formats/scalar.py of each token's unit vector, the one whose decoded direction is nearest to the token's. */
 static void best_scales(const Encode *call, const Encoded *out, const float *per_norm, float *best) {
     static const float scales[SCALES] = {.85f, .95f, 1.05f, 1.15f};
     const Codec *codec = call->codec;

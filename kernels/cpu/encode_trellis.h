@@ -1,8 +1,8 @@
-/* Encoding of trellis: the string whose values are nearest to the unit vector, by two Viterbi searches (formats/trellis.py).
+/* Encodes trellis: the string whose values are nearest to the unit vector, by two Viterbi searches (formats/trellis.py).
 
 A vector holds one state of LANES tokens, so that every step of a search runs along memory. */
 
-/* Above any cost of a path. */
+/* Greater than the cost of any path. */
 static const float NO_PATH = 1e30f;
 
 typedef struct {

@@ -1,6 +1,6 @@
-/* Values of lossless apart: exponents, and words of signs and fractions; and back (formats/lossless.py). */
+/* Splits values of lossless into exponents and words of signs and fractions, and joins them (formats/lossless.py). */
 
-/* Values of one head's tokens, bit for bit. */
+/* Joins the values of one head's tokens, bit for bit. */
 static void join_tokens(const Join *call, int64_t head, int64_t start, int64_t stop) {
     int64_t half = call->dim / 2, batch = head / call->heads, of_head = head % call->heads, heads = call->batch * call->heads;
     const char *plane = call->plane.data + batch * call->plane.batch + of_head * call->plane.head;
@@ -15,7 +15,7 @@ static void join_tokens(const Join *call, int64_t head, int64_t start, int64_t s
     }
 }
 
-/* The reverse, of one head's tokens. */
+/* Splits the values of one head's tokens. */
 static void split_tokens(const Split *call, int64_t head, int64_t start, int64_t stop) {
     int64_t half = call->dim / 2, batch = head / call->heads, of_head = head % call->heads, heads = call->batch * call->heads;
     char *plane = (char *)call->plane.data + batch * call->plane.batch + of_head * call->plane.head;

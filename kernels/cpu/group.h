@@ -43,7 +43,7 @@ static void group_decode(const Codec *codec, const Loaded *in, float *spare, flo
         for (int t = 0; t < TILE; t += LANES) store(tile + d * TILE + t, load(tile + d * TILE + t) * load(factor + t));
 }
 
-/* Whether columns of the packing hold all channels in fields of at most 32 bits. */
+/* Returns whether columns of the packing contain all channels in fields of at most 32 bits. */
 static int is_fusable(const Packing *packing) {
     return packing->planes <= 2 && packing->symbols % packing->width == 0;
 }

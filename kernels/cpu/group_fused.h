@@ -3,7 +3,7 @@
 A key is scale * (code - middle) + center in each channel. With q * scale computed once per run, and the sum of q * (center - middle * scale)
 as the offset of every score, a code takes one conversion and one multiply-add per query. */
 
-/* Keys in groups of tokens, each of whole vectors in this tile. */
+/* Returns whether keys are in groups of tokens, each of whole vectors in this tile. */
 static int has_fused_scores(const Codec *codec, const Loaded *in) {
     if (codec->family != GROUP || codec->scales_stream < 0 || !is_fusable(&codec->packing[0]) || in->patches || !is_plain(codec)) return 0;
     for (int64_t r = 0; r < in->runs; r++)
@@ -11,7 +11,7 @@ static int has_fused_scores(const Codec *codec, const Loaded *in) {
     return 1;
 }
 
-/* Values in groups of channels, each of whole vectors of columns. */
+/* Returns whether values are in groups of channels, each of whole vectors of columns. */
 static int has_fused_values(const Codec *codec) {
     if (codec->family != GROUP || codec->scales_stream >= 0 || !is_fusable(&codec->packing[0]) || !is_plain(codec)) return 0;
     int64_t width = codec->packing[0].width;

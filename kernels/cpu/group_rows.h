@@ -1,4 +1,4 @@
-/* group to rows of values, token by token and without a tile. */
+/* Unpacks group to rows of values, token by token, without a tile. */
 
 /* Groups whose columns, and scales along channels, fill whole vectors, in the frame in which they are stored. */
 static int has_group_rows(const Unpack *call) {

@@ -6,7 +6,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-/* Changes with every structure and function here; library.py refuses a library of another number. */
+/* Changes whenever a structure or function here changes; library.py rejects a library with another number. */
 #define KVPACK_INTERFACE 31
 
 enum { HEAD_RUN = 5 };
@@ -268,7 +268,7 @@ typedef struct {
     int64_t ended, failed;
 } Read;
 
-/* These return 0, or 1 where there is not enough memory; kvpack_encode 2 where formats/ is to refuse a value. */
+/* These return 0, or 1 if there is not enough memory; kvpack_encode returns 2 if formats/ must reject a value. */
 int64_t kvpack_encode(const Encode *call);
 int64_t kvpack_measure(const Encode *call);
 int64_t kvpack_attend(const Attend *call);
@@ -277,7 +277,7 @@ int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_raw_slots(const RawSlots *call);
 
-/* Returns 1 if one of the sizes is above `ratio` times the lower median of its page, NaN apart (formats/head_norms.py, has_large), else 0. */
+/* Returns 1 if a size exceeds `ratio` times the lower median of its page, ignoring NaN (formats/head_norms.py, has_large), else 0. */
 int64_t kvpack_has_large(const Sizes *call);
 
 int64_t kvpack_join(const Join *call);

@@ -20,7 +20,7 @@
 #include "scalar.h"
 #include "trellis.h"
 
-/* Up to here no product is contracted with a sum: values are those of formats/, bit for bit wherever no sum decides. */
+/* Above, no product is contracted with a sum: values equal those of formats/, bit for bit wherever no sum is involved. */
 #include "rotation.h"
 #include "side_cars.h"
 

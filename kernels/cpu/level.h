@@ -4,10 +4,10 @@
 
 #include "interface.h"
 
-/* The most query rows of an item, and the rows that its buffers have: blocks of four may have some too many. */
+/* The maximum number of query rows of an item, and of rows in its buffers: the last block of four may have unused rows. */
 enum { MAX_ROWS = 64, ROW_SPACE = MAX_ROWS + 4 };
 
-/* The most chunks of rANS that are decoded together. */
+/* The maximum number of rANS chunks decoded together. */
 enum { MAX_CHUNKS = 4 };
 
 /* Attention of query rows [first, first + rows) of one head with tokens [start, stop) of a span. */
@@ -25,7 +25,7 @@ typedef struct {
     /* The same for unpacking tokens [start, stop) of one head. */
     int64_t (*unpack_bytes)(const Unpack *call);
     void (*unpack)(const Unpack *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
-    /* And for encoding, whose item is 0 where a value is refused. */
+    /* The same for encoding; the item returns 0 if a value is rejected. */
     int64_t (*encode_bytes)(const Encode *call);
     int (*encode)(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, char *memory);
     /* One page of kvpack_measure. */

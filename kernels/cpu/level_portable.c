@@ -1,6 +1,6 @@
-/* The vectors of every target: SSE2 on x86-64, NEON on AArch64. */
+/* The vectors that every target supports: SSE2 on x86-64, NEON on AArch64. */
 #if defined(__x86_64__) && !defined(__clang__)
-/* Few processors of x86-64 run this level: without larger loops attention takes up to 14 % longer, and the level a quarter less space. */
+/* Few x86-64 processors use this level: with smaller loops attention takes up to 14 % longer, and the code is a quarter smaller. */
 #pragma GCC optimize("O2")
 #endif
 #define LEVEL 1

@@ -1,4 +1,4 @@
-/* The functions that Python calls: the choice of the instruction set, the items of a call, and the merge of their results. */
+/* The functions that Python calls: they choose the instruction set, divide a call into items, and merge the results. */
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -12,11 +12,11 @@
 #include "level.h"
 #include "threads.h"
 
-/* Items are made for at least this many threads, of tokens and rows that do not depend on their number: nor does the result. */
+/* A call is divided for at least this many threads. Items do not depend on the number of threads, so the result does not either. */
 enum { MIN_ITEMS = 128, MIN_TOKENS = 4096 };
 
 #if defined(__x86_64__)
-/* F16C, which Clang's __builtin_cpu_supports does not know by its name. Asked once: cpuid takes microseconds in a virtual machine. */
+/* F16C, which Clang's __builtin_cpu_supports does not support. Checked once: cpuid takes microseconds in a virtual machine. */
 static int converts_halves(void) {
     enum { UNKNOWN, NO, YES };
     static atomic_int known;
@@ -70,7 +70,7 @@ EXPORTED int64_t kvpack_sizes(int64_t structure) {
     }
 }
 
-/* All items of a call, and the part of the softmax of each. */
+/* All items of a call, and each item's part of the softmax. */
 typedef struct {
     const Attend *call;
     const Level *level;
@@ -87,7 +87,7 @@ static void attend_item(const void *context, int64_t number, char *memory) {
 
 static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* The tokens of one item: whole multiples of MIN_TOKENS. */
+/* The number of tokens per item, a multiple of MIN_TOKENS. */
 static int64_t tokens_at_once(const Span *span, int64_t others) {
     int64_t parts = ceiling(MIN_ITEMS, others > 0 ? others : 1), tokens = ceiling(span->stop - span->start, parts);
     return ceiling(tokens, MIN_TOKENS) * MIN_TOKENS;
@@ -124,7 +124,7 @@ static void merge_block(const void *context, int64_t number, char *memory) {
     }
 }
 
-/* Parts are span by span and token by token, and inside these by batch, head and block of rows: the order of merge_block. */
+/* Parts are ordered by span and token, and within these by batch, head and block of rows: the order of merge_block. */
 static void list_items(Work *work) {
     const Attend *call = work->call;
     int64_t of_span = call->batch * call->heads * work->row_blocks, count = 0;
@@ -164,7 +164,7 @@ EXPORTED int64_t kvpack_attend(const Attend *call) {
     return failed;
 }
 
-/* Tokens of one item of unpacking: enough tiles to hide the cost of finding their segment. */
+/* Tokens per item of unpacking: enough tiles that finding their segment costs little. */
 enum { TOKENS_UNPACKED = 1024 };
 
 typedef struct {
@@ -186,7 +186,7 @@ EXPORTED int64_t kvpack_unpack(const Unpack *call) {
     return kvpack_for_each(unpack_item, &work, work.parts * call->heads * call->batch, call->threads, work.level->unpack_bytes(call));
 }
 
-/* Tokens of one item of encoding: whole token groups, whatever their size. */
+/* Tokens per item of encoding: whole token groups of any size. */
 enum { TOKENS_ENCODED = 512 };
 
 typedef struct {
@@ -230,7 +230,7 @@ EXPORTED int64_t kvpack_measure(const Encode *call) {
     return kvpack_for_each(measure_item, &work, work.pages * call->heads * call->batch, call->threads, 1);
 }
 
-/* A token that is to be raw: those of the lowest keys have slots. */
+/* A token to be stored raw; the tokens with the lowest keys get slots. */
 typedef struct {
     float key;
     int64_t token;
@@ -275,7 +275,7 @@ static void relative_heads(const RawSlots *call, const float *norms, const float
     float ratio = call->grouped && !(call->high && call->high < call->grouped) ? call->grouped : call->high;
     for (int64_t t = 0; t < stop - first; t++) large[t] = most[t] = 0, least[t] = INFINITY;
     for (int64_t h = 0; h < call->heads; h++, norms += call->tokens) {
-        /* Whether one is that large needs no median: it is above `ratio` times more than half of them. */
+        /* No median is needed to find out whether one is that large: it exceeds `ratio` times more than half of them. */
         float largest = 0;
         int64_t below = 0;
         for (int64_t t = first; t < stop; t++) {

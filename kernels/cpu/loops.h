@@ -55,14 +55,14 @@ static void cap(float *scores, float softcap) {
     }
 }
 
-/* Turns one row's scores [TILE] into weights, 0 outside tokens [begin, end), and updates its running maximum, total and sums [dim]. */
+/* Converts one row's scores [TILE] to weights, 0 outside tokens [begin, end), and updates its running maximum, total and sums [dim]. */
 static void online_softmax(float *scores, int64_t begin, int64_t end, float *maximum, float *total, float *sums, int64_t dim) {
     for (int64_t t = 0; t < begin; t++) scores[t] = -INFINITY;
     for (int64_t t = end; t < TILE; t++) scores[t] = -INFINITY;
     vf most = splat(*maximum), sum = splat(0);
     for (int t = 0; t < TILE; t += LANES) most = larger(load(scores + t), most);
     float now = largest_of(most);
-    /* A row that has seen no token yet has the maximum -inf: shifted by 0, exp gives 0 and not NaN. */
+    /* The maximum of a row without tokens so far is -inf: with a shift of 0, exp gives 0 instead of NaN. */
     float shift = now == -INFINITY ? 0 : now;
     for (int t = 0; t < TILE; t += LANES) {
         vf weight = exponential(load(scores + t) - shift);

@@ -10,7 +10,7 @@ struct Chunk {
     uint16_t *pairs; /* [pair of channels][TILE]: the exponents of a tile's tokens */
 };
 
-/* The streams behind a codec's planes. A place is the first word of a chunk, and the number of all words. */
+/* The streams after a codec's planes. A place contains the first word of a chunk, and the number of all words. */
 enum { FREQUENCIES, STATES, CHUNK_PLACES, CHUNK_WORDS };
 
 static int64_t chunk_bytes(const Codec *codec) {
@@ -28,7 +28,7 @@ static void place_chunk(const Codec *codec, char *memory, Loaded *in) {
     chunk->exponents = (uint8_t *)(chunk->pairs + (codec->dim + 1) / 2 * TILE);
 }
 
-/* The slots of frequencies whose sum was checked when the file was: whatever it is now, every slot gets a value. */
+/* Fills the slots of frequencies. Their sum was checked with the file; even if it has changed since, every slot gets a value. */
 static void fill_slots(const uint16_t *frequencies, int64_t symbols, uint32_t *slots) {
     int64_t at = 0;
     for (int64_t s = 0; s < symbols; s++) {
@@ -38,7 +38,7 @@ static void fill_slots(const uint16_t *frequencies, int64_t symbols, uint32_t *s
     memset(slots + at, 0, 4 * (RANS_SLOTS - at));
 }
 
-/* Brings the exponents of a segment's MAX_CHUNKS chunks from MAX_CHUNKS * number on into memory. */
+/* Decodes the exponents of a segment's MAX_CHUNKS chunks, beginning with chunk MAX_CHUNKS * number, into memory. */
 static void load_chunks(const Codec *codec, const Loaded *in, const Segment *segment, int64_t number) {
     Chunk *chunk = in->chunk;
     const Stream *streams = segment->streams + codec->chunk_stream;

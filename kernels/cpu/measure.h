@@ -3,7 +3,7 @@
 typedef double vd __attribute__((vector_size(4 * LANES)));
 typedef float vf_half __attribute__((vector_size(2 * LANES)));
 
-/* Sums of binary64, of LANES channels at a time so that they stay in registers; those of 16-bit values are exact. */
+/* Sums in binary64, of LANES channels at a time so that they stay in registers; sums of 16-bit values are exact. */
 INLINE void page_mean(const Encode *call, const char *x, int64_t count, float *out, int64_t dtype) {
     enum { TOGETHER = LANES < 8 ? 2 : 4 };
     for (int64_t d = 0; d < call->codec->dim; d += TOGETHER * LANES) {
@@ -26,7 +26,7 @@ INLINE void page_mean(const Encode *call, const char *x, int64_t count, float *o
     }
 }
 
-/* Infinite or NaN if a value is. */
+/* The result is infinite or NaN if a value is. */
 INLINE void page_largest(const Encode *call, const char *x, int64_t count, float *out, int64_t dtype) {
     vi most = splat_int(0);
     for (int64_t t = 0; t < count; t++, x += call->x.row)

@@ -25,7 +25,7 @@ static void minifloat_factors(const Codec *codec, const Loaded *in, int64_t bloc
     }
 }
 
-/* The codes of a table of all elements of 4 bits. */
+/* The codes of all 4-bit elements. */
 static const int32_t sixteen[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 static void minifloat_decode(const Codec *codec, const Loaded *in, float *tile) {

@@ -1,13 +1,13 @@
 /* The norms of tokens in each head (formats/head_norms.py, norms_of). */
 
-/* LANES values from `x` on. */
+/* Loads LANES values, beginning at `x`. */
 INLINE vf values_at(const char *x, int64_t dtype) {
     if (dtype == F32) return load((const float *)x);
     vi words = load_words((const uint16_t *)x);
     return dtype == BF16 ? (vf)(words << 16) : from_half(words);
 }
 
-/* The squares of a row of values, in LANES sums. */
+/* The sum of squares of a row of values, as LANES partial sums. */
 INLINE vf squares_of(const char *row, int64_t dim, int64_t dtype) {
     int64_t size = dtype == F32 ? 4 : 2, d = 0;
     vf sum = splat(0), other = splat(0);

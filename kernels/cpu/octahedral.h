@@ -2,7 +2,7 @@
 
 enum { DIRECTION_X, DIRECTION_Y, DIRECTION_Z, TRIPLET_NORM, DIRECTIONS_BY_FOUR };
 
-/* The index and sign digits of triplet `i`; the norm's bits lie above either. */
+/* The index and sign digits of triplet `i`; the norm's bits are above one of them. */
 static void triplet_digits(const Codec *codec, const Loaded *in, int64_t i, int32_t *index, int32_t *sign) {
     const Packing *packing = &codec->packing[0];
     if (!codec->direct) {

@@ -1,6 +1,6 @@
 /* polar: radii become pairs of radii, level by level, and at last channels (formats/polar.py). */
 
-/* Row `a` of a level: radius times cosine and sine of its angle. Two kinds of pairs have tables of their own. */
+/* Row `a` of a level: radius times cosine and sine of its angle. The two kinds of pairs have separate tables. */
 static void polar_level(const Codec *codec, const Loaded *in, int64_t level, const float *radii, float *pairs) {
     int32_t code[TILE];
     int64_t stream = codec->level_stream[level];
@@ -21,7 +21,7 @@ static void polar_decode(const Codec *codec, const Loaded *in, float *spare, flo
     const float *radii = in->numbers;
     int64_t count = codec->radii;
     for (int64_t level = codec->levels - 1; level >= 0; level--) {
-        /* Levels alternate between the two, so that the last writes the tile. */
+        /* Levels alternate between the two buffers, so that the last level writes the tile. */
         float *pairs = level % 2 ? spare : tile;
         int64_t angles = codec->level_angles[level];
         polar_level(codec, in, level, radii, pairs);

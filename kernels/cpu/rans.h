@@ -14,7 +14,7 @@ typedef struct {
     uint8_t *symbols;
 } RansRun;
 
-/* Symbol `i`, of one lane; 0 stands for words behind the end of the array. */
+/* Decodes symbol `i` of one lane; words after the end of the array are read as 0. */
 INLINE void rans_symbol(RansRun *run, int64_t i) {
     uint32_t x = run->states[i % RANS_LANES], slot = x & (RANS_SLOTS - 1);
     uint32_t found = run->slots[(run->tables ? run->tables[i] * RANS_SLOTS : 0) + slot];
@@ -27,7 +27,7 @@ INLINE void rans_symbol(RansRun *run, int64_t i) {
     run->symbols[i] = (uint8_t)found;
 }
 
-/* Where a step finds slots: in one table, in those of its symbols, or by halving a few symbols. */
+/* How a step looks up slots: in one table, in the tables of its symbols, or by bisecting a few symbols. */
 enum { ONE_TABLE, OF_SYMBOLS, BY_HALVING };
 
 /* A table of few symbols. Node n is the first slot from which its right child 2n + 1 is meant, else its left one 2n; leaf FEW + i is the
@@ -38,7 +38,7 @@ typedef struct {
 } FewSymbols;
 
 #if LEVEL == 4
-/* Returns 0 for more symbols, and if a run of slots does not begin where its slots say. */
+/* Returns 0 for more symbols, or if a run of slots does not begin where its slots state. */
 static int few_symbols(const uint32_t *slots, FewSymbols *few) {
     uint32_t at = 0;
     for (int i = 0; i < FEW; i++) {
@@ -90,7 +90,7 @@ INLINE void rans_step_of_few(const RansRun *run, int64_t i, const FewSymbols *fe
     _mm_storeu_si128((__m128i *)(run->symbols + i + 16), _mm512_cvtepi32_epi8((__m512i)(symbols >> 16)));
 }
 
-/* Symbols `i` on, one of every lane. */
+/* Decodes one symbol per lane, beginning with symbol `i`. */
 INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols *few, vu *state, int64_t *at) {
     if (kind == BY_HALVING) {
         rans_step_of_few(run, i, few, state, at);
@@ -106,7 +106,7 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
     }
 }
 #elif LEVEL == 3
-/* For each mask of 8 lanes, the place among the next words of the one that a lane takes. */
+/* For each mask of 8 lanes, the index among the next words of the word that each lane takes. */
 #define PLACE(mask, lane) __builtin_popcount((mask) & ((1 << (lane)) - 1))
 #define PLACES(mask) \
     {PLACE(mask, 0), PLACE(mask, 1), PLACE(mask, 2), PLACE(mask, 3), PLACE(mask, 4), PLACE(mask, 5), PLACE(mask, 6), PLACE(mask, 7)}
@@ -115,7 +115,7 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
 #define PLACES_64(mask) PLACES_16(mask), PLACES_16(mask + 16), PLACES_16(mask + 32), PLACES_16(mask + 48)
 static const uint8_t rans_places[256][8] = {PLACES_64(0), PLACES_64(64), PLACES_64(128), PLACES_64(192)};
 
-/* Symbols `i` on, one of every lane. Loads 8 words where it may take fewer: they are in the array, if not of the chunk. */
+/* Decodes symbols from `i`, one per lane. Loads 8 words even if fewer are needed: all are in the array, if not in the chunk. */
 INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols *few, vu *state, int64_t *at) {
     (void)few;
     const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
@@ -147,7 +147,7 @@ INLINE void rans_step(const RansRun *run, int64_t i, int kind, const FewSymbols 
 #endif
 
 #if LEVEL >= 3
-/* The whole steps from symbol `i` on that all of `count` chunks have, while their words last; returns the first symbol that is left. */
+/* Decodes the whole steps, from symbol `i`, that all `count` chunks have, while words remain; returns the first symbol not decoded. */
 INLINE int64_t rans_steps(RansRun *runs, int count, int kind, const FewSymbols *few, int64_t i) {
     vu state[MAX_CHUNKS][RANS_LANES / LANES];
     int64_t at[MAX_CHUNKS], length = INT64_MAX;
@@ -180,7 +180,7 @@ static int64_t rans_steps_of_four(RansRun *runs) {
 }
 #endif
 
-/* All symbols of chunks. A step waits for the one before it, and those of other chunks go on meanwhile: of as many as registers hold. */
+/* Decodes all symbols of chunks. Each step depends on the one before, so steps of as many chunks as fit in registers are interleaved. */
 static void rans_decode(RansRun *runs, int count) {
     while (count > 0) {
         int64_t i = 0;
@@ -210,7 +210,7 @@ static void rans_decode(RansRun *runs, int count) {
     }
 }
 
-/* `count` chunks from `first` on. */
+/* Decodes `count` chunks, beginning with chunk `first`. */
 static void rans_chunks(const Rans *call, int64_t first, int count) {
     RansRun runs[MAX_CHUNKS];
     for (int r = 0; r < count; r++) {
@@ -231,7 +231,7 @@ static void rans_chunks(const Rans *call, int64_t first, int count) {
 #if LEVEL == 4
 enum { FREQUENCY_BITS = RANS_BITS + 1 };
 
-/* Codes one symbol of every lane, from the last to the first, by the frequency and first slot of each; returns where its words begin. */
+/* Encodes one symbol per lane, last lane first, by its frequency and first slot; returns the position of the first word written. */
 INLINE uint16_t *rans_encode_step(const uint32_t *frequencies, const uint8_t *symbols, vu *state, uint16_t *to) {
     UNROLLED for (int part = 1; part >= 0; part--) {
         __m512i symbol = (__m512i)load_octets(symbols + 16 * part);
@@ -241,7 +241,7 @@ INLINE uint16_t *rans_encode_step(const uint32_t *frequencies, const uint8_t *sy
         to -= count;
         _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, (__m512i)x)));
         x = (vu)_mm512_mask_srli_epi32((__m512i)x, full, (__m512i)x, 16);
-        /* The quotient is below 2^20: rounding moves it by one at most. */
+        /* The quotient is below 2^20, so rounding changes it by at most one. */
         vu quotient = (vu)_mm512_cvttps_epu32(_mm512_div_ps(_mm512_cvtepu32_ps((__m512i)x), _mm512_cvtepu32_ps((__m512i)frequency)));
         vu rest = x - quotient * frequency;
         __mmask16 over = _mm512_cmplt_epi32_mask((__m512i)rest, _mm512_setzero_si512());

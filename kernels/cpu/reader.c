@@ -1,4 +1,4 @@
-/* Threads that read a file ahead of whoever uses its bytes, without Python: its threads would wait for each other at every read. */
+/* Threads that read a file before its bytes are needed, without Python, whose threads would wait for each other at every read. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdlib.h>
@@ -85,7 +85,7 @@ no_lock:
     return 0;
 }
 
-/* The memory of reads below `upto` may be written from now on. */
+/* Allows the memory of reads below `upto` to be written from now on. */
 EXPORTED void kvpack_reader_allow(void *given, int64_t upto) {
     Reader *reader = given;
     pthread_mutex_lock(&reader->lock);
@@ -94,7 +94,7 @@ EXPORTED void kvpack_reader_allow(void *given, int64_t upto) {
     pthread_mutex_unlock(&reader->lock);
 }
 
-/* Waits until the reads below `upto` have ended, for at most some milliseconds; returns whether they have. */
+/* Waits a few milliseconds at most for the reads below `upto` to finish; returns whether they have. */
 EXPORTED int64_t kvpack_reader_wait(void *given, int64_t upto, int64_t milliseconds) {
     Reader *reader = given;
     struct timeval now;
@@ -108,7 +108,7 @@ EXPORTED int64_t kvpack_reader_wait(void *given, int64_t upto, int64_t milliseco
     return ended;
 }
 
-/* Waits for the reads under way, begins no others, and frees the reader. */
+/* Waits for reads in progress, starts no others, and frees the reader. */
 EXPORTED void kvpack_reader_stop(void *given) {
     Reader *reader = given;
     pthread_mutex_lock(&reader->lock);

@@ -1,7 +1,7 @@
 /* formats/rotation.py: Sylvester's factor by butterflies, then Paley's of `order` by its matrix. Both work on the first `tokens` of rows
    of `width`, whole vectors of them. */
 
-/* Rows that one pass takes through several steps in registers: half of the 32 vector registers of AVX-512, or of the 16 of AVX2 and SSE2. */
+/* Rows kept in registers for several steps of one pass: half of the 32 vector registers of AVX-512, or of the 16 of AVX2 and SSE2. */
 enum { STEPS_TOGETHER = LEVEL == 4 ? 16 : 8 };
 
 /* The steps between `count` vectors, a power of two. */
@@ -14,7 +14,7 @@ INLINE void butterflies_of(int64_t count, vf *x) {
     }
 }
 
-/* The same of rows `step` apart from `first` on. */
+/* The same for rows `step` apart, beginning with row `first`. */
 INLINE void butterfly(int64_t count, int64_t first, int64_t step, int64_t width, int64_t tokens, float *tile) {
     for (int64_t d = first; d < first + step; d++)
         for (int64_t t = 0; t < tokens; t += LANES) {
@@ -26,7 +26,7 @@ INLINE void butterfly(int64_t count, int64_t first, int64_t step, int64_t width,
         }
 }
 
-/* The steps from `step` on, as many at once as there are registers for: few passes over the tile. */
+/* The remaining steps, beginning with `step`, as many per pass as registers allow, so that few passes over the tile are needed. */
 static void butterflies(int64_t step, int64_t dim, int64_t width, int64_t tokens, float *tile) {
     for (; STEPS_TOGETHER * step <= dim; step *= STEPS_TOGETHER)
         for (int64_t first = 0; first < dim; first += STEPS_TOGETHER * step) butterfly(STEPS_TOGETHER, first, step, width, tokens, tile);
@@ -52,7 +52,7 @@ static void paley_products(const Rotation *rotation, int64_t row, int64_t column
     }
 }
 
-/* To the coded frame, from channels that were multiplied by their factors; steps below `step` are done. */
+/* Rotates channels that were multiplied by their factors to the coded frame; steps below `step` are already done. */
 static void rotate(const Rotation *rotation, int64_t step, int64_t dim, int64_t width, int64_t tokens, float *tile, float *spare) {
     if (!rotation->order) return;
     butterflies(step, dim, width, tokens, tile);

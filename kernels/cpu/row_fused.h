@@ -3,7 +3,7 @@
 /* The dtype of lossless's rows: words of signs and fractions, and bytes of exponents. */
 enum { IN_PARTS = U8 + 1 };
 
-/* Consecutive tokens of one side, from token `at` of the tile on. */
+/* Consecutive tokens of one side, beginning with token `at` of the tile. */
 typedef struct {
     int64_t at, count, stride, dim, dtype;
     const char *rows;
@@ -18,7 +18,7 @@ static int has_rows(const Codec *codec) {
                                     2 * packing->width == codec->dim && packing->width % LANES == 0);
 }
 
-/* The rows of one piece from its token `t` on: all of them, or those whose exponents are in memory together. */
+/* The rows of one piece, beginning with its token `t`: all of them, or those whose exponents are in memory at the same time. */
 static StoredRows rows_from(const Codec *codec, const Loaded *in, const Piece *piece, int64_t t) {
     const Stream *stream = piece->segment->streams;
     int64_t token = piece->token + t;

@@ -1,4 +1,4 @@
-/* From a tile of floats [channel][TILE] to rows of values of any dtype, [token][channel] as in a torch tensor. */
+/* Converts a tile of floats [channel][TILE] to rows of values of any dtype, [token][channel] as in a torch tensor. */
 
 /* The lane orders that interleave the lower and the upper halves of two vectors: log2(LANES) rounds of both transpose LANES vectors. */
 
@@ -67,7 +67,7 @@ INLINE void turn(vf *a) {
     }
 }
 
-/* Copies around the processor's caches: memory that is larger than they are and not read before it is written. */
+/* Copies without using the processor's caches, for results that are larger than the caches. */
 INLINE void copy_past(char *to, const char *from, int64_t bytes) {
 #if LEVEL >= 3
     if (((uintptr_t)to | (uintptr_t)bytes) % 64 == 0) {
@@ -88,7 +88,7 @@ INLINE void finish_copies(void) {
 #endif
 }
 
-/* Where rows of values go. */
+/* The destination of rows of values. */
 typedef struct {
     char *to;
     int64_t stride, dtype, past_caches;

@@ -1,4 +1,4 @@
-/* scalar: entries of a table of signed magnitudes, times the token's norm (formats/scalar.py). Each part has its own channels. */
+/* scalar: entries of a table of signed magnitudes, times the token's norm (formats/scalar.py). Each part has separate channels. */
 
 static void scalar_decode(const Codec *codec, const Loaded *in, float *tile) {
     int32_t code[TILE];

@@ -2,7 +2,7 @@
 
 enum { CHUNK = 4, OUTLIER_BYTES = 10 };
 
-/* outliers: chunks in their places. */
+/* outliers: writes chunks to their positions. */
 static void put_outliers(const Loaded *in, float *tile) {
     for (int64_t t = 0; t < in->tokens; t++)
         for (int64_t i = 0; i < in->outliers[t].count; i++) {
@@ -12,7 +12,7 @@ static void put_outliers(const Loaded *in, float *tile) {
         }
 }
 
-/* qjl: adds the residuals, signs rotated back times a size per token. `spare` holds two tiles. */
+/* qjl: adds the residuals, which are signs rotated back, times one size per token. `spare` has room for two tiles. */
 static void add_sketch(const Codec *codec, const Loaded *in, float *spare, float *tile) {
     const Packing *packing = &codec->packing[codec->packings];
     const uint16_t *words = packing_words(codec, in, codec->packings);
@@ -28,7 +28,7 @@ static void add_sketch(const Codec *codec, const Loaded *in, float *spare, float
             store(tile + d * TILE + t, load(tile + d * TILE + t) + load(spare + d * TILE + t) * (load(norm + t) * codec->sketch_size));
 }
 
-/* key_mean: the vector of the page that holds a token of a piece, to floats [dim]; returns how many tokens of the page are left. */
+/* key_mean: converts the vector of the page of a piece's token to floats [dim]; returns how many tokens of the page remain. */
 static int64_t page_vector(const Codec *codec, const Loaded *in, const Piece *piece, int64_t token, float *vector) {
     const Stream *codes = piece->segment->streams + codec->mean_stream;
     int64_t page = token / codec->mean_tokens, half_dim = codec->dim / 2;
@@ -44,7 +44,7 @@ static int64_t page_vector(const Codec *codec, const Loaded *in, const Piece *pi
     return codec->mean_tokens - token % codec->mean_tokens;
 }
 
-/* Calls with `vector`, and the tokens [at, at + count) of the tile that have it. */
+/* Calls the function with each `vector` and the tokens [at, at + count) of the tile that it belongs to. */
 #define FOR_PAGES(codec, in, vector, call)                                                          \
     for (int64_t p = 0; p < (in)->pieces; p++)                                                      \
         for (int64_t t = 0, count; t < (in)->piece[p].count; t += count) {                          \

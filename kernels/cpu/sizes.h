@@ -1,4 +1,4 @@
-/* Sizes of tokens, by what is stored of them, and whether one is far above the usual one (formats/head_norms.py, has_large). */
+/* Computes sizes of tokens from stored data, and finds out whether one is far above the usual size (formats/head_norms.py, has_large). */
 
 /* One member of each of LANES tokens: numbers, halves in the low words of pairs, and the largest of 2 or 4 bytes, which are exponents. */
 INLINE vf sizes_at(const char *data, int64_t kind, int64_t members) {
@@ -47,7 +47,7 @@ INLINE void read_sizes(const char *data, int64_t kind, int64_t members, int64_t 
     for (t = count; t % LANES; t++) sizes[t] = NAN;
 }
 
-/* Whether one of the sizes [first, count) is above `ratio` times more than half of the others: no median is needed for that. */
+/* Returns whether one of the sizes [first, count) exceeds `ratio` times more than half of the others, which needs no median. */
 INLINE int page_has_large(const float *sizes, int64_t first, int64_t count, float ratio) {
     vf most = splat(-INFINITY), least = splat(INFINITY);
     for (int64_t t = 0; t < count; t += LANES) {

@@ -26,7 +26,7 @@ static int run(Shared *shared) {
     return 0;
 }
 
-/* A thread without memory leaves its share to the others. */
+/* A thread that gets no memory leaves its items to the others. */
 static void *start(void *shared) {
     run(shared);
     return 0;
@@ -50,6 +50,6 @@ int kvpack_for_each(void (*work)(const void *, int64_t, char *), const void *con
     int64_t count = threads > 1 ? kvpack_start_threads(started, threads - 1, start, &shared) : 0;
     int failed = run(&shared);
     for (int64_t i = 0; i < count; i++) pthread_join(started[i], 0);
-    /* Items may be done nevertheless: by the others. */
+    /* The other threads may still complete all items. */
     return failed && atomic_load(&shared.next) < items;
 }

@@ -1,11 +1,11 @@
-/* Threads of one call: none outlives it, so a fork finds none, and the host's own threads and their settings stay as they are. */
+/* Threads of one call. None outlives it, so a fork is safe, and the host's own threads and settings are not changed. */
 #ifndef KVPACK_THREADS_H
 #define KVPACK_THREADS_H
 
 #include <pthread.h>
 #include <stdint.h>
 
-/* Starts up to `most` threads that run start(context) and get no signals, which are for the host's threads; returns how many started. */
+/* Starts up to `most` threads that run start(context), with signals blocked, which the host's threads handle; returns how many started. */
 int64_t kvpack_start_threads(pthread_t *threads, int64_t most, void *(*start)(void *context), void *context);
 
 /* Calls work(context, item, memory) for every item below `items` in at most `threads` threads, the caller's among them, each with

@@ -1,4 +1,4 @@
-/* Words of tokens to rows of TILE tokens, and back. */
+/* Transposes words of tokens to rows of TILE tokens, and back. */
 
 /* The tokens of a tile, and of an encoder's tile: 64 tokens of 128 channels in float32 take 32 KiB, the size of a level-1 data cache. */
 enum { TILE = 128, HALF_TILE = 64 };
@@ -15,7 +15,7 @@ INLINE uint16_t word_at(const char *p) {
     return x;
 }
 
-/* From 4 to 8 words in a vector; those beyond the last are zero. */
+/* Loads 4 to 8 words into a vector; the remaining ones are zero. */
 INLINE v8 load_row(const char *p, int64_t words) {
     if (words == 8) return *(const v8_any *)p;
     uint64_t half[2] = {0};
@@ -55,7 +55,7 @@ INLINE void turn_words(v8 *a) {
 /* Eight rows of words from `w` on: of the last block, which may share words with the one before it, or of all if they are fewer. */
 INLINE int64_t block_at(int64_t w, int64_t words) { return w + 8 <= words ? w : words < 8 ? 0 : words - 8; }
 
-/* rows of `words` words to out[word * TILE + row]. */
+/* Transposes rows of `words` words to out[word * TILE + row]. */
 static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
     int64_t whole = words < 4 ? 0 : count / 8 * 8, here = words < 8 ? words : 8;
     for (int64_t t = 0; t < whole; t += 8)
@@ -70,7 +70,7 @@ static void transpose(const char *rows, int64_t stride, int64_t count, int64_t w
         for (int64_t w = 0; w < words; w++) out[w * TILE + t] = word_at(rows + t * stride + 2 * w);
 }
 
-/* `words` rows of HALF_TILE words to `count` rows of words. */
+/* Transposes `words` rows of HALF_TILE words to `count` rows of words. */
 static void transpose_back(const uint16_t *rows, int64_t count, int64_t words, char *to, int64_t stride) {
     int64_t whole = words < 4 ? 0 : count / 8 * 8, here = words < 8 ? words : 8;
     for (int64_t t = 0; t < whole; t += 8)

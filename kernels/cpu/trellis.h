@@ -1,6 +1,6 @@
 /* trellis: entries of a table by windows of the token's string, times its norm (formats/trellis.py). */
 
-/* Where the window of a channel begins: the word, its neighbor, around which the string is closed, and the bit. */
+/* The start of a channel's window: the word, the next word (the string is circular), and the bit. */
 typedef struct {
     int64_t word, following;
     int32_t shift;

@@ -16,7 +16,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Before a loop of few rounds, known when this is compiled, whose vectors are to stay in registers. */
+/* Placed before a short loop with a constant number of rounds, so that its vectors stay in registers. */
 #ifdef __clang__
 #define UNROLLED _Pragma("unroll")
 #else
@@ -40,7 +40,7 @@ INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
 INLINE vi load_int(const int32_t *p) { return *(const vi_any *)p; }
 INLINE void store_int(int32_t *p, vi x) { *(vi_any *)p = x; }
 
-/* Words in the low bits of each lane. GCC converts whole vectors by their halves. */
+/* Loads words into the low bits of each lane. GCC converts whole vectors in two halves. */
 INLINE vi load_words(const uint16_t *p) {
 #if LEVEL == 4
     return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
@@ -49,7 +49,7 @@ INLINE vi load_words(const uint16_t *p) {
 #endif
 }
 
-/* The same of bytes. */
+/* The same for bytes. */
 INLINE vi load_octets(const uint8_t *p) {
 #if LEVEL == 4
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
@@ -78,7 +78,7 @@ INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (v
 INLINE vi choose_int(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
 INLINE vf magnitude_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
-/* a where x is above y, else b. */
+/* a where x is greater than y, else b. */
 INLINE vf pick_above(vf x, vf y, vf a, vf b) {
 #if LEVEL == 4
     return (vf)_mm512_mask_blend_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_GT_OQ), (__m512)b, (__m512)a);
@@ -87,7 +87,7 @@ INLINE vf pick_above(vf x, vf y, vf a, vf b) {
 #endif
 }
 
-/* level, and step more where x is above y. */
+/* level, plus step where x is greater than y. */
 INLINE vi add_above(vf x, vf y, vi level, int32_t step) {
 #if LEVEL == 4
     return (vi)_mm512_mask_add_epi32((__m512i)level, _mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_GT_OQ), (__m512i)level, _mm512_set1_epi32(step));
@@ -231,7 +231,7 @@ INLINE vi bounded(vi x, int32_t most) {
 #define SWAPPED 2, 3, 0, 1
 #endif
 
-/* LANES vectors to their sums, in their order. */
+/* Reduces LANES vectors to their sums, in order. */
 INLINE vf sums_of(vf *x) {
     for (int n = LANES; n > 1; n /= 2)
         for (int i = 0; i < n / 2; i++)
@@ -277,7 +277,7 @@ INLINE float largest_of(vf x) {
     return found;
 }
 
-/* binary16 in the low bits of each lane, exactly; infinities stay what they are, and NaN stay NaN. */
+/* Converts binary16 in the low bits of each lane, exactly, including infinities and NaN. */
 INLINE vf from_half(vi x) {
 #if LEVEL == 4
     return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
@@ -290,7 +290,7 @@ INLINE vf from_half(vi x) {
 #endif
 }
 
-/* The same of words in memory. */
+/* The same for words in memory. */
 INLINE vf load_half(const uint16_t *p) {
 #if LEVEL == 4
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -312,7 +312,7 @@ INLINE float half(uint16_t x) {
     return magnitude;
 }
 
-/* e^x for x <= 0, exactly 0 from -87 down and for minus infinity; NaN stays NaN. Cephes' polynomial, 2 units in the last place. */
+/* e^x for x <= 0, exactly 0 for x < -87, including minus infinity; NaN for NaN. Cephes' polynomial, 2 units in the last place. */
 INLINE vf exponential(vf x) {
     const vf magic = splat(12582912.f); /* 1.5 * 2^23: adding it rounds to an integer */
     vf rounded = x * 1.44269504f + magic, n = rounded - magic;
@@ -324,12 +324,12 @@ INLINE vf exponential(vf x) {
     p = p * rest + 1.6666665459e-1f;
     p = p * rest + 5.0000001201e-1f;
     p = p * rest * rest + rest + 1.f;
-    /* Far below -87 these are no numbers that fit, and not used: unsigned ones wrap. */
+    /* Far below -87 these do not fit, and are not used; unsigned numbers wrap. */
     vf power = (vf)(((vu)rounded - (vu)magic + 127) << 23);
     return (vf)((vi)(p * power) & ~(x < -87.f));
 }
 
-/* 2^x: 0 below -126, infinite from 128 up; NaN stays NaN. Cephes' polynomial. */
+/* 2^x: 0 below -126, infinite for x >= 128, NaN for NaN. Cephes' polynomial. */
 INLINE vf power_of_two(vf x) {
     const vf magic = splat(12582912.f);
     vf bounded = choose(x < -126.f, splat(-126.f), choose(x > 127.f, x - 1.f, x));
@@ -349,10 +349,10 @@ INLINE vf power_of_two(vf x) {
 /* Tables of up to this many entries are looked up in registers. */
 #define MAX_IN_REGISTERS (LEVEL == 4 ? 128 : LEVEL == 3 ? 16 : 0)
 
-/* The fewest entries of a table. */
+/* The minimum number of entries of a table. */
 enum { MIN_ENTRIES = 16 };
 
-/* data[index]; entries is a power of two from 16 up, above every index. */
+/* data[index]; `entries` is a power of two, at least 16 and greater than every index. */
 INLINE vf lookup(const float *data, int64_t entries, vi index) {
 #if LEVEL == 4
     __m512i at = (__m512i)index;

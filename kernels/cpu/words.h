@@ -5,7 +5,7 @@ INLINE char *row_of(const Stream *stream, int64_t batch, int64_t head, int64_t r
     return (char *)stream->data + batch * stream->batch + head * stream->head + row * stream->row;
 }
 
-/* Tokens [at, at + count) of the tile lie in one segment, from its token `token` on. */
+/* Tokens [at, at + count) of the tile are in one segment, beginning with its token `token`. */
 typedef struct {
     int64_t at, count, token;
     const Segment *segment;
@@ -23,7 +23,7 @@ typedef struct {
     const char *values;
 } Patch;
 
-/* The chunks of a token that are stored as they are, of OUTLIER_BYTES: four values in binary16, and the chunk's number. */
+/* A token's outlier chunks, OUTLIER_BYTES each: four values in binary16, and the chunk's number. */
 typedef struct {
     const char *chunks;
     int64_t count;
@@ -126,7 +126,7 @@ static void load_patches(const Codec *codec, int64_t batch, int64_t head, const 
     const char *numbers = entry->data + batch * entry->batch + piece->token * entry->row;
     int32_t number, every = -1;
     if (entry->row == 4) {
-        /* Raw tokens are few: most pieces have none. */
+        /* Raw tokens are rare: most pieces have none. */
         for (int64_t t = 0; t < piece->count; t++) {
             memcpy(&number, numbers + 4 * t, 4);
             every &= number;
@@ -153,7 +153,7 @@ INLINE const Segment *segment_of(const Side *side, int64_t number) {
     return (const Segment *)(side->segments + number * (2 + 4 * side->codec->streams));
 }
 
-/* The number of the segment that holds `token`. */
+/* The number of the segment that contains `token`. */
 static int64_t find_segment(const Side *side, int64_t token) {
     int64_t low = 0, high = side->count - 1;
     while (low < high) {

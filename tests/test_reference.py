@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -25,3 +26,11 @@ def test_a_public_name_is_in_the_reference(name: str) -> None:
     assert name in LISTED | BY_MODULE
     value = getattr(kvpack if name in kvpack.__all__ else kvpack.pages, name)
     assert name == "PRESETS" or (value.__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", sorted({*kvpack.__all__} - {"PRESETS"}))
+def test_a_public_name_is_described_with_an_example(name: str) -> None:
+    value = getattr(kvpack, name)
+    assert ">>> " in value.__doc__
+    if inspect.isfunction(value) and inspect.signature(value).parameters:
+        assert "Args:" in value.__doc__

@@ -1,6 +1,6 @@
-"""Run a codec's encoder over a whole tensor, block by block, into the arrays of its layout.
+"""Encode a whole tensor with a codec, in blocks, into the arrays of the codec's layout.
 
-One warning per call, however many sides it encodes, reports shared scales that fit some heads or tokens badly.
+Each call issues at most one warning, for all sides together, about tokens that lose precision or make a shared scale too large.
 """
 
 from __future__ import annotations
@@ -52,42 +52,53 @@ TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "B
 """torch dtypes by stored dtype name."""
 
 STATE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""The inverse of TORCH_DTYPES."""
+"""Names of stored dtypes by torch dtype."""
 
 RAW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""torch dtypes of raw tails by header name."""
+"""torch dtypes of raw tails by their name in headers."""
 
 RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
-"""The inverse of RAW_DTYPES."""
+"""Names in headers by torch dtype of raw tails."""
 
 BLOCK_VALUES = 1 << 19
-"""The number of values encoded at once on the CPU: they fit the cache, and are enough to hide the cost of a call."""
+"""Number of values encoded at once on the CPU: few enough to stay in its cache, and enough to hide the overhead of a call."""
 
 _GROUP_MULTIPLE = 128
 
 MANY_RATIO = 4.0
-"""Tokens of a page that has many are only warned of if they are more than this many times as large as usual in a head."""
+"""In a page with many large tokens, a warning counts only tokens that are more than this many times as large as usual in a head."""
 
 
 OWN_WARNING_RATIO = 2.0
-"""A token is warned of if its own error is more than this many times the usual one; it is raw from ``head_norms.ERROR_RATIO`` on."""
+"""A token is counted in a warning if its own error is more than this many times the usual one.
+
+Above ``head_norms.ERROR_RATIO`` times it is stored raw.
+"""
 
 MANY_OWN_RATIO = 3.0
-"""Tokens of a page that has many whose own errors are large count only above this many times the usual error.
+"""In a page with many tokens of large own errors, only those above this many times the usual error count.
 
-In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5 times the usual error: such pages are ordinary.
+In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5 times the usual error, so such pages are ordinary.
 """
 
 _OWN, _RUN = "own", "run"
-"""Kinds of misfit: tokens may lose precision themselves, or make a scale of their run too large for others."""
+"""Kinds of misfit: a token may lose precision itself, or make a scale of its run too large for other tokens."""
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """The tokens of one encoded run that make a scale shared by ``shared``, or their own errors, too large: ``count`` of ``tokens``.
+    """The tokens of an encoded run whose own errors are too large, or that make a shared scale too large.
 
-    The worst one is ``token`` of ``sequence``, whose ``head`` makes it ``factor`` times too large. ``rare``: few enough that raw tokens
-    avoid them.
+    Args:
+        where: The place to name in messages.
+        shared: What is affected, a key of ``_EFFECTS``.
+        count: Number of such tokens, over all sequences.
+        tokens: Number of all tokens, over all sequences.
+        factor: How many times the error or the scale is too large, for the worst token.
+        sequence: Sequence of the worst token.
+        token: Number of the worst token in the run.
+        head: Head of the worst token that causes the misfit.
+        rare: True if the tokens are few enough to be stored raw.
     """
 
     where: str
@@ -102,10 +113,10 @@ class Misfit:
 
 
 class Loss(NamedTuple):
-    """How badly tokens fit a codec, by one ``kind`` of misfit: ``factors`` ``[batch, token]``, larger for a worse fit.
+    """How badly tokens fit a codec, for one ``kind`` of misfit.
 
-    Tokens are kept raw above ``ratio``, and named in a warning above ``warned``. ``sizes`` ``[batch, kv_head, token]``
-    decide which of a token's heads the warning names.
+    ``factors`` ``[batch, token]`` are larger for a worse fit. Tokens with a factor above ``ratio`` are stored raw, and those above
+    ``warned`` are counted in a warning. ``sizes`` ``[batch, kv_head, token]`` determine which head of a token the warning names.
     """
 
     kind: str
@@ -121,19 +132,19 @@ _EFFECTS = {
     _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the usual error"),
     _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
-"""Tokens that lose precision, and the sentence about the worst token, by the kind of sharing."""
+"""What loses precision, and a statement about the worst token, by the kind of misfit."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
     _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
 }
-"""What to do about it, whether tokens can be raw or not."""
+"""How to avoid the misfit, by its kind, whether tokens can be raw or not."""
 
 _misfits: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None)
 
 
 class Progress(Protocol):
-    """Called with the work done and the total work, in the same unit."""
+    """Called with the completed and the total work, in the same unit."""
 
     def __call__(self, done: int, total: int) -> None: ...
 
@@ -146,17 +157,26 @@ def encode(
     position: int | None = None,
     norms: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x`` ``[batch, kv_head, token, dim]`` of any float dtype, as one run, to the streams of ``codec.layout``.
+    """Encode ``x`` as one run and return its streams, by the names in ``codec.layout``.
 
-    ``before`` contains the streams of the run that it continues, ``position`` is that of the first token, and ``norms``, ``[batch, kv_head,
-    token]``, are those of the layer's keys (``head_norms.norms_per_head``), as far as these are known. Raises InvalidParameter for NaN or
-    infinity (raw and lossless keep them), and OutOfRange for a norm that its width cannot hold; both name ``where``. Raises
-    InvalidParameter if ``uses_triton`` does. Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to it, and
-    a KvpackWarning that names tokens that lose precision because of a shared scale, or because of what maps and means leave of them.
+    Args:
+        codec: Codec of the run.
+        x: ``[batch, kv_head, token, dim]``, of any float dtype.
+        where: The place to name in messages.
+        before: Streams of the run that this one continues, if there is one.
+        position: Position of the first token, if known.
+        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``head_norms.norms_per_head``), if known. Default: those of ``x``.
+
+    Raises:
+        InvalidParameter: A value is NaN or infinite (raw and lossless store these too), or ``uses_triton`` raises it.
+        OutOfRange: A norm is too large for its width.
+
+    Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype, and a KvpackWarning about tokens that
+    lose precision, because of a shared scale or because the codec's maps and means fit them badly.
     """
     raw = codec.side_car(RawPositions)
     if raw is not None:
-        return _encode_beside_raw(codec, raw, x, where, before, position, norms)
+        return _encode_with_raw_tokens(codec, raw, x, where, before, position, norms)
     with float32_no_grad(x.device):
         coded = room_for_norms(codec, x)
         streams = encode_all(codec, x, where, before, position, coded)
@@ -166,7 +186,7 @@ def encode(
 
 
 def misfits_of(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return ``head_norms.misfit_scores`` of ``x`` ``[batch, kv_head, token, dim]`` for ``shared`` scales.
+    """Return ``head_norms.misfit_scores`` of ``x`` ``[batch, kv_head, token, dim]`` for the scales that ``shared`` names.
 
     Raises the errors of ``encode``.
     """
@@ -178,7 +198,7 @@ def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str,
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
-    with _placed(where):
+    with _naming_place(where):
         return codec.coded_norms(Run((*x.shape,), x.device, lambda: (_values(codec, x, *block, where) for block in blocks)), before)
 
 
@@ -190,9 +210,9 @@ def encode_all(
     position: int | None = None,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run ``encode`` for a codec that keeps no tokens raw by their positions, without warnings about tokens.
+    """Encode as ``encode`` does, but with a codec that stores no tokens raw by position, and without warnings about tokens.
 
-    For a codec that changes norms, ``coded``, contiguous float32 ``[batch, kv_head, token]``, receives ``codec.coded_norms``.
+    If the codec changes norms, ``codec.coded_norms`` are written to ``coded``, contiguous float32 ``[batch, kv_head, token]``.
     """
     with float32_no_grad(x.device):
         streams = dispatch.encode(codec, x, before, coded)
@@ -205,7 +225,7 @@ def encode_all(
     return streams
 
 
-def _encode_beside_raw(
+def _encode_with_raw_tokens(
     codec: Codec,
     raw: RawPositions,
     x: torch.Tensor,
@@ -214,7 +234,7 @@ def _encode_beside_raw(
     position: int | None,
     norms: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Run ``encode`` for a codec that keeps some tokens raw; the encoder of the others, including kernels, gets a whole run."""
+    """Run ``encode`` for a codec that stores some tokens raw. The encoder of the others, kernels included, gets a whole run."""
     with float32_no_grad(x.device):
         plain, given = codec.without_raw_positions, cache(partial(dispatch.norms, x))
         shared = plain.summary.shared_scales
@@ -225,7 +245,7 @@ def _encode_beside_raw(
         try:
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
         except OutOfRange:
-            # The keys choose, and a token of large values is refused by a norm that cannot hold it.
+            # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
             large = has_large_head(given(), raw.high_norm) if raw.high_norm else None
             more = None if large is None else drop_crowded_pages(large & ~chosen)
             if more is None or not more.any():
@@ -237,7 +257,7 @@ def _encode_beside_raw(
         if losses and raw.high_norm:
             kept = add_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
         _report(_misfit_of(losses, where, kept, raw.high_norm > 0))
-        # Few runs have such tokens: to measure all before they are encoded would take longer.
+        # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
         return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
 
 
@@ -251,20 +271,20 @@ def _encode_others(
     position: int | None,
     coded: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x``, whose ``chosen`` tokens, bool ``[batch, token]``, are raw, and fill ``coded`` as ``encode_all`` does.
+    """Encode ``x`` with the tokens ``chosen``, bool ``[batch, token]``, stored raw, and fill ``coded`` as ``encode_all`` does.
 
     Raises the errors of ``encode``.
     """
     with float32_no_grad(x.device):
         token, sequence = chosen.T.nonzero().unbind(1)
-        with _placed(where):
+        with _naming_place(where):
             raw_values = raw.encode_tokens(x, token, sequence)
         if not torch.isfinite(raw_values[VALUES]).all():
             check_finite(x, 0, where)
         streams = None
         plain = codec.without_raw_positions
         if not plain.summary.entries and not plain.summary.has_run_rows:
-            # A copy of all values without the raw tokens would take longer than to encode them, and rows of tokens can be replaced.
+            # Rows of tokens can be replaced, which is faster than copying all values without the raw tokens.
             with contextlib.suppress(OutOfRange):
                 streams = encode_all(plain, x, where, before, position, coded)
                 _encode_groups_again(plain, x, chosen, streams, where, before, coded)
@@ -284,7 +304,7 @@ def _encode_groups_again(
     before: Mapping[str, torch.Tensor] | None,
     coded: torch.Tensor | None,
 ) -> None:
-    """Encode the token groups of ``chosen`` tokens, bool ``[batch, token]``, without these, to their rows of ``streams`` and ``coded``."""
+    """Encode again the token groups with ``chosen`` tokens, bool ``[batch, token]``, but without these, into ``streams`` and ``coded``."""
     group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
@@ -299,7 +319,7 @@ def _encode_groups_again(
         coded[:, :, places] = norms
     for name, entry in codec.row_layouts.items():
         rows = torch.unique(places // entry.tokens_per_row)
-        # Not every version of PyTorch indexes uint16 on every device.
+        # Some versions of PyTorch cannot index uint16 on some devices.
         target, source = streams[name], encoded[name]
         if source.dtype == torch.uint16:
             target, source = target.view(torch.int16), source.view(torch.int16)
@@ -321,7 +341,7 @@ def _encode_in_blocks(
 
     def encode_block(start: int, stop: int) -> None:
         part = _values(codec, x, start, stop, where)
-        with _placed(f"{where}, tokens {start} to {stop}"):
+        with _naming_place(f"{where}, tokens {start} to {stop - 1}"):
             encoded = run.encode(part, start)
         for name, entry in layout.items():
             if entry.per == "token":
@@ -335,7 +355,7 @@ def _encode_in_blocks(
     with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
         begin = partial(codec.begin, kernel=dispatch.encode, watch=measure) if isinstance(codec, WithSideCars) else codec.begin
-        with _placed(where):
+        with _naming_place(where):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
             run = begin(given, before)
         for_each_block(encode_block, blocks, x.device)
@@ -348,7 +368,7 @@ def _encode_in_blocks(
 
 
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the first token of each block that is encoded together, and the end of the last block."""
+    """Return the ranges of tokens to encode in one block each."""
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
     multiple = max(_GROUP_MULTIPLE, codec.summary.token_group)
@@ -360,9 +380,9 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of ``x`` in the form that the codec encodes.
+    """Return tokens ``[start, stop)`` of ``x`` in the dtype that the codec encodes.
 
-    Raises InvalidParameter for values that are not finite.
+    Raises InvalidParameter if a lossy codec gets values that are not finite.
     """
     part = x[:, :, start:stop]
     if codec.summary.exact_dtype is None:
@@ -372,7 +392,7 @@ def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) ->
 
 
 @contextlib.contextmanager
-def _placed(where: str) -> Iterator[None]:
+def _naming_place(where: str) -> Iterator[None]:
     try:
         yield
     except OutOfRange as error:
@@ -380,12 +400,12 @@ def _placed(where: str) -> Iterator[None]:
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return True if any value of ``x`` ``[batch, kv_head, token, dim]`` differs in ``values``, which is ``x`` in another dtype."""
+    """Return True if a value of ``x`` ``[batch, kv_head, token, dim]`` differs in ``values``, which is ``x`` in another dtype."""
     if RAW_NAMES[x.dtype] in EXACT_DTYPES[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
     for given, stored in zip(torch.split(x, size, 2), torch.split(values, size, 2), strict=True):
-        # A NaN that stays a NaN is not rounded.
+        # A NaN that remains NaN does not count as rounded.
         if ((stored.to(x.dtype) != given) & ~torch.isnan(given)).any():
             return True
     return False
@@ -393,15 +413,18 @@ def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def rounding_is_shown() -> Iterator[None]:
-    """Suppress RoundedWarning in all threads: for measurements, which show the cost of rounding themselves."""
+    """Suppress RoundedWarning in all threads, for measurements that report the cost of rounding themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundedWarning)
         yield
 
 
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
-    """Raise InvalidParameter, with ``where``, the position and the value, unless ``x``, whose tokens count from ``first``, is finite."""
-    # The sum is one cheap pass; only when it is not finite (it may just overflow) is every value examined.
+    """Raise InvalidParameter if ``x`` has a value that is not finite.
+
+    The message contains ``where``, the value and its place. Tokens of ``x`` are counted from ``first``.
+    """
+    # The sum is cheap. Only if it is not finite, which may be an overflow, is every value examined.
     if math.isfinite(x.sum().item()) or torch.isfinite(x).all():
         return
     batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
@@ -413,7 +436,7 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
 
 
 def room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
-    """Return memory for the norms of what ``codec``, without raw tokens, encodes of ``x``, if its errors are measured by them."""
+    """Return an uninitialized tensor for the norms that ``codec`` encodes of ``x``, without raw tokens; None if they are not needed."""
     summary = codec.summary
     if not summary.changes_norms or (summary.error_spread and not summary.shared_scales):
         return None
@@ -421,7 +444,7 @@ def room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _losses(run: EncodedRun) -> list[Loss]:
-    """Return what tokens lose, or cost others, in ``run``."""
+    """Return the losses of the tokens of ``run``: what they lose themselves, and what they cost others."""
     shared, losses = run.codec.summary.shared_scales, []
     if shared:
         measured = run.norms() if run.coded is None else run.coded
@@ -429,12 +452,12 @@ def _losses(run: EncodedRun) -> list[Loss]:
             losses.append(Loss(HEADS, shared_scale_factors(measured), SHARED_RATIO, SHARED_RATIO, measured))
         if TOKENS in shared:
             losses.append(Loss(TOKENS, widening_factors(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
-    # Of most runs no scale is too large.
+    # In most runs no scale is too large.
     return [loss for loss in losses if loss.factors.any()] + losses_of(run)
 
 
 def losses_of(run: EncodedRun) -> list[Loss]:
-    """Return what tokens of ``run`` lose by themselves, and what they cost others by a scale of their run."""
+    """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale of the run."""
     losses = []
     for kind, measure, ratios in ((_OWN, own_errors, (ERROR_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
         sizes = measure(run)
@@ -449,9 +472,9 @@ def losses_of(run: EncodedRun) -> list[Loss]:
 
 
 def excesses(run: EncodedRun) -> torch.Tensor | None:
-    """Return by how much the losses of tokens that are not raw exceed their bounds; None if none can.
+    """Return by how much the losses of tokens that are not raw exceed their limits; None if no token can lose anything.
 
-    Float32 ``[2, batch, token]``: ``Loss.factors`` over ``Loss.ratio``, and over ``Loss.warned``.
+    Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
     """
     losses = losses_of(run)
     if not losses:
@@ -464,10 +487,10 @@ def excesses(run: EncodedRun) -> torch.Tensor | None:
 
 
 def _misfit_of(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> Misfit | None:
-    """Return the largest of ``losses`` in tokens that are not ``kept``, bool ``[batch, token]``; None if nothing is lost.
+    """Return the largest of ``losses`` over tokens that are not ``kept``, bool ``[batch, token]``; None if nothing is lost.
 
-    ``keeps_large``: tokens of high norm are among the ``kept`` ones. A page with many large tokens in one head causes no warning unless
-    they are ``MANY_RATIO`` times as large as usual.
+    ``keeps_large`` is True if ``kept`` includes tokens of high norm. A page with many large tokens in a head causes no warning unless they
+    are more than ``MANY_RATIO`` times as large as usual.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:
@@ -487,7 +510,7 @@ def _misfit_of(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = N
 
 
 def _report(found: Misfit | None) -> None:
-    """Add ``found`` to the collection of the surrounding call; without one, issue its warning."""
+    """Add ``found`` to the list of a surrounding ``collected_misfits``, or issue its warning if there is none."""
     if found is None:
         return
     collected = _misfits.get()
@@ -499,7 +522,7 @@ def _report(found: Misfit | None) -> None:
 
 @contextlib.contextmanager
 def collected_misfits() -> Iterator[list[Misfit]]:
-    """Collect the misfits reported inside the block, for ``warn_of_misfits``."""
+    """Collect the misfits reported in the block, for ``warn_of_misfits``."""
     result: list[Misfit] = []
     before = _misfits.set(result)
     try:
@@ -509,7 +532,7 @@ def collected_misfits() -> Iterator[list[Misfit]]:
 
 
 def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
-    """Issue one KvpackWarning about ``found``, if it is not empty."""
+    """Issue one KvpackWarning about all of ``found``; none if it is empty."""
     if not found:
         return
     worst = max(found, key=lambda one: one.factor)

@@ -380,7 +380,7 @@ def _presets_for(dim: int, dtype: str) -> str:
             with contextlib.suppress(InvalidParameter):
                 _ = [rule.codec(dim, side, dtype) for rule in rules for side in rule.sides]
                 result[rules[0].codec_id] = name
-    return f"; presets that support head dim {dim} are  {', '.join(result.values())}" if result else ""
+    return f"; presets that support head dim {dim} are {', '.join(result.values())}" if result else ""
 
 
 def canonical_recorded_text(text: str) -> str:

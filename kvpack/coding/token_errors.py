@@ -1,6 +1,6 @@
-"""Tokens that lose precision, or cost others precision, by what was stored of them.
+"""Find tokens that lose precision themselves, or cost other tokens precision.
 
-What was stored tells cheaply which tokens may: only their pages are decoded, and their errors decide.
+A cheap test of the stored streams finds the tokens that may. Only their pages are decoded, and their errors decide.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 CODED_SPREAD = 1.4
-"""Norms of what maps and means leave of ordinary tokens are less than this many times the usual ones."""
+"""Norms of what maps and means leave of ordinary tokens are less than this many times the usual one."""
 
 _SAMPLED, _LEAST_SAMPLES = 32, 4
-"""One of this many tokens is enough to find the usual size of values, but not fewer than these of a short run."""
+"""One in ``_SAMPLED`` tokens is enough to estimate the usual size of values, but short runs use at least ``_LEAST_SAMPLES``."""
 
 
 @dataclass(frozen=True)
 class EncodedRun:
-    """Values of a run and their streams, whose errors are measured.
+    """Values of a run with their encoded streams, for measuring errors.
 
-    ``codec`` keeps no raw tokens, ``x`` is ``[batch, kv_head, token, dim]``, and ``norms()`` returns its norms ``[batch, kv_head, token]``.
-    ``coded`` are the norms of what was encoded, for codecs that change norms and have no ``error_sizes``. ``kept``, bool
-    ``[batch, token]``, are raw tokens, which do not count.
+    Args:
+        codec: Codec of the streams, without raw tokens.
+        x: The values, ``[batch, kv_head, token, dim]``.
+        streams: The encoded streams.
+        norms: Returns the norms of ``x``, ``[batch, kv_head, token]``.
+        coded: Norms of what was encoded, for codecs that change norms and have no ``error_sizes``.
+        kept: Raw tokens, bool ``[batch, token]``, which are not measured.
     """
 
     codec: Codec
@@ -47,17 +51,17 @@ class EncodedRun:
 
 
 def own_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return the factor by which each token's own error exceeds the usual one, float32 ``[batch, kv_head, token]``; None if none may.
+    """Return how many times each token's own error is the usual one, float32 ``[batch, kv_head, token]``; None if no token may exceed it.
 
-    The factor is that of the error, or that of its share of the token's norm if that is smaller: neither tokens that are large as a whole
-    nor small ones count.
+    Counts the smaller one of two factors: that of the error, and that of the error relative to the token's norm. So neither large nor small
+    tokens are reported for their norm alone.
     """
     codec, x, streams, coded, kept = run.codec, run.x, run.streams, run.coded, run.kept
     spread = codec.summary.error_spread
     if x.shape[2] < 3 or (not spread and coded is None):
-        # One of two tokens is not an outlier.
+        # Two tokens are too few for an outlier.
         return None
-    # Raw tokens were replaced by small values, and cannot hide others.
+    # Raw tokens were replaced by small values, so they cannot hide others.
     if spread:
         if not dispatch.has_large_error(codec, streams, spread, x.device):
             return None
@@ -67,31 +71,31 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
         if not has_large_size(coded, CODED_SPREAD):
             return None
         sizes = coded
-    left_out = None if kept is None or not kept.any() else kept[:, None]
-    suspects = exceeds_usual(_without(sizes, left_out), spread or CODED_SPREAD)
+    excluded = None if kept is None or not kept.any() else kept[:, None]
+    suspects = exceeds_usual(_without(sizes, excluded), spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
-    left_out = given <= 0 if left_out is None else (given <= 0) | left_out
-    # Sizes that are powers of two say little about shares.
-    larger = exceeds_usual(_without(sizes / given, left_out), 1.0 if spread else CODED_SPREAD)
+    excluded = given <= 0 if excluded is None else (given <= 0) | excluded
+    # Sizes relative to the norm are imprecise if sizes are powers of two.
+    larger = exceeds_usual(_without(sizes / given, excluded), 1.0 if spread else CODED_SPREAD)
     if larger is None or not (suspects := suspects & larger).any():
         return None
     result = torch.zeros_like(given)
-    for start, stop in _stretches(codec, suspects):
+    for start, stop in _measured_ranges(codec, suspects):
         decoded = dispatch.decode(codec, _slice(codec, streams, start, stop))
         error = torch.linalg.vector_norm(decoded.sub_(x[:, :, start:stop]), dim=3)
         part = slice(start, stop)
-        errors = (_without(size, left_out[:, :, part]) for size in (error, error / given[:, :, part]))
+        errors = (_without(size, excluded[:, :, part]) for size in (error, error / given[:, :, part]))
         factors = torch.minimum(*(size / usual_norms(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
         result[:, :, part] = torch.where(suspects[:, :, part], factors, result[:, :, part])
     return result
 
 
 def crowding(run: EncodedRun) -> torch.Tensor | None:
-    """Return the factor by which each token makes a scale of its run too large for others, float32 ``[batch, kv_head, token]``.
+    """Return how many times too large each token makes a scale of its run for others, float32 ``[batch, kv_head, token]``.
 
-    The result is None if the scales fit.
+    Returns None if the scales fit all tokens.
     """
     codec, x, kept = run.codec, run.x, run.kept
     least = codec.min_sizes(run.streams)
@@ -104,7 +108,7 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
         return None
     sizes = sizes_of(sample)
     sizes = _without(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
-    # A rest that fills no page may have one token.
+    # Tokens after the last full page are omitted, because they may be too few.
     page = min(sizes.shape[2], PAGE_TOKENS // step)
     pages = sizes[:, :, : sizes.shape[2] // page * page].reshape(*sizes.shape[:2], -1, page)
     smallest = pages.nanmedian(3).values.nan_to_num(torch.inf).amin(2, keepdim=True)
@@ -123,12 +127,15 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
 
 
 def sample_step(tokens: int) -> int:
-    """Return how many tokens apart those are that ``crowding`` finds the usual size of ``tokens`` tokens by."""
+    """Return the distance in tokens between the samples by which ``crowding`` estimates the usual size in a run of ``tokens``."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _LEAST_SAMPLES)
 
 
 def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:
-    """Return True if no token of ``sample`` ``[batch, kv_head, token, dim]`` is smaller than the largest of ``Codec.least_sizes``."""
+    """Return True if no token of ``sample`` ``[batch, kv_head, token, dim]`` is too small for the scales of its run.
+
+    ``least`` are the sizes from ``Codec.min_sizes``.
+    """
     return float(dispatch.norms(sample).amin()) >= float(least.amax()) * math.sqrt(sample.shape[3])
 
 
@@ -137,12 +144,12 @@ def sizes_of(x: torch.Tensor) -> torch.Tensor:
     return dispatch.norms(x) / math.sqrt(x.shape[3])
 
 
-def _without(sizes: torch.Tensor, left_out: torch.Tensor | None) -> torch.Tensor:
-    return sizes if left_out is None else sizes.masked_fill(left_out, torch.nan)
+def _without(sizes: torch.Tensor, excluded: torch.Tensor | None) -> torch.Tensor:
+    return sizes if excluded is None else sizes.masked_fill(excluded, torch.nan)
 
 
-def _stretches(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """The tokens ``[start, stop)`` that the usual errors of pages with ``suspects`` are measured by."""
+def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Return the ranges of tokens ``[start, stop)`` whose errors are measured: those of pages with ``suspects``."""
     tokens = suspects.shape[2]
     if codec.summary.entries:
         yield 0, tokens
@@ -150,7 +157,7 @@ def _stretches(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]
     unit = math.lcm(PAGE_TOKENS, *(layout.tokens_per_row for layout in codec.row_layouts.values()))
     for number in torch.unique(suspects.any(0).any(0).nonzero()[:, 0] // unit).tolist():
         start, stop = number * unit, min(number * unit + unit, tokens)
-        # Last tokens that fill no page are measured by the last ones that do.
+        # Tokens after the last full page are compared with those of that page.
         yield (max(0, start - unit) if stop - start < PAGE_TOKENS else start), stop
 
 

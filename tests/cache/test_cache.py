@@ -346,7 +346,7 @@ def test_objects_describe_themselves_in_a_line() -> None:
 
 def test_a_norm_beyond_its_width_is_refused() -> None:
     k, v = random_pairs(1, 40)[0]
-    with pytest.raises(OutOfRange, match=r"layers\[0\].k, tokens 0 to 40: .*65504"):
+    with pytest.raises(OutOfRange, match=r"layers\[0\].k, tokens 0 to 39: .*65504"):
         kvpack.pack([(k * 1e6, v)], "k=octahedral:b=3;v=group:b=3")
 
 

@@ -136,14 +136,14 @@ PLACES = {
         200,
         1e6,
         "outliers=3",
-        ", tokens 128 to 256: the outlier at batch 1, head 2, token 72, channel 9 of the coded frame is 1e",
+        ", tokens 128 to 255: the outlier at batch 1, head 2, token 72, channel 9 of the coded frame is 1e",
     ),
-    "a raw token": (4, -7e4, "sinks=6", ", tokens 0 to 128: the raw token at batch 1, head 2, token 4 is -70000 at channel 9"),
+    "a raw token": (4, -7e4, "sinks=6", ", tokens 0 to 127: the raw token at batch 1, head 2, token 4 is -70000 at channel 9"),
     "a raw token of a measured run": (
         150,
         -7e4,
         "sinks=200,channel_scale=fp16",
-        ": tokens 128 to 256: the raw token at batch 1, head 2, token 22 is -70000 at channel 9, but the largest fp16 is 65504",
+        ": tokens 128 to 255: the raw token at batch 1, head 2, token 22 is -70000 at channel 9, but the largest fp16 is 65504",
     ),
 }
 
@@ -192,5 +192,5 @@ def test_another_recipe_of_the_same_codec_keeps_what_is_packed() -> None:
     x = values(1, 2, 80, DIM)
     cache = kvpack.pack([(x, x)], "kv=scalar:b=2,outliers=3")
     assert cache.convert("kv=scalar:b=2,outliers=9")[0].k.runs[0] is cache[0].k.runs[0]
-    with pytest.raises(KvpackError, match="head dim that is a multiple of 4"):
+    with pytest.raises(KvpackError, match="dim is 62, expected a multiple of 4"):
         kvpack.pack([(x[..., :62], None)], "kv=scalar:b=2,rotation=none,outliers=3")

@@ -70,7 +70,7 @@ MAX_WINDOW = 1 << 20
 _ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f";{CALIBRATED_RAW_CLAUSE}"}
 """Text that ``klt-<bits>`` and ``transform-<bits>`` add after the bits. Clauses written out in full are not affected by a change."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
-_CODEC = re.compile(r"=([a-z]+)(?=[:;]|$)")
+_CODEC = re.compile(r"(?:^|[;:])(?:k|v|kv)=([a-z]+)")
 """A codec's id in a recipe."""
 _WINDOW = ("window=", "tail=")
 """Prefixes of a window clause. The canonical text, on which store keys depend, uses the second."""
@@ -394,9 +394,9 @@ def canonical_recorded_text(text: str) -> str:
 @lru_cache(maxsize=256)
 def preset_of(text: str) -> str:
     """Return the name of the preset with the canonical text ``text``; empty if there is none. kvpack's own presets come first."""
-    codecs = _CODEC.findall(text)
+    codecs = set(_CODEC.findall(text))
     names = [*OWN_PRESETS, *(name for name in PRESETS if name not in OWN_PRESETS)]
-    same = (name for name in names if _CODEC.findall(PRESETS[name]) == codecs)
+    same = (name for name in names if set(_CODEC.findall(PRESETS[name])) == codecs)
     return next((name for name in same if Recipe(name).canonical == text), "")
 
 

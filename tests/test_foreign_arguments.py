@@ -289,12 +289,13 @@ CALLS = entries(Path(_FOLDER.name))
 PARTS = {
     "Cache": {"check_ends"},
     "Identity": {"of_header", "of_parts", "weights_of_kind"},
-    "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice"},
+    "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice", "to_features"},
     "LiveCache": {"snapshot"},
     "PageCodec": {"checked"},
     "PageGeometry": {"codec", "slots"},
+    "PageStore": {"put_new"},
     "Recipe": {"check_layers", "recorded"},
-    "Side": {"followed_by", "frame", "moved", "norms", "place", "repacked", "tiles"},
+    "Side": {"frame", "map_buffers", "norms", "repack", "run_at", "tiles", "with_run"},
 }
 """Methods that other modules of kvpack call, with arguments that are checked before."""
 CLASSES = (

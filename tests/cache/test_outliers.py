@@ -130,7 +130,13 @@ def far_from_the_others(factor: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("factor", [12.0, 18.0])
 @pytest.mark.parametrize(
-    "recipe", ["kvpack-2", "kvpack-3", "kvpack-3-trellis", "k=group:b=3,axis=channel,mean=32,channel_scale=fp16;v=raw;raw=4,0.6,4"]
+    "recipe",
+    [
+        "k=scalar:b=2,mean=128,channel_scale=fp16;v=scalar:b=2;raw=4,0.6,4",
+        "kvpack-3",
+        "kvpack-3-trellis",
+        "k=group:b=3,axis=channel,mean=32,channel_scale=fp16;v=raw;raw=4,0.6,4",
+    ],
 )
 def test_a_token_that_maps_and_means_do_not_fit_is_raw_or_named(recipe: str, factor: float) -> None:
     k = far_from_the_others(factor)

@@ -28,9 +28,17 @@ def check_basis(file: File) -> None:
             if side is not None:
                 what = f"{number}.{name}"
                 dtypes = [stream.dtype for stream in side.codec.streams.values() if isinstance(stream, NumberStream)]
-                require(side.codec.id == "raw" and dtypes[0] in ("F16", "F32"), rule, f"{what}: codec {side.codec.id} {dtypes}")
-                require(side.batch == 1 and side.tail == 0, rule, f"{what}: batch {side.batch}, tail {side.tail}")
-                require(side.packed >= basis_rows(side.codec.dim), rule, f"{what}: {side.packed} rows")
+                require(
+                    side.codec.id == "raw" and dtypes[0] in ("F16", "F32"),
+                    rule,
+                    f"{what} has the codec {side.codec.id} and the dtypes {dtypes}, expected raw with F16 or F32",
+                )
+                require(side.batch == 1 and side.tail == 0, rule, f"{what} has batch {side.batch} and tail {side.tail}, expected 1 and 0")
+                require(
+                    side.packed >= basis_rows(side.codec.dim),
+                    rule,
+                    f"{what} has {side.packed} rows, expected at least {basis_rows(side.codec.dim)}",
+                )
 
 
 FRAMES = "basis.md, Transform matrices"
@@ -48,7 +56,7 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
             if frames is None and scales is None:
                 continue
             if frames is None or scales is None or side is None:
-                refuse(FRAMES, f"{number}.{name} has not all of rows, frames and scales")
+                refuse(FRAMES, f"{number}.{name} must have rows, frames and scales")
             framed, dim = True, side.codec.dim
             shapes: dict[tuple[int, ...], tuple[int, ...]] = {
                 (1, f, 1 + n, n): (1, f, n) for f, n in ((side.heads, dim), (1, side.heads * dim))
@@ -66,7 +74,7 @@ def check_frames(file: File, states: Mapping[str, Tensor]) -> None:
     if not framed and frequencies is None and values is None:
         return
     if frequencies is None or values is None:
-        refuse(FRAMES, "layer 0 has not both table.frequencies and table.values")
+        refuse(FRAMES, "layer 0 must have both table.frequencies and table.values")
     shape = frequencies.shape
     is_valid = frequencies.dtype == "U16" and len(shape) == 3 and shape[1] <= 64 and shape[2] in range(4, 257, 2)
     require(is_valid, FRAMES, f"{frequencies.name} is {frequencies.dtype} {shape}")

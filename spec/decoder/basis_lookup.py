@@ -49,7 +49,9 @@ def basis_values(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[f
     basis = file.layers[layer][name]
     assert basis is not None
     same = (basis.heads, basis.codec.dim) == (side.heads, side.codec.dim)
-    require(same, rule, f"{prefix}*: the basis has {basis.heads} heads of {basis.codec.dim} channels")
+    require(
+        same, rule, f"{prefix}*: the basis has {basis.heads} heads of {basis.codec.dim} channels, expected {side.heads} of {side.codec.dim}"
+    )
     if side.codec.scope:
         return frame_values(side, prefix, file)
     size = basis.packed * basis.codec.dim

@@ -108,6 +108,6 @@ def refuse_newer(data: bytes, more_codecs: Sequence[str] = ()) -> None:
             seen.add(key or b"")
     except UnexpectedEnd:
         pass
-    require(version <= FORMAT, "container.md, Fields", f"format is {version}, known is {FORMAT}")
+    require(version <= FORMAT, "container.md, Fields", f"format is {version}, expected at most {FORMAT}")
     require(not unknown.get(b"required"), "container.md, Header tensor", f"unknown required features {unknown.get(b'required')}")
     require(not unknown.get(b"codecs"), "container.md, Fields", f"unknown codecs {unknown.get(b'codecs')}")

@@ -56,7 +56,7 @@ def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
 
     ``bases`` are the basis files that the caller has.
     """
-    require(data[:16] == ROW_MAGIC, ROW, "this is no row of version 1")
+    require(data[:16] == ROW_MAGIC, ROW, "the data does not begin with the magic of a row of version 1")
     length, stored = word64(data, 16), word64(data, 24)
     most = min(len(data), MAX_ROW_BYTES)
     require(FRAME_BYTES <= length <= most, ROW, f"the length is {length}, of at most {most} bytes")
@@ -75,7 +75,7 @@ def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
                 contents[tensor.name] = data[begin : begin + tensor.bytes]
                 require(not any(data[begin + tensor.bytes : end]), ROW, f"the padding of {tensor.name} is not zero")
                 begin = end
-    require(begin == length, ROW, f"the streams end at {begin}, and the row at {length}")
+    require(begin == length, ROW, f"the streams end at {begin}, but the row ends at {length}")
     for number, layer in enumerate(file.layers):
         for name, side in layer.items():
             if side is not None:
@@ -89,9 +89,13 @@ def take_page(header: dict[str, Any]) -> File:
     is_plain = header.get("tensors") == [] and isinstance(required, list) and all(name in CODEC_FEATURES for name in required)
     require(is_plain, ROW, "the description names tensors or features")
     file = take_header(header, {**CODECS, "opaque": opaque}, without_tensors=True)
-    require(file.start == 0 and not file.model and list(file.ignorable) == [PAGE_DTYPE], ROW, "the description has other fields")
+    require(
+        file.start == 0 and not file.model and list(file.ignorable) == [PAGE_DTYPE],
+        ROW,
+        "the description has a start, a model or other ignorable features",
+    )
     dtype = file.ignorable[PAGE_DTYPE]
-    require(dtype in PAGE_DTYPES, ROW, f"the dtype is {dtype!r}")
+    require(dtype in PAGE_DTYPES, ROW, f"the dtype is {dtype!r}, expected one of {PAGE_DTYPES}")
     sides = [side for layer in file.layers for side in layer.values() if side]
     require(all(layer["k"] for layer in file.layers), ROW, "a layer has no k")
     require(len(sides) in (len(file.layers), 2 * len(file.layers)), ROW, "some layers have no v")
@@ -100,5 +104,9 @@ def take_page(header: dict[str, Any]) -> File:
         other_entries = set(side.entries) - {"raw_positions", "raw_values"}
         plain = (side.batch, len(side.runs), side.tail, side.window, len(other_entries)) == (1, 1, 0, 0, 0)
         require(plain, ROW, "a side has sequences, runs, a tail, a window or entries")
-        require(dtype != b"u8" or side.codec.id == "opaque", "row.md, Other dtypes", f"bytes are stored by {side.codec.id}")
+        require(
+            dtype != b"u8" or side.codec.id == "opaque",
+            "row.md, Other dtypes",
+            f"bytes are stored by the codec {side.codec.id}, expected opaque",
+        )
     return file

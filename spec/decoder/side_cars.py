@@ -33,7 +33,7 @@ def take_choice(value: Any, allowed: Mapping[str, str], what: str) -> str:
 
 def take_flags(value: Mapping[str, Any], symbols: int, what: str) -> Columns:
     fields = value["fields"]
-    require(isinstance(fields, int), SIDE_CARS, f"{what}: fields is {fields!r}")
+    require(isinstance(fields, int), SIDE_CARS, f"{what}: fields is {fields!r}, expected an integer")
     require(within_limits((2,), fields), "packing.md, Bit packing", f"{what} has {fields} fields a column")
     return Columns(symbols, (2,), fields, (2,))
 
@@ -42,11 +42,19 @@ def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]
     """Return the side-cars that the map of a codec names, each within its ranges."""
     names = [name for name in SIDE_CAR_KEYS if name in entry]
     require(list(entry)[len(entry) - len(names) :] == names, SIDE_CARS, f"the keys of {codec.id} are in the order {list(entry)}")
-    require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}")
-    require(not names or codec.id != "lossless", "codecs/lossless.md, Parameters and ranges", f"lossless has the side-cars {names}")
+    require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}, but supports none")
+    require(
+        not names or codec.id != "lossless",
+        "codecs/lossless.md, Parameters and ranges",
+        f"lossless has the side-cars {names}, but supports none",
+    )
     for codec_id in ("klt", "transform"):
         is_supported = codec.id != codec_id or names in ([], ["raw_positions"])
-        require(is_supported, f"codecs/{codec_id}.md, Parameters and ranges", f"{codec_id} has the side-cars {names}")
+        require(
+            is_supported,
+            f"codecs/{codec_id}.md, Parameters and ranges",
+            f"{codec_id} has the side-cars {names}, but supports only raw_positions",
+        )
     return {name: take_side_car(name, entry[name], codec) for name in names}
 
 
@@ -80,8 +88,12 @@ def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
         refuse(SIDE_CARS, f"{name} is {value!r}, not a map of {keys}")
     if name == "key_mean":
         tokens, bits = value["tokens"], value["bits"]
-        require(tokens in [2**power for power in range(3, 11)], SIDE_CARS, f"key_mean has tokens {tokens!r}")
-        require(bits in (4, 8), SIDE_CARS, f"key_mean has bits {bits!r}")
+        require(
+            tokens in [2**power for power in range(3, 11)],
+            SIDE_CARS,
+            f"key_mean has tokens {tokens!r}, expected a power of two from 8 to 1024",
+        )
+        require(bits in (4, 8), SIDE_CARS, f"key_mean has bits {bits!r}, expected 4 or 8")
         require(bits == 8 or dim % 2 == 0, SIDE_CARS, f"key_mean of 4 bits with head dim {dim}")
         require(codec.token_group == 1, SIDE_CARS, f"key_mean of {codec.id}, which has the token group {codec.token_group}")
         means = NumberStream(name, "U8", (dim * bits // 8,), tokens)

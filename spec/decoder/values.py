@@ -108,11 +108,11 @@ def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
         t = low + 2**16 * middle + 2**32 * high - 1
         what = f"{prefix}raw_positions: entry {entry} is token {t} of sequence {b}"
         if t < 0:
-            require(b == 0, rule, f"{what}, and unused")
+            require(b == 0, rule, f"{what}, but an unused entry must be zero")
             continue
-        require(len(result) == entry, rule, f"{what}, behind one that is unused")
-        require(t < side.packed and b < side.batch, rule, f"{what}, of {side.packed} and {side.batch}")
-        require((t, b) > last, rule, f"{what}, behind {last}")
+        require(len(result) == entry, rule, f"{what}, but follows an unused entry")
+        require(t < side.packed and b < side.batch, rule, f"{what}, but there are {side.packed} tokens and {side.batch} sequences")
+        require((t, b) > last, rule, f"{what}, but follows (token, sequence) {last}")
         last = t, b
         result[last] = entry
     size = side.heads * side.codec.dim

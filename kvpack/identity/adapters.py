@@ -71,7 +71,9 @@ def _known_attributes(layer: Any) -> set[str]:
 def _layer_state(part: ModelPart, chosen: list[str]) -> list[Any]:
     layer: Any = part.module
     if any(getattr(layer, "sample_at_inference", {}).get(name) for name in chosen):
-        raise InvalidParameter(f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference: its values are random")
+        raise InvalidParameter(
+            f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference, so its values are random: turn that off"
+        )
     others = _known_attributes(layer) - set(chosen)
     state = {"disabled": layer.disable_adapters, "merged": list(getattr(layer, "merged_adapters", ())), "applied": chosen}
     return [class_name(type(layer)), sorted(state.items()), _module_state(part.name, layer, others)]

@@ -42,5 +42,5 @@ def windows_of(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]
     result = dict(windows or {})
     for number, window in result.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:
-            raise InvalidParameter(f"windows[{number!r}] is {window!r}, expected tokens by the number of a layer, 0 to {layers - 1}")
+            raise InvalidParameter(f"windows[{number!r}] is {window!r}, expected tokens by layer number from 0 to {layers - 1}")
     return result

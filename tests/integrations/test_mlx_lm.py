@@ -215,7 +215,7 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K, V)], "raw", start=5), path)
     with pytest.raises(InvalidParameter, match="layer 0 contains no keys or no values"):
         export_prompt_cache(kvpack.pack([(K, None)], "raw"), path)
-    with pytest.raises(InvalidParameter, match=r"windows\[3\] is 16, expected tokens by the number of a layer, 0 to 0"):
+    with pytest.raises(InvalidParameter, match=r"windows\[3\] is 16, expected tokens by layer number from 0 to 0"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, windows={3: 16})
     with pytest.raises(InvalidParameter, match="dtype is 'int8', expected one of bf16, fp16, fp32"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, dtype="int8")

@@ -376,8 +376,8 @@ class Tracking:
     def check_generate(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
         """Check the token ids given to ``model.generate`` with a cache. Raises InvalidParameter unless they begin with the cache's.
 
-        In the first pass of assisted decoding, and of an encoder-decoder, set how many of them are to be computed, because transformers
-        computes all.
+        For the first pass of assisted decoding or of an encoder-decoder, also set how many of them must be computed, because transformers
+        would compute all.
         """
         if arguments.get("use_cache") is False:
             raise InvalidParameter(

@@ -148,7 +148,7 @@ FIT_BADLY = [
     ("fp8", "v", 1e6),
     ("nvfp4", "v", 1e6),
     ("int-3", "v", 40.0),
-    ("kvpack-2", "k", 40.0),
+    ("k=scalar:b=2,mean=128,channel_scale=fp16;v=scalar:b=2;raw=4,0.6,4", "k", 40.0),
     ("k=scalar:b=3,mean=32;v=raw;raw=0,0.6,4", "k", 40.0),
 ]
 

@@ -297,7 +297,7 @@ class _Measurement:
             path = os.path.join(folder, "window.kvpack")
             self.of_peers = [[] for _ in self.peers]
             read = [self._windows(part, path) for part in self.parts]
-            exact_answers, answers = self._needles(path)
+            exact_answers, answers = self._answer_needles(path)
             written = self._generated(path)
         (begun, exact_losses, forgotten, measured), *others = read
         recalls = [None if not self.sizes.needles else recall(result) for result in answers]
@@ -352,7 +352,7 @@ class _Measurement:
                 else:
                     yield needles.pass_key(self.long, ids, (number + 0.5) / count, generator)
 
-    def _needles(self, path: str) -> tuple[list[NeedleAnswer], list[list[NeedleAnswer]]]:
+    def _answer_needles(self, path: str) -> tuple[list[NeedleAnswer], list[list[NeedleAnswer]]]:
         exact_answers: list[NeedleAnswer] = []
         result: list[list[NeedleAnswer]] = [[] for _ in self.recipes]
         for prompt in self._prompts():

@@ -78,7 +78,7 @@ def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasure
     log_perplexity, kl_divergence, same_choices = compare_predictions(exact, read_over(model, exact, cache, step))
     kept = [x for layer in cache.layers for x in _layer_tensors(layer)]
     values = sum(k.numel() + v.numel() for k, v in exact.pairs)
-    return PeerMeasured(log_perplexity, kl_divergence, same_choices, sum(map(_bytes, kept)), values)
+    return PeerMeasured(log_perplexity, kl_divergence, same_choices, sum(map(_stored_bytes, kept)), values)
 
 
 def _layer_tensors(layer: Any) -> Iterator[torch.Tensor]:
@@ -92,5 +92,5 @@ def _layer_tensors(layer: Any) -> Iterator[torch.Tensor]:
             yield from (quantized._data._data, quantized._scale, quantized._shift)
 
 
-def _bytes(x: torch.Tensor) -> int:
+def _stored_bytes(x: torch.Tensor) -> int:
     return x.numel() * (KEPT_BYTES if x.is_floating_point() else x.element_size())

@@ -182,7 +182,7 @@ class _Scale:
 
     def stats(self) -> dict[str, float]:
         with self._store() as store:
-            return {"stats, first": _ms(store.stats), "stats": statistics.median(_ms(store.stats) for _ in range(5))}
+            return {"stats, first": _milliseconds(store.stats), "stats": statistics.median(_milliseconds(store.stats) for _ in range(5))}
 
     def save(self) -> dict[str, float]:
         """Save 10 chunks at the budget; return the wall time and, for a folder, the CPU time of the rounds that make room."""
@@ -216,7 +216,7 @@ class _Scale:
 
     def collect(self) -> dict[str, float]:
         with self._store() as store:
-            return {"collect": _ms(store.collect)}
+            return {"collect": _milliseconds(store.collect)}
 
     def command(self, name: str) -> dict[str, float]:
         """Run a kvpack command in its own process, as an operator does."""
@@ -236,7 +236,7 @@ class _Scale:
 
     def _looked(self, look: Callable[[Any], int], count: int) -> float:
         prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]
-        taken = [_ms(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
+        taken = [_milliseconds(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
                 f"{self._location}: contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty location, or the "
@@ -255,7 +255,7 @@ class _Scale:
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
             for turn in range(SAVES):
                 ids = _ids(self._new + worker * 10**6 + turn)[: 10 * CHUNK]
-                taken.append(_ms(partial(store.save, ids, self._ten)))
+                taken.append(_milliseconds(partial(store.save, ids, self._ten)))
             refused = store.counters()["refused_chunks"]
         self._new += SAVES
         return taken, refused
@@ -265,7 +265,7 @@ class _Scale:
         context = multiprocessing.get_context("fork")
         results, budget = context.Queue(), self._budget()
 
-        def work(worker: int) -> None:
+        def run_worker(worker: int) -> None:
             torch.set_num_threads(1)
             waits: list[float] = []
             with _timed_waits(waits):
@@ -274,7 +274,7 @@ class _Scale:
                 after = resource.getrusage(resource.RUSAGE_SELF)
             results.put(((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / SAVES, waits, refused))
 
-        workers = [context.Process(target=work, args=(number,)) for number in range(processes)]
+        workers = [context.Process(target=run_worker, args=(number,)) for number in range(processes)]
         for worker in workers:
             worker.start()
         result: list[tuple[float, list[float], int]] = [results.get() for _ in workers]
@@ -334,7 +334,7 @@ def _ids(number: int) -> list[int]:
     return [number % 2**31, number // 2**31, *range(CHUNK * CHUNKS - 2)]
 
 
-def _ms(call: Callable[[], object]) -> float:
+def _milliseconds(call: Callable[[], object]) -> float:
     """Return the time of a call in milliseconds."""
     begun = time.perf_counter()
     call()

@@ -52,7 +52,7 @@ def check(recipe: str) -> None:
     if recipe.startswith(NAME):
         _widths(recipe)
     elif recipe.startswith(TRANSFORM):
-        _rate(recipe)
+        _parse_recipe(recipe)
     else:
         parse_recipe(recipe)
 
@@ -63,7 +63,7 @@ def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis
     The model has ``heads`` KV heads, and keys and values of the head dims ``dims``.
     """
     if recipe.startswith(TRANSFORM):
-        rate, scope = _rate(recipe)
+        rate, scope = _parse_recipe(recipe)
         return f"kv=transform:bits={rate}", _frames_basis(scope, heads, dims)
     if recipe.startswith(NAME):
         basis, bits = _basis(recipe, heads, dims)
@@ -126,7 +126,7 @@ def _weight(width: int) -> float:
     return _SLOPE / math.sqrt(last * following)
 
 
-def _rate(recipe: str) -> tuple[str, str]:
+def _parse_recipe(recipe: str) -> tuple[str, str]:
     """Return the bits per value, and the scope of frames."""
     match = re.fullmatch(rf"{TRANSFORM}([0-9.]+):({'|'.join(SCOPES)})", recipe)
     if match is None:

@@ -34,7 +34,7 @@ class Bus(Protocol):
         ...
 
     def mark(self) -> Any:
-        """Return a mark after all copies started so far."""
+        """Return a mark for ``wait``, which then waits for all copies started so far."""
         ...
 
     def wait(self, mark: Any) -> None:

@@ -297,7 +297,7 @@ def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
 
 
 def lock_now(descriptor: int) -> bool | None:
-    """Take an exclusive lock that lasts until the descriptor is closed. False if it is taken; None if files cannot be locked."""
+    """Lock a file until its descriptor is closed. Returns False if another has the lock, and None if files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

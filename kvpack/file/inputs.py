@@ -216,7 +216,7 @@ class Inputs:
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **earlier, **ignorable}
 
     def _earlier(self, start: int) -> tuple[bytes, ...] | None:
-        """Return the digests of the ids of each row before the first token, at position ``start``; None if not all are known."""
+        """Return a digest of each sequence's ids before the first token, at position ``start``; None if some ids are unknown."""
         if self.earlier is not None or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
             return self.earlier
         return tuple(hashlib.sha256(ids).digest() for ids in self.before)

@@ -301,9 +301,7 @@ def _explain(report: dict[str, Any]) -> None:
     print("Recipes without a kernel are decoded first and attended with PyTorch: times cover the whole call. Errors are relative to fp64.")
     recipes = {row["recipe"] for table in [*report["shapes"], *report["sweep"]] for row in table["rows"]}
     if any(recipe.startswith(synthetic_basis.NAME) for recipe in recipes):
-        print(
-            f"{synthetic_basis.NAME}... is klt with these run widths and a random basis: it measures speed, not quality."
-        )
+        print(f"{synthetic_basis.NAME}... is klt with these run widths and a random basis: it measures speed, not quality.")
     for recipe, whose in synthetic_basis.LAYERS.items():
         if recipe in recipes:
             print(f"{recipe} uses the widths of {whose}.")

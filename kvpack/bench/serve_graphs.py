@@ -19,7 +19,9 @@ ROOM = 256
 
 
 def flash_attention() -> AbstractContextManager[None]:
-    """Return a context in which SDPA is FlashAttention; otherwise PyTorch chooses, on an H100 cuDNN's, which plans again for each length.
+    """Return a context in which SDPA uses FlashAttention.
+
+    Otherwise PyTorch chooses; on an H100 it chooses cuDNN's kernel, which makes a new plan for each length.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

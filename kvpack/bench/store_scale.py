@@ -67,9 +67,7 @@ TARGETS = {
 }
 
 
-def run(
-    location: str, entries: int, recipe: str = RECIPE, rows: Sequence[str] = ROWS, progress: Progress | None = None
-) -> dict[str, Any]:
+def run(location: str, entries: int, recipe: str = RECIPE, rows: Sequence[str] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
     """Fill ``location`` up to ``entries``, measure ``rows`` there, and return a report as JSON values. ``progress`` counts new entries.
 
     Raises InvalidParameter for fewer entries than two prefixes have, for unknown rows, and for a recipe that does not encode chunks of this

@@ -235,9 +235,7 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
     Only checks caches for which all keys and values are tensors and were recorded.
     """
     tensors = {
-        (number, name): (x, start + layer.skipped)
-        for number, layer in enumerate(states)
-        for name, x in (("k", layer.k), ("v", layer.v))
+        (number, name): (x, start + layer.skipped) for number, layer in enumerate(states) for name, x in (("k", layer.k), ("v", layer.v))
     }
     sums = inputs.sums or {}
     if sums.keys() != {key for key, (x, _) in tensors.items() if has_checksums(x)}:

@@ -344,7 +344,7 @@ class Side:
         device = checked_device(device)
         return self.map_buffers(lambda tensor: tensor.to(device))
 
-    def map_buffers(self, change:  Callable[[torch.Tensor], torch.Tensor]) -> Side:
+    def map_buffers(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Side:
         """Return the side with ``change`` applied to each buffer."""
         runs = self._runs.mapped(self.codec, lambda streams: {name: change(stream) for name, stream in streams.items()})
         return replace(self, runs=runs, tail=change(self.tail))
@@ -388,9 +388,7 @@ def check_tensor(x: Any, where: str) -> None:
         raise InvalidType(f"{where}: dtype {x.dtype}, expected bfloat16, float16 or float32")
 
 
-def pack_side(
-    x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None
-) -> Side:
+def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None) -> Side:
     """Encode ``x``, whose first token is at position ``first``, with ``codec``, and keep the tail that ``window`` leaves raw.
 
     ``norms`` ``[batch, kv_head, token]`` are the norms of the layer's keys, if known.

@@ -186,9 +186,7 @@ def _hide_tokens(
     _mask_by_sequence(scores, query_positions, lengths, torch.arange(start, stop, device=scores.device), causal, sliding_window)
 
 
-def _zero_hidden(
-    values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None
-) -> torch.Tensor:
+def _zero_hidden(values: torch.Tensor, start: int, stop: int, *, lengths: torch.Tensor | None, starts: torch.Tensor | None) -> torch.Tensor:
     """Return the values of tokens ``[start, stop)``, with zeros for tokens outside a sequence's range.
 
     Raw values may be NaN, and a weight of 0 times NaN would still be NaN.

@@ -169,9 +169,7 @@ def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     result = dict(zip(("layers", "heads", "dim"), (basis.layers_described, *shape), strict=True))
     for name in result.keys() & requested.keys():
         if requested[name] != result[name]:
-            raise InvalidParameter(
-                f"--{name} is {requested[name]}, but {basis.where} is for caches with {result[name]}: omit --{name}"
-            )
+            raise InvalidParameter(f"--{name} is {requested[name]}, but {basis.where} is for caches with {result[name]}: omit --{name}")
     return requested | result
 
 

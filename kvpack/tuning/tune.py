@@ -185,9 +185,7 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
     """
     codecs = parse_candidates(candidates)
     if only_attendable and (decoded := next((codec for result in codecs.values() for codec in result if not is_attendable(codec)), None)):
-        raise InvalidParameter(
-            f"--candidate is {decoded!r}, which attention must decode tile by tile: omit this candidate or --attendable"
-        )
+        raise InvalidParameter(f"--candidate is {decoded!r}, which attention must decode tile by tile: omit this candidate or --attendable")
     return codecs
 
 

@@ -57,7 +57,7 @@ def test_numbers_that_measure_nothing_are_refused(name: str) -> None:
 
 
 def test_a_location_is_filled_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LOOKED", 2), ("SAVES", 4), ("PROCESSES", 2)):
+    for name, value in (("LOOKUPS", 2), ("SAVES", 4), ("PROCESSES", 2)):
         monkeypatch.setattr(store_scale, name, value)
     rows = [word for row in ("match", "load", "stats", "save", "processes", "collect", "stat") for word in ("--row", row)]
     words = ["bench", "store", "--location", str(tmp_path), "--entries", "300", "--json"]

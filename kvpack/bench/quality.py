@@ -409,7 +409,7 @@ def rounded(value: Any) -> Any:
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
         return {name: rounded(part) for name, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, list) else value
+    return [rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:

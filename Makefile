@@ -39,7 +39,7 @@ unit: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PYTEST) -m "not scenario" $(KERNEL_TESTS)
 
 # The tests marked scenario: whole programs, stores under faults, readers without guards, models of every kind, compiled models, and
-# what the interpreter takes seconds for.
+# whatever takes more than a second, with all its parameters.
 scenarios: $(INSTALLED)
 	$(PYTEST) -m scenario
 	TRITON_INTERPRET=1 $(PYTEST) -m scenario $(KERNEL_TESTS)

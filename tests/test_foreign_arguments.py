@@ -330,6 +330,7 @@ def test_every_public_function_is_tried() -> None:
     assert missing == []
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("call", "given"), CALLS.values(), ids=CALLS)
 def test_foreign_arguments(call: Callable[..., Any], given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

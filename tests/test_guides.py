@@ -95,6 +95,7 @@ def test_the_compose_file_starts_what_the_guide_does() -> None:
     assert worker["environment"]["KVPACK_STORE"].startswith("redis://redis:")
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("chat_model")
 @pytest.mark.parametrize("guide", [pytest.param(guide, marks=MARKS.get(guide, ())) for guide in EXAMPLES])
 def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

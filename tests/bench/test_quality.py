@@ -641,6 +641,7 @@ def test_every_codec_has_a_colour_of_its_own() -> None:
     assert [summary.family(recipe) for recipe in ("klt-1.75", "transform-0.6")] == ["klt", "transform"]
 
 
+@pytest.mark.scenario
 def test_one_report_one_picture(tmp_path: Path) -> None:
     for name in ("a", "b"):
         picture.draw(cluttered(0.05), tmp_path / name)

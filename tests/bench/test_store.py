@@ -56,6 +56,7 @@ def test_numbers_that_measure_nothing_are_refused(name: str) -> None:
         store.run(entries=[-1])
 
 
+@pytest.mark.scenario
 def test_a_location_is_filled_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LOOKUPS", 2), ("SAVES", 4), ("PROCESSES", 2)):
         monkeypatch.setattr(store_scale, name, value)

@@ -38,6 +38,7 @@ def figures(report: Any, paper: str, table: str) -> dict[str, Any]:
     return {row["name"]: row for row in report["rows"] if (row["paper"], row["table"]) == (paper, table)}
 
 
+@pytest.mark.scenario
 def test_no_figure_differs_for_an_unknown_reason(report: Any) -> None:
     assert [row for row in report["rows"] if row["verdict"] == "differs"] == []
     assert report["verdicts"]["within"] > 150

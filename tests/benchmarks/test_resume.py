@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of a device are large")
 
 
+@pytest.mark.scenario
 def test_rows_of_a_hybrid_and_of_sliding_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["resume", "--prefix", "768", "--every", "256", "--recipe", "bf16", "--recipe", "octopus-3"]
     assert main([*given, "--folder", str(tmp_path), "--json"]) == 0

@@ -112,6 +112,7 @@ def usual_error(found: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, tor
 CASES = [(recipe, way) for number, recipe in enumerate(RECIPES) for way in ("pack", [*WAYS][1 + number % 3])]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "way"), CASES)
 def test_no_token_has_twice_the_usual_error_unnoticed(recipe: str, way: str) -> None:
     number = RECIPES.index(recipe)

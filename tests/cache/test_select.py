@@ -94,6 +94,7 @@ def same(found: kvpack.Cache, expected: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(values(found), expected, strict=True))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("name", "chosen_by"), list(zip(RECIPES, itertools.cycle(CHOICES), strict=False)))
 def test_the_values_of_the_rows_chosen_stay_bit_for_bit(name: str, chosen_by: str, tmp_path: Path) -> None:
     whole, choice = packed(name), CHOICES[chosen_by]
@@ -112,6 +113,7 @@ def test_the_values_of_the_rows_chosen_stay_bit_for_bit(name: str, chosen_by: st
     assert relative_error(kvpack.attend(q, loaded[0]), attention(q, *expected[:2])) < 1e-5
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_appended_after_is_what_is_appended_before(name: str) -> None:
     whole, new, choice = packed(name), pairs(name, 70, 5), [2, 0, 2]

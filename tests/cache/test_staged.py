@@ -50,6 +50,7 @@ def same(a: Cache, b: Cache) -> None:
                 assert all(torch.equal(streams[key].view(torch.uint8), others[key].view(torch.uint8)) for key in streams)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_loaded_to_a_device_is_what_the_cpu_loads(recipe: str, compress: bool, tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ def test_progress_of_a_part_counts_its_own(tmp_path: Path) -> None:
     assert pieces[-1] == (len(pieces), len(pieces))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 23])
 def test_what_is_saved_from_a_device_is_what_the_cpu_saves(recipe: str, piece_bytes: int, tmp_path: Path) -> None:
@@ -250,6 +252,7 @@ PARTS: list[dict[str, Any]] = [
 PART_RECIPES = ["kivi-2", "octopus-3", "bf16", "k=group:b=2,g=32,raw_tokens=fp16,sinks=2;v=group:b=2,g=32,outliers=10"]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("part", PARTS, ids=str)
 @pytest.mark.parametrize("recipe", PART_RECIPES)
 def test_a_part_of_a_file_is_that_part_of_the_cache(recipe: str, part: dict[str, Any], tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_a_bad_file_that_is_named_is_refused_before_it_is_read(
     assert MAX_FILE_BYTES < 5 * 2**30
 
 
+@pytest.mark.scenario
 def test_the_process_grows_by_less_than_64_mib(folder: Path, good: Basis) -> None:
     """Memory of libraries and of mappings, too."""
     for name in ("5 GiB of nothing", "2 GiB of nothing", "2 GiB after a basis"):

@@ -91,6 +91,7 @@ def test_users_at_the_same_time_each_keep_their_threads() -> None:
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +109,7 @@ def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.Monke
     kvpack.attend(q, found[0]).sum().backward()
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("tokens", [40, 300], ids=["one block", "several blocks"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -119,6 +121,7 @@ def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch
     assert not any(tensor.requires_grad for tensor in [*tensors, *dense(cache)])
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_blocks_and_threads_change_no_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,7 @@ def test_presets_for_a_head_dim_without_a_rotation_are_named() -> None:
             assert kvpack.pack([(x, x)], name)[0].k.dim == 72
 
 
+@pytest.mark.scenario
 def test_presets_that_cannot_take_a_shape_are_listed_without_bits(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in json.loads(run(capsys, "--dim", 72, "--layers", 4, "--json"))["recipes"]}
     assert rows["kivi-2"]["bits_per_value"] is not None

@@ -150,12 +150,14 @@ def error(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> float:
     return float((output(case, k, v) - exact).norm() / exact.norm())
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", BOUNDS)
 def test_the_attention_output(recipe: str) -> None:
     errors = [error(case, k, v) for case, (k, v) in zip(cases()["real"], decoded(recipe, "real"), strict=True)]
     assert max(errors) < BOUNDS[recipe], errors
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", cases())
 @pytest.mark.parametrize("recipe", BOUNDS)
 def test_a_sink_does_not_rule_the_error(recipe: str, name: str) -> None:

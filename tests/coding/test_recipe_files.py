@@ -58,6 +58,7 @@ def test_pack_and_convert_store_the_clauses(folder: Path) -> None:
     assert kvpack.pack(values(), "octopus-3").convert(Path("tuned.txt")).recipe == CLAUSES
 
 
+@pytest.mark.scenario
 def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = values()
     save_file({f"{number}.{side}": x for number, pair in enumerate(pairs) for side, x in zip("kv", pair, strict=True)}, "in.safetensors")

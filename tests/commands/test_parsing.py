@@ -85,9 +85,9 @@ def test_several_files_are_inspected(two: list[Path], tmp_path: Path, capsys: py
     assert run("inspect", *two) == 0
     output = capsys.readouterr().out
     rows = [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
-    for path, tokens in zip(two, ("64", "128"), strict=True):
+    for path, recipe, tokens in zip(two, ("octopus-4", "kivi-2"), ("64", "128"), strict=True):
         cache = kvpack.load(path)
-        found = [str(path), path.stem * 3, cache.recipe, "3", tokens, f"{cache.bits_per_value:.3f}", f"{cache.nbytes:,}"]
+        found = [str(path), path.stem * 3, recipe, "3", tokens, f"{cache.bits_per_value:.3f}", f"{cache.nbytes:,}"]
         assert found in rows
     assert run("inspect", *two, "--json") == 0
     found: Any = json.loads(capsys.readouterr().out)

@@ -225,6 +225,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.
         assert "no stored key starts with" in capsys.readouterr().err
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("action", ["ls", "stat", "verify", "gc"])
 def test_looking_at_a_store_imports_no_torch(action: str, folder: Path) -> None:
     script = "import sys\nfrom kvpack import cli\nassert cli.main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"

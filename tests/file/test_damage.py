@@ -83,6 +83,7 @@ def test_every_bit_of_a_file() -> None:
     flip_each(data, range(8 * parts(data)[0][1]))
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("one_parse")
 @pytest.mark.parametrize(
     ("kind", "compress"), [("group", False), ("raw", False), ("empty", False), ("raw", True)], ids=["group", "raw", "empty", "zstd"]
@@ -110,6 +111,7 @@ def test_some_bits_of_every_codec(recipe: str, tmp_path: Path) -> None:
             damaged[bit // 8] ^= 1 << bit % 8
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("one_parse")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_truncation(kind: str) -> None:

@@ -127,6 +127,7 @@ for action in ("load", "attend", "unpack", "append", "slice"):
 """
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("make", "memory_limit"),
     [(lambda: many_runs(6000), 10**6), (lambda: frames(2**25), 2**26), (lambda: codebooks(24), 10**6)],

@@ -36,6 +36,7 @@ def test_round_trip(data: st.DataObject) -> None:
     check_round_trip(codec, data.draw(tensors(codec.dim)))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("dim", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")

@@ -63,6 +63,7 @@ def test_any_part_of_a_chunk_comes_back(data: st.DataObject) -> None:
     codec.check_runs(arrays, (tokens,) if tokens else (), "x")
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [5, 64, 300])
 def test_caches_that_are_cut_joined_and_grown_keep_every_bit(dim: int, dtype: str, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_sampled_triplet_norms_follow_equation_4() -> None:
 # The search
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("b_dir", range(1, 9))
 @pytest.mark.parametrize("rounding", ["local2x2", "local3x3"])
 def test_local_searches_find_what_the_full_search_finds(b_dir: int, rounding: str) -> None:

@@ -114,6 +114,7 @@ def check_nearest(found: torch.Tensor, chunks: torch.Tensor, codebook: torch.Ten
         assert torch.equal(chosen[ahead], wanted[ahead].int())
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["search_rotations", "search_grid", "search_products"])
 @pytest.mark.parametrize("secondary", [1, 5, 24, 48, 192])
 def test_both_searches_equal_brute_force(secondary: int, kind: str) -> None:

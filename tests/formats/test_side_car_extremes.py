@@ -59,6 +59,7 @@ def same(found: kvpack.Cache, expected: kvpack.Cache) -> bool:
     return all(map(torch.equal, dense(found), dense(expected)))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("x", CONTENTS.values(), ids=CONTENTS)
 def test_any_contents_are_kept_through_files_appends_and_conversions(x: torch.Tensor, recipe: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ def test_every_codec_has_a_row() -> None:
     assert set(CODECS) <= set(CASES)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("codec_id", sorted(CODECS))
 def test_a_batch_of_every_codec(codec_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests of each codec run more of the same examples.

@@ -167,6 +167,7 @@ def test_adapters_that_are_only_loaded_change_nothing() -> None:
     assert alone.weights == kvpack.Identity.of(small_llama(), "bf16").weights
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", [name for name in STATES if name not in ("none", "transformers' own, disabled")])
 def test_every_weight_of_an_adapter_counts(kind: str) -> None:
     model = STATES[kind]()

@@ -537,6 +537,7 @@ class Chunks:
         self._backend.close()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
 def test_a_folder_in_any_condition_costs_misses_alone(
     condition: Any, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def over(model: Any, recipe: str = "raw") -> Any:
         return KvpackCache(model, recipe)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "Llama-4", "DeepSeek-V3"])
 @pytest.mark.parametrize("kind", ["prompt lookup", "an assistant"])
 def test_assisted_decoding(name: str, kind: str) -> None:

@@ -73,6 +73,7 @@ def test_what_a_template_drops_is_computed_again(model: Any, tmp_path: Path) -> 
     assert chat.messages[1] == messages[1]
 
 
+@pytest.mark.scenario
 def test_texts_in_the_token_ids_are_not_stored_again(model: Any, tmp_path: Path) -> None:
     text = "A long document. " * 300
     chat = Chat(model, tokenizer(), "octopus-4")

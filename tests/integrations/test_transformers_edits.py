@@ -120,6 +120,7 @@ def saved(model: Any, path: Path) -> Path:
     return path
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_model_is_refused_wherever_the_file_meets_it(name: str, tmp_path: Path) -> None:
     make, edit = EDITS[name]

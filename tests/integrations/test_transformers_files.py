@@ -57,6 +57,7 @@ def test_a_loaded_cache_is_the_one_in_the_file(recipe: str, tmp_path: Path) -> N
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_twelve_turns_through_a_file_take_the_bytes_of_one(recipe: str, tmp_path: Path) -> None:
     model, path, prompt = model_of("Llama"), tmp_path / "file", ids(1, 245)

@@ -57,6 +57,7 @@ def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 50, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("make", [lambda: qwen("sdpa"), lambda: qwen("eager"), gemma], ids=["sdpa", "eager", "sliding windows, soft caps"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_generates_what_the_model_does_when_nothing_is_lost(make: Any, options: dict[str, Any]) -> None:
@@ -210,10 +211,10 @@ def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:
     kept = switch.Switch.of(model)
     number = id(model.config)
     assert plain.plain_name(model.config) == "sdpa"
-    assert number in plain._before
+    assert number in plain._previous_attention
     del model
     gc.collect()
-    assert number not in plain._before
+    assert number not in plain._previous_attention
     # As if the other model had the id of the one that is gone.
     switch._SWITCHES[id(other)] = kept
     made = switch.Switch.of(other)
@@ -223,6 +224,7 @@ def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:
     assert other.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.scenario
 def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path) -> None:
     """Every file holds whole tokens and their ids, and what is generated does not change."""
     prompt, options = torch.arange(1, 21)[None], {**OPTIONS, "max_new_tokens": 200}

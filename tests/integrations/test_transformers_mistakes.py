@@ -182,6 +182,7 @@ def test_foreign_arguments_of_of(name: str, model: Any, file: Path) -> None:
     check(lambda value: KvpackCache.of(**{**given, name: value}).release(), skipped="a module")
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ["path", "model", "device", "basis", "copy", "memory_limit", "layers", "tokens", "recipe", "prompt"])
 def test_foreign_arguments_of_load(name: str, model: Any, file: Path) -> None:
     check(lambda value: KvpackCache.load(**{"path": file, "model": model, name: value}).release(), skipped="a module")
@@ -198,6 +199,7 @@ CALLS: dict[str, Callable[[KvpackCache, Any], Any]] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_foreign_arguments_of_a_cache(call: Callable[[KvpackCache, Any], Any], model: Any, file: Path) -> None:
     packed = kvpack.load(file)

@@ -64,6 +64,7 @@ def positions(first: int, last: int) -> torch.Tensor:
     return placed.expand(3, 1, -1).contiguous()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("model_type", HEADS)
 def test_a_file_goes_on_where_the_image_left_off(model_type: str, tmp_path: Path) -> None:
     model, new = tiny(model_type), tiny(model_type)

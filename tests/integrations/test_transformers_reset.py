@@ -52,6 +52,7 @@ def transcribed(model: Any, frames: int, cache: Any = None, **options: Any) -> l
     return found.tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("recipe", ["raw", "kivi-2"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma-2", "Qwen3-Next", "Falcon-H1"])

@@ -116,6 +116,7 @@ def test_another_process_continues_a_stored_prompt(tmp_path: Path) -> None:
         assert ids == generated(model_of(name), torch.cat([PROMPT, QUESTIONS[:1]], 1)), name
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ["Mistral", "Gemma-3", "GPT-OSS"])
 @pytest.mark.parametrize("where", ["left", "right", "none"])
 def test_a_batch_continues_a_stored_prompt(name: str, where: str, tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
     with open_store(tmp_path, model) as store:
         with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k holds 2 sequences"):
             store.save(own, packed)
-        with pytest.raises(InvalidParameter, match="token ids do not determine"):
+        with pytest.raises(InvalidParameter, match="token ids alone do not determine"):
             store.save(packed.token_ids[1], packed.select([1]))
         assert store.save(own, packed.select([0])) == len(own) // CHUNK * CHUNK
         tokens, loaded = store.load(own[:-1])
@@ -216,6 +217,7 @@ def test_prefill_refuses_what_does_not_follow() -> None:
     assert model.config._attn_implementation == attention
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_a_model_with_states_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     """In the same passes, and with the same attention, logits are those of a run over transformers' own cache."""

@@ -482,6 +482,7 @@ def key(chunk: int) -> bytes:
     return bytes([chunk]) * 36
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
 def test_a_folder_in_any_condition_costs_misses_alone(
     condition: Any, tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

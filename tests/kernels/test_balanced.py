@@ -66,7 +66,7 @@ def test_many_queries() -> None:
 def test_c_attends_and_unpacks(words: str) -> None:
     k_codec, v_codec = keys_and_values(words)
     k, v = random_side(k_codec, 2, (64, 32, 32), 9, 1), random_side(v_codec, 2, (64, 32, 32), 9, 2)
-    prepared = attend.PreparedAttention.of(k, v)
+    prepared = attend.PreparedAttention.create(k, v)
     if "qjl" not in words:
         # All pages are of one frame.
         found = sides.side_parts(k)

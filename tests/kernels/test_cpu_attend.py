@@ -86,6 +86,7 @@ def calls(draw: DrawFn, family: str, plain: bool = False) -> tuple[torch.Tensor,
 FAMILIES = sorted(codec.id for codec in cpu_codecs.FAMILIES)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 @settings(max_examples=15)
@@ -160,6 +161,7 @@ QUERIES = {(128, 128): [(1, 1), (3, 1), (7, 9)], (64, 96): [(2, 1), (4, 1), (7, 
 """By head dims, query heads for each head of keys, and queries."""
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("dims", QUERIES, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_instruction_set_agrees(recipe: str, dims: tuple[int, int]) -> None:
@@ -267,6 +269,7 @@ def test_denormals_stay_as_the_host_set_them(flush: bool) -> None:
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 @settings(max_examples=12)
@@ -339,6 +342,7 @@ def test_nan_in_raw_values_shows() -> None:
     assert torch.isnan(out[:, :, 50:]).all()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("q_heads", [2, 14])
 @pytest.mark.parametrize("dim", [128, 40])
 @pytest.mark.parametrize("recipe", ["bf16", "lossless", "kv=lossless:dtype=bf16,chunk=256", "k=group:b=4,g=8;v=raw:dtype=bf16"])

@@ -259,6 +259,7 @@ def test_directions_of_any_table_are_found(level: int) -> None:
         assert float((bits(found[name]) == bits(expected[name])).float().mean()) >= 1 - ROUNDED_OTHERWISE
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("codec_id", "dim", "words"), CLOSE, ids=[f"{codec} {words} {dim}" for codec, dim, words in CLOSE])
 def test_codes_and_scales_are_those_of_formats(codec_id: str, dim: int, words: str) -> None:
     codec = create(codec_id, dim, **dict(word.split("=") for word in words.split(",")))
@@ -291,6 +292,7 @@ def assert_close_codes(codec: Codec, x: torch.Tensor, found: dict[str, torch.Ten
     assert squared_error(codec, x, found) == pytest.approx(squared_error(codec, x, expected), rel=1e-4)
 
 
+@pytest.mark.scenario
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("family", ["scalar", "octahedral", "angle", "quaternion", "trellis"])
 @given(data=st.data())
@@ -366,6 +368,7 @@ def test_values_that_are_refused_are_named(axis: str, value: float, error: type[
         kvpack.pack([(x, x)], f"kv=group:b=4,g=32,axis={axis}")
 
 
+@pytest.mark.scenario
 @LEVELS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("axis", ["token", "channel"])

@@ -90,6 +90,7 @@ def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
     assert ((found.double() - expected.double()).abs() <= 2.0**-18 * norm + step * expected.double().abs() + 2.0**-24).all()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("family", sorted(codec.id for codec in cpu_codecs.FAMILIES))
 @given(data=st.data())
 @settings(max_examples=15)

@@ -259,6 +259,7 @@ def test_a_cache_that_nothing_is_done_to_is_the_one_it_was_made_from(recipe: str
             assert mine is given
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
 @pytest.mark.parametrize("step", [1, 7, 33])
 def test_turns_end_with_the_groups_of_one_turn(recipe: str, step: int, tmp_path: Path) -> None:

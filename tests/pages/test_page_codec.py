@@ -83,6 +83,7 @@ SLOTTED = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", SLOTTED.values(), ids=SLOTTED)
 def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
     """The keys choose for both sides; the lowest norms win, and what has no slot is counted."""
@@ -327,6 +328,7 @@ def test_a_bad_page_fails_alone() -> None:
     assert [bool(found[0][slot].any()) for slot in range(4)] == [True, True, False, True]
 
 
+@pytest.mark.scenario
 def test_every_flipped_bit_is_found_before_a_value_is_written() -> None:
     geometry = PageGeometry(layers=1, heads=1, tokens=2, dim_k=16, dim_v=8)
     codec = PageCodec("kv=group:b=4,g=8", geometry)

@@ -92,6 +92,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "scale", "kernels"), FLUSHED, indirect=["kernels"])
 def test_flushed_subnormals_change_no_bit(recipe: str, scale: str, kernels: str, tmp_path: Path) -> None:
     given = values(SCALES[scale])
@@ -103,6 +104,7 @@ def test_flushed_subnormals_change_no_bit(recipe: str, scale: str, kernels: str,
     assert bits(again) == bits(found)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "name"), [(recipe, "medium") for recipe in RECIPES] + [(recipe, "high") for recipe in RECIPES[::4]])
 def test_products_of_reduced_precision_round_no_factor(recipe: str, name: str, kernels: str, tmp_path: Path) -> None:
     """Factors of 8 bits would be off by 2^-9; sums of binary32 are by 2^-20."""
@@ -138,6 +140,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_product_of_float32_is_left_to_a_reduced_precision(recipe: str, kernels: str, tmp_path: Path) -> None:
     """This machine may not round factors where others do."""

@@ -236,6 +236,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 # Damage ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_lost_and_added_bytes_are_refused(kind: str) -> None:
     data = small_file(kind)

@@ -41,6 +41,7 @@ SHARE = 8
 """One guard in so many is taken out by the tests of every change."""
 
 
+@pytest.mark.scenario
 def test_guards_are_found_in_every_module_that_checks() -> None:
     counts = {path.stem: len(guards_of(path)) for path in LIBRARY}
     assert all(counts[name] >= 5 for name in ("columns", "klt", "octahedral", "polar", "checks", "header", "front", "zstd"))
@@ -59,7 +60,7 @@ def test_a_share_of_the_guards_is_shown_by_a_file_or_by_the_test_that_the_list_n
 
 @pytest.mark.scenario
 def test_a_guard_that_is_out_is_in_again_afterwards() -> None:
-    guard = next(guard for guard in all_guards() if guard.text == "found != expected" and guard.where == "check_hash")
+    guard = next(guard for guard in all_guards() if guard.text == "actual != expected" and guard.where == "check_hash")
     assert caught_by_a_file(guard) == "invalid/digest-of-a-tensor.kvpack"
     assert all(reading.outcome() == reading.refusal for reading in readings(False) if "digest-of" in reading.name)
 
@@ -99,6 +100,7 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
         decoder.read((FOLDER / file).read_bytes())
 
 
+@pytest.mark.scenario
 def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
     """Beyond 8 MiB: what it claims to hold is not allocated before it is checked."""
     lines = {file: line for file, line in LINES.items() if "error" in line and "either" not in line}
@@ -174,7 +176,7 @@ def test_entries_are_named(entries: dict[object, int], message: str) -> None:
 def test_the_parts_of_a_frame_have_their_sizes() -> None:
     codec = PageCodec("raw", PageGeometry(1, 1, 1, 8, None))
     for namespace, key in ((b"x", bytes(32)), (bytes(32), b"x")):
-        with pytest.raises(InvalidParameter, match=f"namespace has {len(namespace)} bytes and key {len(key)}, expected 32 and 32"):
+        with pytest.raises(InvalidParameter, match=f"namespace has {len(namespace)} bytes and key has {len(key)}, expected 32 and 32"):
             front_of(codec.layout, namespace, key)
     row = bytearray(front_of(codec.layout, bytes(32), bytes(32)) + bytes(codec.nbytes - codec.layout.payload))
     row[16] += 1

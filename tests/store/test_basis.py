@@ -204,6 +204,7 @@ def test_a_damaged_basis_in_one_tier_is_read_from_the_next(tmp_path: Path) -> No
     assert held(tiers[0]) == (1, 3), "a put gives every tier what it lacks"
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["folder", "memory", "Redis", "S3"])
 def test_entries_are_evicted_before_their_basis(kind: str, tmp_path: Path) -> None:
     """Others fill the store, one entry at a time: as long as an entry is left, so is the basis."""

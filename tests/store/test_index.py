@@ -255,6 +255,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert count is None or count.total >= there[1]
 
 
+@pytest.mark.scenario
 def test_any_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 

@@ -105,6 +105,7 @@ JUNK: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("what", JUNK)
 @pytest.mark.parametrize("encrypted", [False, True])

@@ -119,6 +119,7 @@ print(json.dumps(raised))
 """
 
 
+@pytest.mark.scenario
 def test_where_memory_ends_nothing_panics() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY, str(Path(__file__).parents[1])], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -126,6 +126,7 @@ def serve() -> Iterator[Callable[[Callable[[bytes, socket.socket], None]], str]]
         server.close()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ANSWERS)
 def test_any_answer_is_a_counted_miss(name: str, serve: Callable[..., str]) -> None:
     url, ids = serve(constant(ANSWERS[name])), prompt(2)

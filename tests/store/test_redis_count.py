@@ -70,6 +70,7 @@ HARMS: dict[str, Harm] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("harm", HARMS)
 def test_the_budget_holds_whatever_becomes_of_the_count(harm: str, shared: Server, client: Any) -> None:
     save(open_store(shared), prompt(1, seed=99))
@@ -247,6 +248,7 @@ def in_pages(client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         client.config_set(name, value)
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("in_pages")
 @pytest.mark.parametrize("begin", ["first put", "collection"])
 def test_others_change_what_is_counted_between_two_pages(begin: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

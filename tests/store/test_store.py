@@ -507,6 +507,7 @@ def test_entries_that_match_a_template_are_parsed_once(tmp_path: Path, monkeypat
     assert len(opened) == 12
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3"])
 def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
     """Bytes throughout the front, of its padding and of the payload, by the path that parses and by the one that compares."""

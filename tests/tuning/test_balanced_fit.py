@@ -155,6 +155,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert "--balanced-only predicts nothing" in capsys.readouterr().err
 
 
+@pytest.mark.scenario
 def test_a_model_whose_queries_are_not_known_has_no_balanced_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueryMoments, "observe", lambda *_: None)
     with pytest.raises(InvalidParameter, match="the model implements attention itself"):

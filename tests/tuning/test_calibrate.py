@@ -44,6 +44,7 @@ def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.scenario
 def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, add, read = tmp_path / "x.kvbasis", Statistics.add, []
 
@@ -139,6 +140,7 @@ def test_the_weight_of_raw_tokens_is_reported(basis: Path, tmp_path: Path, capsy
     assert "attention weight" not in capsys.readouterr().out
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("scope", ["head", "none"])
 def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.kvbasis"
@@ -152,6 +154,7 @@ def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pyt
         calibrate.run(None, None, str(out), calibrate.Settings(tokens=32, score=8, windows=1, scope="model"))
 
 
+@pytest.mark.scenario
 def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (calibrate, rope):
         monkeypatch.setattr(module, "same_up_to", lambda config: 40)
@@ -216,6 +219,7 @@ def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
     return folder / "x.kvbasis"
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("name", "sizes"), [("Gemma-2", {}), ("GPT-OSS", {"num_experts_per_tok": 2})], ids=["Gemma-2", "GPT-OSS"])
 def test_a_model_without_scaled_dot_product_attention_is_read_by_its_own(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
     basis = calibrated(tmp_path, name, **sizes)
@@ -231,6 +235,7 @@ def test_keys_of_models_with_biases_by_distance_are_calibrated(name: str, tmp_pa
     assert all(found.frames(*place).rope is None for place in found.sides_with_frames())
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])
 def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_path: Path) -> None:
     basis = calibrated(tmp_path, name, vocab_size_per_layer_input=257)

@@ -58,6 +58,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.scenario
 def test_the_budget_is_kept(found: Any) -> None:
     assert 3.3 < found["tuned"]["bits_per_value"] <= 3.5
     assert found["uniform"]["bits_per_value"] <= 3.5
@@ -108,6 +109,7 @@ def test_every_candidate_was_tried_in_every_place(found: Any) -> None:
     assert found["left_out"] == []
 
 
+@pytest.mark.scenario
 def test_one_seed_one_result(found: Any) -> None:
     settings = tune.Settings(tokens=64, score=16, windows=1, held_out=1)
     first, again = (tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=4"]) for _ in range(2))
@@ -200,6 +202,7 @@ def test_the_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "No uniform recipe" in capsys.readouterr().out
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("factor", "sensitive"), [(1.0, False), (40.0, True)], ids=["as it is", "made sensitive"])
 def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensitive: bool) -> None:
     with model_folder(None) as folder:
@@ -217,6 +220,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
     assert report["tuned"]["held_out"]["kl_divergence"] < 0.8 * report["uniform"]["held_out"]["kl_divergence"]
 
 
+@pytest.mark.scenario
 def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fast.txt"
     assert cli.main(["tune", "--bits", "4", "--fast", "--tokens", "256", "--json", "--out", str(path)]) == 0
@@ -297,6 +301,7 @@ def test_a_recipe_says_what_was_allocated(layers: list[tuple[str, str]]) -> None
         assert recipe.codec(number, len(layers), side, 64) == MADE[codec, side]
 
 
+@pytest.mark.scenario
 def test_short_recipes() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     places = [(layer, side) for layer in range(80) for side in "kv"]

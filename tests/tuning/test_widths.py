@@ -43,6 +43,7 @@ def _clause(recipe: object, layer: int, side: str, layers: int) -> str:
     return f"{rules[-1].codec_id}:{words}"
 
 
+@pytest.mark.scenario
 def test_keys_are_balanced_by_a_basis_that_has_frames(tmp_path: Path) -> None:
     basis = tmp_path / "x.kvbasis"
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=256, windows=2, balanced_only=True))

@@ -29,7 +29,7 @@ class Generator:
         return ((self.word() >> 11) - (1 << 52)) / (1 << 52)
 
     def disc(self) -> tuple[float, float, float]:
-        """Return a uniform point (x, y) of the open unit disc and its squared radius, which is not 0, by rejection sampling."""
+        """Sample a point (x, y) uniformly from the open unit disc by rejection; return x, y and the squared radius, which is never 0."""
         while True:
             x, y = self.symmetric(), self.symmetric()
             square = x * x + y * y

@@ -180,7 +180,7 @@ class Lossless(CodecFamily):
         }
 
     def _bits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the bits of ``x`` in the codec's dtype, int16."""
+        """Round ``x`` to the codec's dtype, and return the bits as int16."""
         return round_to_dtype(x, self.dtype).view(torch.int16)
 
     def _exponents(self, bits: torch.Tensor) -> Numbers:

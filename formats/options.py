@@ -76,7 +76,7 @@ class Options:
         return name in self._words
 
     def mentions_any(self, names: tuple[str, ...]) -> bool:
-        """Return True if the recipe contains any of the options ``names``, and list them in messages about unknown options."""
+        """Return True if the recipe contains any of the options ``names``. Messages about unknown options then list them as well."""
         self._extra = names
         return not self._words.keys().isdisjoint(names)
 

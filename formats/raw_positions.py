@@ -337,7 +337,7 @@ def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor,
 
 
 def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
-    """Return ``run`` with its ``chosen`` tokens replaced by ``replace_tokens``."""
+    """Return ``run`` after applying ``replace_tokens`` to its ``chosen`` tokens."""
 
     def blocks() -> Iterator[torch.Tensor]:
         start = 0

@@ -263,7 +263,7 @@ class LaunchChain:
         self._kept: list[tuple[CachedLaunch, list[tuple[int, int]]]] = []
 
     def __call__(self, given: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Run all launches except the first ``first`` ones, on the current stream."""
+        """Run the launches from index ``first`` on, on the current stream."""
         if self._kept and (stream := current_stream(given[0].device.index)) >= 0:
             addresses, low = [0], 0
             for tensor in given:

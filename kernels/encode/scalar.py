@@ -94,7 +94,7 @@ def _high_channels(parts: tuple[ChannelSet, ...], symbols: int) -> torch.Tensor:
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of a block of channels; with two widths, codes for both widths for all channels."""
+    """Return the codes of a block of channels and the updated state. With two widths, every channel is encoded in both."""
     magnitude = tl.abs(values[0]) * state.factor
     digits, decoded = _encode_magnitudes(values[0], magnitude, block, number, CONSTANTS, SHAPE)
     if CONSTANTS.norms.rule > 0:

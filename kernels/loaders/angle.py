@@ -72,7 +72,7 @@ def tiles(codec: Angle) -> Tiles | None:
 
 
 def direction_table(codec: Angle) -> torch.Tensor:
-    """Return the cosine and sine of every bin, binary16 ``[entry, 2]``, padded to a power of two of entries."""
+    """Return the cosine and sine of every bin, binary16 ``[entry, 2]``, with the number of entries padded to a power of two."""
     entries = torch.zeros(next_power_of_two(codec.bins), VALUES, dtype=torch.float16, device="cpu")
     entries[: codec.bins] = codec.directions
     return entries

@@ -28,7 +28,10 @@ MAX_SCALES = 1 << 12
 
 
 def step_blocks(angles: int, width: int) -> int:
-    """Return the number of blocks of neighboring first-level angles per step: one per field of ``width`` columns, or one."""
+    """Return the number of blocks of neighboring first-level angles per step.
+
+    It is ``angles // width`` if those blocks are aligned with tiles, and otherwise 1.
+    """
     blocks = angles // width
     aligned = blocks and angles % width == 0 and F16X2_PER_TILE.value % blocks == 0
     return blocks if aligned and width % (F16X2_PER_TILE.value // blocks) == 0 else 1

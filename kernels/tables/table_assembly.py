@@ -169,9 +169,11 @@ def entry_lookup_ptx(words: int, offset: int, copies: int, entry_bytes: int) -> 
 
 @triton.constexpr_function
 def field_lookup_ptx(pieces: tuple[tuple[int, int, int, int], ...], words: int, place: int, stride: int) -> str:
-    """Return PTX that reads the first ``words`` words of an entry whose index is in ``pieces`` of the input words.
+    """Return PTX that reads the first ``words`` words of a table entry, from the copy for the thread's lane.
 
-    Entries are ``stride`` bytes apart.
+    ``pieces`` are the fields of ``BitPiece`` for each part of the entry's index; the inputs are the words that contain these parts, in the
+    same order. The first entry is ``place`` bytes after the beginning of the shared tables, and entries are ``stride`` bytes apart, a power
+    of two.
     """
     own = 2 + words // 2
     copies = stride >> own

@@ -89,9 +89,9 @@ def is_in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """Return the matrix from channels to columns of ``codec``'s loader: its signs, float32 ``[column, dim]``, and the size of its entries.
+    """Return the matrix from channels to columns of ``codec``'s loader: its signs, float32 ``[column, dim]``, and its entries' magnitude.
 
-    All nonzero entries of Hadamard rotations and channel orders have the same size.
+    All nonzero entries of Hadamard rotations and permutations have the same magnitude.
     """
     back = value_matrix(((codec, columns(codec, False)),), 1, "cpu")[0]
     return back.sign(), float(back.abs().max())

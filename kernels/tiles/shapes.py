@@ -58,7 +58,7 @@ class LaunchShape(NamedTuple):
     """True if ``programs`` programs use all registers of a multiprocessor."""
 
 
-def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int, fast: bool) -> LaunchShape:
+def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: int, fast: bool) -> LaunchShape:
     """Return the fastest launch shape, as measured on an H200, for tables of ``table_bytes`` and ``tokens`` tokens per multiprocessor.
 
     ``alignment`` divides all first rows. Measurements covered one to eight warps, one or two tiles of 16 to 64 tokens, two to four stages,
@@ -70,7 +70,7 @@ def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int
     # Two tokens that share a tile row count as one token with the bytes of both.
     together = 2 if k.dual or v.dual else 1
     tokens //= together
-    token_bytes = together * sum(_bytes_per_token(stream, aligned) for stream in (*k.streams, *v.streams))
+    token_bytes = together * sum(_bytes_per_token(stream, alignment) for stream in (*k.streams, *v.streams))
     few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= MAX_SMALL_BYTES
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
     most_tokens = min(k.most_tokens, v.most_tokens)
@@ -93,7 +93,7 @@ def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, aligned: int
         # Column constants leave no registers for a second tile.
         if many and few_bytes and plain and k.load_columns is v.load_columns is None:
             shape = shape._replace(tiles=2)
-    elif table_bytes == 0 and many and most_tokens > small.tokens and aligned % most_tokens == 0:
+    elif table_bytes == 0 and many and most_tokens > small.tokens and alignment % most_tokens == 0:
         shape = small._replace(tokens=most_tokens)
     elif table_bytes == 0 and many and few_bytes and plain:
         shape = small._replace(tiles=2, programs=12, balanced=True)
@@ -131,7 +131,7 @@ def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tu
     return k_constants, v_constants, most * shape.warps
 
 
-def _bytes_per_token(stream: Stream, aligned: int) -> int:
+def _bytes_per_token(stream: Stream, alignment: int) -> int:
     """Return the bytes per token of ``stream`` in a tile of at least 32 tokens."""
-    shared = aligned % stream.tokens == 0 and stream.tokens % 32 == 0
+    shared = alignment % stream.tokens == 0 and stream.tokens % 32 == 0
     return stream.row * stream.bits // (8 * stream.tokens if shared else 8)

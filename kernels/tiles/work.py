@@ -94,9 +94,10 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """Limit ``work`` to a sequence of ``length`` tokens with its first query at ``position``; also return the tokens before its window.
+    """Limit ``work`` to a sequence of ``length`` tokens; also return how many of its tokens are before the first query's window.
 
-    Both are whole tiles of ``SPAN`` tokens; ``whole`` is a multiple of ``TILES`` tiles.
+    The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The number returned is rounded down to
+    whole tiles of ``SPAN`` tokens, and ``whole`` to a multiple of ``TILES`` tiles.
     """
     count = tl.maximum(0, tl.minimum(work.count, length - work.begin)).to(tl.int32)
     skipped = tl.maximum(0, position - window + 1 - work.begin).to(tl.int32) // SPAN * SPAN

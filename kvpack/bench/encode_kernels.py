@@ -87,7 +87,7 @@ def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield (side, codec) for ``recipe``, which may name a synthetic basis, without duplicates and raw codecs."""
+    """Yield (side, codec) for ``recipe``, which may name a synthetic basis, skipping duplicates and exact codecs."""
     named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     result: list[Codec] = []

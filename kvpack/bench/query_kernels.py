@@ -39,7 +39,7 @@ CHECKED_QUERIES = 64
 
 
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
-    """Measure ``recipes`` with numbers of ``queries``, and return a report as JSON values.
+    """Measure ``recipes`` for each number of queries in ``queries``, and return a JSON-serializable report.
 
     Requires a CUDA device. Raises InvalidParameter.
     """

@@ -376,7 +376,10 @@ def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
 def _first_token_rows(
     model: Any, tokens: int, recipes: Sequence[str], device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Return rows with the times from a file in the page cache, or from nothing, to the first logits after ``tokens`` and a suffix."""
+    """Return rows with the time to the first logits of a prompt of ``tokens`` tokens plus a suffix.
+
+    The prompt's first ``tokens`` tokens come from a file in the page cache, or the whole prompt is computed.
+    """
     from safetensors.torch import load_file, save_file
 
     from kvpack.integrations.transformers import KvpackCache

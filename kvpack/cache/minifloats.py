@@ -39,10 +39,10 @@ class Minifloats:
 
     The dtype and shape of ``scales`` determine how values share scales:
 
-    - float32 or float16 of one number, or ``[batch, 1, 1]``: per tensor; ``[kv_head]`` or ``[batch, kv_head, 1]``: per head;
-      ``[batch, kv_head, token]``: per token. ``granularity`` ("tensor", "head", "token") decides if the shape is ambiguous.
+    - float32 or float16: per tensor if one number or ``[batch, 1, 1]``, per head if ``[kv_head]`` or ``[batch, kv_head, 1]``, and per
+      token if ``[batch, kv_head, token]``. If the shape is ambiguous, ``granularity`` ("tensor", "head" or "token") resolves it.
     - float8_e8m0fnu (or uint8) ``[batch, kv_head, token, dim / 32]``: mxfp8 and mxfp4.
-    - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, float32 of one number or
+    - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, one float32 number or
       ``[batch, 1, 1]``: nvfp4. Rows are in the order of tokens and blocks, not swizzled for matrix units.
 
     Raises InvalidType and InvalidParameter if an argument does not fit, or if an element, a scale or a product of both is not finite.

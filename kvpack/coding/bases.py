@@ -249,7 +249,8 @@ class Basis:
     def klt_parameters(self, layer: int, side: str, bits: float, gain: str | None = None, per_head: bool = False) -> CalibratedRows:
         """Return the calibrated parameters of the codec klt for an average of ``bits`` bits per value over all keys and values.
 
-        ``gain`` and ``per_head`` are as for ``widths``. Raises OutOfBounds, and InvalidParameter for bits out of range.
+        ``gain`` and ``per_head`` are as for ``widths``. Raises OutOfBounds if the basis has no such layer or side, and InvalidParameter if
+        ``bits`` is out of range.
         """
         return CalibratedRows(self.rows(layer, side), self.digest, layer, self.widths(bits, gain, per_head)[layer, side])
 
@@ -385,7 +386,8 @@ def basis_bytes(
     """Return the bytes of a basis file for a model of ``layers`` layers.
 
     ``rows``, float32 ``[kv_head, row, dim]``, and ``frames`` are keyed by (layer, "k" or "v"), and ``balanced`` by layer. All frames share
-    the same tables. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded.
+    the same tables. Raises OutOfRange if ``dtype`` ("fp16" or "fp32") cannot represent a value, and LimitExceeded if the file would exceed
+    a limit of the format.
     """
     codecs: dict[Codec, int] = {}
     entries, arrays = [], {}

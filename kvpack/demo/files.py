@@ -115,7 +115,7 @@ def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Pat
 
 
 def read(path: str) -> dict[str, Any]:
-    """Load and verify the file in a reading process, and continue it without unpacking."""
+    """In the process that reads the file: load and verify it, then continue the text without unpacking the cache."""
     load = kvpack.load
     # Collect garbage from imports now, so that it does not count as loading time.
     gc.collect()

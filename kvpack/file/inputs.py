@@ -287,8 +287,8 @@ class Inputs:
 def joined(parts: Sequence[tuple[Inputs | None, int]], start: int = 0) -> Inputs | None:
     """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown.
 
-    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after other tokens than the ones
-    before it in ``parts``.
+    The first token is at position ``start``. Raises InvalidParameter if a cache was computed after tokens other than those that precede it
+    in ``parts``.
     """
     if all(inputs is None for inputs, _ in parts):
         return None

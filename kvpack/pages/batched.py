@@ -145,11 +145,14 @@ def _measure(
 
 
 def _encode(
-    lane: Lane, x: torch.Tensor, rest: torch.Tensor, chosen: torch.Tensor | None
+    lane: Lane, x: torch.Tensor, codec_input: torch.Tensor, chosen: torch.Tensor | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Encode ``codec_input``, the values ``x`` of pages without their ``chosen`` raw tokens; return the streams, and the ``excesses``."""
+    """Encode ``codec_input``, and return the streams and their ``excesses``.
+
+    It is ``x``, the values of pages, or ``x`` with the tokens that stay raw replaced. ``excesses`` ignores the tokens ``chosen``, if given.
+    """
     coded = room_for_norms(lane.plain, x)
-    encoded = encode_all(lane.plain, rest, _where(lane), coded=coded)
+    encoded = encode_all(lane.plain, codec_input, _where(lane), coded=coded)
     return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_per_head, x)), coded, chosen))
 
 

@@ -211,7 +211,10 @@ def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes 
 
 
 def key_digest(key: bytes) -> bytes:
-    """Return the 32-byte digest of an engine's ``key`` for a page, which the page's row contains. Raises InvalidType unless it is bytes."""
+    """Return the 32-byte digest of ``key``, an engine's key for a page. The page's row stores the digest.
+
+    Raises InvalidType unless ``key`` is bytes.
+    """
     if not isinstance(key, bytes | bytearray | memoryview):
         raise InvalidType(f"a key is a {type(key).__name__}, expected bytes, such as those of an engine's block hash")
     return hashlib.sha256(key).digest()

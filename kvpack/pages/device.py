@@ -61,7 +61,7 @@ class PageJob:
 
     @property
     def done(self) -> bool:
-        """True if the device has finished. ``outcomes`` then only has to code the pages that it rejected."""
+        """True if the device has finished. ``outcomes`` then only has to process the pages that the device rejected."""
         return self._event is None or bool(self._event.query())
 
     def outcomes(self) -> list[Outcome]:

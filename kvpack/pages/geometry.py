@@ -56,7 +56,7 @@ class PageGeometry:
 
     @classmethod
     def of_bytes(cls, count: int, layers: int = 1) -> Self:
-        """Return the geometry of pages with ``count`` bytes per layer that only their engine interprets. Raises InvalidParameter."""
+        """Return the geometry of opaque pages of ``count`` bytes per layer. Raises InvalidParameter."""
         if not 1 <= as_integer(count, "count") <= MAX_BYTES:
             raise InvalidParameter(f"count is {describe(count)}, expected the bytes of a page, from 1 to {MAX_BYTES}")
         dim = max((size for size in range(1, 1025) if count % size == 0), default=1)

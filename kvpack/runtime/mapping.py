@@ -75,9 +75,10 @@ def map_file(descriptor: int, size: int) -> memoryview:
 
 
 def populate(address: int, size: int) -> None:
-    """Map ``size`` bytes of a mapping from ``address``, the start of a page, without blocking other threads.
+    """Fault in ``size`` bytes of a mapping from ``address``, which must be page-aligned, without blocking other threads.
 
-    This reads from disk faster than page by page. Older kernels map pages on first use. Raises OSError if pages cannot be read.
+    Reading them from disk at once is faster than page by page. Older kernels map pages on first use. Raises OSError if pages cannot be
+    read.
     """
     if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
         raise _last_error()

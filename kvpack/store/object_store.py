@@ -352,7 +352,7 @@ class ObjectStore(OneTier):
         return self._guard.ask("collect", lambda: self._objects.put(_USES + name, record), False)
 
     def _leading_unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the leading keys of entries that have not expired."""
+        """Return the keys before the first one whose entry has expired."""
         expired = self._expired_keys()
         return keys[: next((index for index, key in enumerate(keys) if key in expired), len(keys))]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class OpenedBackend(NamedTuple):
     """An open backend, its cipher if entries are encrypted, and ``check_values``.
 
-    ``check_values`` is True if every load must check the rules of the codecs in addition to digests.
+    ``check_values`` is True if every load must check values against the codecs' rules, in addition to checking digests.
     """
 
     backend: Backend

@@ -212,7 +212,7 @@ class Client:
 
 
 def _check_url(url: str) -> None:
-    """Raise InvalidParameter for an option whose value text cannot give, and for a path that names no database or socket."""
+    """Raise InvalidParameter for an option that cannot be set in a URL, or a path that names no database or socket."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -320,7 +320,7 @@ class _Exchange:
             self._socket.settimeout(min(left, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
-        """Receive into ``buffer`` as a socket does. Raises the errors of ``recv``."""
+        """Receive into ``buffer``, like ``socket.recv_into``. Raises the same errors as ``recv``."""
         room = memoryview(buffer).cast("B")
         data = self.recv(min(len(room), args[0]) if args and args[0] else len(room), *args[1:])
         room[: len(data)] = data

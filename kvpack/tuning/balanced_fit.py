@@ -55,7 +55,7 @@ def balance(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 
 def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the cost ``[kv_head]`` of an error of equal size in all directions of the frames, relative to encoding without frames.
+    """Return the cost ``[kv_head]`` of an isotropic error in the frames, relative to encoding without frames.
 
     The error is proportional to the size of keys in the frame, and its cost to that of queries.
     """

@@ -101,7 +101,10 @@ def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], least: float
 
 
 def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
-    """Return rows with the mean and the matrix, the weighted standard deviations of the columns, and rows with the tables."""
+    """Return a head's rows, the cost-weighted standard deviations of its columns, and its flattened tables.
+
+    The rows are the mean, then the transform matrix.
+    """
     dim = len(mean)
     matrix, back, deviations = transform_of(covariance, cost)
     norms = numpy.linalg.norm(matrix, axis=1)

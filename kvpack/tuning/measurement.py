@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Loss:
     """The cost of one recipe, with one number per window; ``bytes`` and ``values`` are totals over the windows' files.
 
-    The KL divergence (nats per token) is the expected increase of the log-perplexity on text sampled from the uncompressed model. It hardly
+    The KL divergence (nats per token) is the expected increase in log-perplexity on text sampled from the uncompressed model. It hardly
     depends on the text, so a few windows suffice to compare codecs whose perplexities they could not distinguish.
     """
 

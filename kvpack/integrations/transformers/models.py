@@ -225,7 +225,7 @@ class NamedModel:
         self._identity, self._weights, self.unnamed = identity, weights, unnamed
 
     def hold(self) -> None:
-        """Wait until later changes of the weights cannot affect their digest."""
+        """Wait until later changes to the weights can no longer affect their digest."""
         if self._weights is not None:
             self._weights.hold()
 

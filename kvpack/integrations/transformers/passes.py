@@ -88,7 +88,10 @@ class Pass:
         self.check_positions(arguments)
 
     def note(self, text: str) -> None:
-        """Record an input of the pass that its token ids do not determine."""
+        """Record an input of the pass other than its token ids.
+
+        ``text`` is a clause for messages, such as "were computed in training mode".
+        """
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:

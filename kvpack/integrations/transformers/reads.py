@@ -50,7 +50,10 @@ def omits_window(model: torch.nn.Module) -> bool:
 
 
 class _StateUse(NamedTuple):
-    """The result for one function: ``states`` is True if it reads the states, ``no_window`` if it calls attention without a window."""
+    """What the analysis of one function found.
+
+    ``states`` is True if it reads the states, and ``no_window`` if it calls attention without a window.
+    """
 
     states: bool
     no_window: bool

@@ -345,7 +345,7 @@ class Tracking:
 
     @property
     def has_failed(self) -> bool:
-        """True if a pass failed, or has not ended, since states last matched the cache's last token."""
+        """True if a forward pass has failed, or is still unfinished, since the states last matched the cache's last token."""
         return self._failed or self._running
 
     def restored(self) -> None:

@@ -118,9 +118,9 @@ def worker_stats(worker: PackedWorker) -> Any:
 
 
 def add_scheduler_stats(stats: Any, manager: Any) -> Any:
-    """Add the damaged chunks of each tier since the last call and the ratio of rows to the scheduler's ``stats``.
+    """Return the scheduler's ``stats`` with two metrics added.
 
-    ``stats`` may be None.
+    These are the chunks of each tier found damaged since the last call, and the compression ratio of rows. ``stats`` may be None.
     """
     result = _empty_stats()
     for tier in manager.secondary_tiers:

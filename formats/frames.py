@@ -88,7 +88,7 @@ class SymbolTables:
     """Tables for entropy coding: ``frequencies`` int64 ``[table, symbol]``, and ``values``, what symbols decode to in steps.
 
     The frequencies of a table sum to 2^12. Symbol 0 is the escape. ``values``, float32 ``[table, symbol - 1]``, are for the levels from
-    -``reach`` to ``reach``.
+    -``max_level`` to ``max_level``.
     """
 
     def __init__(self, frequencies: Numbers, values: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class SymbolTables:
         return int(self.frequencies.shape[1])
 
     @property
-    def reach(self) -> int:
+    def max_level(self) -> int:
         """Largest level that has a symbol."""
         return (self.alphabet - 2) // 2
 

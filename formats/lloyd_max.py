@@ -26,11 +26,11 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
     the companding quantizer, whose point density is the cube root of the density (Panter and Dite 1951). Raises InvalidParameter if 100
     steps do not bring it within 1e-10, or if a cell loses all its mass.
     """
-    middles = (edges[1:] + edges[:-1]) / 2
+    midpoints = (edges[1:] + edges[:-1]) / 2
     masses = masses / masses.sum()
     density = masses / numpy.diff(edges)
     below = numpy.append(0.0, numpy.cumsum(masses))
-    moment_below = numpy.append(0.0, numpy.cumsum(masses * middles))
+    moment_below = numpy.append(0.0, numpy.cumsum(masses * midpoints))
     companded = numpy.append(0.0, numpy.cumsum(numpy.cbrt(density) * numpy.diff(edges)))
     centroids: Array = numpy.interp((numpy.arange(levels) + 0.5) / levels * companded[-1], companded, edges)
     for _ in range(_STEPS):
@@ -41,7 +41,7 @@ def lloyd_max(edges: Array, masses: Array, levels: int) -> Array:
             break
         means = numpy.diff(numpy.interp(bounds, edges, moment_below)) / mass
         # A mean depends on both of its bounds, and a bound moves half as far as either of its centroids.
-        at_bounds = numpy.interp(inner, middles, density) / 2
+        at_bounds = numpy.interp(inner, midpoints, density) / 2
         by_upper = numpy.append(at_bounds * (inner - means[:-1]), 0.0) / mass
         by_lower = numpy.append(0.0, at_bounds * (means[1:] - inner)) / mass
         slope = numpy.diag(1.0 - by_upper - by_lower) - numpy.diag(by_upper[:-1], 1) - numpy.diag(by_lower[1:], -1)

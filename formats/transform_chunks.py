@@ -52,11 +52,11 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
     longest = int((columns * sizes).max(initial=0))
     symbols, table = numpy.zeros((len(chunks), longest), numpy.uint8), numpy.zeros((len(chunks), longest), numpy.uint8)
     escapes = []
-    for number, (levels, of_columns) in enumerate(chunks):
+    for number, (levels, table_numbers) in enumerate(chunks):
         used, size = int(columns[number]), int(columns[number] * sizes[number])
         used_levels = levels[:used].reshape(-1)
-        table[number, :size] = numpy.repeat(of_columns[:used], sizes[number])
-        result = numpy.where(numpy.abs(used_levels) <= tables.reach, used_levels + (tables.reach + 1), 0)
+        table[number, :size] = numpy.repeat(table_numbers[:used], sizes[number])
+        result = numpy.where(numpy.abs(used_levels) <= tables.max_level, used_levels + (tables.max_level + 1), 0)
         result[tables.frequencies[table[number, :size], result] == 0] = 0
         if not tables.frequencies[table[number, :size], result].all():
             raise OutOfRange("a table of the basis has neither a symbol for a level nor an escape: choose another number of bits")
@@ -115,9 +115,9 @@ class ChunkList(NamedTuple):
         counts = self.counts[first:last]
         begin = int(self.ends[first] - self.counts[first]) if last > first else 0
         words = self.words[begin : begin + int(counts.sum())]
-        of_columns = self.tables[head]
+        table_numbers = self.tables[head]
         return decode_symbols(
-            self.columns[first:last], self.tokens[first:last], counts, self.states[sequence, head, row], words, of_columns, tables
+            self.columns[first:last], self.tokens[first:last], counts, self.states[sequence, head, row], words, table_numbers, tables
         )
 
 
@@ -148,7 +148,7 @@ def decode_symbols(
 
 def decode_levels(symbols: Symbols, tables: SymbolTables, dim: int) -> list[Numbers]:
     """Return the levels of every chunk, int64 ``[column, token]``, for all ``dim`` columns."""
-    levels = symbols.symbols.astype(numpy.int64) - (tables.reach + 1)
+    levels = symbols.symbols.astype(numpy.int64) - (tables.max_level + 1)
     levels[symbols.symbols == 0] = symbols.escaped
     whole = []
     for chunk_levels, columns, tokens in zip(levels, symbols.columns, symbols.tokens, strict=True):

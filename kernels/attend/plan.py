@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy
 import torch
 
-from kvpack.kernels.loaders.tiles import NEIGHBOURS
+from kvpack.kernels.loaders.tiles import NEIGHBORS
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
 from kvpack.kernels.tiles.addresses import describe_streams
 from kvpack.kernels.tiles.bound_loader import bind
@@ -101,7 +101,7 @@ def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
-        k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBOURS) for codec in (k, v))
+        k_tiles, v_tiles = (loaders.dual_tiles_of(codec, NEIGHBORS) for codec in (k, v))
         assert k_tiles is not None
         assert v_tiles is not None
         result = k_tiles, v_tiles
@@ -282,5 +282,5 @@ def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
 
 def _has_whole_tiles(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], column: int, tiles: Tiles, shape: LaunchShape) -> bool:
     """Return True if the tokens of each warp's tile always belong to one token group."""
-    tokens = shape.tokens * (2 if tiles.dual == NEIGHBOURS else 1)
+    tokens = shape.tokens * (2 if tiles.dual == NEIGHBORS else 1)
     return tiles.whole_groups % tokens == 0 and not (rows[:, column] % tokens).any()

@@ -63,7 +63,7 @@ def decode_into(codec: Lossless, packed: Sequence[PackedPart], out: torch.Tensor
     with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
         _decode[(len(rows) * batch * heads,)](
             out, *out.stride()[:3], torch.from_numpy(rows).to(out.device, non_blocking=True), ends, _slot_tables(tables), heads,
-            batch * heads, DIM=codec.dim, CHUNK_LANES=LANES, FRACTION=fraction_bits, EXPONENT=exponent_bits,
+            batch * heads, DIM=codec.dim, CHUNK_LANES=LANES, FRACTION_BITS=fraction_bits, EXPONENT_BITS=exponent_bits,
             BITS=PRECISION, IN_PLANE=in_plane, EXACT=out.dtype == _DTYPES[codec.dtype], num_warps=1, num_stages=1,
         )  # fmt: skip
     del keep_alive
@@ -164,8 +164,8 @@ def _decode(
     sequences: tl.tensor,
     DIM: tl.constexpr,
     CHUNK_LANES: tl.constexpr,
-    FRACTION: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    FRACTION_BITS: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr,
     BITS: tl.constexpr,
     IN_PLANE: tl.constexpr,
     EXACT: tl.constexpr,
@@ -198,10 +198,10 @@ def _decode(
             digit = digit >> (channel // (DIM // 2) * 8) & 0xFF
         else:
             digit = tl.load(digits + token * digit_stride + channel, active, 0).to(tl.int32)
-        bits = digit >> FRACTION << (FRACTION + EXPONENT) | exponent << FRACTION | digit & ((1 << FRACTION) - 1)
+        bits = digit >> FRACTION_BITS << (FRACTION_BITS + EXPONENT_BITS) | exponent << FRACTION_BITS | digit & ((1 << FRACTION_BITS) - 1)
         if EXACT:
             value = bits.to(tl.int16).to(out.dtype.element_ty, bitcast=True)
-        elif EXPONENT == 8:
+        elif EXPONENT_BITS == 8:
             value = (bits << 16).to(tl.float32, bitcast=True).to(out.dtype.element_ty)
         else:
             value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(out.dtype.element_ty)

@@ -134,11 +134,11 @@ def _decode_table(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) 
             factor = code * tl.div_rn(factor, tl.full(factor.shape, FORM.largest_radius, tl.float32))
     if KIND == "octahedral":
         # Read only the table's first quarter, whose values have no signs, because it fits in few cache lines.
-        direction = tl.load(tile.table + (entry * VALUES + lane % 3), mask, 0.0).to(tl.int32, bitcast=True) ^ (
+        direction_bits = tl.load(tile.table + (entry * VALUES + lane % 3), mask, 0.0).to(tl.int32, bitcast=True) ^ (
             (symbol_code >> sign_shift & 1) << 31
         )
         norm = tl.load(tile.norm_table + (symbol_code >> FORM.norm_at & FORM.norm_mask))
-        value = direction.to(tl.float32, bitcast=True) * norm * factor
+        value = direction_bits.to(tl.float32, bitcast=True) * norm * factor
     elif JOINED == 1:
         value = tl.load(tile.table + entry, mask, 0.0) * factor
     else:

@@ -123,7 +123,7 @@ def _compute_token_scales(codec: Group, x: torch.Tensor, output: Output, token_s
     launch(
         _root_mean_squares, _scaling_programs(codec, x), x.device, *arguments, token_scale, output.flag,
         DIM=x.shape[3], PADDED_DIM=constants["PADDED_DIM"], ALIGNED=constants["ALIGNED"], LIMIT=norm_limit(_scale_dtype(codec)),
-        AT_ONCE=SCALE_HEADS, PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
+        HEADS_AT_ONCE=SCALE_HEADS, PER_HEAD=codec.scale_per_head, BLOCK_TOKENS=SCALE_TOKENS, warps=SCALE_WARPS,
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def _root_mean_squares(
     PADDED_DIM: tl.constexpr,
     ALIGNED: tl.constexpr,
     LIMIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
@@ -188,9 +188,9 @@ def _root_mean_squares(
         scales += (batch * heads + head) * tokens
     else:
         squares = tl.zeros((BLOCK_TOKENS, PADDED_DIM), tl.float32)
-        for first_head in range(0, heads, AT_ONCE):
+        for first_head in range(0, heads, HEADS_AT_ONCE):
             # Unrolled, so that the loads of several heads are in flight at once.
-            for offset in tl.static_range(AT_ONCE):
+            for offset in tl.static_range(HEADS_AT_ONCE):
                 current_head = first_head + offset
                 exists = token < tl.where(current_head < heads, tokens, 0)
                 rows = load_rows(

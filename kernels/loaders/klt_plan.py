@@ -84,9 +84,9 @@ class Plan:
     def _add_tile(self, words: CodeRegisters, bits: int, symbols: list[tuple[int, int]], runs: list[int]) -> None:
         """Add the tile of ``symbols``, pairs (word, field), for columns of ``runs``."""
         firsts, seconds = symbols[::2], symbols[1::2]
-        neighbours = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
+        neighbors = all(second == (word, field + 1) for (word, field), second in zip(firsts, seconds, strict=True))
         kind, length = LOOK_UP.value, bits
-        if self._keys and neighbours and runs[::2] == runs[1::2]:
+        if self._keys and neighbors and runs[::2] == runs[1::2]:
             kind, length = (LOOK_UP_PAIRS if bits <= MAX_PAIR_BITS else LOOK_UP_TWO).value, 2 * bits
             symbols, runs = firsts, runs[::2]
         places = [_code_bytes(words, word, field * bits, length) for word, field in symbols]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DUAL_ROW_WORDS = MIN_TILE_WIDTH // 2
 """Number of words per row at which a tile row can contain two tokens' rows."""
 
-APART, NEIGHBOURS = 1, 2
+APART, NEIGHBORS = 1, 2
 """Arrangements of two tokens per tile row: all second tokens follow all first ones, or each second token follows its first one."""
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-INTERPRETED_BYTES = 227 << 10
+INTERPRETER_SHARED_BYTES = 227 << 10
 """Shared memory of compute capability 9.0, assumed in Triton's interpreter."""
 
 
@@ -14,6 +14,6 @@ INTERPRETED_BYTES = 227 << 10
 def shared_memory(device: str) -> int:
     """Return the maximum number of bytes of shared memory that a program may have on ``device``."""
     if torch.device(device).type != "cuda":
-        return INTERPRETED_BYTES
+        return INTERPRETER_SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))

@@ -56,10 +56,10 @@ def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):
-        colour, marker = picture.STYLES.get(family, picture.OTHER)
+        color, marker = picture.STYLES.get(family, picture.OTHER)
         before, count = families[:number].count(family), families.count(family)
         pale = _MAX_WHITE * before / max(1, count - 1)
-        channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        channels = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
         shade = tuple(channel + pale * (1 - channel) for channel in channels)
         line = _LINES[before % len(_LINES)]
         styles.append({"color": shade, "marker": marker, "linestyle": line, "linewidth": 1.2, "markersize": 3.5})

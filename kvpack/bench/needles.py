@@ -52,7 +52,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
     ``ids`` must be longer than all lines together.
     """
-    pairs = [(_word(6, _CHARACTERS, generator), _word(8, _CHARACTERS, generator)) for _ in range(LINES)]
+    pairs = [(_random_word(6, _CHARACTERS, generator), _random_word(8, _CHARACTERS, generator)) for _ in range(LINES)]
     lines = [text.encode(f"\n[[key {key} = {value}]]\n") for key, value in pairs]
     places = sorted(torch.randint(len(ids) - LINES * LINE_BYTES + 1, (LINES,), generator=generator).tolist())
     return _planted(ids, lines, places, [(text.encode(f"\n[[key {key} = "), text.encode(value)) for key, value in pairs])
@@ -60,7 +60,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
     """Insert one pass key into ``ids`` of ``text`` at ``depth``, a share of the prompt, and truncate the result to the same length."""
-    key = _word(5, _DIGITS, generator)
+    key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")
     return _planted(ids, [line], [round(depth * (len(ids) - len(line)))], [(question, text.encode(f" {key}"))])
@@ -90,5 +90,5 @@ def answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
     return right
 
 
-def _word(length: int, characters: str, generator: torch.Generator) -> str:
+def _random_word(length: int, characters: str, generator: torch.Generator) -> str:
     return "".join(characters[i] for i in torch.randint(len(characters), (length,), generator=generator).tolist())

@@ -95,13 +95,13 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
     axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1.2, label="Pareto front", zorder=2)
     drawn: Counter[str] = Counter()
     for row in rows:
-        colour, first = STYLES.get(row["family"], OTHER)
+        color, first = STYLES.get(row["family"], OTHER)
         # Codecs without a style share a color.
-        marker = (first + MARKERS.replace(first, ""))[drawn[colour] % len(MARKERS)]
-        drawn[colour] += 1
+        marker = (first + MARKERS.replace(first, ""))[drawn[color] % len(MARKERS)]
+        drawn[color] += 1
         x, y = row["bits_per_value"], _drawn(row)
-        axes.errorbar(x, y, yerr=_error_bar(row, *axes.get_ylim()), fmt="none", ecolor=colour, elinewidth=0.8, alpha=0.5, zorder=3)
-        style = {"color": colour, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
+        axes.errorbar(x, y, yerr=_error_bar(row, *axes.get_ylim()), fmt="none", ecolor=color, elinewidth=0.8, alpha=0.5, zorder=3)
+        style = {"color": color, "marker": marker, "linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
         axes.plot(x, y, **style, label=row["recipe"], zorder=4)
         if narrow:
             _label_point(axes, row["recipe"], x, y, left=_is_label_left(row, rows))
@@ -122,8 +122,8 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
     axes.grid(color="#dddddd", linewidth=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     if not narrow:
-        beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
-        axes.legend(frameon=False, fontsize=8, **beside, title="colour: the keys' codec", title_fontsize=8)
+        legend_position = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
+        axes.legend(frameon=False, fontsize=8, **legend_position, title="color: the keys' codec", title_fontsize=8)
 
 
 def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:

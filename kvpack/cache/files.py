@@ -172,7 +172,7 @@ def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases
     return cache.convert(parsed)
 
 
-def _with_basis(file: container.File, basis: Bases | None) -> Header:
+def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
     """Add the needed bases to the header of an open cache file, and return the header."""
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where}: is a basis, but a cache is needed: load a basis with kvpack.Basis.load")
@@ -194,7 +194,7 @@ def read_to(
     Raises the errors of ``load``.
     """
     with float32_no_grad(bus.device), file:
-        _with_basis(file, basis)
+        _bind_header_bases(file, basis)
         part = _part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
         with _located(file.where):
@@ -233,7 +233,7 @@ def read(
     Only the layers ``numbers`` (default: all) have keys, values and states. Raises DigestMismatch, InvalidPayload and, for ``basis``, the
     errors of ``load``.
     """
-    header = _with_basis(file, basis)
+    header = _bind_header_bases(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with float32_no_grad(cpu):
         chosen = list(range(len(header.layers)) if numbers is None else numbers)

@@ -197,9 +197,9 @@ class Minifloats:
             _raise_if_any((self._bytes & 0x7F) >= form.finite, f"the {self._element} element", self._bytes)
         largest = form.largest
         if self.codec.granularity == "block":
-            nan = E8M0_NAN if self.codec.scale_dtype == "e8m0" else ELEMENTS["e4m3"].finite
+            first_invalid_code = E8M0_NAN if self.codec.scale_dtype == "e8m0" else ELEMENTS["e4m3"].finite
             codes = streams["block_scales"]
-            _raise_if_any(codes >= nan, f"the {self.codec.scale_dtype} scale", codes, "NaN or below zero")
+            _raise_if_any(codes >= first_invalid_code, f"the {self.codec.scale_dtype} scale", codes, "NaN or below zero")
             largest *= 2.0 ** (int(codes.max()) - 127) if self.codec.scale_dtype == "e8m0" else ELEMENTS["e4m3"].largest
         for name in ("scale", "global_scale"):
             if name in streams:

@@ -69,7 +69,7 @@ _GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 """Reduction of a column's error by each additional bit."""
 
 _STEPS = 100
-_LOSS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,12})?(e-[0-9]{2})?")
+_LOSS_PATTERN = re.compile(r"[0-9]{1,6}(\.[0-9]{1,12})?(e-[0-9]{2})?")
 
 
 class Basis:
@@ -451,7 +451,7 @@ def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, Bal
 def _losses(basis: Basis, side: str) -> list[float]:
     name = LOSSES.format(side=side)
     texts = basis.model[name].split(",") if name in basis.model else []
-    if (texts and len(texts) != basis.layers_described) or not all(_LOSS.fullmatch(text) for text in texts):
+    if (texts and len(texts) != basis.layers_described) or not all(_LOSS_PATTERN.fullmatch(text) for text in texts):
         raise InvalidHeader(
             f"{basis.where}: model.{name} is {basis.model[name]!r:.100}, expected {basis.layers_described} numbers such as 0.0125 or 3e-05"
         )

@@ -82,11 +82,11 @@ class LayerException(NamedTuple):
         return ",".join(map(str, self.ranges))
 
 
-LayerItems = tuple[tuple[int, int], ...] | None
+LayerRanges = tuple[tuple[int, int], ...] | None
 """Layers of a rule, as (first, last) pairs; None for all layers."""
 
 
-def canonical_text(rules: Sequence[tuple[str, LayerItems, dict[str, CodecText]]], window: int) -> str:
+def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]], window: int) -> str:
     """Return the canonical text of ``rules`` for a raw tail of ``window`` tokens.
 
     Each rule is a tuple of its sides ("k", "v" or "kv"), its layers and its codec by side. Later rules take precedence.
@@ -101,7 +101,7 @@ def canonical_text(rules: Sequence[tuple[str, LayerItems, dict[str, CodecText]]]
     return ";".join([*texts, *([f"raw={raw}"] if raw else []), *([f"tail={window}"] if window else [])])
 
 
-def _reduce(rules: Sequence[tuple[LayerItems, CodecText]]) -> tuple[CodecText, list[LayerException]]:
+def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
     """Return the codec for all layers, and the exceptions in order, given the rules for the keys or for the values."""
     ranges: list[tuple[Range | None, CodecText]] = []
     for items, codec in rules:

@@ -44,7 +44,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
         listed, colon, body = clause.removeprefix("layers=").partition(":")
         if not colon:
             refuse(text, clause, clause, "a layers clause has no codec: write layers=<list>:<k, v or kv>=<codec>")
-        items = tuple(_item(item, clause, text) for item in listed.split(","))
+        items = tuple(_parse_layer_range(item, clause, text) for item in listed.split(","))
     sides, equals, codec = body.partition("=")
     if not equals or sides not in ("k", "v", "kv"):
         word = sides if equals else body
@@ -98,7 +98,7 @@ def _instead_of(preset: str, body: str, clause: str, presets: Mapping[str, str])
     return f"{reason}: write {clause.removesuffix(body)}{sides}={codecs[0]}{raw}"
 
 
-def _item(item: str, clause: str, text: str) -> tuple[int, int]:
+def _parse_layer_range(item: str, clause: str, text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(-?[0-9]{1,9})(?:-(-?[0-9]{1,9}))?", item)
     if match is None:
         refuse(text, item or "layers=", clause, f"layer {item!r} must be an integer or a range first-last")

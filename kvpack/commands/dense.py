@@ -234,7 +234,7 @@ def _note(path: str, text: str) -> _UnpackedInfo:
                 to_bytes(metadata)
             except KvpackError as error:
                 raise InvalidParameter(f"{path}: kvpack.unpacked: {error}") from None
-            undetermined = _undetermined(path, note.get("undetermined"))
+            undetermined = _parse_undetermined(path, note.get("undetermined"))
             offsets = _offsets(path, note.get("position_offsets"))
             hidden = _hidden(path, note.get("hidden", []))
             match start:
@@ -255,7 +255,7 @@ def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
     return tuple(listed)
 
 
-def _undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
+def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
     """Return the (text, position) pairs in the metadata. Raises InvalidParameter if they have another form."""
     if listed is None:
         return None

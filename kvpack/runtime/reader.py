@@ -15,7 +15,7 @@ from .threads import in_parallel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DIRECT_BYTES = 2**24
+MIN_DIRECT_BYTES = 2**24
 """Minimum size in bytes of a file that is read directly; for smaller ones the page cache is as fast."""
 _PIECE_BYTES, _THREADS = 2**21, 8
 """Size of a direct read in bytes, and number of reading threads, which wait for the disk and need no cores."""
@@ -52,7 +52,7 @@ def read_cold(descriptor: int, size: int) -> memoryview | None:
     Returns None if the page cache should be used: because at least half of the file is in it, the file is small or has become shorter, or
     direct reads fail.
     """
-    if size < DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
+    if size < MIN_DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
 
     def read(begin: int) -> bool:

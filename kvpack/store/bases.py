@@ -93,7 +93,7 @@ class StoredBasis:
 
     def _put_in(self, tier: int, backend: Backend, basis: Basis, now_ns: int) -> bool:
         key = self.keys[0]
-        if backend.present([key]) and (tier in self._whole or self._is_intact(key, backend)):
+        if backend.present([key]) and (tier in self._whole or self._check_or_remove(key, backend)):
             self._whole.add(tier)
             return True
         # A damaged entry has been removed by now. An entry that is still present may be readable to other stores, so it stays.
@@ -110,7 +110,7 @@ class StoredBasis:
         self._whole.add(tier)
         return True
 
-    def _is_intact(self, key: bytes, backend: Backend) -> bool:
+    def _check_or_remove(self, key: bytes, backend: Backend) -> bool:
         """Return True if the entry in one tier is the basis, byte for byte; remove a damaged one."""
         for basis in backend.find([key]):
             try:

@@ -171,9 +171,9 @@ class Evictor:
             self._counters.fault("collect", error)
 
     def _fits(self, total: int, size: int) -> bool:
-        return (self._max_bytes is None or total <= self._max_bytes) and self._missing_on_disk(size) <= 0
+        return (self._max_bytes is None or total <= self._max_bytes) and self._disk_shortfall(size) <= 0
 
-    def _missing_on_disk(self, size: int) -> int:
+    def _disk_shortfall(self, size: int) -> int:
         """Return how many bytes of disk space are missing for ``size`` more bytes, unfinished files, and the minimum to keep free."""
         if not self._min_free:
             return 0
@@ -286,7 +286,7 @@ class Evictor:
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
     def _excess_bytes(self, total: int, size: int, budget: int | None) -> int:
-        excess = self._missing_on_disk(size)
+        excess = self._disk_shortfall(size)
         return excess if budget is None else max(excess, total + size - budget)
 
     def _remove(

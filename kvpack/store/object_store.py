@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from .entry_kind import Form
     from .last_used import LastUse
 
-REQUESTS = 16
+MAX_CONCURRENT_REQUESTS = 16
 """Maximum number of concurrent requests."""
-PUTS = 8
+MAX_CONCURRENT_PUTS = 8
 """Maximum number of concurrent puts, each of which needs memory for its entry."""
 RECOUNT_SECONDS = 60.0
 """Seconds after which a writer counts the stored bytes again, because other processes write too."""
@@ -101,17 +101,17 @@ class ObjectStore(OneTier):
 
     def present(self, keys: Sequence[bytes]) -> int:
         keys = self._leading_unexpired(keys)
-        with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, REQUESTS)) as kinds:
+        with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, MAX_CONCURRENT_REQUESTS)) as kinds:
             return next((index for index, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
         expired = self._expired_keys()
-        kinds = in_parallel(lambda key: None if key in expired else self._kind(_name(key)), keys, REQUESTS)
+        kinds = in_parallel(lambda key: None if key in expired else self._kind(_name(key)), keys, MAX_CONCURRENT_REQUESTS)
         return [kind is Kind.READABLE for kind in kinds]
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         result: list[Data] = []
-        with contextlib.closing(in_parallel(self.peek, self._leading_unexpired(keys), REQUESTS)) as entries:
+        with contextlib.closing(in_parallel(self.peek, self._leading_unexpired(keys), MAX_CONCURRENT_REQUESTS)) as entries:
             for data in entries:
                 if data is None:
                     break
@@ -128,10 +128,10 @@ class ObjectStore(OneTier):
             data = self._guard.ask("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None)
             return None if data is None else FoundEntry(data, 0)
 
-        return [*in_parallel(find, zip(keys, beyond, strict=True), REQUESTS)]
+        return [*in_parallel(find, zip(keys, beyond, strict=True), MAX_CONCURRENT_REQUESTS)]
 
     def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        return [*in_parallel(lambda key: self.peek(key, front=front), keys, REQUESTS)]
+        return [*in_parallel(lambda key: self.peek(key, front=front), keys, MAX_CONCURRENT_REQUESTS)]
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         read = self._objects.read_front if front else self._objects.read
@@ -145,7 +145,7 @@ class ObjectStore(OneTier):
         fitting = self._reserve(sizes, chain)
         self._counters.add("refused_chunks", len(sizes) - fitting)
         positions = list(entries)[:fitting]
-        put = in_parallel(lambda position: self._put(chain[position], entries[position]), positions, PUTS)
+        put = in_parallel(lambda position: self._put(chain[position], entries[position]), positions, MAX_CONCURRENT_PUTS)
         stored = [*put, *[False] * (len(sizes) - fitting)]
         if True in stored:
             last = max(position for position, success in zip(entries, stored, strict=True) if success)
@@ -187,7 +187,7 @@ class ObjectStore(OneTier):
             self._record_uses()
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        sizes = dict(zip(keys, in_parallel(self._size, keys, REQUESTS), strict=True))
+        sizes = dict(zip(keys, in_parallel(self._size, keys, MAX_CONCURRENT_REQUESTS), strict=True))
         return self._remove_all([key for key in reversed(keys) if sizes[key] is not None])
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
@@ -345,8 +345,10 @@ class ObjectStore(OneTier):
             return
         present = {key for key, _, _ in entries}
         protected = merge_records({key: use for key, use in self._last_uses(records).items() if key in present}, time.time_ns())
-        if len(protected) < len(records) and all(in_parallel(lambda name: self._put_record(name, protected[name]), protected, PUTS)):
-            list(in_parallel(self._remove, [name for name, _, _ in records], REQUESTS))
+        if len(protected) < len(records) and all(
+            in_parallel(lambda name: self._put_record(name, protected[name]), protected, MAX_CONCURRENT_PUTS)
+        ):
+            list(in_parallel(self._remove, [name for name, _, _ in records], MAX_CONCURRENT_REQUESTS))
 
     def _put_record(self, name: str, record: bytes) -> bool:
         return self._guard.ask("collect", lambda: self._objects.put(_USES + name, record), False)
@@ -392,7 +394,7 @@ class ObjectStore(OneTier):
     def _entries(self) -> ListedEntries | None:
         """List all entries; return None if the store does not answer."""
         result: ListedEntries = []
-        for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", REQUESTS):
+        for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", MAX_CONCURRENT_REQUESTS):
             if names is None:
                 return None
             for name, size, put_ns in names:
@@ -430,11 +432,11 @@ class ObjectStore(OneTier):
                 return empty
             return self._guard.ask("get", lambda: self._objects.read(name, MAX_RECORDS_BYTES), None) or empty
 
-        return [*in_parallel(read, names, REQUESTS)]
+        return [*in_parallel(read, names, MAX_CONCURRENT_REQUESTS)]
 
     def _remove_all(self, keys: Sequence[bytes]) -> set[bytes]:
         """Remove entries and return those that existed."""
-        removed = in_parallel(self._remove, map(_name, keys), REQUESTS)
+        removed = in_parallel(self._remove, map(_name, keys), MAX_CONCURRENT_REQUESTS)
         return {key for key, success in zip(keys, removed, strict=True) if success}
 
     def _remove(self, name: str) -> bool:

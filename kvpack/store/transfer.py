@@ -106,11 +106,11 @@ def export_prefix(
 
 
 def _features(prefix: Prefix) -> dict[str, bytes]:
-    chunks_fields = [entry.fields for entry in prefix.entries]
-    size = (len(chunks_fields[0].ids) // ID_BYTES).to_bytes(_CHUNK_BYTES, "little")
-    if any(chunk.inputs for chunk in chunks_fields):
-        return split(CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in chunks_fields))
-    return {CHUNK_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in chunks_fields))}
+    chunk_fields = [entry.fields for entry in prefix.entries]
+    size = (len(chunk_fields[0].ids) // ID_BYTES).to_bytes(_CHUNK_BYTES, "little")
+    if any(chunk.inputs for chunk in chunk_fields):
+        return split(CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in chunk_fields))
+    return {CHUNK_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in chunk_fields))}
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> ExportedPrefix:
@@ -127,8 +127,8 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     file = container.open_file(path, copy=True)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
-    chunks_fields = basis_digest(Recipe.recorded(header.recipe))
-    basis = find(source, chunks_fields) if source is not None and chunks_fields is not None else None
+    digest = basis_digest(Recipe.recorded(header.recipe))
+    basis = find(source, digest) if source is not None and digest is not None else None
     cache = files.read(file, basis=basis)
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
     if data := joined(header.ignorable, CHUNKS_FEATURE):

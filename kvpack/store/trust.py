@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660
 """Modes of folders and files for a trusted group. The set-group-ID bit makes new files belong to the folder's group."""
-_MAX_GROUP = 2**32 - 2
+_MAX_GID = 2**32 - 2
 
 _PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """Errors that mean a path can never be a store for this user, unlike errors that a faulty disk causes."""
@@ -194,7 +194,7 @@ def _group_number(group: int | str) -> int:
             number = grp.getgrnam(group).gr_gid
         except (KeyError, ValueError):
             raise InvalidParameter(f"trusted_group is {group!r:.80}, which this system does not know: pass the group's number") from None
-    if type(number) is not int or not 0 <= number <= _MAX_GROUP:
+    if type(number) is not int or not 0 <= number <= _MAX_GID:
         raise InvalidParameter(f"trusted_group is {describe(group)}, expected the number or the name of a group")
     if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):
         user = os.geteuid()

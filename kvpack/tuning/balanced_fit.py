@@ -31,8 +31,8 @@ def fit_balanced_keys(
     for layer, moments in enumerate(moments_by_layer):
         queries = moments.queries / moments.rows
         fitted[layer] = BalancedKeys(
-            balance(moments.keys / moments.tokens, queries).to(torch.float32),
-            balance(moments.pages / moments.tokens, queries).to(torch.float32),
+            balancing_frames(moments.keys / moments.tokens, queries).to(torch.float32),
+            balancing_frames(moments.pages / moments.tokens, queries).to(torch.float32),
             queries.to(torch.float32),
             None if ropes is None else (moments.unturned / moments.tokens).to(torch.float32),
             None if ropes is None else ropes[layer],
@@ -42,7 +42,7 @@ def fit_balanced_keys(
     return fitted
 
 
-def balance(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+def balancing_frames(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return frames ``[kv_head, column, channel]`` for the second moments of keys and queries, float64 ``[kv_head, dim, dim]``.
 
     In a frame, keys and queries have the same diagonal second moments, largest first. Rows have a mean square length of 1.
@@ -75,7 +75,7 @@ def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str,
         if not all(half.tokens for half in pair):
             return None
         moments = [(half.keys / half.tokens, half.queries / half.rows) for half in pair]
-        frames = [balance(*half) for half in moments]
+        frames = [balancing_frames(*half) for half in moments]
         own_costs += [frame_cost(frame, *half) for frame, half in zip(frames, moments, strict=True)]
         other += [frame_cost(frame, *half) for frame, half in zip(frames, reversed(moments), strict=True)]
     return {"own": float(torch.cat(own_costs).mean()), "other": float(torch.cat(other).mean())}

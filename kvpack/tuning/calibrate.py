@@ -275,7 +275,7 @@ def rate(basis: Basis, bits: float) -> dict[str, float]:
 def _columns_with_symbols(frames: Frames, step: int, chunk: int) -> float:
     """Return the number of columns up to the last one with a nonzero level in half of all chunks, averaged over frames."""
     tables = frames.tables
-    zeros = (tables.frequencies[:, 1 + tables.reach] / rans.TOTAL) ** chunk
+    zeros = (tables.frequencies[:, 1 + tables.max_level] / rans.TOTAL) ** chunk
     used = zeros[frames.tables_at(step)] < 0.5
     return float((used * numpy.arange(1, frames.columns + 1)).max(1).mean())
 

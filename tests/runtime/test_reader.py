@@ -165,7 +165,7 @@ def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, de
     monkeypatch.setattr(reader_module, "_PIECE_BYTES", 2 * BLOCK)
     monkeypatch.setattr(reader_module, "is_cold", lambda *_: cold[0])
     assert read_cold(descriptor, SIZE) is None
-    monkeypatch.setattr(reader_module, "DIRECT_BYTES", SIZE)
+    monkeypatch.setattr(reader_module, "MIN_DIRECT_BYTES", SIZE)
     direct = open_direct(descriptor)
     if direct is None:
         assert read_cold(descriptor, SIZE) is None

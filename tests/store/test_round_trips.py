@@ -20,7 +20,7 @@ from kvpack.store.counters import Counters
 from kvpack.store.entry_kind import UNENCRYPTED
 from kvpack.store.locations import open_backend
 from kvpack.store.memory import Memory
-from kvpack.store.object_store import REQUESTS, ObjectStore
+from kvpack.store.object_store import MAX_CONCURRENT_REQUESTS, ObjectStore
 from kvpack.store.options import LocationOptions
 from kvpack.store.reclaim import reclaim
 from kvpack.store.removal import remove
@@ -215,7 +215,7 @@ def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPat
             ("read", lambda: [error is None for _, error in verify(backend)]),
         ):
             real = getattr(backend._objects, name)
-            barrier = threading.Barrier(REQUESTS, timeout=60)
+            barrier = threading.Barrier(MAX_CONCURRENT_REQUESTS, timeout=60)
 
             def together(*arguments: Any, real: Any = real, barrier: Any = barrier) -> Any:
                 barrier.wait()

@@ -175,7 +175,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
     triton_internals.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
     driver.set_active(NoDevice(capability))
     shared_memory.shared_memory.cache_clear()
-    shared_memory.INTERPRETED_BYTES = CHIPS[capability][1]
+    shared_memory.INTERPRETER_SHARED_BYTES = CHIPS[capability][1]
     addresses.uses_assembly = lambda device: True  # type: ignore[assignment]
     plan.overlaps = lambda device: capability >= OVERLAPS_FROM  # type: ignore[assignment]
     plan._multiprocessors = lambda device: 132

@@ -245,7 +245,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
         return
     source = codec.source_for(heads)
     values = source.tables.values
-    shift = (values - torch.arange(values.shape[1]) + source.tables.reach).abs().max().item()
+    shift = (values - torch.arange(values.shape[1]) + source.tables.max_level).abs().max().item()
     difference = (x.double() - decoded.double())[:, :, :tokens]
     if source.rope is not None:
         difference = source.rope.rotate(difference.float(), 0, back=True).double()

@@ -16,7 +16,7 @@ from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.evaluation.windows import prefill
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate
-from kvpack.tuning.balanced_fit import balance, frame_cost
+from kvpack.tuning.balanced_fit import balancing_frames, frame_cost
 from kvpack.tuning.statistics import KeyMoments, QueryMoments, Statistics
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_keys_and_queries_have_the_same_second_moments_in_a_frame() -> None:
     keys, queries = moments(1), moments(2)
-    frames = balance(keys, queries)
+    frames = balancing_frames(keys, queries)
     inverse = torch.linalg.inv(frames)
     framed, asked = inverse.mT @ keys @ inverse, frames @ queries @ frames.mT
     ratio = asked[:, 0, 0] / framed[:, 0, 0]
@@ -58,7 +58,7 @@ def test_keys_and_queries_have_the_same_second_moments_in_a_frame() -> None:
 
 def test_no_other_frame_costs_less() -> None:
     keys, queries = moments(1), moments(2).flip(1, 2)
-    frames, plain = balance(keys, queries), torch.eye(8, dtype=torch.float64).expand(2, -1, -1)
+    frames, plain = balancing_frames(keys, queries), torch.eye(8, dtype=torch.float64).expand(2, -1, -1)
     assert torch.equal(frame_cost(plain, keys, queries), torch.ones(2, dtype=torch.float64))
     least = frame_cost(frames, keys, queries)
     assert (least < 0.8).all()
@@ -71,7 +71,7 @@ def test_no_other_frame_costs_less() -> None:
 def test_channels_that_never_vary_have_frames() -> None:
     nothing = torch.zeros(1, 4, 4, dtype=torch.float64)
     for keys, queries in ((nothing, nothing), (nothing, moments(1, 1, 4)), (moments(1, 1, 4), nothing)):
-        frames = balance(keys, queries)
+        frames = balancing_frames(keys, queries)
         assert frames.isfinite().all()
         assert torch.linalg.cond(frames).max() < 1e4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpack.formats.frames import Rope
-from kvpack.tuning.balanced_fit import balance, frame_cost
+from kvpack.tuning.balanced_fit import balancing_frames, frame_cost
 from kvpack.tuning.spread import spread_keys, spread_moments, window_positions
 from kvpack.tuning.statistics import KeyMoments, Statistics
 
@@ -45,10 +45,8 @@ def test_frames_of_spread_moments_serve_far_positions() -> None:
     own = moments(0)
     found = spread_moments(own, ROPE, window_positions(TOKENS, 8192))
     far = moments(6000)
-    near, spread = (
-        float(frame_cost(balance(one.pages / one.tokens, one.queries / one.rows), far.pages / far.tokens, far.queries / far.rows).mean())
-        for one in (own, found)
-    )
+    frames = [balancing_frames(one.pages / one.tokens, one.queries / one.rows) for one in (own, found)]
+    near, spread = (float(frame_cost(one, far.pages / far.tokens, far.queries / far.rows).mean()) for one in frames)
     assert spread < 0.95 * near
 
 

@@ -412,8 +412,8 @@ def _is_watched() -> bool:
     A mode that only sets the device of new tensors does not count.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    functions = (mode for mode in modes if not isinstance(mode, DeviceContext))
-    return any(functions) or bool(_get_current_dispatch_mode_stack())
+    function_modes = (mode for mode in modes if not isinstance(mode, DeviceContext))
+    return any(function_modes) or bool(_get_current_dispatch_mode_stack())
 
 
 def _check_model(model: torch.nn.Module, device: torch.device) -> None:

@@ -111,37 +111,37 @@ def refuse_pickled_model() -> NoReturn:
     )
 
 
-def _before(mine: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arguments = arguments_of(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
     if compiled is not None:
         compiled.compiled_begin(number, arguments)
         return
-    for passes in [*passes_over(past), *mine.recordings()]:
+    for passes in [*passes_over(past), *hooks.recordings()]:
         passes.enter(module, arguments)
-    _check_source(mine, past, arguments)
+    _check_source(hooks, past, arguments)
 
 
-def _check_source(mine: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
+def _check_source(hooks: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
     """Record the encoder's input for a call over an encoder-decoder cache, and compare it with the cache's."""
-    if isinstance(past, EncoderDecoderCache) and (sources := mine.sources(arguments)) is not None:
-        for passes in [*passes_over(past), *mine.recordings()]:
+    if isinstance(past, EncoderDecoderCache) and (sources := hooks.sources(arguments)) is not None:
+        for passes in [*passes_over(past), *hooks.recordings()]:
             passes.encoded(sources)
         check_sources(passes_over(past), sources)
 
 
-def _before_decoder(mine: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_decoder(hooks: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     arguments = arguments_of(module, args, kwargs)
-    _check_source(mine, cache_in(arguments), arguments)
+    _check_source(hooks, cache_in(arguments), arguments)
 
 
-def _after_encoder(mine: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    mine.encoder_ended(arguments_of(module, args, kwargs), output)
+def _after_encoder(hooks: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    hooks.encoder_ended(arguments_of(module, args, kwargs), output)
 
 
 def _after_call(
-    mine: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    hooks: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     arguments = arguments_of(module, args, kwargs)
     past = cache_in(arguments)
@@ -149,7 +149,7 @@ def _after_call(
     if compiled is not None:
         compiled.compiled_end(number)
         return
-    for passes in [*passes_over(past), *mine.recordings()]:
+    for passes in [*passes_over(past), *hooks.recordings()]:
         passes.leave(module, arguments, output)
 
 

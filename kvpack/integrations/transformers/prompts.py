@@ -134,8 +134,8 @@ def keep_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
         tokens = common_tokens(cache, prompt)
     try:
         if tokens and (kept := past.go_back(tokens)) < tokens:
-            which = f"the first {kept}" if kept else "none"
-            text = f"the prompt and the cache begin with the same {tokens} tokens, and {which} of them are kept"
+            kept_text = f"the first {kept}" if kept else "none"
+            text = f"the prompt and the cache begin with the same {tokens} tokens, and {kept_text} of them are kept"
             warnings.warn(f"{text}: layers keep states, and have none after later tokens", KvpackWarning, stacklevel=4)
             tokens = kept
     except (OutOfBounds, InvalidParameter) as error:

@@ -45,7 +45,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        options, self._is_packed = _place_options(vllm_config)
+        options, self._is_packed = _placement_options(vllm_config)
         check_version(vllm.__version__, bool(options.get("any_version", False)))
         groups = groups_of(vllm_config, kv_cache_config)
         options[GROUPS], options[SETTINGS] = groups, settings_of(vllm_config)
@@ -81,7 +81,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
-        _place_options(vllm_config)
+        _placement_options(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)
 
 
@@ -96,7 +96,7 @@ def _heads(groups: Sequence[Group]) -> dict[str, int]:
     return {"heads": groups[0].heads, "head_dim": groups[0].dim}
 
 
-def _place_options(vllm_config: Any) -> tuple[Any, bool]:
+def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
     """Return the options, which name the spec and the tier of the placement, and True if the primary tier contains rows.
 
     Raises InvalidParameter. vLLM calls this several times for one configuration, also before there is a connector.

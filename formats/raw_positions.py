@@ -181,8 +181,8 @@ class RawPositions(KeptTokens):
             if wrong.any():
                 at = int(wrong.argmax())
                 raise InvalidPayload(
-                    f"{where}.{POSITIONS}: position {first + at} is {words[at].tolist()}, expected one of {tokens} packed tokens in one of "
-                    f"{batch} sequences, or all zeros if unused"
+                    f"{where}.{POSITIONS}: position {first + at} is {words[at].tolist()}, expected a token number from 1 to {tokens} in "
+                    f"the first three words and a sequence below {batch} in the last, or all zeros if unused"
                 )
             place = token * batch + sequence
             behind_unused = numpy.logical_or.accumulate(unused) | (used < first)

@@ -56,7 +56,7 @@ def _text(what: str, value: object) -> str:
         return f"{value:.6f}".rstrip("0").rstrip(".")
     if type(value) is int or (isinstance(value, str) and _VALUE.fullmatch(value)):
         return str(value)
-    raise InvalidType(f"{what} is {describe(value)}, expected a word, a number or a tuple of integers")
+    raise InvalidType(f"{what} is {describe(value)}, expected a number, a tuple of integers, or text without spaces or any of : ; , =")
 
 
 class Raw(CodecChoice):

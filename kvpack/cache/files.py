@@ -175,7 +175,7 @@ def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases
 def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
     """Add the needed bases to the header of an open cache file, and return the header."""
     if file.header.is_basis:
-        raise InvalidParameter(f"{file.where}: is a basis, but a cache is needed: load a basis with kvpack.Basis.load")
+        raise InvalidParameter(f"{file.where} is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
         file.header = bind_bases(file.where, file.header, basis)
     return file.header

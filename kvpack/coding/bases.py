@@ -345,8 +345,8 @@ class Basis:
             note = f"its dtype is {dtypes[0]}, but the cache's is {dtypes[1]}; load the model in {dtypes[0]}"
             verb = "are" if name == "weights" else "is"
             raise InvalidParameter(
-                f"{self.where}: is the basis of a model whose {name} {verb} {expected!r}, but the cache's {name} {verb} {actual!r}: "
-                f"{note if unknown else 'make a basis for the model of the cache with kvpack calibrate'}"
+                f"{self.where} is a basis for a model whose {name} {verb} {expected!r}, but the {name} of the cache's model {verb} "
+                f"{actual!r}: {note if unknown else 'make a basis for the model of the cache with kvpack calibrate'}"
             )
 
 

@@ -78,7 +78,7 @@ def open_basis(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
 
 def check_is_basis(file: container.File) -> None:
     if not file.header.is_basis:
-        raise InvalidParameter(f"{file.where}: is a cache, but a basis is needed: make one with kvpack calibrate")
+        raise InvalidParameter(f"{file.where} is a cache, but a basis is needed: make one with kvpack calibrate")
 
 
 def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:

@@ -103,7 +103,9 @@ def with_bases(header: Header, source: Any = None) -> Header:
     if not unbound or (source is None and not needed):
         return header
     if source is None:
-        raise MissingBasis(f"the basis {min(needed).hex()} is needed: pass basis= (in commands, --basis), as a path or a folder")
+        raise MissingBasis(
+            f"the basis {min(needed).hex()} is needed: pass its file, or a folder that contains it, as basis= (--basis on the command line)"
+        )
     bases = {digest: find(source, digest) for digest in needed}
     for digest in {part.basis for part in unbound} - needed:
         with contextlib.suppress(KvpackError):

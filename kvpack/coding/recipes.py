@@ -282,7 +282,7 @@ class Recipe:
         # The last layers may share the keys and values of others; caches then store them empty, or omit them.
         if not self.basis.layers_described <= layers <= self.basis.layers:
             raise InvalidParameter(
-                f"{self.basis.where}: is the basis of a model with {self.basis.layers} layers, but the cache has {layers}: use the basis "
+                f"{self.basis.where} is a basis for a model with {self.basis.layers} layers, but the cache has {layers}: use the basis "
                 "of the cache's model"
             )
         return self.basis

@@ -161,8 +161,9 @@ def _files(device: str) -> str:
             for name, decoded, original in (("keys", keys, pair[0]), ("values", values, pair[1])):
                 error = _difference(decoded.cpu(), original.float())
                 # The coarsest recipe has 2 bits.
-                if error > (0 if recipe == "lossless" else 0.7):
-                    raise ValueError(f"{recipe}: {name} decode with a relative error of {error:.2g}")
+                limit = 0 if recipe == "lossless" else 0.7
+                if error > limit:
+                    raise ValueError(f"{recipe}: the decoded {name} have a relative error of {error:.2g}, but at most {limit} is expected")
             expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
             error = _difference(kvpack.attend(query, layer), expected)
             if not error <= MAX_ERROR:

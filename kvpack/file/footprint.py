@@ -92,4 +92,4 @@ def _check(parts: dict[str, int], memory_limit: int) -> None:
         largest = sorted(((size, part) for part, size in parts.items() if size > total // 50), reverse=True)
         text = ", ".join(f"{size} for {part}" for size, part in largest)
         more = f"but memory_limit is {memory_limit} (plus {FREE_BYTES} that are always allowed): pass a higher limit"
-        raise LimitExceeded(f"could take {total} bytes in memory ({text}), {more}")
+        raise LimitExceeded(f"reading could take {total} bytes of memory ({text}), {more}")

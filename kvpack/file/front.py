@@ -180,7 +180,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
         raise LimitExceeded(f"the JSON header has {length} bytes, but may have at most {MAX_JSON_BYTES}")
     start = LENGTH_BYTES + length
     if start > size:
-        raise Truncated(f"has {size} bytes, but its JSON header ends at {start}")
+        raise Truncated(f"the file has {size} bytes, but its JSON header ends at byte {start}")
     if start % DATA_ALIGNMENT:
         raise InvalidHeader(f"the JSON header ends at byte {start}, expected a multiple of {DATA_ALIGNMENT}")
     entry = _HEADER_TENSOR.match(beginning)

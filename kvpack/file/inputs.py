@@ -98,7 +98,7 @@ class Inputs:
             raise InvalidParameter(f"hidden is {describe(self.hidden)}, expected a tuple of (sequence, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
             lengths = ", ".join(map(_described, self.rows))
-            raise InvalidParameter(f"rows must have equal lengths, {ID_BYTES} bytes for each id, but got {lengths}")
+            raise InvalidParameter(f"rows must all have the same length, a multiple of {ID_BYTES} bytes (one id), but got {lengths}")
         if not all(row.startswith(self.token_ids) for row in self.rows):
             raise InvalidParameter("token_ids must be the ids with which all rows begin, but one row begins with others")
         object.__setattr__(self, "hidden", tuple(Hidden(*token_range) for token_range in self.hidden))

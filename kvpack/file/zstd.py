@@ -50,7 +50,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
         # The decompressor allocates the size in the frame's header, which is ``size``; max_output_size would not limit it.
         return memoryview(bytearray(zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)))
     except zstandard.ZstdError as error:
-        raise InvalidPayload(f"{name}: is not one whole zstd frame: {error}") from None
+        raise InvalidPayload(f"{name}: expected a single complete zstd frame: {error}") from None
 
 
 def _decompress_empty(name: str, stored: memoryview) -> memoryview:
@@ -64,5 +64,5 @@ def _decompress_empty(name: str, stored: memoryview) -> memoryview:
     # A block with content raises an error, because it decodes to more than the frame's header says.
     stream.decompress(stored)
     if stream.unused_data or not stream.eof:
-        raise InvalidPayload(f"{name}: is not one whole zstd frame without content")
+        raise InvalidPayload(f"{name}: expected a single complete zstd frame without content")
     return memoryview(bytearray())

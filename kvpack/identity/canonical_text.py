@@ -26,7 +26,7 @@ ALL, SAMPLE, FILES = "sha256", "sample-sha256", "files-xxh3"
 """Prefixes, before a colon, of ``Identity.weights`` texts: a digest of all weights in memory, of a sample of them, or of the files of a
 checkpoint. Any other text is a revision. Different kinds are never compared.
 """
-BY_HAND = "build the kvpack.Identity by hand, and name in it what the keys and values depend on"
+BY_HAND = "build the kvpack.Identity yourself, and include in it everything that the keys and values depend on"
 """The advice at the end of messages about a model that cannot be digested."""
 
 
@@ -59,7 +59,7 @@ def class_name(kind: type) -> str:
 def plain(where: str, value: Any, max_values: int | None = None) -> Any:
     """Convert ``value`` to JSON values. A tensor becomes its digest, which covers at most ``max_values`` of its values.
 
-    Raises InvalidParameter, naming ``where``, for a value that kvpack cannot describe.
+    Raises InvalidParameter, naming ``where``, for a value that kvpack cannot convert to text.
     """
     if type(value) in SCALARS:
         return value
@@ -93,7 +93,7 @@ def plain(where: str, value: Any, max_values: int | None = None) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return plain(where, value.item(), max_values)
-    raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot describe: {BY_HAND}")
+    raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot convert to text for the digest: {BY_HAND}")
 
 
 def is_constant(value: Any) -> bool:
@@ -138,7 +138,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
     if tensor.device.type == "meta":
         raise InvalidParameter(
             f"{where} is on the meta device: its values are not in memory (offloaded, or not loaded yet), so they cannot be digested; "
-            "load the model whole, or give weights= (a revision) where it is a weight"
+            "load the whole model, or give weights= (a revision) if it is a weight"
         )
     if kind.endswith(".DTensor"):
         raise InvalidParameter(f"{where} is a DTensor, but this process holds only part of it: give weights= (a revision), or {BY_HAND}")
@@ -154,7 +154,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
         reason = str(error).partition("\n")[0]
         raise InvalidParameter(
             f"{where} is a {kind} of {described}, whose bytes cannot be read to digest them ({reason}): "
-            f"give weights= (a revision) where it is a weight, or {BY_HAND}"
+            f"give weights= (a revision) if it is a weight, or {BY_HAND}"
         ) from None
     return f"{described} {xxhash.xxh3_128_hexdigest(data.data)}"
 

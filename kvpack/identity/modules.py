@@ -87,7 +87,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, str | os.PathLike):
         instead = "load the model first, such as AutoModelForCausalLM.from_pretrained(path)"
     else:
-        instead = "give the model, such as one of AutoModelForCausalLM"
+        instead = "pass the model itself, such as one loaded with AutoModelForCausalLM"
     raise InvalidType(f"model is {describe(model)}, expected a transformers model: {instead}")
 
 
@@ -111,8 +111,8 @@ def check_determined(where: str, kind: type) -> None:
     undetermined = _names(kind) & _UNSUPPORTED_ADAPTERS
     if undetermined:
         raise InvalidParameter(
-            f"{where or 'the model'} has the adapter {class_name(kind)}, whose output depends on more than the tokens before: "
-            "its keys and values cannot be stored by token ids"
+            f"{where or 'the model'} has the adapter {class_name(kind)}, whose output depends on more than the preceding "
+            "tokens: its keys and values cannot be stored under token ids alone"
         )
 
 
@@ -125,7 +125,7 @@ def _adapter(name: str, kind: type) -> str:
     if names & _ADAPTER_WRAPPERS:
         return "around"
     if library == "peft" or hasattr(sys.modules.get(library), _OTHER_LIBRARIES.get(library, "")):
-        raise InvalidParameter(f"{name or 'the model'} has the adapter {class_name(kind)}, which kvpack does not know: {BY_HAND}")
+        raise InvalidParameter(f"{name or 'the model'} has the adapter {class_name(kind)}, which kvpack does not recognize: {BY_HAND}")
     return ""
 
 

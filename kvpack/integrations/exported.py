@@ -42,5 +42,8 @@ def windows_of(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]
     result = dict(windows or {})
     for number, window in result.items():
         if number not in range(layers) or not isinstance(window, int) or not 0 < window <= MAX_TOKENS:
-            raise InvalidParameter(f"windows[{number!r}] is {window!r}, expected tokens by layer number from 0 to {layers - 1}")
+            raise InvalidParameter(
+                f"windows[{number!r}] is {window!r}, expected a layer number from 0 to {layers - 1} and a window of 1 to {MAX_TOKENS} "
+                "tokens"
+            )
     return result

@@ -22,5 +22,5 @@ def installed() -> Any:
     numbers = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2]))
     if numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise MissingPackage(f"this needs transformers {oldest} or newer, and {transformers.__version__} is installed: {_INSTALL}")
+        raise MissingPackage(f"this needs transformers {oldest} or newer, but {transformers.__version__} is installed: {_INSTALL}")
     return transformers

@@ -57,7 +57,10 @@ class Steps:
         capturing = self._capturing
         if layer.raw_tokens + tokens > layer.room:
             if self.captured or capturing:
-                raise OutOfBounds(f"{layer.name}: the raw tail has room for {layer.room} tokens, but holds {layer.raw_tokens}: call roll()")
+                raise OutOfBounds(
+                    f"{layer.name}: the raw tail holds {layer.raw_tokens} of at most {layer.room} tokens, so {tokens} more do not fit: "
+                    "call roll()"
+                )
             return False
         append = self._appends.get(tokens)
         if append is None:

@@ -47,8 +47,8 @@ class PageBuffer:
         for tensor in every:
             if tensor.shape[0] != self.slots or tensor.device != self.device:
                 raise InvalidParameter(
-                    f"the tensors of a PageBuffer have {self.slots} slots on {self.device}, but one has {tensor.shape[0]} "
-                    f"on {tensor.device}"
+                    f"the first tensor of the PageBuffer has {self.slots} slots on {self.device}, but another has {tensor.shape[0]} on "
+                    f"{tensor.device}: all must have the same number of slots and the same device"
                 )
 
     def checked_slots(self, slots: Sequence[int], written: bool = False) -> list[int]:

@@ -163,11 +163,11 @@ class PageLayout:
         """Check ``pool`` and ``staging``, which must have a slot for each of ``slots``, and return the slots as integers."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):
-            raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer, as PageLayout.staging makes one")
+            raise InvalidType(f"staging is {describe(staging)}, expected a PageBuffer, such as one from PageLayout.staging")
         slots = as_list(slots, "slots", "slots, which are integers")
         if staging.geometry != self.geometry or staging.slots < len(slots):
             raise InvalidParameter(
-                f"the staging has {staging.slots} slots of {staging.geometry}, expected at least {len(slots)} of {self.geometry}"
+                f"staging has {staging.slots} slots of {staging.geometry}, expected at least {len(slots)} slots of {self.geometry}"
             )
         return checked_slots(slots, pool.shape[0], written)
 

@@ -210,7 +210,9 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
                 f"labels has the name {name!r:.80}, but a name consists of letters, digits and _, and must not start with a digit"
             )
         if name in _OWN_LABELS or name.startswith("__"):
-            raise InvalidParameter(f"labels has the name {name!r:.80}, which a metric may have already: choose another")
+            raise InvalidParameter(
+                f"labels has the name {name!r:.80}, which is reserved or already used by kvpack's metrics: choose another"
+            )
     if not labels:
         return text
     own_labels, lines = labels_text(labels), []

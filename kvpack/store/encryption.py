@@ -45,7 +45,7 @@ def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
         return data
     name, _ = _check_head(f"entry {key.hex()}", memoryview(data))
     raise Undecryptable(
-        f"entry {key.hex()}: is encrypted with the key {format_key_id(name)}, but no keys were given: pass encryption= (in commands, "
+        f"entry {key.hex()} is encrypted with the key {format_key_id(name)}, but no keys were given: pass encryption= (in commands, "
         "--key-file)"
     )
 
@@ -124,7 +124,9 @@ class Cipher:
         secret = self._keys.get(name)
         if secret is None:
             available = ", ".join(map(format_key_id, self._keys))
-            raise Undecryptable(f"{where}: is encrypted with the key {format_key_id(name)}, but the keys given are {available}: add it")
+            raise Undecryptable(
+                f"{where} is encrypted with the key {format_key_id(name)}, which is not among the given keys ({available}): add that key"
+            )
         nonce, tag_at = bytes(view[end : end + NONCE_BYTES]), len(view) - DIGEST_BYTES - TAG_BYTES
         sealed = view[end + NONCE_BYTES : tag_at]
         decryptor = self._engine(secret, nonce, bytes(view[tag_at:-DIGEST_BYTES])).decryptor()

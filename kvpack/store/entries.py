@@ -279,7 +279,7 @@ def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
     for index, layer in enumerate(cache):
         size = 2 * cache.tokens * sum(side.heads * side.dim for side in layer.sides.values())
         if size > max_bytes:
-            raise LimitExceeded(f"the chunk of {key.hex()}: layer {index}, decoded, has {size} bytes, but max_entry_bytes is {max_bytes}")
+            raise LimitExceeded(f"chunk {key.hex()}: layer {index} decodes to {size} bytes, but max_entry_bytes is {max_bytes}")
 
 
 def check_payload(expected: bytes, digest: bytes, where: str) -> None:

@@ -112,4 +112,4 @@ def check_count(name: str, value: Any, minimum: int) -> None:
 def check_seconds(name: str, value: Any, instead: str = "") -> None:
     """Raise InvalidParameter unless ``value`` is a number of seconds to wait; ``instead`` names what else is valid."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
-        raise InvalidParameter(f"{name} is {describe(value)}, expected seconds above 0, at most {MAX_SECONDS:,}{instead}")
+        raise InvalidParameter(f"{name} is {describe(value)}, expected a number of seconds above 0 and at most {MAX_SECONDS:,}{instead}")

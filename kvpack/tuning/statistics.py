@@ -264,8 +264,8 @@ def _check_depends(depends: bool, score: int) -> None:
     """Raise InvalidParameter unless predictions depend on earlier keys or values."""
     if not depends:
         raise InvalidParameter(
-            f"the {score} predicted tokens of a window attend to no earlier ones, as in a model with attention in chunks: "
-            "calibrate with another --tokens or --score"
+            f"the {score} predicted tokens of a window attend to no earlier tokens, as with chunked attention: "
+            "calibrate with a different --tokens or --score"
         )
 
 

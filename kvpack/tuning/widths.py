@@ -72,5 +72,5 @@ def bits_of(codec: str, side: str) -> float:
     recipe = parse_recipe(f"kv=raw;{side}={codec}")
     words = dict(next(rule for rule in reversed(recipe.rules) if side in rule.sides).words)
     if not words.get("b", "").isdigit():
-        raise InvalidParameter(f"--candidate is {codec!r}, but the search by widths supports only codecs with b=<bits>, such as scalar:b=3")
+        raise InvalidParameter(f"--candidate is {codec!r}, but the width search supports only codecs with b=<bits>, such as scalar:b=3")
     return float(words["b"])

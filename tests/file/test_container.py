@@ -576,7 +576,7 @@ def test_no_other_json_header_is_read(kind: str) -> None:
         (4089, InvalidHeader, "ends at byte 4097, expected a multiple of 4096"),
         (2**24 + 4088, LimitExceeded, f"has 16781304 bytes, but may have at most {MAX_JSON_BYTES}"),
         (2**64 - 1, LimitExceeded, "has 18446744073709551615 bytes"),
-        (2**23 - 8, Truncated, "its JSON header ends at 8388608"),
+        (2**23 - 8, Truncated, "its JSON header ends at byte 8388608"),
     ],
 )
 def test_no_other_json_length_is_read(length: int, error: type[Exception], message: str) -> None:
@@ -634,13 +634,13 @@ BAD_FRAMES = {
     "a lie about more": (FRAME[:5] + struct.pack("<H", 16384 - 256 - 1) + FRAME[7:], "declares 16383 bytes"),
     "a lie about less": (
         zstandard.ZstdCompressor().compress(RAW + b"a").replace(struct.pack("<H", 16385 - 256), struct.pack("<H", 16384 - 256), 1),
-        "whole",
+        "expected a single complete zstd frame",
     ),
     "a lie about much": (b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**40) + FRAME[7:], "declares 1099511627776 bytes"),
     "no size": (STREAM.compress(RAW) + STREAM.flush(), "declares 18446744073709551615 bytes"),
-    "two frames": (FRAME + FRAME, "not one whole zstd frame"),
-    "a byte more": (FRAME + b"\0", "not one whole zstd frame"),
-    "a byte less": (FRAME[:-1], "not one whole zstd frame"),
+    "two frames": (FRAME + FRAME, "expected a single complete zstd frame"),
+    "a byte more": (FRAME + b"\0", "expected a single complete zstd frame"),
+    "a byte less": (FRAME[:-1], "expected a single complete zstd frame"),
     "a frame to skip first": (b"\x50\x2a\x4d\x18\x01\0\0\0a" + FRAME, "begins with 502a4d18, expected 28b52ffd, as in any zstd frame"),
     "no frame": (RAW[:100], "begins with 00000000, expected 28b52ffd, as in any zstd frame"),
     "a dictionary": (b"\x28\xb5\x2f\xfd\x61\x07" + FRAME[5:], "needs the dictionary 7, but dictionaries are not allowed"),
@@ -648,7 +648,7 @@ BAD_FRAMES = {
         frame_header(24) + struct.pack("<I", len(RAW)) + FRAME[7:],
         f"has a window of 16777216 bytes, but may have at most {MAX_WINDOW_BYTES}",
     ),
-    "a reserved bit": (FRAME[:4] + bytes([FRAME[4] | 8]) + FRAME[5:], "not one whole zstd frame"),
+    "a reserved bit": (FRAME[:4] + bytes([FRAME[4] | 8]) + FRAME[5:], "expected a single complete zstd frame"),
 }
 
 
@@ -683,7 +683,7 @@ def test_a_frame_of_no_content_is_read_to_its_end(frame: str, accepted: bool, mo
     if accepted:
         assert len(file.tensor("0.k.values")) == 0
     else:
-        with pytest.raises(InvalidPayload, match=r"^bytes: 0\.k\.values: is not one whole zstd frame"):
+        with pytest.raises(InvalidPayload, match=r"^bytes: 0\.k\.values: expected a single complete zstd frame"):
             file.tensor("0.k.values")
 
 
@@ -695,7 +695,7 @@ def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.Monke
     file = stored_as(bomb, made, {"0.k.values": b""}, monkeypatch)
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidPayload, match="is not one whole zstd frame"):
+        with pytest.raises(InvalidPayload, match="expected a single complete zstd frame"):
             file.tensor("0.k.values")
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:

@@ -83,7 +83,7 @@ def test_a_file_names_its_basis(tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
     kvpack.save(cache, path)
     assert cache.recipe == f"k=scalar:b=4,basis={BASIS.digest.hex()},frame=balanced;v=scalar:b=4"
-    with pytest.raises(MissingBasis, match=f"the basis {BASIS.digest.hex()} is needed: pass basis="):
+    with pytest.raises(MissingBasis, match=f"the basis {BASIS.digest.hex()} is needed: pass its file"):
         kvpack.load(path)
     other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM)}, 2))
     with pytest.raises(MissingBasis, match="no basis that was passed has this SHA-256"):
@@ -137,9 +137,9 @@ def test_what_the_basis_lacks() -> None:
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(RECIPE, BASIS))
     with pytest.raises(InvalidParameter, match=r"layer 0 .*: the frames are for 2 heads, but the values have 4"):
         kvpack.pack(pairs(40, heads=4), kvpack.Recipe(RECIPE, BASIS))
-    with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 4"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model with 2 layers, but the cache has 4"):
         kvpack.pack(pairs(40) * 2, kvpack.Recipe(RECIPE, BASIS))
-    with pytest.raises(InvalidParameter, match="the basis of a model whose name is 'x', but the cache's name is 'y'"):
+    with pytest.raises(InvalidParameter, match="a basis for a model whose name is 'x', but the name of the cache's model is 'y'"):
         kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, BASIS), model={"name": "y"})
 
 

@@ -231,12 +231,12 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
     for source in (folder, Basis.of_bytes(other), [folder, folder / "a.kvbasis"]):
         with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed, but no basis that was passed"):
             kvpack.load(path, basis=source)
-    with pytest.raises(MissingBasis, match=r"x\.kvpack: the basis [0-9a-f]{64} is needed: pass basis="):
+    with pytest.raises(MissingBasis, match=r"x\.kvpack: the basis [0-9a-f]{64} is needed: pass its file"):
         kvpack.load(path)
     (folder / "b.kvbasis").write_bytes(random_basis(SHAPES, 2))
     for source in (folder, folder / "b.kvbasis", basis, [Basis.of_bytes(other), folder]):
         assert kvpack.load(path, basis=source).tokens == 9
-    with pytest.raises(InvalidParameter, match="is a basis, but a cache is needed"):
+    with pytest.raises(InvalidParameter, match="is a basis, not a cache"):
         kvpack.load(folder / "b.kvbasis")
     with pytest.raises(InvalidParameter, match="is a cache, but a basis is needed"):
         Basis.load(path)
@@ -251,18 +251,18 @@ def test_codecs_that_no_side_uses_need_no_basis(basis: Basis, tmp_path: Path) ->
 
 
 def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match="basis of a model with 2 layers, but the cache has 1"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model with 2 layers, but the cache has 1"):
         kvpack.pack(pairs(3)[:1], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, but the basis has 32"):
         kvpack.pack([(v, k) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="the basis is for 2 heads, but the values have 1"):
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
-    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's name is 'y'"):
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the name of the cache's model is 'y'"):
         kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis), model={"name": "y"})
     with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass kvpack"):
         kvpack.pack(pairs(3), "klt-2")
     plain = kvpack.pack(pairs(3), "raw", model={"name": "y"})
-    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the cache's name is 'y'"):
+    with pytest.raises(InvalidParameter, match="model whose name is 'x', but the name of the cache's model is 'y'"):
         plain.convert(kvpack.Recipe("klt-2", basis))
     with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass kvpack"):
         plain.convert("klt-2")

@@ -222,14 +222,14 @@ def test_customers_never_see_each_others_tokens(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: of_kind(peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM")), "AdaptionPromptModel"),
-        (lambda: of_kind(peft.PolyConfig(target_modules=["q_proj"])), "PolyModel, whose output depends on more than the tokens before"),
+        (lambda: of_kind(peft.PolyConfig(target_modules=["q_proj"])), "PolyModel, whose output depends on more than the preceding tokens"),
         (
             lambda: of_kind(peft.MultitaskPromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM", num_tasks=2)),
             "MultitaskPromptTuningConfig, whose prompt depends on task_ids",
         ),
         (lambda: of_kind(lora(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")), "ALoraLinearVariant, whose output depends on more"),
         (lambda: of_kind(peft.PveraConfig(target_modules=["q_proj"], sample_at_inference=True)), "its values are random"),
-        (lambda: with_an_unknown_attribute(), r"q_proj\.gate is a .*object, which kvpack cannot describe"),
+        (lambda: with_an_unknown_attribute(), r"q_proj\.gate is a .*object, which kvpack cannot convert to text for the digest"),
     ],
     ids=["adaption prompt", "poly", "multitask", "activated", "random", "unknown"],
 )
@@ -244,7 +244,7 @@ def test_another_library_of_adapters_is_refused_by_name(monkeypatch: pytest.Monk
     model.model.layers[0].post = other()
     identity(model)
     monkeypatch.setitem(sys.modules, "adapters", types.SimpleNamespace(AdapterConfig=object))
-    with pytest.raises(InvalidParameter, match=r"layers\.0\.post has the adapter adapters\.layer\.Layer, which kvpack does not know"):
+    with pytest.raises(InvalidParameter, match=r"layers\.0\.post has the adapter adapters\.layer\.Layer, which kvpack does not recognize"):
         identity(model)
 
 

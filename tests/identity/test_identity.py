@@ -431,7 +431,7 @@ def test_a_model_is_the_same_after_a_long_sequence(kind: str) -> None:
 
 
 def test_a_setting_without_a_text_of_its_own_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, which kvpack cannot describe"):
+    with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, which kvpack cannot convert to text for the digest"):
         identity(with_setting("odd", object()))
 
 

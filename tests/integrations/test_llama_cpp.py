@@ -425,11 +425,11 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         ),
         (state(SEVEN, whole(transposed=True, kinds={0: 0, 1: 0})), {}, "layer 0 have 2 bytes per value, which fp32 cannot have"),
         (state(SEVEN, whole(transposed=2)), {}, "has 2 full-attention layers, transposed 2: expected at most 4096, and 0 or 1"),
-        (state(SEVEN, whole()), {"kv_heads": 3}, "layer 0: 3 heads do not divide its 16 channels"),
+        (state(SEVEN, whole()), {"kv_heads": 3}, "layer 0: 16 channels are not divisible by 3 heads"),
         (state(SEVEN, whole()), {"kv_heads": 0}, "kv_heads is 0, expected a positive integer, or one for each of 2 layers"),
         (state(SEVEN, whole()), {"kv_heads": [2]}, r"kv_heads is \[2\], expected a positive integer, or one for each of 2 layers"),
         (state(SEVEN, whole()), {"windows": {1: 4}}, "is truncated: the streams of its sliding-window layers take 4 bytes"),
-        (state(SEVEN, whole(), windowed()), {"windows": {3: 4}}, r"windows\[3\] is 4, expected tokens by layer number from 0 to 2"),
+        (state(SEVEN, whole(), windowed()), {"windows": {3: 4}}, r"windows\[3\] is 4, expected a layer number from 0 to 2"),
         (
             state(SEVEN, whole(), windowed()),
             {"windows": {0: 4, 1: 4}},
@@ -517,7 +517,7 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     refused(replace(made, metadata={}), "the cache's metadata does not have streams: pass streams=", transposed=True)
     refused(made, "streams is 0, expected an integer from 1 to 256", streams=0)
     refused(made, "windows names 1 layers, but the imported file had 0 with sliding windows", windows={0: 8})
-    refused(made, r"windows\[7\] is 8, expected tokens by layer number from 0 to 1", windows={7: 8})
+    refused(made, r"windows\[7\] is 8, expected a layer number from 0 to 1", windows={7: 8})
     refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to binary32, but llama.cpp stores .*dtype='bf16'")
     refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")

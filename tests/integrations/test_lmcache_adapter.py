@@ -531,8 +531,8 @@ def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], t
     assert waited(lambda: adapter.query_load_result(number)).bits == [True]
     assert not torch.equal(found[0].tensor, objects(1, seed=1)[0].tensor)
     for other, layers, heads, message in (
-        (ObjectKey(b"b", "another"), 2, 2, "is the basis of a model whose name is 'folder/m', but the cache's name is 'another'"),
-        (ObjectKey(b"b", "folder/m"), 1, 2, "is the basis of a model with 2 layers, but the cache has 1"),
+        (ObjectKey(b"b", "another"), 2, 2, "whose name is 'folder/m', but the name of the cache's model is 'another'"),
+        (ObjectKey(b"b", "folder/m"), 1, 2, "is a basis for a model with 2 layers, but the cache has 1"),
         (ObjectKey(b"b", "folder/m"), 2, 1, "the keys of layer 0 of the basis"),
     ):
         part = types.SimpleNamespace(tensor=torch.randn(2, layers, 16, heads * 32).bfloat16())

@@ -188,7 +188,7 @@ def test_arrays_without_values_are_refused(shape: tuple[int, ...], tmp_path: Pat
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     save_file({"0.k": K}, tmp_path / "dense.safetensors")
-    with pytest.raises(InvalidParameter, match="its metadata names no classes of layers"):
+    with pytest.raises(InvalidParameter, match="not an mlx-lm prompt cache: its metadata names no layer classes"):
         import_prompt_cache(tmp_path / "dense.safetensors")
     (tmp_path / "text.safetensors").write_text("no file of tensors")
     with pytest.raises(InvalidParameter, match="is not a safetensors file"):
@@ -215,7 +215,7 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K, V)], "raw", start=5), path)
     with pytest.raises(InvalidParameter, match="layer 0 contains no keys or no values"):
         export_prompt_cache(kvpack.pack([(K, None)], "raw"), path)
-    with pytest.raises(InvalidParameter, match=r"windows\[3\] is 16, expected tokens by layer number from 0 to 0"):
+    with pytest.raises(InvalidParameter, match=r"windows\[3\] is 16, expected a layer number from 0 to 0"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, windows={3: 16})
     with pytest.raises(InvalidParameter, match="dtype is 'int8', expected one of bf16, fp16, fp32"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), path, dtype="int8")

@@ -305,7 +305,7 @@ def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
         opened(storage, strange, tmp_path)
     scaled = pool("page_first")
     scaled.get_size_per_token = lambda: 2 * LAYERS * HEADS * DIM * 2 + 64
-    with pytest.raises(InvalidParameter, match="the host pool keeps 9216 bytes per page, but its keys and values have 8192"):
+    with pytest.raises(InvalidParameter, match="the host pool holds 9216 bytes per page, but its keys and values take 8192"):
         opened(storage, scaled, tmp_path)
     vectors = [types.SimpleNamespace(buffers=types.SimpleNamespace(layout="vectorized_5d"))]
     with pytest.raises(InvalidParameter, match="SGLang keeps values in the layout 'vectorized_5d', expected nhd"):
@@ -493,7 +493,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
     backend.close()
     with pytest.raises(MissingBasis, match="set basis to the path"):
         opened(storage, pool("page_first"), tmp_path / "store", recipe="kv=klt:bits=4")
-    with pytest.raises(InvalidParameter, match="whose name is 'elsewhere/other', but the cache's name is 'a/model'"):
+    with pytest.raises(InvalidParameter, match="whose name is 'elsewhere/other', but the name of the cache's model is 'a/model'"):
         opened(storage, pool("page_first"), tmp_path / "store", **{**given, "basis": str(tmp_path / "other")})
 
 

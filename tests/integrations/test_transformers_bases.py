@@ -77,10 +77,10 @@ def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basi
     with KvpackCache(model, kvpack.Recipe(RECIPE, basis)) as cache:
         next_logits(model, cache, 1)
         kvpack.save(cache.packed, tmp_path / "x.kvpack")
-    with pytest.raises(MissingBasis, match="is needed: pass basis="):
+    with pytest.raises(MissingBasis, match="is needed: pass its file"):
         KvpackCache.load(tmp_path / "x.kvpack", model)
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'x'"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model whose name is 'x'"):
         kvpack.LiveCache(kvpack.Recipe(RECIPE, basis), layers=2, model={"name": "y"})
     three = kvpack.LiveCache(kvpack.Recipe(RECIPE, basis), layers=3)
-    with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 3"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model with 2 layers, but the cache has 3"):
         three.update(0, torch.randn(1, 1, 4, 16), torch.randn(1, 1, 4, 16))

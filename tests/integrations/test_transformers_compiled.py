@@ -152,7 +152,7 @@ def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
         cache = KvpackCache(model, "raw")
         call(torch.full((1, 9), 5), past_key_values=cache)
         call(torch.full((1, 2), 5), past_key_values=cache, position_ids=torch.tensor([[9, 20]]))
-        with pytest.raises(InvalidParameter, match="the pass has 2 rows, but the cache holds 1 sequence"):
+        with pytest.raises(InvalidParameter, match="the forward pass has 2 rows, but the cache holds 1 sequence"):
             call(torch.full((2, 2), 5), past_key_values=cache)
         call(torch.full((1, 2), 6), past_key_values=cache)
         found.append(cache.packed.inputs)

@@ -134,7 +134,7 @@ def test_beams_over_one_sequence(model: Any, file: Path) -> None:
     with KvpackCache.load(file, model) as cache:
         assert model.generate(ids, past_key_values=cache, num_beams=3, **OPTIONS).tolist() == expected.tolist()
     with KvpackCache.load(file, model) as cache:
-        with pytest.raises(InvalidParameter, match=r"the pass has 3 rows, .*cache\.batch_repeat_interleave\(3\)"):
+        with pytest.raises(InvalidParameter, match=r"the forward pass has 3 rows, .*cache\.batch_repeat_interleave\(3\)"):
             model(NEW.repeat(3, 1), past_key_values=cache)
         cache.batch_repeat_interleave(3)
         assert model(NEW.repeat(3, 1), past_key_values=cache).logits.shape[0] == 3
@@ -253,7 +253,7 @@ def test_a_version_of_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPat
 
     for version in ("4.50.3", "5.22.0.dev0", "5.9"):
         monkeypatch.setattr(transformers, "__version__", version)
-        with pytest.raises(MissingPackage, match=rf"5\.23 or newer, and {re.escape(version)} is installed: pip install -U"):
+        with pytest.raises(MissingPackage, match=rf"5\.23 or newer, but {re.escape(version)} is installed: pip install -U"):
             transformers_version.installed()
     for version in ("5.23.0", "5.24.0.dev0", "6.0"):
         monkeypatch.setattr(transformers, "__version__", version)

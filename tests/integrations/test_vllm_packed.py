@@ -450,7 +450,7 @@ def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch
         spec_class(with_basis(tmp_path, options={"basis": None}))
     with pytest.raises(MissingFile, match=r"elsewhere\.kvbasis"):
         spec_class(with_basis(tmp_path, options={"basis": str(tmp_path / "elsewhere.kvbasis")}))
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'folder/m', but the cache's name is 'n'"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model whose name is 'folder/m', but the name of the cache's model is 'n'"):
         spec_class(with_basis(tmp_path, model=record(name="n", dtype="bfloat16")))
     with pytest.raises(InvalidParameter, match="the recipe 'octopus-4' needs none: leave basis out"):
         spec_class(with_basis(tmp_path, options={"recipe": "octopus-4"}))

@@ -174,7 +174,7 @@ def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
         for slot in (-1, 3):
             with pytest.raises(OutOfBounds, match=f"slot {slot} was passed, but the buffer has 3"):
                 copy([slot])
-        with pytest.raises(InvalidParameter, match=r"the staging has 2 slots of PageGeometry.*expected at least 3"):
+        with pytest.raises(InvalidParameter, match=r"staging has 2 slots of PageGeometry.*expected at least 3"):
             copy([0, 1, 2])
     layout.gather(pool, [1, 1], staging)
     with pytest.raises(InvalidParameter, match="slot 1 was passed 2 times"):
@@ -182,5 +182,5 @@ def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
     other = PageLayout.certify(PageGeometry(2, 2, 8, 16, 16), writer(lambda k, v: torch.stack([k, v]), page), page).staging(2)
     layout.gather(pool, [0], other)
     other.geometry = PageGeometry(2, 2, 4, 16, 16)
-    with pytest.raises(InvalidParameter, match="the staging has 2 slots of PageGeometry"):
+    with pytest.raises(InvalidParameter, match="staging has 2 slots of PageGeometry"):
         layout.gather(pool, [0], other)

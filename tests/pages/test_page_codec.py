@@ -642,7 +642,7 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
         (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidParameter, "pages of 3 layers are one tensor"),
         (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k: dtype torch.float32, expected bf16"),
         (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidParameter, r"expected \[slot, 2, 16, 64\]"),
-        (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "have 1 slots on cpu, but one has 2"),
+        (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "has 1 slots on cpu, but another has 2"),
         (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was passed, but the buffer has 2"),
         (lambda: codec.encode_into(pages, [0, 1], room), InvalidParameter, "1 rows were given for 2 slots"),
         (lambda: codec.encode_into(pages, [0.0], room), InvalidParameter, "a slot is 0.0, expected an integer"),  # type: ignore[list-item]

@@ -133,7 +133,7 @@ def test_another_process_reads_without_the_basis(tmp_path: Path) -> None:
 
 def test_a_basis_of_another_model_is_refused(tmp_path: Path) -> None:
     identity = kvpack.Identity("another", RECIPE)
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'x', but the cache's name is 'another'"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model whose name is 'x', but the name of the cache's model is 'another'"):
         kvpack.Store(tmp_path, identity, chunk=CHUNK)
     with with_basis(tmp_path) as store:
         save(store, IDS)

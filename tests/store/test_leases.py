@@ -174,5 +174,5 @@ def test_no_fault_makes_anybody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("lease", [0, -1.0, float("nan"), float("inf"), True, "5"])
 def test_what_is_no_time_is_refused(lease: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=r"lease is .*, expected seconds above 0, at most 1,000,000,000, or None not to wait"):
+    with pytest.raises(InvalidParameter, match=r"lease is .*, expected a number of seconds above 0 and at most 1,000,000,000, or None not"):
         kvpack.Store(tmp_path, IDENTITY, chunk=CHUNK, lease=lease)

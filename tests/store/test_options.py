@@ -49,7 +49,7 @@ def test_invalid_counts_are_refused_by_both(options: dict[str, Any], tmp_path: P
 @pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf"), 1e10])
 @pytest.mark.parametrize("location", ["redis://127.0.0.1:1", "s3://bucket/prefix"])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout: Any, location: str) -> None:
-    with pytest.raises(InvalidParameter, match=r"timeout is .*, expected seconds above 0, at most 1,000,000,000"):
+    with pytest.raises(InvalidParameter, match=r"timeout is .*, expected a number of seconds above 0 and at most 1,000,000,000"):
         kvpack.Store(location, IDENTITY, timeout=timeout)
 
 

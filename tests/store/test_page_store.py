@@ -372,7 +372,7 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
     other = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, seed=5))
     with pytest.raises(InvalidParameter, match="names the basis"):
         Identity("model", recipe.text, basis=other)
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose name is 'model', but the cache's name is 'another'"):
+    with pytest.raises(InvalidParameter, match="whose name is 'model', but the name of the cache's model is 'another'"):
         PageStore(tmp_path / "store", Identity("another", recipe), GEOMETRY)
 
 
@@ -386,7 +386,7 @@ def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
         assert codec.encode_into(given, range(4), rows) == [None] * 4
     with pytest.raises(MissingBasis, match="needs a basis"):
         kvpack.pages.PageCodec("kv=klt:bits=4", GEOMETRY)
-    with pytest.raises(InvalidParameter, match="is the basis of a model with 2 layers, but the cache has 3"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model with 2 layers, but the cache has 3"):
         kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, layers=3))
     with pytest.raises(InvalidParameter, match=r"the keys of layer 0 of the basis .*: .* for 2 heads, but .* 1"):
         kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, heads=1))

@@ -208,7 +208,7 @@ def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) 
         ("no_such_option=1", "^the location sets 'no_such_option', which is no option of such a connection: leave it out of the URL$"),
         ("ssl_cert_reqs=none", "sets 'ssl_cert_reqs', which is no option of such a connection"),
         ("socket_timeout=abc", "not the URL of a Redis server"),
-        ("socket_timeout=0", "socket_timeout of the location is 0.0, expected seconds above 0"),
+        ("socket_timeout=0", "socket_timeout of the location is 0.0, expected a number of seconds above 0"),
         ("socket_connect_timeout=-1", "socket_connect_timeout of the location is -1.0"),
         # redis-py expects Python objects as their values.
         ("retry=3", "sets 'retry', which is no option of such a connection"),

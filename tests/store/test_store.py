@@ -455,7 +455,7 @@ def test_every_metric_has_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["le", "operation", "reason", "tier", "__name__"])
 def test_labels_that_metrics_have_are_refused(name: str, tmp_path: Path) -> None:
     """One label twice makes the metrics of a whole process unreadable; some are there only after a fault."""
-    with pytest.raises(InvalidParameter, match=f"labels has the name '{name}', which a metric may have already: choose another"):
+    with pytest.raises(InvalidParameter, match=f"the name '{name}', which is reserved or already used by kvpack's metrics: choose another"):
         open_store(tmp_path).prometheus({name: "x"})
 
 

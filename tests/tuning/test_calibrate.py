@@ -175,9 +175,9 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
     found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
     found.check_model({"weights": "sample-sha256:0"})
     found.check_model({"weights": "sample-sha256:0"}, ["sample-sha256:0", found.model["weights"]])
-    with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', but the cache's name is 'another'"):
+    with pytest.raises(InvalidParameter, match=r"model whose name is .*tinylm', but the name of the cache's model is 'another'"):
         found.check_model({"name": "another", "weights": "sample-sha256:0"})
-    with pytest.raises(InvalidParameter, match="is the basis of a model whose weights are"):
+    with pytest.raises(InvalidParameter, match="is a basis for a model whose weights are"):
         found.check_model({"weights": "sha256:0"})
     with pytest.raises(InvalidParameter, match=f"its dtype is {found.model['dtype']}, but the cache's is complex64; load the model in "):
         found.check_model({"weights": "sha256:0", "dtype": "complex64"})
@@ -250,7 +250,7 @@ def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_p
         assert len(kvpack.load(tmp_path / "x.kvpack", basis=basis)) == 4
     settings = quality.Settings(tokens=96, score=24, windows=1, needles=0, seed=5)
     assert quality.run(str(tmp_path), None, ["klt-4"], settings, basis=str(basis))["recipes"][0]["kl_divergence"] >= 0
-    with pytest.raises(InvalidParameter, match=r"is the basis of a model with 4 layers, but the cache has 1:"):
+    with pytest.raises(InvalidParameter, match=r"is a basis for a model with 4 layers, but the cache has 1:"):
         kvpack.pack([(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))], kvpack.Recipe("klt-4", basis))
 
 
@@ -264,7 +264,7 @@ def test_a_model_of_few_positions_is_read_in_short_samples(tmp_path: Path) -> No
 
 
 def test_predictions_without_a_past_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameter, match=r"^the 8 predicted tokens of a window attend to no earlier ones, as in a model "):
+    with pytest.raises(InvalidParameter, match=r"^the 8 predicted tokens of a window attend to no earlier tokens, as with chunked "):
         # After 6, 12, 18 and 24 tokens.
         calibrated(tmp_path, "Llama-4", attention_chunk_size=6)
     assert not list(tmp_path.glob("*.progress"))
@@ -283,7 +283,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
     found = Basis.load(basis)
     same, other = dict(found.model), {**found.model, "rope": '{"rope_theta":7}'}
     found.check_model(same)
-    with pytest.raises(InvalidParameter, match=r"""model whose rope is '\{.*', but the cache's rope is '\{"rope_theta":7\}'"""):
+    with pytest.raises(InvalidParameter, match=r"""whose rope is '\{.*', but the rope of the cache's model is '\{"rope_theta":7\}'"""):
         found.check_model(other)
     found.check_model({**other, "weights": "sample-sha256:0"})
 

@@ -56,7 +56,7 @@ def test_keys_are_balanced_by_a_basis_that_has_frames(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InvalidParameter, match="the search by widths supports only codecs with b=<bits>"):
+    with pytest.raises(InvalidParameter, match="the width search supports only codecs with b=<bits>"):
         tune.run(None, None, 16.0, SIZES, widths=True, candidates=["angle:n=64"])
     with pytest.raises(InvalidParameter, match="the smallest file of the candidates takes"):
         tune.run(None, None, 0.5, SIZES, widths=True)

@@ -294,7 +294,9 @@ def _values(
 ) -> torch.Tensor | Quantized:
     """Read a block of cells, and return its values ``[1, kv_head, token, dim]``."""
     if block.channels % heads:
-        raise InvalidParameter(f"{where}: {heads} heads do not divide its {block.channels} channels: pass its number of KV heads")
+        raise InvalidParameter(
+            f"{where}: {block.channels} channels are not divisible by {heads} heads: pass the model's number of KV heads"
+        )
     if block.dtype in QUANTIZED:
         return _blocks(reader, where, block, cells, heads, order)
     values = torch.empty(cells * block.channels, dtype=RAW_DTYPES[block.dtype], device="cpu")

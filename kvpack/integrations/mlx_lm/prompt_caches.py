@@ -126,7 +126,7 @@ def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
     of_texts, of_classes = ("0.", "1.") if newer else ("1.", "2.")
     numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(of_classes)}
     if "2.0" not in metadata or sorted(numbered) != sorted(map(str, range(len(numbered)))) or len(numbered) > MAX_LAYERS:
-        raise InvalidParameter(f"{where}: its metadata names no classes of layers: it is not a prompt cache of mlx-lm")
+        raise InvalidParameter(f"{where}: not an mlx-lm prompt cache: its metadata names no layer classes")
     classes = [numbered[str(number)] for number in range(len(numbered))]
     for number, name in enumerate(classes):
         if name not in (*_WHOLE, _ROTATING):

@@ -337,8 +337,8 @@ def _check_whole(pool: Any, geometry: PageGeometry) -> None:
     kept = pool.get_size_per_token() * pool.page_size
     if kept != geometry.raw_bytes:
         raise InvalidParameter(
-            f"the host pool keeps {kept} bytes per page, but its keys and values have {geometry.raw_bytes}: kvpack does not "
-            "support scales, indices and packed rows; use another backend"
+            f"the host pool holds {kept} bytes per page, but its keys and values take {geometry.raw_bytes}: kvpack does not support "
+            "pools with scales, indices or packed rows; use another backend"
         )
 
 

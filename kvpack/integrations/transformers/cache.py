@@ -183,7 +183,7 @@ class KvpackCache(PassCalls):
         for number, layer in enumerate(self.layers):
             if dense and expected is None and layer.is_sliding:
                 raise InvalidParameter(
-                    f"layers[{number}] skipped tokens: write KvpackCache.of(cache, model), because dense layers need the model's window"
+                    f"layers[{number}] skipped tokens, and dense layers need the model's window: use KvpackCache.of(cache, model)"
                 )
             layer.check_window()
         tokens = self.live.tokens

@@ -424,7 +424,7 @@ def _check_model(model: torch.nn.Module, device: torch.device) -> None:
     if global_hooks():
         hooked = "every module"
     if hooked is not None:
-        raise _GraphRefused(f"{hooked or 'the model'} has forward hooks, which a replay would leave out")
+        raise _GraphRefused(f"{hooked or 'the model'} has forward hooks, which a replay would skip")
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -74,7 +74,7 @@ def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
         lost = [name for name in _NOT_IN_SDPA if options.get(name) is not None]
         if lost:
             raise InvalidParameter(
-                f"{type(module).__name__} passes {' and '.join(lost)}, which scaled dot product attention leaves out: "
+                f"{type(module).__name__} passes {' and '.join(lost)}, which scaled dot product attention does not support: "
                 'call model.set_attn_implementation("kvpack|eager")'
             )
         function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = sdpa_attention_forward
@@ -84,8 +84,8 @@ def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callabl
         if eager is not None:
             return eager  # type: ignore[no-any-return]
     raise InvalidParameter(
-        f"{type(module).__name__} has no eager attention that kvpack can use for plain tensors: attend to them before "
-        'model.set_attn_implementation("kvpack")'
+        f"{type(module).__name__} has no eager attention that kvpack can use for plain tensors: run such passes before "
+        'calling model.set_attn_implementation("kvpack")'
     )
 
 

@@ -62,7 +62,8 @@ class RotaryPositions:
             if tokens and model.keeps_rope_deltas and (inputs is None or inputs.undetermined or inputs.tokens != tokens):
                 raise InvalidParameter(
                     f"{model.name} has multi-dimensional rotary positions, but the cache does not record where they continue: "
-                    "write KvpackCache.of(cache, model, rope_deltas=...) with model.model.rope_deltas after the prompt, or 0 for text"
+                    "call KvpackCache.of(cache, model, rope_deltas=...) with the value that model.model.rope_deltas had after the prompt, "
+                    "or 0 if the prompt was text only"
                 )
             rope_deltas = 0
         deltas = torch.as_tensor(recorded if rope_deltas is None else rope_deltas, device="cpu").detach().to(torch.int64).reshape(-1, 1)

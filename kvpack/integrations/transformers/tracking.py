@@ -181,7 +181,7 @@ class Tracking:
         if held is not None and given is not None and given.shape[0] != held:
             check_rows_fit(given.shape[0], held)
             raise InvalidParameter(
-                f"the pass has {given.shape[0]} rows, but the cache holds {_sequences(held)}: "
+                f"the forward pass has {given.shape[0]} rows, but the cache holds {_sequences(held)}: "
                 f"cache.batch_repeat_interleave({given.shape[0] // held}) repeats each for as many rows"
             )
 
@@ -481,7 +481,7 @@ def check_rows_fit(rows: int, held: int) -> None:
     """Raise InvalidParameter unless the number of a pass's ``rows`` is a multiple of the ``held`` sequences of a cache."""
     if rows % held:
         raise InvalidParameter(
-            f"the pass has {rows} rows, but the cache holds {_sequences(held)}: pass a row for each, or take sequences of the cache "
+            f"the forward pass has {rows} rows, but the cache holds {_sequences(held)}: give one row per sequence, or select sequences "
             "with Cache.select"
         )
 

@@ -201,7 +201,7 @@ def check_refusals(folder: Path) -> Iterator[str]:
         context.save(path, IDS[:-1])
         refused(path, "holds 99 token ids and 100 cells", kv_heads=2)
         context.save(path, IDS)
-        refused(path, "has 128 channels, which 3 heads do not divide", kv_heads=3)
+        refused(path, "128 channels are not divisible by 3 heads", kv_heads=3)
     for arch, message in (("gemma3", "sliding-window layers"), ("qwen2vl", "(M-RoPE)"), ("mamba", "recurrent models")):
         with filled(write_model(folder / f"{arch}.gguf", arch, 64), ("fp16", "fp16"), True, 0, 1) as context:
             context.save(path, IDS)

@@ -61,6 +61,7 @@ def test_caches_hold_them(recipe: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, side_values(loaded.select([1, 0])), (x.flip(0) for x in values)))
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @needs_loaded_bounds
 @pytest.mark.usefixtures("registered")

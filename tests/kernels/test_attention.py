@@ -194,6 +194,7 @@ def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -
     check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
 def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
@@ -236,6 +237,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
 def test_sequences_of_unequal_lengths(mode: str) -> None:
@@ -257,6 +259,7 @@ STARTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("mode", "dual"),
@@ -274,6 +277,7 @@ def test_sequences_with_padding_before_them(mode: str, dual: bool) -> None:
         check(layer, 2, starts=starts, **STARTS[mode])
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("tiles", "window"), [(1, None), (2, 200)] if INTERPRETED else [(1, None), (1, 200), (2, None), (2, 200)])
 @pytest.mark.parametrize("family", ["group 4", "dense quaternion", "scalar 3, outliers"])
@@ -338,6 +342,7 @@ WIDE = {
 """Codecs that a narrow one may lie beside."""
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("k", "v"),
@@ -357,6 +362,7 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
     check(layer, 2)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "dims"),
@@ -376,6 +382,7 @@ def test_trees_of_radii(recipe: str, dims: tuple[int, int]) -> None:
     check(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("recipe", ["angle:n=128", "angle:n=64,norm=log4", "angle:n=4096,norm=log4", "angle:n=16,norm=linear2,range=fp32"])
@@ -385,6 +392,7 @@ def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
     check(Layer(random_side(codec, 1, (tokens,), 0, 1), random_side(codec, 1, (tokens,), 0, 2)), 3, q_len=3)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_over_two_tokens_a_row(mode: str) -> None:
@@ -393,6 +401,7 @@ def test_modes_over_two_tokens_a_row(mode: str) -> None:
     check(layer, 2, **MODES[mode])
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
 def test_unequal_lengths_over_two_tokens_a_row(mode: str) -> None:
@@ -499,6 +508,7 @@ def test_streams_of_any_strides() -> None:
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", [name for name, words in KEYS.items() if not words.startswith("minifloat")])
 def test_no_word_reads_outside_a_table(family: str) -> None:
@@ -516,6 +526,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
     assert torch.isfinite(attention.attend(torch.randn(1, 1, 1, 64, device=DEVICE), Layer(there, there), 0.1, True, None, None)).all()
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("recipe", "fused"),
@@ -609,6 +620,7 @@ def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert {launch.shape.tokens for launch in launches} == ({32} if begin else {64})
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("lengths", [None, [3, 1], [700, 4]], ids=["all tokens", "short sequences", "a long and a short sequence"])
 def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
@@ -652,6 +664,7 @@ def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
         assert torch.equal(captured, kvpack.attend(q, layer, lengths=given))
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("tail", [0, 32], ids=["pages alone", "a raw tail in a frame of its own"])
 @pytest.mark.parametrize("q_heads", [4, 160], ids=["rotated row by row", "rotated by products"])

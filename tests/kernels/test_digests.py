@@ -66,6 +66,7 @@ EDGES = (
 )  # fmt: skip
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("blocks", [1, 60, digests.BLOCKS_AT_ONCE])
 def test_digests_are_those_of_xxhash_at_every_edge(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one call: tensors of many sizes share its launches, as many as may."""
@@ -167,6 +168,7 @@ def test_damage_is_refused_with_the_words_of_the_cpu(
         assert found[0] in ("DigestMismatch", "InvalidPayload")
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
 def test_damage_is_refused_whoever_checks_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that the device checks beside layers that the host checks, in reads smaller than a tensor."""
@@ -206,6 +208,7 @@ def test_sides_without_stored_bytes_are_loaded(tmp_path: Path) -> None:
     assert load(tmp_path / "a").tokens == 0
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kvpack-2", "octopus-3", "oscar-2", "kivi-2", "turboangle-k8v4", "int-3-med3", "fp16"])
 def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Side-cars included, whose streams have few bytes, or none."""
@@ -218,6 +221,7 @@ def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monke
     assert not names
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "options", [{"compress": True}, {"recipe": "kivi-2-u8"}, {"recipe": "nvfp4"}, {"recipe": "octopus-qjl-2"}], ids=str
 )
@@ -233,6 +237,7 @@ def test_the_host_hashes_what_a_device_does_not_check(options: dict[str, Any], t
         assert sorted(names) == sorted(file.tensors)
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
 def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads_of(1 << 10, monkeypatch)
@@ -248,6 +253,7 @@ def stored(cache: kvpack.Cache) -> dict[str, bytes]:
     return {"": repr(contents).encode(), **{name: bytes(array) for name, array in arrays.items()}}
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize(("layers", "least"), [(None, 2), ([0, 1, 3], 2), (slice(2, 4), 1)], ids=str)
 @pytest.mark.parametrize(("copy_bytes", "read_bytes"), [(1 << 10, 1 << 10), (1 << 14, 1 << 12), (1 << 25, 1 << 22)])
@@ -278,6 +284,7 @@ def test_copies_of_any_size_are_what_the_cpu_loads(
         assert stored(kvpack.load(tmp_path / "a", device=DEVICE, layers=layers)) == expected
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_load_that_is_interrupted_leaves_no_thread(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,7 @@ RECIPES = (
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -90,6 +90,7 @@ def zip_codes(codec: Klt, streams: Mapping[str, torch.Tensor]) -> dict[int, torc
     return found
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("dim", "widths", "dtype", "gain"), CASES)
 def test_codes_are_those_of_the_format(dim: int, widths: bytes, dtype: str, gain: str) -> None:
     codec, x = klt(dim, widths, gain), values(dim, dtype, 2, 70)

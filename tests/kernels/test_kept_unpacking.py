@@ -49,6 +49,7 @@ def unpacked(side: Side, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return out
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", CODECS)
 def test_later_calls_make_no_tables(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +120,7 @@ def test_copies_of_streams_are_not_kept(codec: str) -> None:
     assert side not in sides._cached
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", ["group:b=4,g=32", "octahedral:b=3"])
 def test_sides_of_one_shape_are_told_apart(codec: str) -> None:

@@ -48,6 +48,7 @@ WIDTHS = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", WIDTHS)
 def test_widths(name: str) -> None:
     dim, k, v = WIDTHS[name]
@@ -94,6 +95,7 @@ def test_widths_of_heads_by_rows_in_the_cache() -> None:
     check(Layer(*layer), 4)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("tail", [0, 9])
 def test_raw_tokens(tail: int) -> None:
     """Columns without codes hold no part of them: tokens beside raw ones are decoded to the original frame, as the tail is."""
@@ -137,6 +139,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_over_pages_and_a_tail(mode: str) -> None:
     k, v = klt(32, bytes([4, 1])), klt(32, bytes([1, 3]), "v")
@@ -204,6 +207,7 @@ def test_many_queries() -> None:
     assert (found.cpu().to(torch.float64) - expected).norm() <= 6e-3 * expected.norm()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["every width", "partial runs", "few channels", "of heads"])
 def test_unpacking(name: str, dtype: torch.dtype) -> None:

@@ -73,6 +73,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_modes(mode: dict[str, Any]) -> None:
@@ -82,6 +83,7 @@ def test_modes(mode: dict[str, Any]) -> None:
 BLOCKS: list[dict[str, Any]] = [{}, {"causal": False}, {"softcap": 5.0}, {"sliding_window": 70}, {"lengths": [150]}, {"starts": [70]}]
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("mode", "queries"), [(mode, 50) for mode in BLOCKS] + [(mode, 1 << 13) for mode in BLOCKS[::2]], ids=str)
 def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +97,7 @@ def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, mon
     check(layer_of("group:b=4,g=32", "octahedral:b=3", (64, 96), 21), 4, 130, **mode)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("k", "v"),
@@ -122,6 +125,7 @@ def test_queries_of_all_tokens() -> None:
     check(layer_of("group:b=4,g=32", "group:b=2,g=32", (), 30), 2, 30, torch.bfloat16)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "recipe",
@@ -378,6 +382,7 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
         kvpack.attend(q, replace(layers[1], v=None))
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("k", "v", "batch", "mode", "calls"),

@@ -10,6 +10,7 @@ from support.interpreter import DEVICE, needs_loaded_bounds
 HEADS, ROWS, PADDED = 2, 3, 8
 
 
+@pytest.mark.scenario
 @needs_loaded_bounds
 @pytest.mark.kernels
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

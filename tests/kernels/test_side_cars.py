@@ -36,6 +36,7 @@ CODECS = {
 pytestmark = needs_loaded_bounds
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", CODECS)
 @pytest.mark.parametrize("side_car", SIDE_CARS)
@@ -53,6 +54,7 @@ def test_head_dims(side_car: str) -> None:
         check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("side_car", SIDE_CARS)
 def test_pages_batches_and_lengths(side_car: str) -> None:
@@ -64,6 +66,7 @@ def test_pages_batches_and_lengths(side_car: str) -> None:
     check(layer, 2, lengths=[138, 1, 97])
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=16", "octahedral:b=2,mean=64,mean_bits=4,outliers=3,qjl=fp16"])
 def test_means_of_pages_batches_and_lengths(k: str) -> None:
@@ -132,6 +135,7 @@ def test_factors_of_any_size() -> None:
         check(layer, 2)
 
 
+@pytest.mark.scenario
 @pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.kernels
 @pytest.mark.parametrize(
@@ -218,6 +222,7 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     "recipe", ["kv=scalar:b=3,norm=fp32;raw=4,0.6", "k=octahedral:b=3;v=group:b=3,g=32;raw=4,0.6", "kv=trellis:b=2,states=256;raw=4,0.6"]

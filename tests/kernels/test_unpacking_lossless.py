@@ -41,6 +41,7 @@ def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
     return out.cpu()
 
 
+@pytest.mark.scenario
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
     ("dtype", "dim", "chunk"),

@@ -70,6 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return launched
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (80, torch.float16)])
 @pytest.mark.parametrize("codec", CODECS)
@@ -104,6 +105,7 @@ def test_polar_of_equal_pairs() -> None:
     assert relative_error(fused(side, torch.bfloat16), side.unpack(torch.float32)) < EXACT[torch.bfloat16] / 2 + 2.0**-10
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3", 96), ("quaternion:s=24,r=3", 64), ("angle:n=128", 80), ("scalar:b=3", 256)])
 def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +120,7 @@ def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.Mon
     assert torch.equal(fused(side, torch.float16), found)
 
 
+@pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3,channel_scale=fp16", 64), ("scalar:b=3,channel_scale=fp32", 80)])
 def test_channel_scales_of_each_page(codec: str, dim: int) -> None:

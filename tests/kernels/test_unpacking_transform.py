@@ -240,6 +240,7 @@ def test_tables_that_do_not_sum_are_left_to_torch() -> None:
     assert outcome(lambda: transform.check_chunks(codec, there(streams), "x")) == expected
 
 
+@pytest.mark.scenario
 def test_the_device_gives_what_the_cpu_gives(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvpack.pack([pair(40)], kvpack.Recipe("kv=transform:bits=3,chunk=16;tail=16", basis)).append([pair(5)])
     q = torch.randn(1, 4, 3, 12, generator=torch.Generator().manual_seed(1))
@@ -255,6 +256,7 @@ def test_the_device_gives_what_the_cpu_gives(basis: Basis, monkeypatch: pytest.M
     torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.scenario
 def test_files_are_checked_on_the_device(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.kvpack"
     kvpack.save(kvpack.pack([pair(20)], kvpack.Recipe("kv=transform:bits=3,chunk=16", basis)), path)

@@ -66,6 +66,7 @@ def is_refused(codec: Codec, streams: Mapping[str, torch.Tensor]) -> bool:
     return bool(outcome(lambda: codec.check({name: stream.numpy() for name, stream in streams.items()}, "x")))
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
     """One odd bit pattern at a time, at the first and the last word of each stream and between them."""
@@ -87,6 +88,7 @@ def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
         assert not expected[0]
 
 
+@pytest.mark.scenario
 def test_some_of_each_kind_of_rule_are_broken() -> None:
     """Limits of columns, spare bits and floats of both sizes: the test above would not tell if none were."""
     kinds = set()
@@ -102,6 +104,7 @@ def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwi
     assert own == set()
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -172,6 +172,7 @@ CASES = (
 )
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(("geometry", "recipe"), [pytest.param(*case, id=f"{case[0].dim_k} {case[1]}") for case in CASES])
 def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = PageCodec(recipe, geometry)
@@ -199,6 +200,7 @@ def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: st
                 torch.testing.assert_close(x[slot].cpu(), y[number], rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kv=klt:bits=4", "kv=klt:bits=4,widths=heads", "klt-4"])
 def test_pages_of_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     basis = Basis.of_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
@@ -278,6 +280,7 @@ def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DevicePages, "_decode_by_host", decode)
 
 
+@pytest.mark.scenario
 @pytest.mark.filterwarnings("ignore:.*lose precision:kvpack.KvpackWarning")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
@@ -311,6 +314,7 @@ def test_scales_of_any_values_are_those_of_the_host(recipe: str) -> None:
         assert outcome is not None or torch.equal(rows[number].cpu(), expected[number])
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("recipe", ["kivi-4", "raw"])
 def test_any_strides(name: str, recipe: str) -> None:

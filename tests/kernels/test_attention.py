@@ -687,7 +687,7 @@ def test_checks_come_before_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     q = torch.randn(1, 4, 1, 32, device=DEVICE)
     kvpack.attend(q, there)
-    with pytest.raises(kvpack.InvalidParameter, match="does not fit"):
+    with pytest.raises(kvpack.InvalidParameter, match="does not match"):
         kvpack.attend(q[..., :16], there)
     with pytest.raises(kvpack.InvalidType, match="floating-point"):
         kvpack.attend(q.to(torch.int32), there)

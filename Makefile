@@ -112,7 +112,7 @@ roundtrip: $(INSTALLED)
 
 # The tests of caches and attention by PyTorch operations, as where no C compiler was found.
 without-c: $(INSTALLED)
-	KVPACK_KERNELS=torch $(PYTEST) tests/test_attention.py tests/cache
+	KVPACK_KERNELS=torch $(PYTEST) -m "not scenario" tests/test_attention.py tests/cache
 
 # The oldest and the newest dependencies that pyproject.toml allows; the fast part, which CI runs, is `make versions-part`.
 versions: $(INSTALLED)

@@ -34,8 +34,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", KINDS)
+# Every kind and every fault, but every second pair of them: ``make store-matrix`` runs all.
+CELLS = [(kind, fault) for row, kind in enumerate(KINDS) for column, fault in enumerate(FAULTS) if (row + column) % 2 == 0]
+
+
+@pytest.mark.parametrize(("kind", "fault"), CELLS)
 def test_promises_hold(kind: str, fault: str) -> None:
     count = FAULTS[fault].cases_of_test(kind)
     # Each kind another choice of cases: together they have most.

@@ -11,6 +11,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .softmax import NO_SCORE
 
 
+@triton.jit
+def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl.tensor, weight: tl.tensor) -> tl.tuple:
+    """Add parts to a row's softmax, and return its largest score, its sum of weights, and the scales of earlier and of the parts' sums."""
+    new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
+    rescale = tl.exp2(largest_score - new_largest)
+    part_scale = tl.exp2(part_largest - new_largest)
+    return new_largest, weight_sum * rescale + tl.sum(weight * part_scale, 0), rescale, part_scale
+
+
+@triton.jit
+def _add_sink(largest_score: tl.tensor, weight_sum: tl.tensor, sink: tl.tensor) -> tl.tuple:
+    """Add a head's sink logit to a row's softmax, and return its sum of weights and the scale of earlier sums."""
+    new_largest = tl.maximum(largest_score, sink)
+    rescale = tl.exp2(largest_score - new_largest)
+    return weight_sum * rescale + tl.exp2(sink - new_largest), rescale
+
+
 @triton.jit(do_not_specialize=["parts", "first_part", "second_part", "last_part", "second_block", "rows", "padded", "heads", "q_len"])
 def merge(
     out: tl.tensor,
@@ -64,18 +81,11 @@ def merge(
         loaded = tl.load(sums + (row + index)[:, None] * COLUMNS + column[None, :], in_frame[:, None] & (channel < DIM)[None, :], 0.0)
         part_largest = tl.load(largest + row + index, index < parts, NO_SCORE)
         weight = tl.load(total + row + index, index < parts, 0.0)
-        new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
-        rescale = tl.exp2(largest_score - new_largest)
-        rescaled = tl.exp2(part_largest - new_largest)
-        weight_sum = weight_sum * rescale + tl.sum(weight * rescaled, 0)
-        value = value * rescale + tl.sum(loaded * rescaled[:, None], 0)
-        largest_score = new_largest
+        largest_score, weight_sum, rescale, part_scale = _add_parts(largest_score, weight_sum, part_largest, weight)
+        value = value * rescale + tl.sum(loaded * part_scale[:, None], 0)
     if SINK_LOGITS:
-        sequence = program // rows
-        sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
-        new_largest = tl.maximum(largest_score, sink)
-        rescale = tl.exp2(largest_score - new_largest)
-        weight_sum = weight_sum * rescale + tl.exp2(sink - new_largest)
+        sink = tl.load(sink_logits + program // rows % heads * (rows // q_len) + program % rows // q_len)
+        weight_sum, rescale = _add_sink(largest_score, weight_sum, sink)
         value = value * rescale
     mean = value / tl.where(weight_sum > 0, weight_sum, 1.0)
     tl.store(out + program.to(tl.int64) * DIM + channel, mean, channel < DIM)
@@ -144,15 +154,11 @@ def merge_originals(
         loaded = tl.load(sums + (row + index)[:, None] * COLUMNS + column[None, :], mask, 0.0)
         part_largest = tl.load(largest + row + index, index < parts, NO_SCORE)
         weight = tl.load(total + row + index, index < parts, 0.0)
-        new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
-        rescale = tl.exp2(largest_score - new_largest)
-        part_scale = tl.exp2(part_largest - new_largest)
-        weight_sum = weight_sum * rescale + tl.sum(weight * part_scale, 0)
+        largest_score, weight_sum, rescale, part_scale = _add_parts(largest_score, weight_sum, part_largest, weight)
         if FRAMES > 1:
             second_value = second_value * rescale + tl.sum(loaded * tl.where(index < second_part, 0.0, part_scale)[:, None], 0)
             part_scale = tl.where(index < second_part, part_scale, 0.0)
         first_value = first_value * rescale + tl.sum(loaded * part_scale[:, None], 0)
-        largest_score = new_largest
     if ROTATED:
         product = first_value[:, None] * first_weights
         if FRAMES > 1:
@@ -161,10 +167,7 @@ def merge_originals(
     else:
         mean = first_value
     if SINK_LOGITS:
-        sequence = program // rows
-        sink = tl.load(sink_logits + sequence % heads * (rows // q_len) + program % rows // q_len)
-        new_largest = tl.maximum(largest_score, sink)
-        rescale = tl.exp2(largest_score - new_largest)
-        weight_sum = weight_sum * rescale + tl.exp2(sink - new_largest)
+        sink = tl.load(sink_logits + program // rows % heads * (rows // q_len) + program % rows // q_len)
+        weight_sum, rescale = _add_sink(largest_score, weight_sum, sink)
         mean = mean * rescale
     tl.store(out + program.to(tl.int64) * DIM + channel, mean / tl.where(weight_sum > 0, weight_sum, 1.0), channel < DIM)

@@ -10,7 +10,7 @@ static int has_rows_to_encode(const Encode *call) {
     return codec->scales_stream >= 0 || codec->size % BLOCK == 0 || codec->size >= codec->dim;
 }
 
-INLINE vf widened(const char *row, int64_t d, int64_t dtype) {
+static inline vf widened(const char *row, int64_t d, int64_t dtype) {
     if (dtype == F32) return load((const float *)row + d);
     if (dtype == F16) return load_half((const uint16_t *)row + d);
     return (vf)(load_words((const uint16_t *)row + d) << 16);
@@ -21,9 +21,9 @@ typedef struct {
     vf even, odd;
 } Numbers;
 
-INLINE Numbers apart(vf a, vf b) { return (Numbers){SHUFFLE(vf, vi, a, b, EVEN), SHUFFLE(vf, vi, a, b, ODD)}; }
+static inline Numbers apart(vf a, vf b) { return (Numbers){SHUFFLE(vf, vi, a, b, EVEN), SHUFFLE(vf, vi, a, b, ODD)}; }
 
-INLINE Numbers load_numbers_apart(const char *row, int64_t d, int64_t dtype) {
+static inline Numbers load_numbers_apart(const char *row, int64_t d, int64_t dtype) {
     if (dtype != BF16) return apart(widened(row, d, dtype), widened(row, d + LANES, dtype));
     vu words = (vu)load_int((const int32_t *)(row + 2 * d));
     return (Numbers){(vf)(words << 16), (vf)(words & 0xffff0000)};
@@ -50,14 +50,14 @@ typedef struct {
 enum { COLUMNS = 1024 + BLOCK };
 
 /* Makes the words of LANES columns, beginning with column `c`, in the planes that have one word per column. */
-INLINE void store_column_words(const Packing *packing, int64_t c, vi column, char *low, char *high) {
+static inline void store_column_words(const Packing *packing, int64_t c, vi column, char *low, char *high) {
     int64_t planes = packing->planes - packing->odd;
     if (planes > 0) store_words((uint16_t *)low + c, column);
     if (planes > 1) store_words((uint16_t *)high + c, (vi)((vu)column >> 16));
 }
 
 /* Makes the plane of bytes of BLOCK columns, or of the first LANES. */
-INLINE void store_column_bytes(const Packing *packing, vi first, vi second, char *to) {
+static inline void store_column_bytes(const Packing *packing, vi first, vi second, char *to) {
     uint32_t shift = packing->planes == 2 ? 16 : 0;
     vu low = (vu)first >> shift & 255, high = (vu)second >> shift & 255;
     uint16_t words[LANES];
@@ -70,7 +70,8 @@ INLINE void store_column_bytes(const Packing *packing, vi first, vi second, char
 }
 
 /* Makes the words of `rows` tokens, beginning at `low` and `high`; the rows `ahead` of them are prefetched. */
-INLINE void encode_rows(const Encode *call, const char *x, int64_t ahead, const Scaling *scaling, char *low, char *high, int rows, int of_channels,
+static inline void encode_rows(const Encode *call, const char *x, int64_t ahead, const Scaling *scaling, char *low, char *high, int rows,
+                               int of_channels,
                         int in_range, int64_t dtype) {
     const Codec *codec = call->codec;
     const Packing *packing = &codec->packing[0];
@@ -131,7 +132,8 @@ INLINE void encode_rows(const Encode *call, const char *x, int64_t ahead, const 
 }
 
 /* The words of `count` tokens. */
-INLINE void encode_tokens(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, Scaling scaling, int of_channels,
+static inline void encode_tokens(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, Scaling scaling,
+                                 int of_channels,
                           int64_t dtype) {
     const Stream *lower = call->streams, *upper = call->streams + call->codec->packing[0].planes - 1;
     int64_t ahead = count * call->x.row;
@@ -151,19 +153,19 @@ INLINE void encode_tokens(const Encode *call, int64_t batch, int64_t head, int64
 }
 
 /* Converts bf16 or binary16 numbers to words with the same order, and back. */
-INLINE vw ordered(vw x) { return x ^ ((x >> 15) & 0x7fff); }
+static inline vw ordered(vw x) { return x ^ ((x >> 15) & 0x7fff); }
 
-INLINE vw ordered_words(const char *row, int64_t d) { return ordered(*(const vw_any *)(row + 2 * d)); }
+static inline vw ordered_words(const char *row, int64_t d) { return ordered(*(const vw_any *)(row + 2 * d)); }
 
 /* Returns whether all numbers with these extremes are finite. */
-INLINE int extremes_are_finite(const float *low, const float *high, int64_t count) {
+static inline int extremes_are_finite(const float *low, const float *high, int64_t count) {
     vf none = splat(0);
     for (int64_t n = 0; n < count; n += LANES) none += (load(low + n) + load(high + n)) * 0.f;
     return is_finite(none);
 }
 
 /* Finds the extremes of LANES channels, beginning with channel `d`, over `count` tokens; returns false if one is infinite or NaN. */
-INLINE int token_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int64_t dtype, float *low, float *high) {
+static inline int token_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int64_t dtype, float *low, float *high) {
     vf least = widened(x, d, dtype), most = least, sum = splat(0);
     for (int64_t t = 0; t < count; t++, x += stride) {
         vf value = widened(x, d, dtype);
@@ -177,7 +179,8 @@ INLINE int token_extremes(const char *x, int64_t stride, int64_t count, int64_t 
 }
 
 /* The same for `vectors` vectors of words, which are compared before they are widened; NaN counts as an extreme. */
-INLINE void token_word_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int vectors, int64_t dtype, float *low, float *high) {
+static inline void token_word_extremes(const char *x, int64_t stride, int64_t count, int64_t d, int vectors, int64_t dtype, float *low,
+                                       float *high) {
     vw least[4], most[4];
     for (int i = 0; i < vectors; i++) least[i] = most[i] = ordered_words(x, d + i * BLOCK);
     for (int64_t t = 1; t < count; t++)
@@ -196,7 +199,8 @@ INLINE void token_word_extremes(const char *x, int64_t stride, int64_t count, in
 }
 
 /* Keys: `count` tokens share the scales of each channel. `spare` holds 4 * dim floats. */
-INLINE int encode_token_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare, int64_t dtype) {
+static inline int encode_token_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare,
+                                    int64_t dtype) {
     int64_t dim = call->codec->dim, stride = call->x.row;
     float *low = spare, *high = low + dim, *factor = high + dim, *offset = factor + dim;
     const char *x = row_of(&call->x, batch, head, start);
@@ -222,7 +226,8 @@ INLINE int encode_token_rows(const Encode *call, int64_t batch, int64_t head, in
 }
 
 /* low and high of LANES groups of `size` channels from token `t`, channel `first` on, of `all`; after the last, of it again. */
-INLINE int channel_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all, int64_t dtype,
+static inline int channel_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all,
+                                   int64_t dtype,
                             float *low, float *high) {
     int64_t dim = call->codec->dim;
     const char *x = row_of(&call->x, batch, head, t);
@@ -244,11 +249,12 @@ INLINE int channel_extremes(const Encode *call, int64_t batch, int64_t head, int
     return is_finite(sum);
 }
 
-INLINE vw exchanged(vw x) { return (vw)((vu)x << 16 | (vu)x >> 16); }
+static inline vw exchanged(vw x) { return (vw)((vu)x << 16 | (vu)x >> 16); }
 
 /* The same of whole vectors of words, of infinities and NaN, too: maxima are minima of what is left when all bits are turned, so that both
    are found in one go. `one`: a group is a vector. */
-INLINE void channel_word_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size, int64_t all, int one,
+static inline void channel_word_extremes(const Encode *call, int64_t batch, int64_t head, int64_t t, int64_t first, int64_t size,
+                                         int64_t all, int one,
                                  int64_t dtype, float *low, float *high) {
     int64_t dim = call->codec->dim;
     const char *x = row_of(&call->x, batch, head, t);
@@ -276,7 +282,8 @@ INLINE void channel_word_extremes(const Encode *call, int64_t batch, int64_t hea
 }
 
 /* Values: every group of channels of a token has a scale. `spare` holds 5 * TOKENS_OF_GROUPS * (dim / LANES + 1) numbers. */
-INLINE int encode_channel_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare, int64_t dtype) {
+static inline int encode_channel_rows(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t count, float *spare,
+                                      int64_t dtype) {
     const Codec *codec = call->codec;
     int64_t size = codec->size < codec->dim ? codec->size : codec->dim, groups = (codec->dim + size - 1) / size, all = count * groups;
     int64_t room = (all + LANES - 1) / LANES * LANES;
@@ -301,7 +308,8 @@ INLINE int encode_channel_rows(const Encode *call, int64_t batch, int64_t head, 
     return 1;
 }
 
-INLINE int encode_groups_of(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, float *spare, int64_t dtype) {
+static inline int encode_groups_of(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, float *spare,
+                                   int64_t dtype) {
     int64_t step = call->codec->scales_stream < 0 ? TOKENS_OF_GROUPS : call->codec->size;
     for (; start < stop; start += step) {
         int64_t count = stop - start < step ? stop - start : step;

@@ -1,7 +1,7 @@
 /* Encodes minifloat with scales per run and per block, row by row, bit for bit like formats/minifloat.py. */
 
 /* The codes of the elements nearest to values, ties to even, with the sign as the top bit; larger values get the largest element. */
-INLINE vi element_codes(vf x, int32_t bits, int32_t fraction, int32_t bias, int32_t finite) {
+static inline vi element_codes(vf x, int32_t bits, int32_t fraction, int32_t bias, int32_t finite) {
     vi sign = (vi)((vu)x >> 31) << (bits - 1);
     vf size = magnitude_of(x);
     if (bits == 4) {
@@ -20,7 +20,7 @@ INLINE vi element_codes(vf x, int32_t bits, int32_t fraction, int32_t bias, int3
 }
 
 /* The largest magnitudes of a row's blocks, up to whole vectors; 0 for a value that is not finite. */
-INLINE int block_maxima(const char *row, int64_t dim, int64_t block, float *most, int64_t dtype) {
+static inline int block_maxima(const char *row, int64_t dim, int64_t block, float *most, int64_t dtype) {
     vi good = splat_int(-1);
     for (int64_t first = 0; first < dim / block; first += LANES) {
         vf found[LANES];
@@ -40,7 +40,7 @@ INLINE int block_maxima(const char *row, int64_t dim, int64_t block, float *most
 enum { MAX_BLOCKS = 1024 / 16 + 16 };
 
 /* The codes of the scales of a row's blocks, and what its values are multiplied by (powers of two), or divided by. */
-INLINE void block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *to, float *factors) {
+static inline void block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *to, float *factors) {
     int32_t code[MAX_BLOCKS], emax = call->codec->fraction_bits == 3 ? 8 : call->codec->fraction_bits == 2 ? 15 : 2;
     for (int64_t b = 0; b < blocks; b += LANES) {
         vf largest = load(most + b);
@@ -60,7 +60,8 @@ INLINE void block_scales(const Encode *call, const float *most, int64_t blocks, 
     for (int64_t b = 0; b < blocks; b++) to[b] = (uint8_t)code[b];
 }
 
-INLINE int minifloat_rows_of(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, int64_t bits, int64_t kind, int64_t dtype) {
+static inline int minifloat_rows_of(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, int64_t bits,
+                                    int64_t kind, int64_t dtype) {
     const Codec *codec = call->codec;
     const Packing *packing = &codec->packing[0];
     int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;

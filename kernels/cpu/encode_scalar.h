@@ -2,8 +2,10 @@
 
 enum { SCALES = 4 };
 
-/* Of the multiples in formats/scalar.py of each token's unit vector, the one whose decoded direction is nearest to the token's. */
-static void best_scales(const Encode *call, const Encoded *out, const float *per_norm, float *best) {
+/* Of the multiples in formats/scalar.py of each token's unit vector, the one whose decoded direction is nearest to the token's; and its
+   sums over decoded values. */
+static void best_scales(const Encode *call, const Encoded *out, const float *per_norm, float *best, float *best_product,
+                        float *best_squares) {
     static const float scales[SCALES] = {.85f, .95f, 1.05f, 1.15f};
     const Codec *codec = call->codec;
     const int32_t *channel = codec->channels;
@@ -34,6 +36,8 @@ static void best_scales(const Encode *call, const Encoded *out, const float *per
             squares_of_best = choose(better, own_squares, squares_of_best);
         }
         store(best + t, scale);
+        store(best_product + t, of_best);
+        store(best_squares + t, squares_of_best);
     }
 }
 
@@ -43,7 +47,7 @@ static void scalar_encode(const Encode *call, const Encoded *out) {
     int32_t code[HALF_TILE];
     float product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, per_norm[HALF_TILE], scale[HALF_TILE];
     for (int64_t t = 0; t < out->tokens; t += LANES) store(per_norm + t, 1.f / larger(load(out->norm + t), splat(0x1p-126f)));
-    if (call->scaled) best_scales(call, out, per_norm, scale);
+    if (call->scaled) best_scales(call, out, per_norm, scale, product, squares);
     for (int64_t part = 0; part < codec->packings; part++) {
         const Packing *packing = &codec->packing[part];
         const Table *table = &codec->table[part];
@@ -55,8 +59,10 @@ static void scalar_encode(const Encode *call, const Encoded *out) {
                 vf x = load(row + t) * load(per_norm + t);
                 vf magnitude = call->scaled ? magnitude_of(x) * load(scale + t) : magnitude_of(x);
                 vi symbol = add_above(splat(0), x, level_of(&call->bounds[part], magnitudes, magnitude), magnitudes);
-                vf decoded = lookup(table->data, table->entries, symbol);
                 store_int(code + t, symbol);
+                /* Those of the best multiple are there already. */
+                if (call->scaled) continue;
+                vf decoded = lookup(table->data, table->entries, symbol);
                 store(product + t, load(product + t) + x * decoded);
                 store(squares + t, load(squares + t) + decoded * decoded);
             }

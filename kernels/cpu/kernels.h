@@ -30,14 +30,9 @@
 #include "group_rows.h"
 
 #include "columns.h"
-/* The compiler chooses what it copies into the encoders of groups and minifloats: they take the same time, and a third of the space. */
-#pragma push_macro("INLINE")
-#undef INLINE
-#define INLINE static inline __attribute__((unused))
 #include "encode_group.h"
 #include "encode_group_rows.h"
 #include "encode_minifloat.h"
-#pragma pop_macro("INLINE")
 #include "measure.h"
 
 #ifdef __clang__

@@ -16,7 +16,7 @@ from kvpack.formats.tables import cache_per_device
 
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .norms import Norms, NormState, add_decoded, begin_norms, create_norms, end_norms
+from .norms import Norms, add_decoded, begin_norms, create_norms, end_norms
 from .rows import block_tokens, find_level, look_up_entry, table_bounds, table_values
 
 if TYPE_CHECKING:
@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 64
 BLOCK_SYMBOLS = 32
 
-_COUNT = tl.constexpr(len(SCALES))
+_SCALES, _COUNT = tl.constexpr(SCALES), tl.constexpr(len(SCALES))
 
 
 class ScalarConstants(NamedTuple):
     """Compile-time constants of a codec: the number of magnitude levels of each width; ``high_levels`` is 0 without a second width.
-
-    ``scales`` are the multiples of a unit vector that are tried; empty if only the vector itself is encoded.
 
     Tables are the bounds and the magnitudes of each width, and a mask of the channels with the second width.
     """
@@ -41,7 +39,6 @@ class ScalarConstants(NamedTuple):
     norms: Norms
     levels: int
     high_levels: int
-    scales: tuple[float, ...]
 
 
 class ScaledState(NamedTuple):
@@ -64,12 +61,11 @@ def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
     if codec.bits_high:
         high = codec.high_magnitude_table
         tables += [table_bounds(high, x.device), table_values(high, x.device), _high_channels(codec.channel_sets, symbols, x.device)]
-    norms, levels = create_norms(codec, tables, x.device), (1 << codec.bits - 1, (1 << codec.bits_high) // 2)
+    constants = ScalarConstants(create_norms(codec, tables, x.device), 1 << codec.bits - 1, (1 << codec.bits_high) // 2)
     if codec.rounding == "scaled":
-        constants = ScalarConstants(norms, *levels, SCALES)
         quantizer = Quantizer(_quantize_scaled, constants, _begin_scaled, end_norms, measure=_measure, decide=_decide)
     else:
-        quantizer = Quantizer(_quantize, ScalarConstants(norms, *levels, ()), begin_norms, end_norms)
+        quantizer = Quantizer(_quantize, constants, begin_norms, end_norms)
     return encode_rows(
         codec, x, output, quantizer, _digit_terms, [output.streams["norm"]], tables,
         symbols=symbols, block=min(symbols, BLOCK_SYMBOLS), tokens=block_tokens(x, BLOCK_TOKENS),
@@ -139,7 +135,7 @@ def _measure(
     magnitude = tl.abs(values[0]) * state.factor
     product, squares = state.product, state.decoded
     for place in tl.static_range(_COUNT):
-        _, decoded = _encode_magnitudes(values[0], magnitude * CONSTANTS.scales[place], block, number, CONSTANTS, SHAPE)
+        _, decoded = _encode_magnitudes(values[0], magnitude * _SCALES[place], block, number, CONSTANTS, SHAPE)
         own = tl.arange(0, _COUNT)[None, :] == place
         product += tl.where(own, tl.sum(magnitude * decoded, 1)[:, None], 0.0)
         squares += tl.where(own, tl.sum(decoded * decoded, 1)[:, None], 0.0)
@@ -148,25 +144,22 @@ def _measure(
 
 @triton.jit
 def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the state with the scale of the largest cosine; the first one wins ties."""
-    TOKENS: tl.constexpr = SHAPE.tokens
+    """Return the state with the scale of the largest cosine, and its sums; the first one wins ties."""
     cosine = state.product * state.product / tl.maximum(state.decoded, 1e-37)
     place = tl.argmax(cosine, 1, tie_break_left=True)[:, None]
-    zeros = tl.zeros([TOKENS, 1], tl.float32)
-    scale = zeros + CONSTANTS.scales[0]
+    chosen = tl.arange(0, _COUNT)[None, :] == place
+    product, decoded = tl.where(chosen, state.product, 0.0), tl.where(chosen, state.decoded, 0.0)
+    scale = tl.zeros_like(state.norm) + _SCALES[0]
     for number in tl.static_range(1, _COUNT):
-        scale = tl.where(place == number, CONSTANTS.scales[number], scale)
-    return ScaledState(state.norm, state.factor, zeros, zeros, scale)
+        scale = tl.where(place == number, _SCALES[number], scale)
+    return ScaledState(state.norm, state.factor, tl.sum(product, 1)[:, None], tl.sum(decoded, 1)[:, None], scale)
 
 
 @triton.jit
 def _quantize_scaled(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return what ``_quantize`` does, for the chosen multiple of the unit vector."""
+    """Return the codes of the chosen multiple of the unit vector, whose sums the state has already."""
     magnitude = tl.abs(values[0]) * state.factor
-    digits, decoded = _encode_magnitudes(values[0], magnitude * state.scale, block, number, CONSTANTS, SHAPE)
-    if CONSTANTS.norms.rule > 0:
-        sums = add_decoded(NormState(state.norm, state.factor, state.product, state.decoded), magnitude, decoded)
-        state = ScaledState(sums.norm, sums.factor, sums.product, sums.decoded, state.scale)
+    digits, _ = _encode_magnitudes(values[0], magnitude * state.scale, block, number, CONSTANTS, SHAPE)
     return digits, state

@@ -59,7 +59,8 @@ class Inputs:
         count: Number of tokens for which the inputs were recorded.
         sums: Checksums of keys and values ``[row, token]`` by (layer, "k" or "v"), each with the position of its first token.
         before: If the cache is a slice, ids of each sequence before the first token; None if unknown.
-        earlier: If the cache is from a file, SHA-256 of the ids of each sequence before the first token; None if unknown.
+        earlier: SHA-256 of the ids of each sequence before a position, by positions after which tokens were computed: those of files that
+            name them, and of files from which slices were taken or joined.
 
     Raises:
         InvalidParameter: The arguments have the wrong form or contradict one another.
@@ -79,7 +80,7 @@ class Inputs:
     count: int | None = field(default=None, compare=False)
     sums: Mapping[tuple[int, str], tuple[int, Any]] | None = field(default=None, compare=False, repr=False)
     before: tuple[bytes, ...] | None = field(default=None, compare=False, repr=False)
-    earlier: tuple[bytes, ...] | None = field(default=None, compare=False, repr=False)
+    earlier: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
@@ -145,7 +146,8 @@ class Inputs:
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
         cut_inputs = _joined_inputs(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
-        cut_inputs = replace(cut_inputs, before=self._before(start), earlier=None if start else self.earlier)
+        earlier = {position: digests for position, digests in self.earlier.items() if position < end}
+        cut_inputs = replace(cut_inputs, before=self._before(start), earlier=earlier)
         if self.sums is None:
             return cut_inputs
         sums = {
@@ -182,7 +184,9 @@ class Inputs:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
         sums = None if self.sums is None else {place: (position, kept[list(indices)]) for place, (position, kept) in self.sums.items()}
         selected = replace(_joined_inputs(token_ids, items, rows, hidden, self.first), sums=sums)
-        return replace(selected, before=_select_rows(self.before, indices), earlier=_select_rows(self.earlier, indices))
+        earlier = {position: _select_rows(digests, indices) for position, digests in self.earlier.items()}
+        before = None if self.before is None else _select_rows(self.before, indices)
+        return replace(selected, before=before, earlier=earlier)
 
     def to_bytes(self) -> bytes:
         """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, then as many ids as fit."""
@@ -211,14 +215,14 @@ class Inputs:
             rows = len(self.rows).to_bytes(4, "little") + count.to_bytes(8, "little") + b"".join(ids)
         stored = self._without_ids_after(len(kept) // ID_BYTES + count).to_bytes()
         more = kept if len(Inputs.from_bytes(stored).token_ids) < len(self.token_ids) else b""
-        digests = b"".join(self._earlier(start) or ())
+        digests = b"".join(self._digests_before(start))
         earlier = {EARLIER_FEATURE: digests} if 0 < len(digests) <= MAX_BINARY_BYTES else {}
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **earlier, **ignorable}
 
-    def _earlier(self, start: int) -> tuple[bytes, ...] | None:
-        """Return a digest of each sequence's ids before the first token, at position ``start``; None if some ids are unknown."""
-        if self.earlier is not None or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
-            return self.earlier
+    def _digests_before(self, start: int) -> tuple[bytes, ...]:
+        """Return a digest of each sequence's ids before the first token, at position ``start``; none if some ids are unknown."""
+        if start in self.earlier or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
+            return self.earlier.get(start, ())
         return tuple(hashlib.sha256(ids).digest() for ids in self.before)
 
     def _without_ids_after(self, count: int) -> Inputs:
@@ -262,7 +266,7 @@ class Inputs:
         earlier = ignorable.get(EARLIER_FEATURE, b"")
         digests = tuple(earlier[at : at + _DIGEST_BYTES] for at in range(0, len(earlier), _DIGEST_BYTES))
         named = start > 0 and len(earlier) in (_DIGEST_BYTES, batch * _DIGEST_BYTES)
-        return replace(inputs, hidden=hidden, earlier=digests if named else None)
+        return replace(inputs, hidden=hidden, earlier={start: digests} if named else {})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
@@ -284,7 +288,7 @@ class Inputs:
         return _joined_inputs(ids, items)
 
 
-def joined(parts: Sequence[tuple[Inputs | None, int]], start: int = 0) -> Inputs | None:
+def joined(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
     """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown.
 
     The first token is at position ``start``. Raises InvalidParameter if a cache was computed after tokens other than those that precede it
@@ -297,10 +301,12 @@ def joined(parts: Sequence[tuple[Inputs | None, int]], start: int = 0) -> Inputs
     undetermined: list[tuple[str, int]] = []
     hidden: dict[int, list[Hidden]] = {}
     beginning, position = parts[0][0] or Inputs(), start
+    earlier: dict[int, tuple[bytes, ...]] = {}
     for number, (inputs, tokens) in enumerate(parts):
         inputs = inputs or Inputs()
         if number and (known or rows_known):
-            _check_follows(tuple(rows) if rows_known else (ids,), beginning, inputs, number, start, position)
+            _check_follows(tuple(rows) if rows_known else (ids,), replace(beginning, earlier=earlier), inputs, number, position)
+        earlier |= inputs.earlier
         if known:
             ids += inputs.token_ids
             known = len(inputs.token_ids) == tokens * ID_BYTES
@@ -319,13 +325,14 @@ def joined(parts: Sequence[tuple[Inputs | None, int]], start: int = 0) -> Inputs
         position += tokens
     all_hidden = tuple(token_range for row in sorted(hidden) for token_range in hidden[row])
     whole = _joined_inputs(ids, dict.fromkeys(undetermined), tuple(rows), all_hidden, beginning.first)
-    return replace(whole, before=beginning.before, earlier=beginning.earlier)
+    return replace(whole, before=beginning.before, earlier=earlier)
 
 
-def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, start: int, position: int) -> None:
+def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, position: int) -> None:
     """Raise InvalidParameter if ``inputs``, of part ``number`` at ``position``, were computed after other tokens than those joined.
 
-    Those start at position ``start``, have the known ``ids``, given per sequence, and follow the ids in ``beginning.before``.
+    Those have the known ``ids``, given per sequence, and follow the ids in ``beginning.before``. ``beginning.earlier`` has the digests of
+    all of them.
     """
     joined_ids = _following(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)
@@ -340,20 +347,25 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
                 f"caches[{number}] was computed after other tokens: {back} before its first token, sequence {row} had the id "
                 f"{computed[-back]}, but here it has {here[-back]}: join only slices of the same cache"
             )
-    if len(joined_ids[0]) == position * ID_BYTES:
-        digests, expected = inputs.earlier, joined_ids
-    elif len(before[0]) == position * ID_BYTES:
-        digests, expected = beginning.earlier, tuple(row[: start * ID_BYTES] for row in before)
-    else:
-        return
-    if digests is None:
-        return
+    for known, earlier in ((joined_ids, inputs.earlier), (before, beginning.earlier)):
+        # Digests are of all ids from position 0 on.
+        if len(known[0]) == position * ID_BYTES:
+            all_known = _following(known, inputs.known)
+            for end, digests in earlier.items():
+                if end * ID_BYTES <= len(all_known[0]):
+                    _check_digests([hashlib.sha256(row[: end * ID_BYTES]).digest() for row in all_known], digests, number, end)
+    for end in inputs.earlier.keys() & beginning.earlier.keys():
+        _check_digests(beginning.earlier[end], inputs.earlier[end], number, end)
+
+
+def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number: int, end: int) -> None:
+    """Raise InvalidParameter if the ``digests`` of part ``number``, of the ids before position ``end``, are not the ``expected`` ones."""
     count = max(len(digests), len(expected))
-    for row, (digest, row_ids) in enumerate(zip(_for_rows(digests, count), _for_rows(expected, count), strict=True)):
-        if digest != hashlib.sha256(row_ids).digest():
+    for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
+        if len(set(pair)) > 1:
             raise InvalidParameter(
-                f"caches[{number}] was computed after other tokens: the SHA-256 of the ids of sequence {row} before position "
-                f"{len(row_ids) // ID_BYTES} differs: join only slices of the same cache"
+                f"caches[{number}] was computed after other tokens: the SHA-256 of the ids of sequence {row} before position {end} "
+                "differs: join only slices of the same cache"
             )
 
 
@@ -363,9 +375,9 @@ def _following(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes
     return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
 
 
-def _select_rows(values: tuple[bytes, ...] | None, indices: Sequence[int]) -> tuple[bytes, ...] | None:
+def _select_rows(values: tuple[bytes, ...], indices: Sequence[int]) -> tuple[bytes, ...]:
     """Return the values of the rows ``indices``; one element stands for all rows."""
-    return values if values is None or len(values) == 1 else tuple(values[index] for index in indices)
+    return values if len(values) == 1 else tuple(values[index] for index in indices)
 
 
 def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:

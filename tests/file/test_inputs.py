@@ -129,6 +129,14 @@ def test_a_slice_in_a_file_of_its_own_follows_only_the_tokens_that_it_was_comput
         assert concat([saved(head[:, 6:8]), head[:, 8:]]).inputs == one[:, 6:].inputs
     # Neither file has the ids in between, and those of a hand-made slice are not known.
     assert concat([saved(one[:, 6:8]), saved(other[:, 8:])]).tokens == 6
+    for parts in (
+        [one[:, :6], concat([saved(one[:, 6:8]), saved(other[:, 8:])])],
+        [one[:, :8], saved(other[:, 6:])[:, 2:]],
+        [saved(one[:, 6:])[:, :2], saved(other[:, 6:])[:, 2:]],
+    ):
+        with pytest.raises(InvalidParameter, match=told.format("[68]")):
+            concat(parts)
+    assert concat([saved(one[:, 6:])[:, :2], saved(one[:, 6:])[:, 2:]]).inputs == one[:, 6:].inputs
     assert concat([one[:, :8], saved(cache_of(4, 8, Inputs(ids(8, 9, 10, 11))))]).inputs == one.inputs
 
 

@@ -75,8 +75,11 @@ def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
     NaN sizes are ignored, and are not in the mask.
     """
-    if not has_large_size(sizes, ratio):
-        return None
+    return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
+
+
+def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Return the mask of ``exceeds_usual``, also if there are none, without waiting for a device."""
     medians = usual_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 

@@ -1,7 +1,8 @@
 """Encode and decode, on a device, the lanes that no page kernel supports: pages are gathered, coded as one batch, and their streams copied.
 
 This handles codecs with channel scales, with a basis or with two widths, 8-bit values, and head dims that the page kernels do not support.
-Codecs choose scales and raw tokens for each page of the batch separately.
+Codecs choose scales and raw tokens for each page of the batch separately. Of lanes that page kernels encode, this counts the tokens that
+lose precision.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvpack.coding.encoding import TORCH_DTYPES, encode_all, excesses, misfits_o
 from kvpack.coding.token_errors import EncodedRun
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
-from kvpack.formats.head_norms import HEADS, SHARED_RATIO, norms_over_heads, norms_per_head, usual_norms
+from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, put_slots, store_in_slots
@@ -26,7 +27,7 @@ from kvpack.formats.side_cars import WithSideCars
 from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvpack.formats.base import Codec
     from kvpack.kernels.pages.lanes import Layers
@@ -70,7 +71,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
             if lost is not None and (lost[0] > 1).any():
                 if raw.high_norm:
                     result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
-                    encoded, _ = _encode(lane, x, result.codec_input, None)
+                    encoded = encode_all(lane.plain, result.codec_input, _where(lane))
                     count = result.left_out[:, 0].sum()
                 else:
                     count += (lost[0] > 1).sum()
@@ -87,25 +88,27 @@ def can_lose(lane: Lane) -> bool:
     return lane.measured or lane.watched is not None
 
 
-def suspects(lane: Lane, norms: torch.Tensor, key_norms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def suspects(
+    lane: Lane, norms: Callable[[], torch.Tensor], key_norms: Callable[[], torch.Tensor], rows: torch.Tensor
+) -> torch.Tensor:
     """Return a mask of the pages in which ``count_losses`` may find tokens, bool ``[page]``, without waiting for the device.
 
-    ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` are ``[page and layer,
-    kv_head, token]``.
+    ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of its
+    values and of the keys, ``[page and layer, kv_head, token]``.
     """
     codec, watched = lane.plain, lane.watched
     found = []
     if watched is not None and codec.token_group > 1:
-        found += [_above_median(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms)[:, None], key_norms)]
+        found += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
     if HEADS in lane.shared:
-        found.append(_above_median(norms_over_heads(norms)[:, None], SHARED_RATIO))
+        found.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
     if lane.measured:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
             sizes = codec.error_sizes(streams)
-            found.append(_above_median(sizes, spread) & _above_median(sizes / norms, 1.0))
+            found.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
         if (least := codec.min_sizes(streams)) is not None:
-            found.append(norms < least * math.sqrt(codec.dim))
+            found.append(norms() < least * math.sqrt(codec.dim))
     each = torch.stack([mask.flatten(1).any(1) for mask in found]).any(0)
     return each.view(len(rows), lane.count).any(1)
 
@@ -138,8 +141,10 @@ def _measure(
     gather(layers, slots, x)
     x, norms = x.to(geometry.computed_dtype), None
     if lane.watched is not None:
-        k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
-        gather(keys, slots, k)
+        k = x
+        if layers is not keys:
+            k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
+            gather(keys, slots, k)
         norms = norms_per_head(k.to(geometry.computed_dtype))
     return x, norms, misfits_of(lane.plain, x, lane.shared, _where(lane)) if lane.shared else None
 
@@ -171,12 +176,6 @@ def _count_without_room(
 
 def _where(lane: Lane) -> str:
     return f"layers[{lane.first}].{lane.side}"
-
-
-def _above_median(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return a mask of ``sizes`` ``[..., token]`` that exceed ``ratio`` times the median, if that is not 0."""
-    medians = usual_norms(sizes)
-    return (sizes > ratio * medians) & (medians > 0)
 
 
 def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[int], status: torch.Tensor) -> None:

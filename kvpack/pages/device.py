@@ -7,6 +7,7 @@ rejected, to report their errors, and recipes whose digits must be checked befor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -175,15 +176,17 @@ class DevicePages:
             if self._padding is not None:
                 rows.index_fill_(1, self._padding, 0)
         try:
-            keys = None
+            keys = key_norms = None
             for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
+                norms = cache(partial(lanes.norms, given.layers, slots))
                 # The keys of some layers come before their values.
-                keys = given.layers if lane.side == "k" else keys
+                if lane.side == "k":
+                    keys, key_norms = given.layers, norms
                 assert keys is not None
+                assert key_norms is not None
                 if lanes.encode(given, job):
                     if batched.can_lose(lane):
-                        norms = lanes.norms(given.layers, slots)
-                        suspects |= batched.suspects(lane, norms, norms if lane.side == "k" else lanes.norms(keys, slots), rows)
+                        suspects |= batched.suspects(lane, norms, key_norms, rows)
                         measured.append((lane, given.layers, keys))
                     continue
                 if not batched.supports(lane.codec):

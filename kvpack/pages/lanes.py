@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -105,6 +105,11 @@ class Lane:
         """The codec of the tokens that are not raw."""
         return self.codec.without_raw_positions
 
+    def stream_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+        """Return the bytes of one stream of all layers in ``row``, ``[layer, byte]``."""
+        begin, end = self.places[name]
+        return numpy.ndarray((self.count, end - begin), numpy.uint8, row, begin, (self.stride, 1))
+
     def of(self, pages: PageBuffer) -> _BoundLane:
         """Bind the lane to the memory ``pages``, computing everything that does not depend on a slot."""
         tensors, keys = (pages.sides[side][self.first : self.first + self.count] for side in (self.side, "k"))
@@ -152,29 +157,6 @@ Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
-class _EncodedLayer(NamedTuple):
-    """The encoded streams of one layer, and the norms of the encoded vectors, ``[1, kv_head, token]``, if its codec changes norms."""
-
-    streams: Mapping[str, torch.Tensor]
-    coded: torch.Tensor | None
-
-
-class _Layers(Mapping[str, torch.Tensor]):
-    """The streams of several layers, which are joined as sequences of a batch when one is read."""
-
-    def __init__(self, made: Sequence[_EncodedLayer]) -> None:
-        self._made = made
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.cat([one.streams[name] for one in self._made])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made[0].streams)
-
-    def __len__(self) -> int:
-        return len(self._made[0].streams)
-
-
 class _RowStreams(Mapping[str, torch.Tensor]):
     """The streams of a lane's layers in a row, which are joined as sequences of a batch when one is read."""
 
@@ -183,10 +165,8 @@ class _RowStreams(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         lane, layout = self._lane, self._lane.layouts[name]
-        begin, end = lane.places[name]
-        data = numpy.ndarray((lane.count, end - begin), numpy.uint8, self._row, begin, (lane.stride, 1))
         # A copy: streams of layers are apart in a row.
-        values = torch.from_numpy(numpy.ascontiguousarray(data)).view(TORCH_DTYPES[layout.dtype])
+        values = torch.from_numpy(numpy.ascontiguousarray(lane.stream_bytes(self._row, name))).view(TORCH_DTYPES[layout.dtype])
         return values.view(lane.count, *layout.shape[1:])
 
     def __iter__(self) -> Iterator[str]:
@@ -226,8 +206,8 @@ class _BoundLane:
         rest = (
             {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
         )
-        made = self._encode(slot, row, threads, rest)
-        misfits = self._misfits(slot, row, made, used)
+        norms = self._encode(slot, row, threads, rest)
+        misfits = self._misfits(slot, row, norms, used)
         if misfits is not None:
             more, lost = self._with_misfits(used, misfits)
             left_out = left_out + lost
@@ -237,7 +217,7 @@ class _BoundLane:
         if raw is None:
             return left_out
         for name in (POSITIONS, VALUES):
-            self._raw_bytes(row, name)[:] = 0
+            self._lane.stream_bytes(row, name)[:] = 0
         for number, tokens in used.items():
             self._store_raw(raw, slot, row, number, tokens)
         return left_out
@@ -259,17 +239,16 @@ class _BoundLane:
         token, left_out = choose_slot_tokens(raw, norms, codec.token_group, lane.slots, misfits)
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
-    def _misfits(self, slot: int, row: memoryview, made: Sequence[_EncodedLayer], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    def _misfits(self, slot: int, row: memoryview, norms: Sequence[torch.Tensor], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
 
-        The result is that of ``excesses``, ``[2, layer, token]``.
+        ``norms`` are those that ``_encode`` returned. The result is that of ``excesses``, ``[2, layer, token]``.
         """
         lane = self._lane
         if not lane.measured:
             return None
         dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
-        coded = None if not made or made[0].coded is None else torch.cat([one.coded for one in made if one.coded is not None])
-        streams = _Layers(made) if made else _RowStreams(lane, row)
+        coded, streams = torch.cat(list(norms)) if norms else None, _RowStreams(lane, row)
         least = lane.plain.min_sizes(streams)
         # What is exact takes a copy of the page.
         if least is None:
@@ -318,21 +297,17 @@ class _BoundLane:
         streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)[0, 0]
         streams[VALUES][0, 0, : len(tokens)] = values
 
-    def _raw_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-        """Return the bytes of one stream of all layers in ``row``, ``[layer, byte]``."""
-        begin, end = self._lane.places[name]
-        return numpy.ndarray((self._lane.count, end - begin), numpy.uint8, row, begin, (self._lane.stride, 1))
-
-    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> list[_EncodedLayer]:
+    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``.
 
-        Returns what was made of each layer, if C does not code all of them.
+        Returns the norms of the encoded vectors of each layer, ``[1, kv_head, token]``, if the codec changes norms and C does not code all
+        layers.
         """
         if self._encoders is not None and not rest:
             address = address_of(row)
             if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
                 return []
-        lane, result = self._lane, []
+        lane, result = self._lane, list[torch.Tensor]()
         for number, tensor in enumerate(self._tensors):
             x, layer = rest[number][0] if number in rest else tensor[slot], lane.first + number
             streams = self._streams(row, number)
@@ -344,7 +319,7 @@ class _BoundLane:
                 x = x.to(lane.geometry.computed_dtype)[None]
                 coded = room_for_norms(lane.plain, x)
                 encoded = encode_all(lane.plain, x, f"layers[{layer}].{lane.side}", coded=coded)
-                result.append(_EncodedLayer(encoded, coded))
+                result += [] if coded is None else [coded]
                 for name, stream in encoded.items():
                     streams[name].copy_(stream)
         return result
@@ -384,7 +359,7 @@ class _BoundLane:
             return
         with torch.inference_mode():
             # Of a slot that is in use, a byte is not zero.
-            for number in numpy.flatnonzero(self._raw_bytes(row, POSITIONS).any(1)).tolist():
+            for number in numpy.flatnonzero(self._lane.stream_bytes(row, POSITIONS).any(1)).tolist():
                 tensor, streams = self._tensors[number], self._streams(row, number)
                 token, _ = raw.token_positions(streams)
                 # Rows are decoded that nothing but their checksum vouches for.

@@ -17,8 +17,8 @@ class LeftOut:
     """A counter of tokens that should have been kept raw, but for which their page had no room. Safe to use from any thread.
 
     A token of low norm is harmless: only its own error grows. A token is ``costly`` if tokens or heads that share scales with it lose
-    precision, because its norm is high or a shared scale does not fit it, or if it loses precision itself because a map or mean does not
-    fit it.
+    precision, because its norm is high or a shared scale does not fit it, or if it loses precision itself because a map, a mean or its own
+    scale does not fit it.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:

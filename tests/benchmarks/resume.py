@@ -6,7 +6,7 @@ store, and resumes there; the same model over transformers' own cache computes a
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import tempfile
 import time
 from contextlib import nullcontext
@@ -69,7 +69,7 @@ def run(
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "every": every,
         "chunk": CHUNK_TOKENS,
-        "missing_kernels": [name for module, name in KERNELS.items() if importlib.util.find_spec(module) is None],
+        "missing_kernels": [name for module, name in KERNELS.items() if not _importable(module)],
         "rows": [],
     }
     with one_thread() if device == "cpu" else nullcontext(), torch.no_grad():
@@ -80,6 +80,15 @@ def run(
             del model
             free(device)
     return report
+
+
+def _importable(module: str) -> bool:
+    """Whether transformers can use the module: one that is installed without what it needs is passed over in silence."""
+    try:
+        importlib.import_module(module)
+    except Exception:  # whatever it raises, transformers falls back
+        return False
+    return True
 
 
 def _rows(
@@ -210,6 +219,6 @@ def show(report: dict[str, Any]) -> None:
     print(f"States are stored after every {report['every']:,} tokens, and a load reads those after the last one. Layers with a sliding")
     print("window store all tokens, and a load reads those that the window reaches.")
     if report["missing_kernels"]:
-        print(f"Not installed: {', '.join(report['missing_kernels'])}; recurrent layers run in plain PyTorch, in all rows.")
+        print(f"Cannot be imported: {', '.join(report['missing_kernels'])}; recurrent layers run in plain PyTorch, in all rows.")
     if report["device"] == "cpu":
         print("Times of loads and first tokens are of the process, in one thread.")

@@ -107,9 +107,12 @@ class SideCar(ABC):
 
         By default, this checks that binary16 and float32 values are finite.
         """
-        for name in self.layout(1, 1, 0):
-            if arrays[name].dtype.kind == "f":
-                check_finite(f"{where}.{name}", arrays[name], "scales and norms")
+        for name in self.finite_streams():
+            check_finite(f"{where}.{name}", arrays[name], "scales and norms")
+
+    def finite_streams(self) -> list[str]:
+        """Return the names of the streams with binary16 or float32 values."""
+        return [name for name, layout in self.layout(1, 1, 0).items() if layout.dtype in ("F16", "F32")]
 
     def check_runs(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
         """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known. ``check`` must have passed.

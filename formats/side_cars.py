@@ -355,10 +355,12 @@ class WithSideCars(Codec):
         return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self.side_car_layout(1, 1, 0)}
 
     def finite_streams(self) -> list[str]:
-        return self.codec.finite_streams()
+        plain = (side_car for side_car in self.side_cars if type(side_car).check is SideCar.check)
+        return [*self.codec.finite_streams(), *(name for side_car in plain for name in side_car.finite_streams())]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
-        return (*self.codec.payload_rules(), *(side_car.check for side_car in self.side_cars))
+        side_car_rules = (side_car.check for side_car in self.side_cars if type(side_car).check is not SideCar.check)
+        return (*self.codec.payload_rules(), *side_car_rules)
 
     def run_rules(self) -> tuple[RunRule, ...]:
         side_car_rules = (side_car.check_runs for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs)

@@ -100,8 +100,7 @@ class Cache:
                 f"tokens from position {self.start} on, or inputs=None"
             )
         rows = () if self.inputs is None else self.inputs.rows
-        batch = self._batch()
-        if rows and batch and len(rows) != batch:
+        if rows and (batch := self._batch()) and len(rows) != batch:
             raise InvalidParameter(
                 f"the cache has {batch} sequences, but its inputs have token ids for {len(rows)}: pass inputs= with token ids for every "
                 "sequence, in order, or inputs=None"

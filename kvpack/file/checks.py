@@ -56,8 +56,13 @@ def check(where: str, value: Any, rule: Rule) -> None:
         if high is not None and value > high:
             raise LimitExceeded(f"{where} is {value}, but must be at most {high}")
         return
-    if high is not None and (size := _size(where, value)) > high:
-        raise LimitExceeded(f"{where} has {size} {'bytes' if kind in (str, bytes) else 'entries'}, but may have at most {high}")
+    if high is not None:
+        try:
+            size = len(value.encode() if kind is str else value)
+        except UnicodeEncodeError:
+            raise InvalidHeader(f"{where} is {value!r}, which UTF-8 cannot encode") from None
+        if size > high:
+            raise LimitExceeded(f"{where} has {size} {'bytes' if kind in (str, bytes) else 'entries'}, but may have at most {high}")
     if choices and value not in choices:
         raise InvalidHeader(f"{where} is {value!r}, expected one of {', '.join(choices)}")
     if each is not None and kind is dict:
@@ -75,14 +80,6 @@ def check_argument(where: str, value: Any, rule: Rule) -> None:
         check(where, value, rule)
     except (InvalidHeader, LimitExceeded) as error:
         raise InvalidParameter(str(error)) from None
-
-
-def _size(where: str, value: Any) -> int:
-    """Return the size of ``value`` as a file stores it. Raises InvalidHeader for text that UTF-8 cannot encode."""
-    try:
-        return len(value.encode() if isinstance(value, str) else value)
-    except UnicodeEncodeError:
-        raise InvalidHeader(f"{where} is {value!r}, which UTF-8 cannot encode") from None
 
 
 def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:

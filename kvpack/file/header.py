@@ -35,13 +35,10 @@ FORMAT = 1
 CODEC_FEATURES = frozenset({Balanced.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
 """Required features for parameters and side-cars of codecs (``Codec.features``)."""
 
-FEATURES = CODEC_FEATURES | {
-    basis.FEATURE,
-    hidden_tokens.FEATURE,
-    layer_positions.FEATURE,
-    layer_states.FEATURE,
-    position_offsets.FEATURE,
-}
+_FEATURES_WITH_DATA = (layer_positions.FEATURE, layer_states.FEATURE, hidden_tokens.FEATURE, position_offsets.FEATURE)
+"""Required features whose data is in ``ignorable``, in the order in which they are checked."""
+
+FEATURES = CODEC_FEATURES.union({basis.FEATURE}, _FEATURES_WITH_DATA)
 """Required features that this version of kvpack supports."""
 
 FILTERS = ("none", "zstd")
@@ -203,7 +200,12 @@ class Contents:
         if (listed := CODEC_FEATURES.intersection(self.required)) != (used := frozenset().union(*map(_features, self.codecs))):
             names, uses = (", ".join(sorted(codec_names)) or "none" for codec_names in (listed, used))
             raise InvalidHeader(f"required lists the codec features {names}, but the codecs use {uses}")
-        _ = self.starts, self.states, self.hidden, self.offsets
+        for feature in _FEATURES_WITH_DATA:
+            if (is_required := feature in self.required) != (feature in self.ignorable):
+                places = ("required", "ignorable") if is_required else ("ignorable", "required")
+                raise InvalidHeader(f"{feature} is in {places[0]} but not in {places[1]}, expected it in both")
+        if self.ignorable:
+            _ = self.starts, self.states, self.hidden, self.offsets
         if self.is_basis:
             basis.check_basis(self.layers, self.codecs)
             basis.check_frames(self.layers, self.codecs, self.states)
@@ -216,13 +218,13 @@ class Contents:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """First position of each layer."""
-        data = self._entry(layer_positions.FEATURE)
+        data = self.ignorable.get(layer_positions.FEATURE)
         return (self.start,) * len(self.layers) if data is None else layer_positions.layer_starts(data, self.start, self.layers)
 
     @cached_property
     def states(self) -> tuple[layer_states.StateEntry, ...]:
         """States of all layers, in file order."""
-        data = self._entry(layer_states.FEATURE)
+        data = self.ignorable.get(layer_states.FEATURE)
         return () if data is None else layer_states.layer_states(data, self.layers)
 
     @cached_property
@@ -240,7 +242,7 @@ class Contents:
     @cached_property
     def hidden(self) -> tuple[hidden_tokens.Hidden, ...]:
         """Tokens to which no query may attend."""
-        data = self._entry(hidden_tokens.FEATURE)
+        data = self.ignorable.get(hidden_tokens.FEATURE)
         if data is None:
             return ()
         return hidden_tokens.hidden_tokens(data, self.batch, self.start, self.start + self.tokens)
@@ -248,16 +250,8 @@ class Contents:
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
         """Difference between position and token index after the last token, for each sequence; None if the file does not record it."""
-        data = self._entry(position_offsets.FEATURE)
+        data = self.ignorable.get(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
-
-    def _entry(self, feature: str) -> bytes | None:
-        """Return the ``ignorable`` data of a required feature; None if the file does not have the feature. Raises InvalidHeader."""
-        listed, ignorable = feature in self.required, feature in self.ignorable
-        if listed != ignorable:
-            places = ("required", "ignorable") if listed else ("ignorable", "required")
-            raise InvalidHeader(f"{feature} is in {places[0]} but not in {places[1]}, expected it in both")
-        return self.ignorable[feature] if listed else None
 
     def states_of(self, number: int) -> list[layer_states.StateEntry]:
         """Return the states of layer ``number``, sorted by name."""
@@ -345,7 +339,9 @@ def side_tensors(codec: Codec, side: SideEntry, prefix: str = "") -> dict[str, L
         rows, size = len(side.runs), layout.tokens_per_row
         if layout.per == "token":
             if size not in rows_by_size:
-                rows_by_size[size] = sum(-(-run // size) for run in side.runs)
+                rows_by_size[size] = 0
+                for run in side.runs:
+                    rows_by_size[size] += -(-run // size)
             rows = rows_by_size[size]
         elif layout.per == "entry":
             rows = entries[stream]

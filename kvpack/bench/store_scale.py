@@ -1,7 +1,8 @@
 """kvpack bench store --location: measure the cost of a store with many entries, at a location that keeps them.
 
 Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
-filled first. The measurements then store some more, with the location's present size as the budget.
+filled first. The measurements then store some more, with the location's present size as the budget. On a server, calls are also timed
+with every request delayed (store_delay.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 import xxhash
@@ -35,8 +37,10 @@ from kvpack.store.eviction import Evictor
 from kvpack.store.fitting import check_groups
 from kvpack.store.folder import Folder
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chunk_links, token_bytes
-from kvpack.store.locations import open_backend
+from kvpack.store.locations import open_backend, shown_location
 from kvpack.store.options import LocationOptions
+
+from . import store_delay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +58,8 @@ SAVES = 60
 PROCESSES = 8
 FILL_PROCESSES = 2
 """Number of processes that fill a folder."""
-ROWS = ("match", "load", "stats", "save", "processes", "collect", "stat", "ls", "verify", "gc")
+ROUND_TRIPS = "round-trips"
+ROWS = ("match", "load", "stats", "save", "processes", "collect", "stat", "ls", "verify", "gc", ROUND_TRIPS)
 COMMANDS = ("stat", "ls", "verify", "gc")
 TARGETS = {
     "match 100 chunks": (5.0, "ms"),
@@ -67,29 +72,62 @@ TARGETS = {
 }
 
 
-def run(location: str, entries: int, recipe: str = RECIPE, rows: Sequence[str] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
+def run(
+    location: str,
+    entries: int,
+    recipe: str = RECIPE,
+    rows: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    *,
+    delay_ms: float | None = None,
+) -> dict[str, Any]:
     """Fill ``location`` up to ``entries``, measure ``rows`` there, and return a report as JSON values. ``progress`` counts new entries.
 
-    Raises InvalidParameter for fewer entries than two prefixes have, for unknown rows, and for a recipe that does not encode chunks of this
-    size.
+    The default is to measure all rows that the location supports, and only the round trips of s3://. ``delay_ms`` is the delay of each
+    request in these. Raises InvalidParameter for fewer entries than two prefixes have, for rows that are unknown or that the location does
+    not support, for an invalid delay, and for a recipe that does not encode chunks of this size.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
-    if unknown := set(rows) - set(ROWS):
+    if unknown := set(rows or ()) - set(ROWS):
         raise InvalidParameter(f"--row is {sorted(unknown)[0]!r}, expected one of {', '.join(ROWS)}")
+    if rows is None:
+        rows = _default_rows(location, delay_ms)
+    if ROUND_TRIPS in rows:
+        store_delay.check(location, delay_ms)
+    elif delay_ms is not None:
+        raise InvalidParameter(f"--delay is set, but it affects only {ROUND_TRIPS}: add --row {ROUND_TRIPS}, or omit --delay")
+    _check_recipe(recipe)
+    report: dict[str, Any] = {"location": shown_location(location), "recipe": recipe, "entries": entries, "put": 0, "rows": {}}
+    if {*rows} != {ROUND_TRIPS}:
+        scale = _Scale(location, recipe)
+        report["put"] = scale.fill(entries, progress)
+        for name in rows:
+            if name != ROUND_TRIPS:
+                report["rows"] |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
+    if ROUND_TRIPS in rows:
+        report["round_trips"] = store_delay.run(location, delay_ms)
+    return report
+
+
+def _default_rows(location: str, delay_ms: float | None) -> Sequence[str]:
+    scheme = urlsplit(location).scheme
+    if scheme == "s3":
+        # Filling an object store takes long, so other rows are measured only on request.
+        return [ROUND_TRIPS]
+    return [row for row in ROWS if row != ROUND_TRIPS or scheme == "redis" or delay_ms is not None]
+
+
+def _check_recipe(recipe: str) -> None:
+    """Raise InvalidParameter for a recipe that does not encode chunks of this size, and the errors of an invalid recipe."""
+    identity = Identity("bench", recipe)
     try:
-        check_groups(Identity("bench", recipe), CHUNK)
+        check_groups(identity, CHUNK)
     except InvalidParameter:
         raise InvalidParameter(
             f"--recipe is {recipe!r}, which does not encode chunks of {CHUNK} tokens: use {RECIPE}, fp8 or another that encodes each token "
             "by itself"
         ) from None
-    scale = _Scale(location, recipe)
-    filled = scale.fill(entries, progress)
-    result: dict[str, float] = {}
-    for name in rows:
-        result |= scale.command(name) if name in COMMANDS else getattr(scale, name)()
-    return {"location": location, "recipe": recipe, "entries": entries, "put": filled, "rows": result}
 
 
 class _EntryTemplate:
@@ -237,8 +275,8 @@ class _Scale:
         taken = [_milliseconds(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
-                f"{self._location}: contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty location, or the "
-                "recipe that it was filled with"
+                f"{shown_location(self._location)}: contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty "
+                "location, or the recipe that it was filled with"
             )
         return statistics.median(taken)
 
@@ -340,11 +378,14 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the rows next to their targets."""
+    """Print the rows next to their targets, and the table of round trips."""
     rows = []
     for name, value in report["rows"].items():
         target, unit = TARGETS.get(name, (None, "ms"))
         met = "" if target is None else "met" if value <= target else "missed"
         rows.append([name, f"{value:,.2f} {unit}", "" if target is None else f"at most {target:g} {unit}", met])
     title = f"{report['entries']:,} entries of {CHUNK} tokens, {report['put']:,} of them put now"
-    print_table(title, ["what", "measured", "target", ""], rows)
+    if rows:
+        print_table(title, ["what", "measured", "target", ""], rows)
+    if "round_trips" in report:
+        store_delay.show(report["round_trips"])

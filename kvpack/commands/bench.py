@@ -261,7 +261,20 @@ def _add_store(kinds: Any) -> None:
     store.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     store.add_argument("--folder", metavar="DIR", help="create the stores here (default: a temporary folder)")
     store.add_argument("--location", metavar="STORE", help="fill a folder or a server with --entries small entries, and measure there")
-    store.add_argument("--row", action="append", metavar="ROW", help="with --location: measure only this; may be repeated (default: all)")
+    store.add_argument(
+        "--row",
+        action="append",
+        metavar="ROW",
+        help="with --location: measure only this, such as match or round-trips; may be repeated (default: all that it supports; for s3:// "
+        "round-trips)",
+    )
+    store.add_argument(
+        "--delay",
+        type=float,
+        metavar="MS",
+        help="with --location redis:// or s3:// (over http://): the delay of each request in the table of round trips, in milliseconds "
+        "(default: 5 for redis://, 20 for s3://)",
+    )
     add_json(store)
     store.set_defaults(run=run_store)
 
@@ -275,11 +288,14 @@ def run_store(arguments: argparse.Namespace) -> int:
         entries, *more = arguments.entries or [store_scale.ENTRIES]
         if more:
             raise InvalidParameter("--entries is set more than once: with --location, pass it only once")
-        rows = arguments.row or store_scale.ROWS
+        recipe = arguments.recipe or store_scale.RECIPE
         with progress("put entries", arguments) as callback:
-            scale = store_scale.run(arguments.location, entries, arguments.recipe or store_scale.RECIPE, rows, callback)
+            scale = store_scale.run(arguments.location, entries, recipe, arguments.row, callback, delay_ms=arguments.delay)
         print_report(scale, store_scale.show, arguments)
         return 0
+    for name in ("row", "delay"):
+        if getattr(arguments, name) is not None:
+            raise InvalidParameter(f"--{name} is set without --location: add --location with the store to measure")
     with progress("bench store", arguments) as callback:
         report = store.run(
             arguments.recipe or store.RECIPE,

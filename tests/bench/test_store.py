@@ -84,6 +84,8 @@ def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
         store_scale.run(str(tmp_path), 200, "octopus-3")
     with pytest.raises(InvalidParameter, match="--entries is 10"):
         store_scale.run(str(tmp_path), 10)
+    with pytest.raises(InvalidParameter, match="unknown word 'octpus-3'"):
+        store_scale.run(str(tmp_path), 200, "octpus-3")
 
 
 def test_a_location_is_measured_at_one_number_of_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

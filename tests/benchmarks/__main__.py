@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of ``python -m benchmarks``."""
     result = argparse.ArgumentParser(prog="benchmarks", description="Measure kvpack on this machine.", allow_abbrev=False)
     kinds = result.add_subparsers(title="measurements", metavar="WHAT", required=True)
-    for add in (_add_fidelity, _add_overview, _add_pages, _add_decode, _add_presets, _add_resume, _add_weights, _add_delay, _add_viewer):
+    for add in (_add_fidelity, _add_overview, _add_pages, _add_decode, _add_presets, _add_resume, _add_weights, _add_viewer):
         add(kinds)
     return result
 
@@ -239,27 +239,6 @@ def run_weights(arguments: argparse.Namespace) -> int:
         report = weights.run(arguments.model, arguments.shape, arguments.device, repeats=arguments.repeats, progress=callback)
     print_report(report, weights.show, arguments)
     return 0
-
-
-def _add_delay(kinds: Any) -> None:
-    delay = kinds.add_parser(
-        "delay",
-        help="calls of a store and of an engine's pages on a distant server",
-        description="Time the calls of a store and of an engine's pages on a server whose answers come late.",
-    )
-    delay.add_argument("location", metavar="LOCATION", help="redis:// or s3://")
-    delay.add_argument("--ms", type=float, default=20.0, metavar="N", help="delay every request by N milliseconds (default: 20)")
-    add_json(delay)
-    delay.set_defaults(run=run_delay)
-
-
-def run_delay(arguments: argparse.Namespace) -> int:
-    """Measure and print the table."""
-    from . import delay
-
-    print_report(delay.run(arguments.location, arguments.ms), delay.show, arguments)
-    return 0
-
 
 
 def _add_viewer(kinds: Any) -> None:

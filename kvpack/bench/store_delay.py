@@ -1,7 +1,7 @@
-"""A store and an engine's pages on a server with a given delay in milliseconds.
+"""kvpack bench store --location, the row round-trips: time a store and an engine's pages on a distant server.
 
-A relay on this machine delays every request, so that a server nearby stands for one far away. It adds no time for bytes, and counts the
-requests: what a client sends before it reads an answer is one.
+A relay on this machine delays every request, so that a nearby server behaves like a distant one. It adds no time for bytes, and counts the
+requests: everything that a client sends before it reads a reply is one request.
 """
 
 from __future__ import annotations
@@ -22,41 +22,57 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 from kvpack.output import print_table
 from kvpack.store import Store
+from kvpack.store.locations import shown_location
 from kvpack.store.page_store import PageStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from urllib.parse import SplitResult
 
 CHUNK, DIM = 16, 32
 ENDPOINT = "AWS_ENDPOINT_URL"
 _PORTS = {"redis": 6379, "http": 80}
 _PIECE = 2**20
 PAGES = {"s3": 64, "redis": 256}
-"""Chunks, and pages, by the kind of location."""
+"""Number of chunks, and of pages, by the location's scheme."""
+DELAYS_MS = {"s3": 20.0, "redis": 5.0}
+"""Default delay by the location's scheme."""
 LIKE = {"present": "match", "get_into": "load", "touch": "match", "put what is there": "save what is there", "put": "save"}
 """The ``Store`` call that each ``PageStore`` call is compared with; a page call may send twice the requests."""
 
 
-def run(location: str, delay_ms: float) -> dict[str, Any]:
-    """Measure a store and pages at ``location`` (redis:// or s3://), every request ``delay_ms`` late; returns JSON values.
+def check(location: str, delay_ms: float | None) -> None:
+    """Raise InvalidParameter if requests to ``location`` cannot be delayed, or not by ``delay_ms``."""
+    if delay_ms is not None and not 0 < delay_ms < 10_000:
+        raise InvalidParameter(f"--delay is {delay_ms:g}, expected milliseconds above 0 and below 10,000")
+    if urlsplit(location).scheme not in PAGES:
+        raise InvalidParameter(
+            f"the location is {shown_location(location)!r:.80}, expected redis:// or s3://, whose requests a relay can delay"
+        )
+    if _server_address(location) is None:
+        raise InvalidParameter(
+            f"{ENDPOINT} is {shown_location(os.environ.get(ENDPOINT, ''))!r:.80}, expected the http:// address of the object store, "
+            "because a relay cannot delay encrypted connections"
+        )
 
-    Entries of the bench are removed before and after. Raises InvalidParameter for another kind of location and for an invalid delay.
+
+def run(location: str, delay_ms: float | None = None) -> dict[str, Any]:
+    """Measure a store and pages at ``location``, with every request ``delay_ms`` late, and return a report as JSON values.
+
+    Entries of the measurement are removed. Raises InvalidParameter as ``check`` does, and if the location does not keep the entries.
     """
-    if not 0 < delay_ms < 10_000:
-        raise InvalidParameter(f"the delay is {delay_ms}, expected milliseconds above 0 and below 10,000")
+    check(location, delay_ms)
     kind = urlsplit(location).scheme
-    if kind not in PAGES:
-        raise InvalidParameter(f"the location is {location!r:.80}, expected redis:// or s3://")
-    count = PAGES[kind]
-    with _delayed(location, kind, delay_ms / 1000) as (relay, place, options):
-        times, requests = _measured(relay, place, options, count)
-    return {"location": location, "delay_ms": delay_ms, "pages": count, "ms": times, "requests": requests}
+    delay = DELAYS_MS[kind] if delay_ms is None else delay_ms
+    with _delayed(location, kind, delay / 1000) as (relay, relayed, options):
+        times, requests = _measured(relay, relayed, options, PAGES[kind])
+    return {"delay_ms": delay, "pages": PAGES[kind], "ms": times, "requests": requests}
 
 
 def _measured(
-    relay: _Relay, place: str, options: dict[str, Any], count: int
+    relay: _Relay, location: str, options: dict[str, Any], count: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, int]]]:
-    """Return the milliseconds and the requests of each call."""
+    """Return the time of each call in milliseconds, and its number of requests."""
     identity = Identity("bench", "bf16", weights=f"delay {os.urandom(8).hex()}")
     ids = list(range(CHUNK * count))
     x = torch.randn(2, 1, 1, CHUNK * count, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -72,7 +88,7 @@ def _measured(
         if expected is not None and result != expected:
             raise InvalidParameter(f"{who}, {what}: got {result!r:.60}, expected {expected!r:.60}: the location is too small or too slow")
 
-    with Store(place, identity, chunk=CHUNK, timeout=60.0, **options) as store:
+    with Store(location, identity, chunk=CHUNK, timeout=60.0, **options) as store:
         store.match(ids[:CHUNK])
         timed("Store", "save", lambda: store.save(ids, cache), len(ids))
         timed("Store", "match", lambda: store.match(ids), len(ids))
@@ -83,7 +99,7 @@ def _measured(
     pool = torch.randn(count, 2, 1, 2, CHUNK, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
     pages = kvpack.pages.PageBuffer(geometry, pool[:, :, :, 0], pool[:, :, :, 1])
     keys, slots, stored = [b"page %d" % number for number in range(count)], range(count), [True] * count
-    with PageStore(place, identity, geometry, timeout=60.0, **options) as engine:
+    with PageStore(location, identity, geometry, timeout=60.0, **options) as engine:
         engine.present(keys[:1])
         timed("PageStore", "put", lambda: engine.put(keys, pages, slots), stored)
         timed("PageStore", "present", lambda: engine.present(keys), stored)
@@ -109,22 +125,28 @@ def show(report: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _delayed(location: str, kind: str, seconds: float) -> Iterator[tuple[_Relay, str, dict[str, Any]]]:
-    """A relay, the location behind it, and the options that lead there."""
-    address = location if kind == "redis" else os.environ.get(ENDPOINT, "")
-    parts = urlsplit(address)
-    if parts.scheme not in _PORTS or parts.hostname is None:
-        raise InvalidParameter(f"an object store behind a delay needs its http:// address in {ENDPOINT}, got {address!r:.80}")
-    relay = _Relay((parts.hostname, parts.port or _PORTS[parts.scheme]), seconds)
+    """Run a relay inside the context; yields it, the location behind it, and the options of a store there."""
+    address = _server_address(location)
+    assert address is not None
+    assert address.hostname is not None
+    relay = _Relay((address.hostname, address.port or _PORTS[address.scheme]), seconds)
     try:
-        user = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
-        there = urlunsplit(parts._replace(netloc=f"{user}127.0.0.1:{relay.port}"))
-        yield (relay, there, {}) if kind == "redis" else (relay, location, {"storage_options": {"endpoint": there}})
+        user = f"{address.netloc.rpartition('@')[0]}@" if "@" in address.netloc else ""
+        relayed = urlunsplit(address._replace(netloc=f"{user}127.0.0.1:{relay.port}"))
+        yield (relay, relayed, {}) if kind == "redis" else (relay, location, {"storage_options": {"endpoint": relayed}})
     finally:
         relay.close()
 
 
+def _server_address(location: str) -> SplitResult | None:
+    """Return the URL of the server of ``location``; None if its requests cannot be delayed."""
+    scheme = urlsplit(location).scheme
+    address = urlsplit({"redis": location, "s3": os.environ.get(ENDPOINT, "")}.get(scheme, ""))
+    return address if address.scheme in _PORTS and address.hostname is not None else None
+
+
 class _Relay:
-    """Passes bytes on between clients and ``address``, those of clients ``seconds`` late, and counts ``requests``."""
+    """A server that passes bytes on between clients and ``address``, requests ``seconds`` late, and counts ``requests``."""
 
     def __init__(self, address: tuple[str, int], seconds: float) -> None:
         self._address, self._seconds = address, seconds
@@ -154,7 +176,7 @@ class _Relay:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             waiting = threading.Event()
-            # A long request comes in pieces, each of which is as late as the first.
+            # A long request arrives in pieces, which are all equally late.
             late: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
             threads = [
                 threading.Thread(target=_send_late, args=(late, server), daemon=True),
@@ -187,7 +209,7 @@ def _send_late(late: queue.SimpleQueue[tuple[float, bytes]], server: socket.sock
 
 
 def _answer(server: socket.socket, client: socket.socket, waiting: threading.Event) -> None:
-    """Pass answers on to the client; what it sends after one is another request."""
+    """Pass replies on to the client. Bytes that it sends after a reply are another request."""
     with contextlib.suppress(OSError):
         while data := server.recv(_PIECE):
             waiting.clear()

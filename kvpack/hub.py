@@ -15,8 +15,6 @@ _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 """Pattern of a model's name on the hub, such as gpt2 or HuggingFaceTB/SmolLM2-135M-Instruct."""
 
 _SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
-_SECONDS = 10.0
-"""Seconds that the hub has to answer whether it has a model."""
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 """Patterns of weight files. The first is preferred if a repository has both."""
@@ -65,8 +63,8 @@ def _download(name: str, weights: bool, revision: str | None) -> Path:
     reason = "it has no config.json, or no weights"
     refusals: tuple[type[Exception], ...] = (OSError, ValueError, *_unreachable(hub))
     try:
-        # One attempt with a short timeout: a download tries several times, and its own requests may wait for minutes.
-        hub.HfApi().model_info(name, revision=revision, timeout=_SECONDS)
+        # One attempt with a timeout: downloads retry several times, and each of their requests may wait for minutes.
+        hub.HfApi().model_info(name, revision=revision, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
         for files in ([*_SETTINGS, kind] for kind in _WEIGHTS) if weights else (["config.json"],):
             folder = Path(hub.snapshot_download(name, allow_patterns=files, revision=revision))
             if _is_complete(folder, weights):
@@ -89,7 +87,8 @@ def _unreachable(hub: Any) -> tuple[type[Exception], ...]:
 
 def _library(name: str) -> Any:
     try:
-        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
     except ImportError:
         raise MissingPackage(
             f"{name}: is not a folder with a config.json, and names on the hub require huggingface_hub: pip install 'kvpack[transformers]'"

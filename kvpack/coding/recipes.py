@@ -393,10 +393,9 @@ def canonical_recorded_text(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def preset_of(text: str) -> str:
-    """Return the name of the preset with the canonical text ``text``; empty if there is none. kvpack's own presets come first."""
+    """Return the name of the preset with the canonical text ``text``, or an empty string."""
     codecs = set(_CODEC.findall(text))
-    names = [*OWN_PRESETS, *(name for name in PRESETS if name not in OWN_PRESETS)]
-    same = (name for name in names if set(_CODEC.findall(PRESETS[name])) == codecs)
+    same = (name for name in PRESETS if set(_CODEC.findall(PRESETS[name])) == codecs)
     return next((name for name in same if Recipe(name).canonical == text), "")
 
 

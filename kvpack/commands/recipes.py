@@ -67,23 +67,24 @@ def run(arguments: argparse.Namespace) -> int:
         basis = load_basis(arguments.basis)
         requested = _shape_of(basis, requested)
     model = None if arguments.model is None else _model_shape(arguments.model, requested, basis)
-    rows, missing = [], {}
+    rows: list[dict[str, Any]] = []
+    missing: list[MissingBasis] = []
     for name in arguments.recipes or PUBLISHED:
         try:
             rows.append(_row(name, requested, basis, model, listed=not arguments.recipes))
         except MissingBasis as error:
-            missing[name] = error
+            missing.append(error)
     if missing and not rows:
-        raise next(iter(missing.values()))
+        raise missing[0]
     if model is not None and not arguments.recipes:
         # Drop presets for other models.
         rows = [row for row in rows if row["bytes"] is not None]
     additions = (
         [] if arguments.recipes else [{"name": name, "source": entry.source, "recipe": entry.recipe} for name, entry in ADDITIONS.items()]
     )
-    for refusal in missing.values():
+    for refusal in missing:
         print(f"kvpack: {refusal}", file=sys.stderr)
-    code = worst_exit_code(refusal.exit_code for refusal in missing.values())
+    code = worst_exit_code(refusal.exit_code for refusal in missing)
     if arguments.json:
         print_json({"recipes": rows, "additions": additions})
         return code

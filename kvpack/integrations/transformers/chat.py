@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -34,8 +35,9 @@ RECIPE = "kvpack-4"
 """Default recipe of a chat."""
 MAX_REPLY_TOKENS = 512
 
-_MIN_REUSED = 0.1
-"""Fraction of a loaded chat that a template which drops reasoning still reuses; another template shares a few tokens at most."""
+_MIN_SHARED = 0.1
+"""Fraction of a loaded chat's tokens that must begin the conversation. A template that drops reasoning keeps more than this; another
+template keeps only a few tokens."""
 
 _DIGEST = f"{CHAT}sha256"
 """The metadata name of the digest of the messages as JSON."""
@@ -81,8 +83,8 @@ class Chat:
         if store is not None and self._recipe.canonical != store.identity.recipe:
             own, other = (preset_of(text) or text for text in (self._recipe.canonical, store.identity.recipe))
             raise InvalidParameter(
-                f"recipe is {own!r}, but the store keeps caches in {other!r}: leave recipe out, or open a store with "
-                f"kvpack.Identity.of(model, {own!r})"
+                f"recipe is {own!r}, but the store keeps caches in {other!r}: omit recipe, or open a store with "
+                "kvpack.Identity.of(model, recipe)"
             )
         self._cache: Cache | None = None
         self._is_loaded = False
@@ -206,13 +208,8 @@ class Chat:
         kept = self._store is not None
         with begin(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
-            if self._is_loaded and cache is not None and self.reused < min(cache.tokens, len(ids)) * _MIN_REUSED:
-                warnings.warn(
-                    f"only {self.reused:,} of the file's {cache.tokens:,} tokens begin this conversation, so it is computed again: load "
-                    "the chat with the tokenizer, chat template and template= that it was saved with",
-                    KvpackWarning,
-                    stacklevel=3,
-                )
+            if self._is_loaded and cache is not None:
+                _warn_of_other_template(cache, ids)
             self._is_loaded = False
             chunk = 1 if self._store is None else self._store.chunk
             if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:
@@ -255,6 +252,22 @@ class Chat:
                 "the messages elsewhere, call save(path, messages=False), and pass them to Chat.load(path, model, tokenizer, messages=...)"
             ) from None
         return result
+
+
+def _warn_of_other_template(cache: Cache, ids: list[int]) -> None:
+    """Issue a KvpackWarning if the loaded ``cache`` and ``ids`` share so few tokens that another template must have rendered one of them.
+
+    Token ids are compared because ``reused`` may be 0 for another reason: a cache with states or sliding windows cannot go back anywhere.
+    """
+    stored = cache.token_ids[0].tolist()
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, ids, strict=False)))
+    if shared < min(len(stored), len(ids)) * _MIN_SHARED:
+        warnings.warn(
+            f"only {shared:,} of the file's {len(stored):,} tokens begin this conversation, so it is computed again: load the chat with "
+            "the tokenizer, chat template and template= that it was saved with",
+            KvpackWarning,
+            stacklevel=4,
+        )
 
 
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:

@@ -60,20 +60,11 @@ def usual_norms(norms: torch.Tensor) -> torch.Tensor:
     return torch.cat([norms[..., tokens:], *medians], -1)
 
 
-def has_large_head(norms: torch.Tensor, ratio: float) -> torch.Tensor | None:
-    """Return a mask, bool ``[batch, token]``, of tokens with a norm above ``ratio`` times the usual norm in some head. None if there are
-    none.
-
-    Heads with a usual norm of 0 are skipped: among zero tokens, such as padding, every other token is far from the median.
-    """
-    large = exceeds_usual(norms, ratio)
-    return None if large is None else large.any(1)
-
-
 def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual size, which is not 0. None if there are none.
 
-    NaN sizes are ignored, and are not in the mask.
+    Where the usual size is 0, no size counts: among zero tokens, such as padding, every other token is far from the median. NaN sizes are
+    ignored, and are not in the mask.
     """
     return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
 

@@ -16,9 +16,11 @@ def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     If the process allows products to round their factors to tf32 or bf16, the product is computed in binary64. On the CPU, the result of a
     row does not depend on the number of rows.
     """
-    count = rows.shape[-2]
-    if rows.device.type != "cpu" or count >= MIN_ROWS or may_round_factors("cpu"):
+    if rows.device.type != "cpu" or may_round_factors("cpu"):
         return plain_product(rows, matrix)
+    count = rows.shape[-2]
+    if count >= MIN_ROWS:
+        return rows @ matrix
     return (torch.nn.functional.pad(rows, (0, 0, 0, MIN_ROWS - count)) @ matrix)[..., :count, :]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .head_norms import drop_crowded_pages, has_large_head, misfit_scores, norms_over_heads, norms_per_head, usual_norms
+from .head_norms import drop_crowded_pages, exceeds_usual, misfit_scores, norms_over_heads, norms_per_head, usual_norms
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
 from .side_car import KeptTokens, RunStep, parse_choice
@@ -122,9 +122,9 @@ class RawPositions(KeptTokens):
             if self.high_norm:
                 # Among tokens of zeros, such as padding, any other is far from the median.
                 chosen |= (token_norms > self.high_norm * median) & (median > 0)
-                large = has_large_head(norms, self.high_norm)
+                large = exceeds_usual(norms, self.high_norm)
                 if large is not None:
-                    chosen |= drop_crowded_pages(large & ~chosen)
+                    chosen |= drop_crowded_pages(large.any(1) & ~chosen)
         return chosen
 
     def encode(
@@ -141,7 +141,7 @@ class RawPositions(KeptTokens):
     def encode_tokens(self, x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, start: int = 0) -> dict[str, torch.Tensor]:
         """Return the streams for each ``token`` of a ``sequence`` of ``x``; for the arguments, see ``encode``."""
         values = gather_raw_values(x, token, sequence, self.dtype, "choose a wider raw_dtype")
-        return {POSITIONS: encode_positions(token + start, sequence), VALUES: values[None, None]}
+        return {POSITIONS: encode_positions(token + start, sequence)[None, None], VALUES: values[None, None]}
 
     def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return _entry_positions(streams[POSITIONS])
@@ -155,14 +155,14 @@ class RawPositions(KeptTokens):
 
     def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
         token, sequence = _entry_positions(streams[POSITIONS])
-        return {POSITIONS: encode_positions(token + tokens, sequence), VALUES: streams[VALUES][:, :, : len(token)]}
+        return {POSITIONS: encode_positions(token + tokens, sequence)[None, None], VALUES: streams[VALUES][:, :, : len(token)]}
 
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
         token, sequence = _entry_positions(streams[POSITIONS])
         entry, row = (sequence[:, None] == indices.to(sequence.device)[None]).nonzero().unbind(1)
         order = torch.argsort(token[entry] * len(indices) + row)
         entry, row = entry[order], row[order]
-        return {POSITIONS: encode_positions(token[entry], row), VALUES: streams[VALUES].index_select(2, entry)}
+        return {POSITIONS: encode_positions(token[entry], row)[None, None], VALUES: streams[VALUES].index_select(2, entry)}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless the numbers of positions and of raw tokens are equal. All values are valid."""
@@ -248,8 +248,8 @@ def store_in_slots(
     values = values.masked_fill(~used[..., None, None], 0.0)
     if raw.dtype == "fp16" and x.dtype != torch.float16 and bool((values.isinf() & exact.isfinite()).any()):
         raise OutOfRange("a raw token exceeds the largest fp16, 65504: choose a wider raw_dtype")
-    numbers = (token + 1).masked_fill(~used, 0).flatten()
-    positions = _position_words(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
+    numbers = token.masked_fill(~used, -1).flatten()
+    positions = encode_positions(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
     # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
     codec_input, chosen = x, torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
     if token_group > 1:
@@ -364,12 +364,8 @@ def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the stream of positions for these token and sequence numbers, int64."""
-    return _position_words(token + 1, sequence)[None, None]
-
-
-def _position_words(number: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the words, uint16 ``[entry, 4]``, for token numbers, counted from 1, and sequence numbers."""
+    """Return the words, uint16 ``[entry, 4]``, for token numbers, -1 for unused entries, and sequence numbers: int64 each."""
+    number = token + 1
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Not every version of PyTorch converts to uint16 on every device.
     return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)

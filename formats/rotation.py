@@ -108,21 +108,17 @@ class Rotation:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rotate float32 ``[..., dim]`` into the coded frame."""
-        return x if self.kind == "none" else _rotate(x, self.matrix(x.device).T)
+        return x if self.kind == "none" else product(x.reshape(-1, self.dim), self.matrix(x.device).T).view(x.shape)
 
     def inverse(self, u: torch.Tensor) -> torch.Tensor:
         """Rotate float32 ``[..., dim]`` back to the original frame."""
-        return u if self.kind == "none" else _rotate(u, self.matrix(u.device))
+        return u if self.kind == "none" else product(u.reshape(-1, self.dim), self.matrix(u.device)).view(u.shape)
 
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
     """Return a rotation that all codecs with these parameters share. Raises the errors of ``Rotation``."""
     return Rotation(kind, dim, seed)
-
-
-def _rotate(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    return product(x.reshape(-1, x.shape[-1]), matrix).view(x.shape)
 
 
 @cache_per_device

@@ -5,7 +5,6 @@ Sources: FlashAttention's online softmax; flash decoding's split of the tokens; 
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -100,10 +99,7 @@ class PreparedAttention:
                 batch, heads, rows, q_len, v_dim, visible.ctypes.data, None if sinks is None else sinks.data_ptr(), softcap or 0.0,
                 structs, len(spans), threads, level,
             )  # fmt: skip
-            c_library = library.library()
-            assert c_library is not None
-            if c_library.kvpack_attend(ctypes.byref(call)):
-                raise MemoryError("not enough memory to compute attention: the buffers could not be allocated")
+            library.run("attend", call, "compute attention")
             out = torch.zeros(batch, heads, rows, v_dim, dtype=torch.float32, device=q.device) if len(sums) != 1 else None
             for frame, frame_sums in sums.items():
                 original = frame_sums if frame is None else frame.original(frame_sums)

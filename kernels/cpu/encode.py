@@ -49,16 +49,20 @@ MAX_LEVELS = 64
 MAX_EVEN_LEVELS = 8
 """Maximum number of levels of ``direction_table`` at which a linear formula finds the two levels around a coordinate."""
 
+REFUSED = 2
+"""Status of ``kvpack_encode`` if ``formats/`` must encode or reject some of the values."""
+
 _CANDIDATES = {"full": 0, "scalar": 1, "local2x2": 2, "local3x3": 3}
 _EVEN_BRACKETS = 4
 _STORED_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": torch.float32}
-_OUT_OF_MEMORY, _REFUSED = 1, 2
 _VECTOR_VALUES = 16
 _PAGE_TOKENS = 512
 _MAX_MEAN = 2.0**60
 _FLOATS, _PAIRS, _POWERS = range(3)
 _ROUNDING_MARGIN = 1 - 2.0**-10
 _CACHE_SIZE = 64
+_TABLES = "tables of the C encoder"
+"""Key of ``Codec.derived_values``. Codecs that differ only in how they search are equal, but need different tables."""
 
 
 def supports(codec: Codec, x: torch.Tensor) -> bool:
@@ -68,9 +72,10 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
     bits; minifloats with token scales or partly unused words; or side-cars, except key means of pages of whole vector registers.
     """
     if isinstance(codec, WithSideCars):
-        means = [side_car for side_car in codec.side_cars if isinstance(side_car, KeyMean)]
-        has_vector_pages = len(means) == len(codec.side_cars) == 1 and means[0].tokens % _VECTOR_VALUES == codec.dim % _VECTOR_VALUES == 0
-        return has_vector_pages and isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec, x)
+        means = codec.side_car(KeyMean)
+        if means is None or len(codec.side_cars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
+            return False
+        return isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec, x)
     if library.library() is None or x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1):
         return False
     return _is_supported(codec)
@@ -151,7 +156,7 @@ def _encode(
         call.means, call.mean_tokens = library.Stream.describe(means[0]), means[1]
     if coded is not None:
         call.norms = coded.data_ptr()
-    return streams if run(call) else None
+    return streams if library.run("encode", call, "encode") != REFUSED else None
 
 
 def _create_values_call(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -> tuple[library.Encode, tuple[str, ...], Any]:
@@ -168,10 +173,7 @@ def _measure_pages(codec: Codec, x: torch.Tensor, page: int, columns: int, threa
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
     call, _, _keep_alive = _create_values_call(codec, x, threads, level)
     call.means, call.mean_tokens = library.Stream.describe(result), page
-    c_library = library.library()
-    assert c_library is not None
-    if c_library.kvpack_measure(ctypes.byref(call)):
-        raise MemoryError("not enough memory to encode: the buffers could not be allocated")
+    library.run("measure", call, "encode")
     return result
 
 
@@ -202,7 +204,7 @@ def _encode_centered(
     mean_streams = key_mean.encode_means(codec.rotation.forward(mean))
     vectors = codec.rotation.inverse(key_mean.vectors(mean_streams)).contiguous()
     streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level, coded)
-    return None if streams is None else {name: (streams | mean_streams)[name] for name in codec.row_layouts}
+    return None if streams is None else streams | mean_streams
 
 
 def create_call(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[library.Encode, tuple[str, ...], Any]:
@@ -212,8 +214,9 @@ def create_call(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -
     """
     description = codecs.describe(codec)
     assert description is not None
-    candidates = _candidate_rule(codec) if isinstance(codec, Octahedral) else 0
-    rotation, tables = rotations.describe(codec.rotation), _encoder_tables(codec, candidates)
+    if _TABLES not in codec.derived_values:
+        codec.derived_values[_TABLES] = _encoder_tables(codec)
+    rotation, (candidates, tables) = rotations.describe(codec.rotation), codec.derived_values[_TABLES]
     call = library.Encode(*shape, ctypes.pointer(description.struct), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
     if isinstance(codec, Group):
         call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
@@ -226,32 +229,24 @@ def create_call(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -
     return call, description.streams, (description, rotation, tables)
 
 
-def run(call: library.Encode) -> bool:
-    """Run the encoding ``call``; return False if ``formats/`` must encode or reject some of the values. Raises MemoryError."""
-    c_library = library.library()
-    assert c_library is not None
-    status = c_library.kvpack_encode(ctypes.byref(call))
-    if status == _OUT_OF_MEMORY:
-        raise MemoryError("not enough memory to encode: the buffers could not be allocated")
-    return bool(status != _REFUSED)
-
-
-@lru_cache(_CACHE_SIZE)
-def _encoder_tables(codec: Codec, candidates: int) -> tuple[torch.Tensor, ...]:
-    """Return the tables that only the encoder of ``codec`` needs, in the order of ``interface.h``."""
+def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """Return the number of the rule for candidates, and the tables that only the encoder of ``codec`` needs, in ``interface.h``'s order."""
     if isinstance(codec, Scalar):
-        return tuple(_padded_table(midpoints(table), torch.inf) for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
+        tables = (table for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
+        return 0, tuple(_padded_table(midpoints(table), torch.inf) for table in tables)
     if isinstance(codec, Octahedral):
+        candidates = _candidate_rule(codec)
         magnitudes = torch.frombuffer(bytearray(codec.direction_table), dtype=torch.float32)
         if candidates == _EVEN_BRACKETS:
             directions = fit_line(magnitudes)
         else:
             directions = magnitudes[1:-1].tolist() if candidates == _CANDIDATES["local2x2"] else midpoints(codec.direction_table)
         bounds = (_padded_table(values, torch.inf) for values in (directions, midpoints(codec.norm_table)))
-        return *bounds, _padded_table(magnitudes.tolist(), 0.0), _padded_table(_reciprocal_lengths(magnitudes).tolist(), 0.0)
+        lengths = _padded_table(_reciprocal_lengths(magnitudes).tolist(), 0.0)
+        return candidates, (*bounds, _padded_table(magnitudes.tolist(), 0.0), lengths)
     if isinstance(codec, Quaternion):
-        return (secondary_quaternions(codec.seed, codec.secondary, "cpu").flatten().contiguous(),)
-    return ()
+        return 0, (secondary_quaternions(codec.seed, codec.secondary, "cpu").flatten().contiguous(),)
+    return 0, ()
 
 
 def _candidate_rule(codec: Octahedral) -> int:
@@ -284,66 +279,43 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
     return torch.tensor(values + [padding] * (entries - len(values)), dtype=torch.float32, device="cpu")
 
 
-def supports_norms(x: torch.Tensor) -> bool:
-    """Return True if C can compute the norms of ``x`` ``[batch, kv_head, token, dim]``."""
-    return supports_raw_choice(x.dtype) and (x.stride(3) == 1 or x.shape[3] == 1)
-
-
-def norms(x: torch.Tensor) -> torch.Tensor:
-    """Compute the norms of ``x`` in C, as ``formats.head_norms.norms_per_head`` does. Raises MemoryError."""
+def norms(x: torch.Tensor) -> torch.Tensor | None:
+    """Compute ``formats.head_norms.norms_per_head`` in C; return None for dtypes and strides that C does not support. Raises MemoryError.
+    """
     batch, heads, tokens, dim = x.shape
+    if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
+        return None
     result, left_out = torch.zeros(batch, heads, tokens, dtype=torch.float32, device="cpu"), numpy.zeros((batch, 2), numpy.int64)
     if x.numel():
         values = library.Stream.describe(x)
         sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE_TOKENS}
         pointers = {"norms": result.data_ptr(), "left_out": left_out.ctypes.data}
-        run_raw_slots(library.RawSlots(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes))
+        call = library.RawSlots(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes)
+        library.run("raw_slots", call, "choose raw tokens")
     return result
-
-
-def has_large(sizes: torch.Tensor, ratio: float, level: int = 0) -> bool | None:
-    """Compute ``formats.head_norms.has_large_size`` in C; return None if ``sizes`` are empty or not contiguous float32.
-
-    ``level`` is an index into ``library.levels()``.
-    """
-    if sizes.dtype != torch.float32:
-        return None
-    return _has_large(sizes, _FLOATS, sizes.shape[-1], 1, ratio, level)
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
     """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C; return None for codecs that C does not support here."""
     family = codec.family
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
-        scales, kind, members = streams["block_scales"], _POWERS, streams["block_scales"].shape[3]
-    elif isinstance(family, Group) and family.scale_dtype == "fp16":
-        scales, kind, members = streams["scales"], _PAIRS, streams["scales"].shape[3]
-        if members > 1:
-            # C's sums of squares may round differently from PyTorch's, so allow a margin.
-            ratio *= _ROUNDING_MARGIN
-    else:
-        return None
-    return _has_large(scales, kind, scales.shape[2], members, ratio, level)
+        return has_large(streams["block_scales"], ratio, level, _POWERS)
+    if isinstance(family, Group) and family.scale_dtype == "fp16":
+        # C's sums of squares may round differently from PyTorch's, so allow a margin.
+        return has_large(streams["scales"], ratio * _ROUNDING_MARGIN if streams["scales"].shape[3] > 1 else ratio, level, _PAIRS)
+    return None
 
 
-def _has_large(sizes: torch.Tensor, kind: int, tokens: int, members: int, ratio: float, level: int) -> bool | None:
-    if not sizes.numel() or not sizes.is_contiguous():
+def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
+    """Compute ``formats.head_norms.has_large_size`` in C; return None if ``sizes`` are empty or not contiguous, or floats but not float32.
+
+    ``level`` is an index into ``library.levels()``. Sizes of another ``kind`` are those of scales ``[batch, kv_head, token, scale, ...]``.
+    """
+    if not sizes.numel() or not sizes.is_contiguous() or (kind == _FLOATS and sizes.dtype != torch.float32):
         return None
+    tokens, members = (sizes.shape[-1], 1) if kind == _FLOATS else sizes.shape[2:4]
     rows = sizes.nbytes // (tokens * members * (1 if kind == _POWERS else 4))
     call = library.Sizes(sizes.data_ptr(), kind, rows, tokens, members, PAGE_TOKENS, ratio, level)
     c_library = library.library()
     assert c_library is not None
     return bool(c_library.kvpack_has_large(ctypes.byref(call)))
-
-
-def run_raw_slots(call: library.RawSlots) -> None:
-    """Run ``call``, which measures norms and chooses raw tokens by them. Raises MemoryError."""
-    c_library = library.library()
-    assert c_library is not None
-    if c_library.kvpack_raw_slots(ctypes.byref(call)):
-        raise MemoryError("not enough memory to choose raw tokens: the buffers could not be allocated")
-
-
-def supports_raw_choice(dtype: torch.dtype) -> bool:
-    """Return True if C can choose raw tokens by keys of ``dtype``."""
-    return library.library() is not None and dtype in DTYPES

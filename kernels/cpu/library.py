@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.runtime.reader import Read, declare
@@ -24,6 +24,8 @@ THREADS = "KVPACK_THREADS"
 
 INTERFACE = 31
 """Version of interface.h that the structures below mirror."""
+
+_OUT_OF_MEMORY = 1
 
 MAX_PACKINGS, MAX_DIGITS, MAX_VALUES, MAX_TABLES, MAX_BOUNDS = 12, 2, 3, 48, 4
 FAMILIES = ("raw", "group", "scalar", "octahedral", "angle", "polar", "quaternion", "minifloat", "klt", "lossless", "trellis")
@@ -186,6 +188,21 @@ class Sizes(Structure):
     )
 
 
+_FUNCTIONS = {
+    "attend": Attend,
+    "encode": Encode,
+    "has_large": Sizes,
+    "join": Join,
+    "measure": Encode,
+    "rans": Rans,
+    "rans_encode": RansEncode,
+    "raw_slots": RawSlots,
+    "split": Split,
+    "unpack": Unpack,
+}
+"""Argument of each function that takes one structure."""
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """Load and return the C library, or None if it was not built, does not load, or was built from different sources."""
@@ -199,24 +216,27 @@ def library() -> ctypes.CDLL | None:
         if result.kvpack_interface() != INTERFACE:
             continue
         result.kvpack_sizes.restype, result.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read, RawSlots, Sizes)
+        structures: tuple[Any, ...] = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read, RawSlots, Sizes)
         if any(result.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         result.kvpack_level_name.restype, result.kvpack_level_name.argtypes = c_char_p, (c_int64,)
-        result.kvpack_attend.restype, result.kvpack_attend.argtypes = c_int64, (POINTER(Attend),)
-        result.kvpack_encode.restype, result.kvpack_encode.argtypes = c_int64, (POINTER(Encode),)
-        result.kvpack_measure.restype, result.kvpack_measure.argtypes = c_int64, (POINTER(Encode),)
-        result.kvpack_unpack.restype, result.kvpack_unpack.argtypes = c_int64, (POINTER(Unpack),)
-        result.kvpack_raw_slots.restype, result.kvpack_raw_slots.argtypes = c_int64, (POINTER(RawSlots),)
-        result.kvpack_has_large.restype, result.kvpack_has_large.argtypes = c_int64, (POINTER(Sizes),)
-        result.kvpack_join.restype, result.kvpack_join.argtypes = c_int64, (POINTER(Join),)
-        result.kvpack_split.restype, result.kvpack_split.argtypes = c_int64, (POINTER(Split),)
+        for name, structure in _FUNCTIONS.items():
+            function = getattr(result, f"kvpack_{name}")
+            function.restype, function.argtypes = c_int64, (POINTER(structure),)
         result.kvpack_checksum.restype, result.kvpack_checksum.argtypes = c_uint64, (c_void_p, c_int64, c_uint64)
-        result.kvpack_rans.restype, result.kvpack_rans.argtypes = c_int64, (POINTER(Rans),)
-        result.kvpack_rans_encode.restype, result.kvpack_rans_encode.argtypes = c_int64, (POINTER(RansEncode),)
         declare(result)
         return result
     return None
+
+
+def run(name: str, call: Structure, purpose: str) -> int:
+    """Run the C function ``kvpack_NAME`` on ``call`` and return its status; the library must exist. Raises MemoryError for ``purpose``."""
+    loaded = library()
+    assert loaded is not None
+    status: int = getattr(loaded, f"kvpack_{name}")(byref(call))
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError(f"not enough memory to {purpose}: the buffers could not be allocated")
+    return status
 
 
 @cache

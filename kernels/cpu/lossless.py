@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import numpy
@@ -55,7 +54,7 @@ def encode(
     counts = numpy.empty((batch * heads, 256), numpy.int64)
     call = library.Split(None, library.Stream(), library.Stream.describe(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
     call.threads, call.level = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
-    _split(call)
+    library.run("split", call, "encode")
     tables = codec.tables_for(counts, before)
     plane = empty((batch, heads, tokens, dim // 2), torch.uint16, x.device)
     block_tokens = max(1, MAX_VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
@@ -67,7 +66,7 @@ def encode(
         exponents = numpy.empty((rows * batch * heads, call.longest), numpy.uint8)
         call.exponents, call.counts = exponents.ctypes.data, None
         call.x, call.plane = library.Stream.describe(x[:, :, start:]), library.Stream.describe(plane[:, :, start:])
-        _split(call)
+        library.run("split", call, "encode")
         lengths = numpy.full(rows, codec.chunk * dim)
         lengths[-1] = (call.tokens - (rows - 1) * codec.chunk) * dim
         table = numpy.tile(numpy.arange(batch * heads), rows)
@@ -76,13 +75,6 @@ def encode(
     frequencies = torch.from_numpy(tables.astype(numpy.uint16)).view(batch, heads, 1, 256)
     streams = codec.chunk_streams(chunks, batch, heads, x.device) | {"signed_fractions.0": plane, "frequencies": frequencies}
     return {name: streams[name] for name in codec.layout(batch, heads, tokens)}
-
-
-def _split(call: library.Split) -> None:
-    c_library = library.library()
-    assert c_library is not None
-    if c_library.kvpack_split(ctypes.byref(call)):
-        raise MemoryError("not enough memory to encode: the buffers of a thread could not be allocated")
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
@@ -104,8 +96,6 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 
 
 def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, threads: int | None, level: int) -> None:
-    c_library = library.library()
-    assert c_library is not None
     batch, heads, tokens, dim = out.shape
     exponents, plane = codec.exponents(streams), streams["signed_fractions.0"]
     threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + out.numel() // MIN_VALUES)
@@ -122,5 +112,4 @@ def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, 
         threads,
         level,
     )
-    if c_library.kvpack_join(ctypes.byref(call)):
-        raise MemoryError("not enough memory to unpack: the buffers of a thread could not be allocated")
+    library.run("join", call, "unpack")

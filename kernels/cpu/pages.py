@@ -77,7 +77,7 @@ class Encoder:
         for index, (location, stride) in enumerate(self._streams):
             streams[index] = library.Stream(row + location.offset, stride, location.head, location.row)
         call.streams, call.threads = streams, threads
-        return encode.run(call)
+        return library.run("encode", call, "encode") != encode.REFUSED
 
 
 def supports_encoding(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
@@ -108,10 +108,7 @@ class Decoder:
             segment[2 + 4 * index : 6 + 4 * index] = [row + location.offset, stride, location.head, location.row]
         call = library.Unpack.from_buffer_copy(self._call)
         call.side.segments, call.out, call.threads = ctypes.addressof(segment), library.Stream(*values), threads
-        c_library = library.library()
-        assert c_library is not None
-        if c_library.kvpack_unpack(ctypes.byref(call)):
-            raise MemoryError("not enough memory to unpack: the buffers could not be allocated")
+        library.run("unpack", call, "unpack")
 
 
 def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
@@ -161,5 +158,5 @@ class RawTokenChooser:
         call = library.RawSlots.from_buffer_copy(self._call)
         call.x, call.threads = library.Stream(*keys), threads
         call.norms, call.chosen, call.left_out = norms.ctypes.data, chosen.ctypes.data, left_out.ctypes.data
-        encode.run_raw_slots(call)
+        library.run("raw_slots", call, "choose raw tokens")
         return chosen, left_out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -28,8 +27,6 @@ def decode(
     chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> rans.Decoded:
     """Decode ``chunks`` like ``formats.rans.decode``, in C; the library must exist, and ``level`` is an index into ``library.levels()``."""
-    c_library = library.library()
-    assert c_library is not None
     count, longest = len(lengths), int(lengths.max(initial=0))
     words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)
     first = numpy.ascontiguousarray(numpy.cumsum(chunks.counts) - chunks.counts, numpy.int64)
@@ -51,15 +48,12 @@ def decode(
     call = library.Rans(
         *addresses, _address(chunk_tables), _address(symbol_tables), *output_addresses, count, len(words), longest, threads, level
     )
-    if c_library.kvpack_rans(ctypes.byref(call)):
-        raise MemoryError("not enough memory to decode: the buffers of a thread could not be allocated")
+    library.run("rans", call, "decode")
     return rans.Decoded(symbols, read, last)
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
     """Encode symbols like ``formats.rans.encode``, in C; the library must exist, and ``level`` is an index into ``library.levels()``."""
-    c_library = library.library()
-    assert c_library is not None
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
     stride = symbols.shape[1]
@@ -80,8 +74,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
     call = library.RansEncode(
         symbols.ctypes.data, lengths.ctypes.data, _address(chunk_tables), _address(symbol_tables), *addresses, count, stride, threads, level
     )
-    if c_library.kvpack_rans_encode(ctypes.byref(call)):
-        raise MemoryError("not enough memory to encode: the buffers of a thread could not be allocated")
+    library.run("rans_encode", call, "encode")
     empty = numpy.empty(0, numpy.uint16)
     return rans.Chunks(
         numpy.concatenate([empty, *(row[stride - word_count :] for row, word_count in zip(words, written, strict=True))]), written, states

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,8 +69,6 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
     batch, heads = out.shape[:2]
     max_threads = 1 + out.numel() // MIN_VALUES
     threads = min(library.thread_count(threads, torch.get_num_threads()), max_threads)
-    c_library = library.library()
-    assert c_library is not None
     for part in parts:
         description = part.describe()
         rotation = rotations.NO_ROTATION if part.frame is None else rotations.describe(side.codec.rotation)
@@ -81,8 +78,7 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
             library.Stream() if scales is None else library.Stream.describe(scales),
             library.Stream.describe(out[:, :, part.start :]), out.nbytes >= MIN_STREAMED_BYTES, threads, level,
         )  # fmt: skip
-        if c_library.kvpack_unpack(ctypes.byref(call)):
-            raise MemoryError("not enough memory to unpack: the buffers could not be allocated")
+        library.run("unpack", call, "unpack")
 
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:

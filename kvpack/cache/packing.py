@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -133,7 +134,8 @@ def pack(
     with float32_no_grad(torch.device("cpu")), shared_arena(values), collected_misfits() as misfits:
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
-            norms = _cached_key_norms(k)
+            # Keys and values share the norms of the keys, which are computed once.
+            norms = cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else None
             place = (number, len(states)), start + skipped, norms
             packed = _pack_side(k, recipe, "k", *place)
             layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(kept))))
@@ -149,8 +151,8 @@ def pack(
         inputs = _bind_inputs(inputs, layers, start)
         _check_values(inputs, states, start)
         inputs = replace(inputs, sums=None)
-    cache = Cache(tuple(layers), recipe.canonical, MappingProxyType(named), start, inputs)
-    return cache if states_at is None else replace(cache, states_at=_checked_states(states_at, cache))
+    result = Cache(tuple(layers), recipe.canonical, MappingProxyType(named), start, inputs)
+    return result if states_at is None else replace(result, states_at=_checked_states(states_at, result))
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
@@ -168,13 +170,14 @@ def dense_states(past: Any) -> list[DenseLayer]:
             if not isinstance(pair, DenseLayer) and not (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)):
                 break
         else:
-            return [_layer_of_tuple(pair, f"layers[{number}]") for number, pair in enumerate(past)]
+            return list(map(_layer_of_tuple, count(), past))
     return extract_layers(past)
 
 
-def _layer_of_tuple(pair: Sequence[Any], where: str) -> DenseLayer:
+def _layer_of_tuple(number: int, pair: Sequence[Any]) -> DenseLayer:
     if isinstance(pair, DenseLayer):
         return pair
+    where = f"layers[{number}]"
     skipped = pair[2] if len(pair) == 3 else 0
     if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
         shown = skipped if isinstance(skipped, int) else type(skipped).__name__
@@ -224,11 +227,6 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
     return replace(inputs, first=start, count=None)
 
 
-def _cached_key_norms(k: torch.Tensor | EngineEncoded | None) -> Callable[[], torch.Tensor | None]:
-    """Return a function that computes the norms of a layer's keys once, for its keys and values."""
-    return cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else lambda: None
-
-
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
     """Raise InvalidParameter if keys or values are not those for which ``inputs`` were recorded.
 
@@ -258,7 +256,7 @@ def _pack_side(
     side: str,
     numbers: tuple[int, int],
     first: int,
-    norms: Callable[[], torch.Tensor | None],
+    norms: Callable[[], torch.Tensor] | None,
 ) -> Side | None:
     if x is None:
         return None
@@ -275,7 +273,7 @@ def _pack_side(
                 f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
             )
         return x.side(recipe.window)
-    return pack_side(x, codec, recipe.window, where, first, norms() if codec.side_car(RawPositions) else None)
+    return pack_side(x, codec, recipe.window, where, first, norms() if norms and codec.side_car(RawPositions) else None)
 
 
 def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | EngineEncoded | None], where: str) -> None:

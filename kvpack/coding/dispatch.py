@@ -224,8 +224,9 @@ def norms(x: torch.Tensor) -> torch.Tensor:
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 
-        if c_encode.supports_norms(x):
-            return c_encode.norms(x)
+        compiled = c_encode.norms(x)
+        if compiled is not None:
+            return compiled
     return norms_per_head(x)
 
 
@@ -260,7 +261,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
     """Run ``rans.decode`` in C; return None if the C kernels are unavailable or disabled."""
-    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
+    if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
@@ -269,7 +270,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
     """Run ``rans.encode_in_numpy`` in C; return None if the C kernels are unavailable or disabled."""
-    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
+    if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
 
@@ -281,7 +282,7 @@ rans.compiled_decoder, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
     """Run ``row.checksum`` in C; return None if the C kernels are unavailable or disabled."""
-    if os.environ.get(VARIABLE, "") not in ("", "cpu") or not c_is_built():
+    if not _runs_c():
         return None
     from kvpack.kernels.cpu import checksum
 
@@ -293,7 +294,7 @@ row.compiled = _add_words
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
     """Run ``head_norms.has_large_size`` in C; return None if the C kernels are unavailable or disabled."""
-    if not _runs_c_on(sizes.device):
+    if sizes.device.type != "cpu" or not _runs_c():
         return None
     from kvpack.kernels.cpu import encode as c_encode
 
@@ -305,7 +306,7 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
 
     ``device`` is that of the streams. The result may also be True for a size that reaches ``ratio`` only after rounding.
     """
-    if _runs_c_on(device):
+    if device.type == "cpu" and _runs_c():
         from kvpack.kernels.cpu import encode as c_encode
 
         has_large = c_encode.has_large_error(codec, streams, ratio)
@@ -314,8 +315,8 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
     return head_norms.has_large_size(codec.error_sizes(streams), ratio)
 
 
-def _runs_c_on(device: torch.device) -> bool:
-    return device.type == "cpu" and os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
+def _runs_c() -> bool:
+    return os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
 
 
 head_norms.compiled_has_large_size = _has_large
@@ -360,6 +361,7 @@ def uses_c(device: torch.device) -> bool:
     return True
 
 
+@cache
 def c_is_built() -> bool:
     """Return True if the C kernels were built and run on this machine. Without a C compiler, kvpack installs without them."""
     from kvpack.kernels.cpu.library import library

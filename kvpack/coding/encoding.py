@@ -26,7 +26,7 @@ from kvpack.formats.head_norms import (
     SHARED_RATIO,
     TOKENS,
     drop_crowded_pages,
-    has_large_head,
+    exceeds_usual,
     misfit_scores,
     relative_norms,
     shared_scale_factors,
@@ -181,7 +181,7 @@ def encode(
         coded = room_for_norms(codec, x)
         streams = encode_all(codec, x, where, before, position, coded)
         given = cache(partial(dispatch.norms, x))
-        _report(_misfit_of(_losses(EncodedRun(codec, x, streams, given, coded)), where))
+        _report_misfit(_losses(EncodedRun(codec, x, streams, given, coded)), where)
     return streams
 
 
@@ -246,8 +246,8 @@ def _encode_with_raw_tokens(
             streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
         except OutOfRange:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
-            large = has_large_head(given(), raw.high_norm) if raw.high_norm else None
-            more = None if large is None else drop_crowded_pages(large & ~chosen)
+            large = exceeds_usual(given(), raw.high_norm) if raw.high_norm else None
+            more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
             if more is None or not more.any():
                 raise
             chosen = chosen | more
@@ -256,7 +256,7 @@ def _encode_with_raw_tokens(
         kept = chosen
         if losses and raw.high_norm:
             kept = add_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
-        _report(_misfit_of(losses, where, kept, raw.high_norm > 0))
+        _report_misfit(losses, where, kept, raw.high_norm > 0)
         # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
         return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
 
@@ -445,15 +445,15 @@ def room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
 
 def _losses(run: EncodedRun) -> list[Loss]:
     """Return the losses of the tokens of ``run``: what they lose themselves, and what they cost others."""
-    shared, losses = run.codec.summary.shared_scales, []
+    shared, losses = run.codec.summary.shared_scales, losses_of(run)
     if shared:
         measured = run.norms() if run.coded is None else run.coded
-        if HEADS in shared:
-            losses.append(Loss(HEADS, shared_scale_factors(measured), SHARED_RATIO, SHARED_RATIO, measured))
-        if TOKENS in shared:
-            losses.append(Loss(TOKENS, widening_factors(measured, shared), GROUP_RATIO, GROUP_RATIO, measured))
-    # In most runs no scale is too large.
-    return [loss for loss in losses if loss.factors.any()] + losses_of(run)
+        # In most runs no scale is too large.
+        if TOKENS in shared and (factors := widening_factors(measured, shared)).any():
+            losses.insert(0, Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))
+        if HEADS in shared and (factors := shared_scale_factors(measured)).any():
+            losses.insert(0, Loss(HEADS, factors, SHARED_RATIO, SHARED_RATIO, measured))
+    return losses
 
 
 def losses_of(run: EncodedRun) -> list[Loss]:
@@ -486,11 +486,12 @@ def excesses(run: EncodedRun) -> torch.Tensor | None:
     return (factors / bounds[:, :, None, None]).amax(1)
 
 
-def _misfit_of(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> Misfit | None:
-    """Return the largest of ``losses`` over tokens that are not ``kept``, bool ``[batch, token]``; None if nothing is lost.
+def _report_misfit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
+    """Report the largest of ``losses`` over tokens that are not ``kept``, bool ``[batch, token]``, if anything is lost.
 
-    ``keeps_large`` is True if ``kept`` includes tokens of high norm. A page with many large tokens in a head causes no warning unless they
-    are more than ``MANY_RATIO`` times as large as usual.
+    It is added to the list of a surrounding ``collected_misfits``; if there is none, its warning is issued. ``keeps_large`` is True if
+    ``kept`` includes tokens of high norm. A page with many large tokens in a head causes no warning unless they are more than
+    ``MANY_RATIO`` times as large as usual.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:
@@ -506,18 +507,13 @@ def _misfit_of(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = N
             head = int(of_heads[sequence, :, token].nan_to_num(posinf=0.0).argmax())
             rare = not keeps_large and bool((drop_crowded_pages(lost) == lost).all())
             result.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
-    return max(result, key=lambda one: one.factor) if result else None
-
-
-def _report(found: Misfit | None) -> None:
-    """Add ``found`` to the list of a surrounding ``collected_misfits``, or issue its warning if there is none."""
-    if found is None:
+    if not result:
         return
-    collected = _misfits.get()
+    worst, collected = max(result, key=lambda one: one.factor), _misfits.get()
     if collected is None:
-        warn_of_misfits([found], stacklevel=3)
+        warn_of_misfits([worst], stacklevel=3)
     else:
-        collected.append(found)
+        collected.append(worst)
 
 
 @contextlib.contextmanager

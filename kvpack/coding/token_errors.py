@@ -98,9 +98,8 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
     Returns None if the scales fit all tokens.
     """
     codec, x, kept = run.codec, run.x, run.kept
-    least = codec.min_sizes(run.streams)
     tokens = x.shape[2]
-    if least is None or tokens < 3:
+    if not codec.summary.has_run_rows or tokens < 3 or (least := codec.min_sizes(run.streams)) is None:
         return None
     step = sample_step(tokens)
     sample = x[:, :, ::step]

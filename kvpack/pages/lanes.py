@@ -143,7 +143,7 @@ class Lane:
         needs_norms = shared and (self.side != "k" or self.plain.changes_norms)
         if (
             self.watched is None
-            or not encode.supports_raw_choice(geometry.computed_dtype)
+            or geometry.computed_dtype not in encode.DTYPES
             or not _has_contiguous_channels(keys)
             or needs_norms
         ):
@@ -294,7 +294,7 @@ class _BoundLane:
             values = gather_raw_values(x, tokens, none, raw.dtype, "choose a wider raw_dtype")
         except OutOfRange as error:
             raise OutOfRange(f"layers[{lane.first + number}].{lane.side}: {error}") from None
-        streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)[0, 0]
+        streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)
         streams[VALUES][0, 0, : len(tokens)] = values
 
     def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:

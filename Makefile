@@ -156,7 +156,7 @@ gpu-test: $(INSTALLED)
 
 # The kernels compiled for chips that are not there, with the registers and shared memory that they take beside what each chip has.
 CHIPS = 80 86 89 90 100 120
-COMPILED = "k=octahedral:b=3;v=group:b=3" octopus-3 "oscar-2;raw=0" "kivi-4;raw=0" "turboquant-3;raw=0" "fp8;raw=0" "nvfp4;raw=0" "hqmq-s24-r3;raw=0" kv=trellis:b=2
+COMPILED = "k=octahedral:b=3;v=group:b=3" octopus-3 "kvpack-2;raw=0" "kvpack-3;raw=0" "oscar-2;raw=0" "kivi-4;raw=0" "turboquant-3;raw=0" "fp8;raw=0" "nvfp4;raw=0" "hqmq-s24-r3;raw=0" kv=trellis:b=2
 
 gpu-compile: $(INSTALLED)
 	for chip in $(CHIPS); do $(MODULE) support.compile_kernels --capability $$chip $(COMPILED) || exit 1; done

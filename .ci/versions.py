@@ -39,6 +39,8 @@ TESTS = (
     "test_encryption.py",
 )
 """The fast part: every codec's bytes and values, caches of models, and the packages of extras."""
+COMPILED = "tests/kernels/test_compiling.py::test_the_default_recipe_compiles"
+"""What Triton's compiler is tried on in the fast part."""
 KERNELS = "decode_the_pages_of_a_cache or batches_and_heads or many_short_pages or pack_and_append"
 """The fast part in Triton's interpreter: attention, decoding and encoding."""
 
@@ -74,6 +76,8 @@ class Environment:
     def run(self) -> tuple[str, str]:
         """What pytest says last of the tests on PyTorch operations, and of those of the kernels in Triton's interpreter."""
         files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if self.tests == "whole" or path.name in TESTS]
+        if self.tests == "part":
+            files.append(COMPILED)
         interpreted = [str(path) for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py"))]
         if self.kernels == "part":
             interpreted += ["-k", KERNELS]

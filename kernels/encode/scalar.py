@@ -135,7 +135,8 @@ def _measure(
     magnitude = tl.abs(values[0]) * state.factor
     product, squares = state.product, state.decoded
     for place in tl.static_range(_COUNT):
-        _, decoded = _encode_magnitudes(values[0], magnitude * _SCALES[place], block, number, CONSTANTS, SHAPE)
+        scaled = tl.abs(values[0]) * (state.factor * _SCALES[place])
+        _, decoded = _encode_magnitudes(values[0], scaled, block, number, CONSTANTS, SHAPE)
         own = tl.arange(0, _COUNT)[None, :] == place
         product += tl.where(own, tl.sum(magnitude * decoded, 1)[:, None], 0.0)
         squares += tl.where(own, tl.sum(decoded * decoded, 1)[:, None], 0.0)
@@ -160,6 +161,6 @@ def _quantize_scaled(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
     """Return the codes of the chosen multiple of the unit vector, whose sums the state has already."""
-    magnitude = tl.abs(values[0]) * state.factor
-    digits, _ = _encode_magnitudes(values[0], magnitude * state.scale, block, number, CONSTANTS, SHAPE)
+    # One factor per token, as in _measure: Triton 3.6 cannot compile the product of three tensors here, which it had in the loop before.
+    digits, _ = _encode_magnitudes(values[0], tl.abs(values[0]) * (state.factor * state.scale), block, number, CONSTANTS, SHAPE)
     return digits, state

@@ -28,7 +28,6 @@ KERNELS = {
     "k=octahedral:b=2,qjl=fp16;v=group:b=4,g=128,axis=channel,outliers=3": {"attend_split"},
     "klt=63211000:53100000": {"attend_split", "decode_tiles", "_encode"},
     "transform=0.6:layer": {"_decode", "_multiply_factors"},
-    "k=scalar:b=2,mean=128,mean_bits=4,norm=log8;v=scalar:b=3,rounding=scaled": {"attend_split", "page_products", "_encode"},
     "kv=trellis:b=3": {"attend_split", "decode_tiles", "_find_paths"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }
@@ -59,6 +58,13 @@ def compiled(folder: Path, *arguments: str) -> Any:
 def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", *(["--every"] if recipe in EVERY_CALL else []), recipe)
     assert KERNELS[recipe] <= set(found["kernels"])
+
+
+@pytest.mark.scenario
+@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
+def test_the_default_recipe_compiles(tmp_path: Path) -> None:
+    """With the oldest and the newest Triton (.ci/versions.py), too: one may compile what another refuses."""
+    assert {"attend_split", "page_products", "_encode"} <= set(compiled(tmp_path, "--quick", "kvpack-2;raw=0")["kernels"])
 
 
 @pytest.mark.scenario

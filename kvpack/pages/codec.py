@@ -100,7 +100,10 @@ class PageCodec:
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
     def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
-        """Start ``encode_into`` without waiting for the device; in host memory the job is complete on return."""
+        """Start ``encode_into`` without waiting for the device; in host memory the job is complete on return.
+
+        Recipes with raw tokens or key means wait for the device: how many tokens a page keeps raw decides what is launched next.
+        """
         slots, digests = self.checked(pages, slots, keys)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=True)

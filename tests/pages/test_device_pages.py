@@ -516,7 +516,7 @@ def test_arguments_are_checked() -> None:
 
 @pytest.mark.cuda
 def test_a_job_runs_on_the_current_stream() -> None:
-    codec = PageCodec("octopus-3", SMALL)
+    codec = PageCodec("k=octahedral:b=3;v=group:b=3", SMALL)
     pages, given = on_device(SMALL, 2)
     side = torch.cuda.Stream()
     rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE)

@@ -18,7 +18,7 @@ import torch
 from kvpack.errors import InvalidParameter, MissingBasis, MissingFile
 from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, attach_keys
-from kvpack.integrations.vllm.groups import Group, check_blocks, groups_of
+from kvpack.integrations.vllm.groups import GROUPS, PLACES, Group, block_places, check_blocks, groups_of
 from kvpack.integrations.vllm.identities import SETTINGS, settings_of
 from kvpack.pages import PageCodec
 from support.engine_stubs import METADATA, STATS, Stats, check_defined, import_over
@@ -611,13 +611,25 @@ def test_latents_are_two_sides_of_a_block() -> None:
         assert 0.01 < error < 0.12
 
 
+PAGE = 1000
+
+
+def tensor(layers: list[str], *, offset: int = 0, page: int = PAGE, block: int = PAGE) -> Any:
+    """vLLM's KVCacheTensor of 10 blocks: by default, each layer's are in one piece."""
+    stride = 10 * page if block == page else page
+    return types.SimpleNamespace(layers=layers, offset=offset, layer_stride=stride, block_stride=block)
+
+
 @pytest.fixture
 def one_group(monkeypatch: pytest.MonkeyPatch) -> Any:
     offloading = types.ModuleType("vllm.distributed.kv_transfer.kv_connector.v1.offloading.config")
     offloading.get_offloading_group_ids = lambda kv: range(len(kv.kv_cache_groups))  # type: ignore[attr-defined]
     monkeypatch.setitem(__import__("sys").modules, offloading.__name__, offloading)
-    names = types.SimpleNamespace(layer_names=["layers.0.attn", "layers.1.attn"])
-    return types.SimpleNamespace(kv_cache_groups=[names, types.SimpleNamespace(layer_names=["mamba"])])
+    page = types.SimpleNamespace(page_size_bytes=PAGE)
+    names = types.SimpleNamespace(layer_names=["layers.0.attn", "layers.1.attn"], kv_cache_spec=page)
+    tensors = [tensor(names.layer_names), tensor(["mamba"])]
+    groups = [names, types.SimpleNamespace(layer_names=["mamba"], kv_cache_spec=page)]
+    return types.SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=tensors)
 
 
 def test_the_blocks_of_attention_are_compared_with_the_layouts_name(one_group: Any) -> None:
@@ -706,9 +718,6 @@ def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: An
     assert set(made.get_kv_connector_stats().values) == {metrics.PACKED + "damaged_chunks", metrics.PACKED + "ratio"}
 
 
-LATENTS = Group(LAYERS, TOKENS, TOKENS * 576 * 2, "latents", 1, 512, 64, "bf16")
-
-
 STORE = {"placement": "store", "location": "/cache", "recipe": "octopus-4", "layout": "adjacent"}
 
 
@@ -722,7 +731,8 @@ def test_the_connector_tells_the_tier_of_a_store_of_the_model(connector: Any, on
     assert options["secondary_tiers"] == [packed, {"type": "fs"}]
     for role in ("scheduler", "worker"):
         made = connector.KvpackConnector(config, role, one_group)
-        assert made.options["secondary_tiers"] == [packed | {"heads": HEADS, "head_dim": DIM}, {"type": "fs"}]
+        assert made.options["secondary_tiers"] == [packed, {"type": "fs"}]
+        assert (made.options[GROUPS], made.options[PLACES]) == ([ATTENTION], [[0, PAGE], [0]])
     assert (made.options["spec_name"], made.options[SETTINGS]) == ("TieringOffloadingSpec", settings_of(config))
     assert "spec_module_path" not in made.options
     # A spec of the operator's own, such as one for another platform, stays.
@@ -751,13 +761,32 @@ def test_placements_are_checked(options: dict[str, Any], message: str, connector
         connector.KvpackConnector.build_prom_metrics(configured(**options), 1, 2)
 
 
-@pytest.mark.parametrize("groups", [[LATENTS], [STATES], [ATTENTION, STATES]], ids=["latents of as many bytes", "states", "groups"])
-def test_a_store_takes_one_group_of_attention(groups: list[Group], connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tier sees bytes alone, which several shapes have."""
-    monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: groups)
-    kinds = ", ".join(group.kind for group in groups)
-    with pytest.raises(InvalidParameter, match=f"groups of cache layers are {kinds}, but a store needs one of attention"):
-        connector.KvpackConnector(configured(**STORE), "scheduler", one_group)
+def test_layers_of_several_groups_share_places(one_group: Any) -> None:
+    """The tier copies each piece of device memory once, in the order in which the groups' layers first name it."""
+
+    def places(tensors: list[Any], **groups: list[str]) -> list[list[int]]:
+        spec = types.SimpleNamespace(page_size_bytes=PAGE)
+        made = [types.SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names in groups.values()]
+        return block_places(types.SimpleNamespace(kv_cache_groups=made, kv_cache_tensors=tensors))
+
+    assert block_places(one_group) == [[0, PAGE], [0]]
+    # Mamba's second layer lies where the first of attention does.
+    swapped = [tensor(["a", "b"]), tensor(["y", "x"])]
+    assert places(swapped, attention=["a", "b"], mamba=["x", "y"]) == [[0, PAGE], [PAGE, 0]]
+    apart = [tensor(["a", "b"]), tensor(["x"], offset=20 * PAGE)]
+    assert places(apart, attention=["a", "b"], mamba=["x"]) == [[0, PAGE], [2 * PAGE]]
+    # Of another pipeline stage.
+    assert places([tensor(["a"])], attention=["a", "b"]) == [[0]]
+    # All layers of a block are together, and the tier copies that.
+    whole = [tensor(["a", "b"], block=3 * PAGE), tensor(["x"], offset=2 * PAGE, block=3 * PAGE)]
+    assert places(whole, attention=["a", "b"], mamba=["x"]) == [[0, PAGE], [2 * PAGE]]
+    of_layers = types.SimpleNamespace(
+        kv_cache_specs={name: types.SimpleNamespace(page_size_bytes=size) for name, size in (("a", PAGE), ("b", 200))},
+        page_size_bytes=PAGE + 200,
+    )
+    uneven = types.SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=of_layers)
+    tensors = [tensor(["a"]), tensor(["b"], offset=10 * PAGE, page=200, block=200)]
+    assert block_places(types.SimpleNamespace(kv_cache_groups=[uneven], kv_cache_tensors=tensors)) == [[0, PAGE]]
 
 
 def test_the_layout_of_a_store_is_that_of_the_tensors(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,14 +25,17 @@ import torch
 from kvpack.errors import InvalidParameter, RoundedWarning
 from kvpack.integrations import vllm as integration
 from kvpack.integrations.vllm import metrics
+from kvpack.integrations.vllm.groups import GROUPS, PLACES, Group
 from kvpack.integrations.vllm.identities import SETTINGS
-from kvpack.integrations.vllm.layouts import Rows, arrangement
+from kvpack.integrations.vllm.layouts import arrangement, certify
 from kvpack.pages import PageGeometry, PageLayout
 from support.engine_conditions import CONDITIONS
 from support.engine_stubs import METADATA, STATS, Stats, check_defined
 from support.host_settings import Watched, unusual_host
 
 HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
+BLOCK = 2 * HEADS * DIM * TOKENS * 2
+"""Bytes of a block of one layer."""
 
 
 class LookupResult(Enum):
@@ -108,19 +111,42 @@ class ConnectorFactory:
         cls._registry[name] = (module_path, class_name)
 
 
+def attention(layers: int = LAYERS, *, tokens: int = TOKENS, heads: int = HEADS, dim: int = DIM, dtype: str = "bf16") -> Group:
+    return Group(layers, tokens, 2 * heads * dim * tokens * 2, "attention", heads, dim, 0, dtype)
+
+
+STATES = Group(2, TOKENS, 600)
+
+
+def told(*groups: Group, **changes: Any) -> dict[str, Any]:
+    """What the connector tells the tier of groups that share memory by the numbers of their layers."""
+    page = max(group.page_bytes for group in groups)
+    places = [[page * layer for layer in range(group.layers)] for group in groups]
+    return {SETTINGS: "as it is", GROUPS: list(groups), PLACES: places, **changes}
+
+
+def named(*groups: Group) -> tuple[Any, ...]:
+    """The groups of OffloadingConfig. vLLM counts those that it does not offload."""
+    return tuple(
+        types.SimpleNamespace(layer_names=tuple(f"{number}-{layer}" for layer in range(group.layers)), group_id=2 * number)
+        for number, group in enumerate(groups)
+    )
+
+
 @dataclass
 class Config:
     """The fields of OffloadingConfig that the tier reads."""
 
     name: str
     dtype: str = "bfloat16"
-    groups: Any = field(default_factory=lambda: (types.SimpleNamespace(tokens_per_block=TOKENS, layer_names=("a", "b", "c"), group_id=0),))
+    groups: Any = field(default_factory=lambda: named(attention()))
     workers: int = 1
     blocks_per_chunk: int = 2
     canonical_layout: bool = False
     replicated_layout: bool = False
     kv_cache_layout: str | None = "LBHNC"
-    extra_config: Any = field(default_factory=lambda: {SETTINGS: "as it is"})
+    extra_config: Any = field(default_factory=lambda: told(attention()))
+    worker_kv_bytes_per_block: int = BLOCK * LAYERS
 
     @property
     def model(self) -> Any:
@@ -133,10 +159,6 @@ class Config:
     @property
     def parallel(self) -> Any:
         return types.SimpleNamespace(rank=0, world_size=self.workers, tp_size=self.workers, pp_size=1, pcp_size=1, dcp_size=1)
-
-    @property
-    def worker_kv_bytes_per_block(self) -> int:
-        return 2 * HEADS * DIM * TOKENS * LAYERS * 2
 
 
 @pytest.fixture
@@ -155,6 +177,7 @@ def tier_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             "LookupResult": LookupResult,
             "Medium": types.SimpleNamespace(STORAGE="STORAGE"),
             "RequestOffloadingContext": types.SimpleNamespace,
+            "get_offload_group_idx": lambda key: int.from_bytes(key[-4:], "big"),
             **METADATA,
         },
         "vllm.v1.kv_offload.tiering": {},
@@ -171,14 +194,25 @@ def tier_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     sys.modules.pop("kvpack.integrations.vllm.tier", None)
 
 
+def key(chunk: int, group: int = 0) -> bytes:
+    return bytes([chunk]) * 32 + group.to_bytes(4, "big")
+
+
+NONE = key(99)
+
+
 def rows_of(config: Config, count: int) -> numpy.ndarray:
     size = config.worker_kv_bytes_per_block * config.workers * config.blocks_per_chunk
     return numpy.zeros((count, -(-size // 4096) * 4096 + 4096), numpy.int8)
 
 
 def opened(tier_class: Callable[..., Any], config: Config, memory: numpy.ndarray, location: Any, **options: Any) -> Any:
-    options = {"location": location, "recipe": "bf16", "heads": HEADS, "head_dim": DIM, "layout": "adjacent", "revision": "abc", **options}
+    options = {"location": location, "recipe": "bf16", "layout": "adjacent", "revision": "abc", **options}
     return tier_class(types.SimpleNamespace(config=config), memory.data, "kvpack", None, **options)
+
+
+def store_of(tier: Any, group: int = 0) -> Any:
+    return tier.stores[group].store
 
 
 def finished(tier: Any, count: int) -> list[JobResult]:
@@ -201,7 +235,7 @@ def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_cla
     config = Config("model", workers=workers, kv_cache_layout="LBNHC" if layout == "adjacent-tokens-first" else "LBHNC")
     memory = rows_of(config, 4)
     fill(memory, 0)
-    before, keys = memory.copy(), [bytes([n]) * 36 for n in range(3)]
+    before, keys = memory.copy(), [key(n) for n in range(3)]
     tier = opened(tier_class, config, memory, tmp_path, layout=layout)
     assert tier.lookup(keys[0], None) is LookupResult.RETRY
     tier.on_schedule_end(None)
@@ -217,10 +251,10 @@ def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_cla
     tier.lookup(keys[1], None)
     tier.on_schedule_end(None)
     assert tier.lookup(keys[1], None) is LookupResult.HIT
-    tier.submit_load(TransferJob(8, [keys[2], b"none" * 9, keys[0]], numpy.array([1, 0, 2]), True))
+    tier.submit_load(TransferJob(8, [keys[2], NONE, keys[0]], numpy.array([1, 0, 2]), True))
     (loaded,) = finished(tier, 1)
     assert (loaded.job_id, loaded.success, loaded.successful_keys) == (8, False, [keys[2], keys[0]])
-    assert tier.lookup(b"none" * 9, None) is LookupResult.MISS
+    assert tier.lookup(NONE, None) is LookupResult.MISS
     assert not tier.has_pending_work()
     size = config.worker_kv_bytes_per_block * workers * config.blocks_per_chunk
     assert (memory[1, :size] == before[3, :size]).all()
@@ -231,6 +265,73 @@ def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_cla
     tier.shutdown()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_groups_of_attention_and_states_come_back(workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    """Each chunk is a block of one group: keys and values are encoded, and states stored byte for byte."""
+    window = attention(2)
+    groups = (attention(), STATES, window)
+    config = Config("model", workers=workers, blocks_per_chunk=1, groups=named(*groups), extra_config=told(*groups))
+    memory = rows_of(config, 8)
+    fill(memory, 3)
+    before, keys = memory.copy(), [key(0, 0), key(1, 0), key(0, 2), key(1, 4), key(2, 4)]
+    tier = opened(tier_class, config, memory, tmp_path, recipe="octopus-4")
+    tier.submit_store(TransferJob(1, set(keys), numpy.array([5, 6, 0, 3, 4]), False))
+    chunks = dict(zip(set(keys), (5, 6, 0, 3, 4), strict=True))
+    (result,) = finished(tier, 1)
+    assert (result.success, set(result.successful_keys)) == (True, set(keys))
+    ratio = tier.get_stats().values
+    tier.shutdown()
+    assert ratio[metrics.TIER + "page_bytes"][("kvpack",)] == workers * (5 * BLOCK + 2 * STATES.page_bytes)
+
+    memory[:] = 0
+    tier = opened(tier_class, config, memory, tmp_path, recipe="octopus-4")
+    missing = key(1, 2)
+    for one in (*keys, missing):
+        assert tier.lookup(one, None) is LookupResult.RETRY
+    tier.on_schedule_end(None)
+    assert [tier.lookup(one, None) is LookupResult.HIT for one in (*keys, missing)] == [True] * 5 + [False]
+    asked = [*keys[2:], missing, keys[1]]
+    tier.submit_load(TransferJob(2, asked, numpy.array([0, 1, 2, 3, 4]), True))
+    (result,) = finished(tier, 1)
+    assert (result.success, result.successful_keys) == (False, [*keys[2:], keys[1]])
+    stores = [tier.stores[2 * number].store for number in range(3)]
+    assert result.transfer_bytes == stores[0].codec.nbytes + stores[1].codec.nbytes + 2 * stores[2].codec.nbytes
+    assert tier.lookup(missing, None) is LookupResult.MISS
+    assert not memory[[3, 5, 6, 7]].any()
+    worker_bytes = config.worker_kv_bytes_per_block
+    for place, of in ((0, keys[2]), (1, keys[3]), (2, keys[4]), (4, keys[1])):
+        group = {0: groups[0], 2: STATES, 4: window}[of[-1]]
+        for worker in range(workers):
+            for layer in range(LAYERS):
+                begin = worker * worker_bytes + layer * BLOCK
+                found, stored = memory[place, begin : begin + BLOCK], before[chunks[of], begin : begin + BLOCK]
+                if layer >= group.layers:
+                    assert not found.any()
+                elif group is STATES:
+                    assert (found[: STATES.page_bytes] == stored[: STATES.page_bytes]).all()
+                    assert not found[STATES.page_bytes :].any()
+                else:
+                    values, exact = (torch.from_numpy(x.copy()).view(torch.bfloat16).float() for x in (found, stored))
+                    assert 0 < (values - exact).norm() / exact.norm() < 0.2
+    tier.shutdown()
+
+
+def test_a_prefix_of_each_group_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+    config = Config("model", blocks_per_chunk=1, groups=TWO.groups, extra_config=TWO.extra_config)
+    memory = rows_of(config, 8)
+    fill(memory, 3)
+    keys = [key(chunk, group) for chunk in range(3) for group in (0, 2)]
+    request = types.SimpleNamespace(req_id="r", _offload_key_positions={one: (one[0] + 1) * TOKENS for one in keys})
+    tier = opened(tier_class, config, memory, tmp_path)
+    for job, part in ((1, keys[2:4][::-1] + keys[:2]), (2, keys[4:])):
+        tier.submit_store(TransferJob(job, part, numpy.arange(len(part)), False, request))
+        assert finished(tier, 1)[0].success
+    for group in (0, 2):
+        own = [one for one in keys if one[-1] == group]
+        assert _newest_first(store_of(tier, group), own) == own
+    tier.shutdown()
+
+
 def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     """vLLM chooses its layout by backend and environment, and the arrangement that a name stands for may change with it."""
     memory, key = rows_of(Config("model"), 1), [bytes(36)]
@@ -238,7 +339,7 @@ def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., 
     found = []
     for kept in ("LBHNC", "BLHNC", None, "LBHNC"):
         tier = opened(tier_class, Config("model", kv_cache_layout=kept), memory, tmp_path, layout="split")
-        found += tier.store.present(key)
+        found += store_of(tier).present(key)
         tier.submit_store(TransferJob(1, key, numpy.array([0]), False))
         finished(tier, 1)
         tier.shutdown()
@@ -251,8 +352,8 @@ def test_a_model_that_was_started_otherwise_is_another(tier_class: Callable[...,
     fill(memory, 0)
     found = []
     for settings in ("rope_theta 1e4", "rope_theta 5e5", "rope_theta 1e4"):
-        tier = opened(tier_class, Config("model", extra_config={SETTINGS: settings}), memory, tmp_path)
-        found += tier.store.present(key)
+        tier = opened(tier_class, Config("model", extra_config=told(attention(), **{SETTINGS: settings})), memory, tmp_path)
+        found += store_of(tier).present(key)
         tier.submit_store(TransferJob(1, key, numpy.array([0]), False))
         finished(tier, 1)
         tier.shutdown()
@@ -263,7 +364,7 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
     config = Config("model")
     memory = rows_of(config, 4)
     fill(memory, 1)
-    keys = [bytes([n]) * 36 for n in range(4)]
+    keys = [key(n) for n in range(4)]
     tier = opened(tier_class, config, memory, tmp_path, recipe="octopus-4")
     tier.submit_store(TransferJob(1, keys, numpy.arange(4), False))
     assert finished(tier, 1)[0].success
@@ -275,7 +376,7 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
     (loaded,) = finished(tier, 1)
     assert not loaded.success
     assert len(loaded.successful_keys) == 3
-    assert tier.store.counters()["damaged_entries"] == 1
+    assert store_of(tier).counters()["damaged_entries"] == 1
     tier.shutdown()
 
 
@@ -284,11 +385,11 @@ def test_every_call_leaves_the_hosts_settings(tier_class: Callable[..., Any], tm
     memory = rows_of(config, 4)
     fill(memory, 1)
     memory[3, :2] = numpy.array([0x80, 0x7F]).astype(numpy.int8)
-    keys = [bytes([n]) * 36 for n in range(3)]
+    keys = [key(n) for n in range(3)]
     make = Watched(None).call("made", lambda **options: opened(tier_class, config, memory, tmp_path, recipe="octopus-4", **options))
     with unusual_host(monkeypatch):
         with pytest.raises(InvalidParameter):
-            make(heads=7)
+            make(layout="none")
         tier = Watched(make())
         tier.lookup(keys[0], None)
         tier.on_schedule_end(None)
@@ -298,9 +399,9 @@ def test_every_call_leaves_the_hosts_settings(tier_class: Callable[..., Any], tm
             if entry.is_file() and entry.read_bytes()[:10] == b"kvpack-row":
                 entry.write_bytes(entry.read_bytes()[:-1] + b"!")
                 break
-        tier.submit_load(TransferJob(2, [*keys, b"none" * 9], numpy.array([0, 1, 2, 3]), True))
+        tier.submit_load(TransferJob(2, [*keys, NONE], numpy.array([0, 1, 2, 3]), True))
         assert not finished(tier, 1)[0].success
-        with pytest.raises(InvalidParameter):
+        with pytest.raises(ValueError, match="shorter"):
             tier.submit_load(TransferJob(2, keys, numpy.array([0, 0]), True))
         tier.get_stats()
         tier.touch(keys, None)
@@ -320,10 +421,10 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
     memory[3, :2] = numpy.array([0x80, 0x7F]).astype(numpy.int8)
     tier = opened(tier_class, config, memory, tmp_path, recipe="octopus-4")
     definitions = tier_class.build_metric_definitions({})
-    keys = [bytes([n]) * 36 for n in range(3)]
+    keys = [key(n) for n in range(3)]
     tier.submit_store(TransferJob(1, keys, numpy.array([0, 1, 3]), False))
     finished(tier, 1)
-    tier.submit_load(TransferJob(2, [*keys, b"none" * 9], numpy.array([0, 1, 2, 3]), True))
+    tier.submit_load(TransferJob(2, [*keys, NONE], numpy.array([0, 1, 2, 3]), True))
     finished(tier, 1)
     stats = tier.get_stats()
     check_defined(stats, definitions)
@@ -332,7 +433,7 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
     assert values["faults"] == {("kvpack", "encode", "InvalidParameter"): 1}
     assert values["hit_tokens"][("kvpack",)] * 2 == values["load_tokens"][("kvpack",)]
     assert {labels: len(found) for labels, found in values["seconds"].items()} == {("kvpack", "save"): 1, ("kvpack", "load"): 1}
-    codec = tier.store.codec
+    codec = store_of(tier).codec
     assert values["page_bytes"][("kvpack",)] / values["row_bytes"][("kvpack",)] == codec.geometry.raw_bytes / codec.nbytes
     # Sizes are looked up beside the scheduler, and what was told is not told again.
     end, sizes = time.monotonic() + 20, None
@@ -345,14 +446,23 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
     tier.shutdown()
 
 
+TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention(), STATES))
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (Config("m"), {"heads": 4}, "has 98304 bytes, but vLLM's has 49152: heads are the KV heads of one worker"),
+        (Config("m", worker_kv_bytes_per_block=BLOCK), {}, "end after 24576 bytes, but a block of all layers has 8192"),
+        (Config("m"), {"layout": ""}, "layout is missing in kv_connector_extra_config"),
         (Config("m"), {"layout": "LBHNC"}, "layout is 'LBHNC', expected one of adjacent"),
         (Config("m"), {"revision": None}, "the model 'm' is not a folder, so only a revision identifies its weights"),
-        (Config("m", dtype="fp8"), {}, "the cache's dtype is fp8, but a store supports bfloat16"),
-        (Config("m", groups=((), ())), {}, "the model has 2 groups of cache layers"),
+        (Config("m", groups=named(attention(2 * LAYERS))), {}, "the first pipeline stage has 3 of the 6 layers 0-0, 0-1,"),
+        (TWO, {}, "the model has 2 groups of cache layers, and a chunk 2 blocks"),
+        (
+            replace(TWO, blocks_per_chunk=1),
+            {"recipe": "octopus-4;boundary-1"},
+            "the model has several groups of cache layers, each with its own layer numbers",
+        ),
         (Config("m", canonical_layout=True), {}, "needs the direct layout of rows"),
         (Config("m", extra_config={}), {}, 'mistaken for one another: set "kv_connector": "KvpackConnector" and "placement": "store"'),
         (Config("m", kv_cache_layout="LBNHC"), {}, "layout is 'adjacent', but vLLM keeps the cache in LBNHC"),
@@ -360,7 +470,10 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
         (Config("m", kv_cache_layout="BHLNC"), {}, "layout is 'adjacent', but vLLM keeps the cache in BHLNC"),
         (Config("m"), {"recipe": "octopus-4;boundary-1"}, "names layers by 'layers=0,-1:k=raw', but a row holds several blocks of a layer"),
     ],
-    ids=["sizes", "layout", "weights", "dtype", "groups", "canonical", "connector", "tokens", "heads", "inside", "layers"],
+    ids=[
+        "sizes", "no layout", "layout", "weights", "stages", "groups", "layers of groups", "canonical", "connector", "tokens", "heads",
+        "inside", "layers",
+    ],
 )
 def test_what_cannot_be_right_is_refused_at_the_start(
     config: Config, options: dict[str, Any], message: str, tier_class: Callable[..., Any], tmp_path: Path
@@ -378,7 +491,7 @@ def test_other_versions_are_refused(tier_class: Callable[..., Any], tmp_path: Pa
     for version in ("0.32.0", "0.32.1", "0.33.0", "0.34.1", "0.34.2"):
         monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
         tier = opened(tier_class, config, rows_of(config, 2), tmp_path, any_version=True)
-        identities.append(tier.store.identity)
+        identities.append(store_of(tier).identity)
         tier.shutdown()
     # Another may arrange chunks otherwise under the same names.
     assert identities[0] == identities[1]
@@ -397,7 +510,7 @@ def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[.
 def test_the_connector_passes_every_option_of_the_tier_on(tier_class: Callable[..., Any]) -> None:
     options = {name for name, one in inspect.signature(tier_class).parameters.items() if one.kind is one.KEYWORD_ONLY}
     # vLLM gives the last.
-    assert options == {*integration.STORE_OPTIONS, "heads", "head_dim", "locality"}
+    assert options == {*integration.STORE_OPTIONS, "locality"}
 
 
 def test_without_vllm_the_entry_point_does_nothing() -> None:
@@ -417,8 +530,7 @@ def test_a_vllm_without_tiers_is_told_of_the_connector(tier_class: Callable[...,
 @pytest.mark.parametrize("name", ["adjacent", "adjacent-tokens-first", "split", "cpu-vec"])
 def test_a_named_layout_is_certified_by_a_writer(name: str) -> None:
     geometry = PageGeometry(1, HEADS, TOKENS, DIM, DIM)
-    rows = Rows(name, 1, HEADS, TOKENS, DIM, "bf16")
-    page = torch.zeros(rows.nbytes // 2, dtype=torch.bfloat16)
+    page = torch.zeros(BLOCK // 2, dtype=torch.bfloat16)
     arranged = arrangement(name, HEADS, TOKENS, DIM)
 
     def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
@@ -427,10 +539,10 @@ def test_a_named_layout_is_certified_by_a_writer(name: str) -> None:
             page.as_strided((HEADS, TOKENS, DIM), strides, first).copy_(x[0])
 
     layout = PageLayout.certify(geometry, write, page)
-    rows.certify(layout)
+    certify(name, layout)
     other = "split" if name != "split" else "adjacent"
     with pytest.raises(InvalidParameter, match="its writer puts values elsewhere"):
-        Rows(other, 1, HEADS, TOKENS, DIM, "bf16").certify(layout)
+        certify(other, layout)
 
 
 REQUEST = types.SimpleNamespace(req_id="r")
@@ -464,7 +576,7 @@ class Chunks:
         return loaded
 
     def counters(self) -> dict[str, Any]:
-        counters: dict[str, Any] = self.tier.store.counters()
+        counters: dict[str, Any] = store_of(self.tier).counters()
         return counters
 
     def close(self) -> None:
@@ -478,9 +590,6 @@ class Chunks:
         return done
 
 
-def key(chunk: int) -> bytes:
-    return bytes([chunk]) * 36
-
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
@@ -490,16 +599,19 @@ def test_a_folder_in_any_condition_costs_misses_alone(
     condition(lambda folder=tmp_path, **options: Chunks(tier_class, folder, **options), tmp_path, monkeypatch)
 
 
+SMALLER_BLOCKS = {"groups": named(attention(6)), "extra_config": told(attention(6, tokens=TOKENS // 2))}
+
+
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        ({"dtype": "float16"}, {}),
+        ({"extra_config": told(attention(dtype="fp16"))}, {}),
         ({"workers": 2}, {}),
         ({"blocks_per_chunk": 1}, {}),
-        ({"groups": (types.SimpleNamespace(tokens_per_block=TOKENS // 2, layer_names=("a", "b", "c", "d", "e", "f"), group_id=0),)}, {}),
-        ({"extra_config": {SETTINGS: "another draft model, or factors of RoPE"}}, {}),
+        (SMALLER_BLOCKS, {}),
+        ({"extra_config": told(attention(), **{SETTINGS: "another draft model, or factors of RoPE"})}, {}),
         ({"name": "another"}, {}),
-        ({}, {"heads": 1, "head_dim": 2 * DIM}),
+        ({"extra_config": told(attention(heads=1, dim=2 * DIM))}, {}),
         ({}, {"adapter": "a-lora"}),
         ({}, {"revision": "abd"}),
         ({}, {"recipe": "raw"}),
@@ -517,7 +629,7 @@ def test_a_restart_with_other_settings_misses(
     other = Config(**{"name": "model", **config})
     memory = rows_of(other, 2)
     tier = opened(tier_class, other, memory, tmp_path, **options)
-    assert tier.store.present([key(0)]) == [False]
+    assert store_of(tier).present([key(0)]) == [False]
     tier.submit_load(TransferJob(1, [key(0)], numpy.array([0]), True))
     assert not finished(tier, 1)[0].success
     assert not memory.any()
@@ -539,12 +651,12 @@ def test_a_request_that_is_gone_leaves_its_chunks_to_the_next(tier_class: Callab
     assert engine.found([0, 1]) == [True, True]
     tier, begin = engine.tier, threading.Event()
     for _ in range(2):
-        tier.store._threads["get"].pool.submit(begin.wait, 60)
+        store_of(tier)._threads["get"].pool.submit(begin.wait, 60)
     tier.submit_load(TransferJob(5, [key(0), key(1)], numpy.array([4, 5]), True))
     tier.on_request_finished(REQUEST)
     assert tier.has_pending_work()
     assert engine.found([0, 1]) == [True, True]
-    assert tier.store.delete([key(1)]) == 1
+    assert store_of(tier).delete([key(1)]) == 1
     tier.submit_load(TransferJob(6, [key(0), key(1)], numpy.array([6, 7]), True))
     assert list(tier.get_finished_jobs()) == []
     begin.set()
@@ -566,7 +678,7 @@ def test_a_job_that_fails_as_a_whole_is_counted(tier_class: Callable[..., Any], 
     def fails(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room for a row")
 
-    monkeypatch.setattr(engine.tier.store.codec, "encode_into", fails)
+    monkeypatch.setattr(store_of(engine.tier).codec, "encode_into", fails)
     assert engine.store([0, 1]) == [False, False]
     assert engine.counters()["faults"] == {"put MemoryError": 1}
     assert engine.tier.get_stats().values[metrics.TIER + "faults"] == {("kvpack", "put", "MemoryError"): 1}
@@ -583,14 +695,14 @@ def test_a_prefix_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp
     for job, chunks in ((1, [2, 0, 1]), (2, [3])):
         tier.submit_store(TransferJob(job, [keys[chunk] for chunk in chunks], numpy.array(chunks), False, request))
         assert finished(tier, 1)[0].success
-    assert _newest_first(tier, keys) == keys
+    assert _newest_first(store_of(tier), keys) == keys
     assert engine.load([0, 1, 2, 3]) == [True] * 4
-    assert _newest_first(tier, keys) == keys
+    assert _newest_first(store_of(tier), keys) == keys
     engine.close()
 
 
-def _newest_first(tier: Any, keys: list[bytes]) -> list[bytes]:
+def _newest_first(store: Any, keys: list[bytes]) -> list[bytes]:
     """The keys in the order in which the store evicts them last."""
-    used = {stored.key: stored.used_ns for stored in tier.store._backend.list()}
-    names = dict(zip(keys, tier.store._entry_keys(keys), strict=True))
+    used = {stored.key: stored.used_ns for stored in store._backend.list()}
+    names = dict(zip(keys, store._entry_keys(keys), strict=True))
     return sorted(keys, key=lambda one: used[names[one]], reverse=True)

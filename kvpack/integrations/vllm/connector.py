@@ -7,14 +7,14 @@ that memory contains pages, and ``KvpackTier`` below it packs them into a kvpack
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import vllm
 
 from kvpack.formats.errors import InvalidParameter
 
 from . import PLACEMENTS, STORE_OPTIONS, VERSIONS
-from .groups import check_blocks, groups_of
+from .groups import GROUPS, PLACES, block_places, check_blocks, groups_of
 from .identities import SETTINGS, settings_of
 from .metrics import add_scheduler_stats, worker_stats
 from .versions import check_version
@@ -22,16 +22,11 @@ from .versions import check_version
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-    from .spec import GROUPS
+    from .spec import KvpackSpec
 except ImportError as error:
     raise InvalidParameter(
         f"vLLM {vllm.__version__} lacks an interface that kvpack needs ({error}): install vLLM {VERSIONS[-1]}"
     ) from error
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .groups import Group
 
 TIER = "kvpack_tier"
 """Marks a configuration that names the spec of its placement: whether it also has kvpack's tier."""
@@ -41,7 +36,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
     """The vLLM connector for ``"kv_connector": "KvpackConnector"``.
 
     ``kv_connector_extra_config`` has vLLM's options, ``placement``, the options of ``KvpackSpec``, and with the placement "store" those of
-    ``KvpackTier``, with the model's ``heads`` and ``head_dim``. Raises InvalidParameter.
+    ``KvpackTier``. Raises InvalidParameter.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -50,7 +45,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         groups = groups_of(vllm_config, kv_cache_config)
         options[GROUPS], options[SETTINGS] = groups, settings_of(vllm_config)
         if not self._is_packed:
-            options["secondary_tiers"][0] |= _heads(groups)
+            options[PLACES] = block_places(kv_cache_config)
         self._kvpack = groups, str(options.get("layout", "")), kv_cache_config
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -85,17 +80,6 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         return super().build_prom_metrics(vllm_config, *arguments)
 
 
-def _heads(groups: Sequence[Group]) -> dict[str, int]:
-    """Return the number of heads and the head dim of a worker's cache. Raises InvalidParameter unless it is an attention cache."""
-    if [group.kind for group in groups] != ["attention"]:
-        kinds = ", ".join(group.kind for group in groups) or "none"
-        raise InvalidParameter(
-            f"the model's groups of cache layers are {kinds}, but a store needs one of attention in bf16, fp16 or fp32: set "
-            '"placement": "primary", or use vLLM\'s fs tier'
-        )
-    return {"heads": groups[0].heads, "head_dim": groups[0].dim}
-
-
 def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
     """Return the options, which name the spec and the tier of the placement, and True if the primary tier contains rows.
 
@@ -120,7 +104,7 @@ def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
             else 'the placement "store" needs location, the folder, server or object store that holds it'
         )
     if is_packed:
-        options["spec_name"], options["spec_module_path"] = "KvpackSpec", "kvpack.integrations.vllm.spec"
+        options["spec_name"], options["spec_module_path"] = KvpackSpec.__name__, KvpackSpec.__module__
     else:
         options.setdefault("spec_name", "TieringOffloadingSpec")
         tiers = [{"type": "kvpack"} | {name: options[name] for name in STORE_OPTIONS if name in options}, *tiers]

@@ -12,17 +12,19 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from kvpack.pages.geometry import DTYPES, PageGeometry
 from kvpack.pages.layout import PageLayout
 
+from .layouts import certify
+
 if TYPE_CHECKING:
-    from .layouts import Rows
+    from .groups import Group
 
 
-def check_layout(rows: Rows, heads: int, tokens: int, dim: int) -> None:
-    """Raise InvalidParameter unless vLLM's attention on this CPU writes blocks in the layout of ``rows``.
+def check_layout(layout: str, group: Group) -> None:
+    """Raise InvalidParameter unless vLLM's attention on this CPU writes the blocks of ``group`` in the layout named ``layout``.
 
     On processors with AMX, it stores pairs of channels together, which no named layout does.
     """
     current_platform.import_kernels()
-    dtype = DTYPES[rows.geometry.dtype]
+    heads, tokens, dim, dtype = group.heads, group.tokens, group.dim, DTYPES[group.dtype]
     isa = _get_attn_isa(dtype, tokens, dim)
     memory = torch.zeros(2, heads, tokens, 2 * dim, dtype=dtype, device="cpu")
 
@@ -34,4 +36,4 @@ def check_layout(rows: Rows, heads: int, tokens: int, dim: int) -> None:
         slots = torch.arange(tokens, device="cpu") + tokens
         ops.cpu_attn_reshape_and_cache(*given, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
 
-    rows.certify(PageLayout.certify(PageGeometry(1, heads, tokens, dim, dim, rows.geometry.dtype), write, memory[1]))
+    certify(layout, PageLayout.certify(PageGeometry(1, heads, tokens, dim, dim, group.dtype), write, memory[1]))

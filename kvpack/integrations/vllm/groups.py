@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.formats.errors import InvalidParameter
+from kvpack.integrations.recipes import check_layer_names, check_layers
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.geometry import DTYPES, PageGeometry
 
@@ -16,8 +17,13 @@ from .layouts import arrangement
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvpack.coding.recipes import Recipe
+
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
 """kvpack's names of the dtypes that are packed. 8-bit dtypes are not, because they depend on scales outside the pages."""
+
+GROUPS, PLACES = "kvpack_groups", "kvpack_places"
+"""The keys under which the connector puts the model's cache groups and their ``block_places`` into the spec's configuration."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,56 @@ class Group:
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     """Return the groups that vLLM offloads, in its order. Raises InvalidParameter for a group with layers of several sizes."""
     return [_group(vllm_config, group) for group in _offloaded(kv_cache_config)]
+
+
+def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) -> None:
+    """Raise InvalidParameter for a recipe that ``groups`` cannot have. ``names`` are the layers of the first group."""
+    if len(groups) > 1:
+        check_layers(recipe.text, "the model has several groups of cache layers, each with its own layer numbers")
+    elif recipe.basis is not None and groups[0].kind != "attention":
+        check_layers(recipe.text, "vLLM's cache has no keys and values per head to pack")
+    check_layer_names(recipe.text, names)
+
+
+def check_layout_given(groups: Sequence[Group], layout: str) -> None:
+    """Raise InvalidParameter if ``layout`` is empty, but a group needs one."""
+    if not layout and any(group.kind == "attention" for group in groups):
+        raise InvalidParameter(
+            "layout is missing in kv_connector_extra_config: set it to adjacent, adjacent-tokens-first, split or cpu-vec"
+        )
+
+
+def block_places(kv_cache_config: Any) -> list[list[int]]:
+    """Return where vLLM's primary tier puts the blocks of each offloaded group, in bytes from the beginning of a worker's part of a chunk.
+
+    A group has one place per layer. Layers of different groups share device memory, and so a place, because a block belongs to one group:
+    the places follow the order in which the groups' layers first name their memory. If a block of all layers is one piece of memory, the
+    tier copies it whole.
+    """
+    placed = {
+        layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for number, layer in enumerate(tensor.layers)
+    }
+    groups = [
+        [(placed[name], page) for name, page in _page_bytes(group).items() if name in placed] for group in _offloaded(kv_cache_config)
+    ]
+    if any(stride != page for layers in groups for (_, stride), page in layers):
+        return [[address for (address, _), _ in layers] for layers in groups]
+    places: dict[int, int] = {}
+    end = 0
+    for (address, _), page in (layer for layers in groups for layer in layers):
+        if address not in places:
+            places[address] = end
+            end += page
+    return [[places[address] for (address, _), _ in layers] for layers in groups]
+
+
+def _page_bytes(group: Any) -> dict[str, int]:
+    """Return the bytes of a block of each layer of vLLM's group ``group``, with padding."""
+    spec = group.kv_cache_spec
+    of_layers = getattr(spec, "kv_cache_specs", {})
+    return {name: of_layers.get(name, spec).page_size_bytes for name in group.layer_names}
 
 
 def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:

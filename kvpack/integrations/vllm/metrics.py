@@ -10,7 +10,7 @@ from kvpack.integrations.changes import Changes
 from kvpack.store.counters import NAMES, SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvpack.store.page_store import PageStore
 
@@ -20,8 +20,8 @@ TIER, PACKED = "vllm:kv_offload_kvpack_", "vllm:kv_offload_kvpack_packed_"
 GAUGES = {
     "entries": "Entries at the location.",
     "bytes": "Bytes of those entries.",
-    "page_bytes": "Bytes of a chunk in vLLM's memory.",
-    "row_bytes": "Bytes of a chunk as a row.",
+    "page_bytes": "Bytes of a chunk of every group of cache layers in vLLM's memory.",
+    "row_bytes": "Bytes of these chunks as rows.",
 }
 BLOCKS = {
     "encoded": "Blocks of the device that were packed.",
@@ -73,10 +73,10 @@ def _empty_stats() -> Any:
 
 
 class TierMetrics:
-    """The metrics of a tier's store, as increments since vLLM last read them."""
+    """The metrics of a tier's stores, which are at one location, as increments since vLLM last read them."""
 
-    def __init__(self, store: PageStore, tier: str) -> None:
-        self._store, self._tier, self._changes = store, tier, Changes(store)
+    def __init__(self, stores: Sequence[PageStore], tier: str) -> None:
+        self._stores, self._tier, self._changes = stores, tier, [Changes(store) for store in stores]
         self._sizing = ThreadPoolExecutor(1, thread_name_prefix="kvpack-vllm-size")
         self._sizes: Future[Mapping[str, Any]] | None = None
         self._asked = float("-inf")
@@ -87,13 +87,16 @@ class TierMetrics:
     def take(self) -> Any:
         """Return the increments as vLLM's stats, or None if nothing has happened."""
         stats = _empty_stats()
-        for labels, added in self._changes.take().items():
-            stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))
-        for operation, seconds in self._store.recent():
-            stats.observe_histogram(TIER + "seconds", seconds, (self._tier, operation))
+        for changes in self._changes:
+            for labels, added in changes.take().items():
+                stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))
+        for store in self._stores:
+            for operation, seconds in store.recent():
+                stats.observe_histogram(TIER + "seconds", seconds, (self._tier, operation))
         if not stats.is_empty():
-            for name, size in (("page_bytes", self._store.codec.geometry.raw_bytes), ("row_bytes", self._store.codec.nbytes)):
-                stats.set_gauge(TIER + name, size, (self._tier,))
+            codecs = [store.codec for store in self._stores]
+            stats.set_gauge(TIER + "page_bytes", sum(codec.geometry.raw_bytes for codec in codecs), (self._tier,))
+            stats.set_gauge(TIER + "row_bytes", sum(codec.nbytes for codec in codecs), (self._tier,))
         self._add_sizes(stats)
         return None if stats.is_empty() else stats
 
@@ -106,7 +109,7 @@ class TierMetrics:
             self._sizes = None
         if self._sizes is None and time.monotonic() - self._asked > SIZES_EVERY:
             self._asked = time.monotonic()
-            self._sizes = self._sizing.submit(self._store.stats)
+            self._sizes = self._sizing.submit(self._stores[0].stats)
 
 
 def worker_stats(worker: PackedWorker) -> Any:

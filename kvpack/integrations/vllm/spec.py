@@ -19,12 +19,12 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter, InvalidType
-from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_with_basis
+from kvpack.integrations.recipes import recipe_with_basis
 from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import attach_keys
+from .groups import GROUPS, check_groups, check_layout_given
 from .identities import SETTINGS, identity_of
-from .layouts import Rows
 from .metrics import packed_definitions
 from .promotions import check_promotions
 from .versions import check_version
@@ -32,9 +32,6 @@ from .worker import PackedWorker
 
 if TYPE_CHECKING:
     from .groups import Group
-
-GROUPS = "kvpack_groups"
-"""The key under which the connector puts the model's cache groups into the spec's configuration."""
 
 
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -54,12 +51,9 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         self._groups = groups
         given = recipe_with_basis(_text(options, "recipe"), options.get("basis"), config.model.name)
         self._recipe, self._layout = given.text, str(options.get("layout", ""))
-        _check(config, groups, self._layout)
-        if len(groups) > 1:
-            check_layers(self._recipe, "the model has several groups of cache layers, each with its own layer numbers")
-        elif given.basis is not None and groups[0].kind != "attention":
-            check_layers(self._recipe, "vLLM's cache has no keys and values per head to pack")
-        check_layer_names(self._recipe, config.groups[0].layer_names)
+        _check(config, groups)
+        check_layout_given(groups, self._layout)
+        check_groups(given, groups, config.groups[0].layer_names)
         shape = {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout}
         identity = identity_of(
             config,
@@ -146,8 +140,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             if current_platform.is_cpu() and group.kind == "attention":
                 from .cpu import check_layout
 
-                named = Rows(self._layout, 1, group.heads, group.tokens, group.dim, group.dtype)
-                check_layout(named, group.heads, group.tokens, group.dim)
+                check_layout(self._layout, group)
         region = SharedOffloadRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,
@@ -171,7 +164,7 @@ def _text(options: Any, name: str) -> str:
     return value
 
 
-def _check(config: Any, groups: list[Group], layout: str) -> None:
+def _check(config: Any, groups: list[Group]) -> None:
     """Raise InvalidParameter if the spec does not support the configuration."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
@@ -181,7 +174,3 @@ def _check(config: Any, groups: list[Group], layout: str) -> None:
     for name in ("pp_size", "pcp_size", "dcp_size"):
         if getattr(parallel, name) != 1:
             raise InvalidParameter(f"{name} is {getattr(parallel, name)}, but kvpack supports tensor parallelism only: set it to 1")
-    if not layout and any(group.kind == "attention" for group in groups):
-        raise InvalidParameter(
-            "layout is missing in kv_connector_extra_config: set it to adjacent, adjacent-tokens-first, split or cpu-vec"
-        )

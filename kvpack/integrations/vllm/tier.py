@@ -1,44 +1,65 @@
-"""KvpackTier: a secondary tier of vLLM's TieringOffloadingSpec over a PageStore. It runs in vLLM's scheduler, which it never blocks."""
+"""KvpackTier: a secondary tier of vLLM's TieringOffloadingSpec over a kvpack store. It runs in vLLM's scheduler, which it never blocks."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext, get_offload_group_idx
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.recipes import check_layer_names, check_layers, recipe_with_basis
+from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
+from .groups import GROUPS, PLACES, Group, check_groups, check_layout_given
 from .identities import SETTINGS, identity_of
-from .layouts import DTYPES, Rows
 from .metrics import TierMetrics, tier_definitions
 from .versions import check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from kvpack.pages.buffer import PageBuffer
     from kvpack.store.page_store import Job
+
+
+class GroupStore(NamedTuple):
+    """The store of one group of cache layers, and the primary tier's chunks as its pages."""
+
+    store: PageStore
+    pages: PageBuffer
+
+
+class _Running(NamedTuple):
+    """A job of vLLM's, which is one of the store of each group that it has chunks of. ``parts`` are these jobs and their keys."""
+
+    metadata: Any
+    parts: list[tuple[PageStore, Job, list[bytes]]]
+
+    @property
+    def done(self) -> bool:
+        return all(job.done for _, job, _ in self.parts)
 
 
 class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     """A secondary tier that stores chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
 
-    vLLM passes bytes without their shape, so ``heads`` (KV heads of one worker) and ``head_dim`` come from the connector, and are compared
-    with the bytes of a block, as is ``layout``, a name of ``layouts.arrangement``. ``revision`` names the weights if vLLM's model is not a
-    folder, and ``basis`` is the file of the basis that a recipe may need. ``max_bytes`` and ``encryption_key_file`` are those of a store.
-    ``any_version`` allows a vLLM version that was not tested. Raises InvalidParameter before vLLM serves for an impossible configuration:
-    another version, several cache groups, other sizes, and a connector that does not pass the model's settings.
+    vLLM passes bytes without their shape, so the connector passes the model's groups of cache layers and their places in a chunk. Attention
+    and MLA are encoded; everything else, such as Mamba states, is stored byte for byte. ``layout`` is a name of ``layouts.arrangement``.
+    ``revision`` names the weights if vLLM's model is not a folder, and ``basis`` is the file of the basis that a recipe may need.
+    ``max_bytes`` and ``encryption_key_file`` are those of a store. ``any_version`` allows a vLLM version that was not tested. Raises
+    InvalidParameter before vLLM serves for an impossible configuration: another version, several cache groups with several blocks per
+    chunk, other sizes, and a connector that does not pass the model's settings.
     """
 
     medium = Medium.STORAGE
@@ -52,9 +73,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         *,
         location: Any,
         recipe: str,
-        heads: int,
-        head_dim: int,
-        layout: str,
+        layout: str = "",
         threads: int = 2,
         max_bytes: int | None = None,
         basis: str | None = None,
@@ -74,31 +93,39 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
                 "only KvpackConnector passes on the model's overrides, quantization and load format, without which chunks of different "
                 'settings would be mistaken for one another: set "kv_connector": "KvpackConnector" and "placement": "store"'
             )
-        rows = _rows(config, heads, head_dim, layout)
+        groups = config.extra_config[GROUPS]
         packed = recipe_with_basis(recipe, basis, config.model.name)
-        if rows.geometry.layers != len(config.groups[0].layer_names):
+        _check_layout(config, groups, layout)
+        chunks = _chunk_groups(config, groups)
+        if chunks[0].group.layers != len(config.groups[0].layer_names):
             check_layers(packed.text, "a row holds several blocks of a layer, or those of several workers")
-        check_layer_names(packed.text, config.groups[0].layer_names)
-        if current_platform.is_cpu():
-            from .cpu import check_layout
-
-            check_layout(rows, heads, config.groups[0].tokens_per_block, head_dim)
-        shape = {
-            "layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": config.groups[0].layer_names, "settings": settings,
-            **version,
-        }  # fmt: skip
-        identity = identity_of(config, packed, shape, revision, adapter, tenant)
-        encryption = None
-        if encryption_key_file is not None:
-            encryption = read_key_file(encryption_key_file)
-        self.store = PageStore(location, identity, rows.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
+        check_groups(packed, groups, config.groups[0].layer_names)
+        encryption = None if encryption_key_file is None else read_key_file(encryption_key_file)
         memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
-        self._pages = rows.buffer(memory)
-        self._running: dict[int, Any] = {}
-        self._lookups, self._metrics = _Lookups(self), TierMetrics(self.store, tier_type)
-        ratio = rows.geometry.raw_bytes / self.store.codec.nbytes
+        self.stores: dict[int, GroupStore] = {}
+        """The store of each group, by the number in vLLM's keys."""
+        for of_model, (group, places), named in zip(groups, chunks, config.groups, strict=True):
+            if current_platform.is_cpu() and group.kind == "attention":
+                from .cpu import check_layout
+
+                check_layout(layout, group)
+            shape = {
+                "layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": named.layer_names, "settings": settings, **version,
+            }  # fmt: skip
+            if len(groups) > 1 or group.kind != "attention":
+                shape["group"] = repr(of_model)
+            given = Recipe(group.recipe(packed.text), packed.basis)
+            identity = identity_of(config, given, shape, revision, adapter, tenant)
+            store = PageStore(location, identity, group.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)
+            self.stores[named.group_id] = GroupStore(store, group.buffer(layout, [memory[:, place:] for place in places]))
+        self._running: dict[int, _Running] = {}
+        self._lookups, self._metrics = _Lookups(self), TierMetrics([store for store, _ in self.stores.values()], tier_type)
         # A child of vLLM's own logger, which vLLM shows.
-        logging.getLogger("vllm.kvpack").info("kvpack packs pages with %s, %.2f times smaller, into its store", recipe, ratio)
+        logging.getLogger("vllm.kvpack").info(
+            "kvpack packs pages with %s, %.2f times smaller, into its store", recipe,
+            sum(store.codec.geometry.raw_bytes for store, _ in self.stores.values())
+            / sum(store.codec.nbytes for store, _ in self.stores.values()),
+        )  # fmt: skip
 
     def on_new_request(self, req_context: Any) -> Any:
         return RequestOffloadingContext()
@@ -123,24 +150,33 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         first = min((positions[key] for key in keys if key in positions), default=0)
         before = sorted((key for key, position in positions.items() if position < first), key=lambda key: positions[key])
         ordered = replace(job_metadata, keys=keys, chunk_ids=[chunks[key] for key in keys])
-        self._begin(ordered, partial(self.store.submit_put, ancestors=[bytes(key) for key in before]))
+
+        def put(to: GroupStore, keys: list[bytes], places: list[int], group: int) -> Job:
+            ancestors = [bytes(key) for key in before if get_offload_group_idx(key) == group]
+            return to.store.submit_put(keys, to.pages, places, ancestors=ancestors)
+
+        self._begin(ordered, put)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Start loading chunks into rows of the primary tier. A damaged chunk is a miss and does not affect others."""
-        self._begin(job_metadata, self.store.submit_get)
+        """Start loading chunks into the primary tier. A damaged chunk is a miss and does not affect others."""
+        self._begin(job_metadata, lambda source, keys, places, group: source.store.submit_get(keys, source.pages, places))
 
     def get_finished_jobs(self) -> Iterable[Any]:
+        for store, _ in self.stores.values():
+            # Only so that it forgets them.
+            store.finished()
+        done = [running for running in self._running.values() if running.done]
         result = []
-        for job in self.store.finished():
-            metadata = self._running.pop(job.number)
-            results = _results(job)
-            good = [key for key, stored in zip(metadata.keys, results, strict=True) if stored]
-            if metadata.is_promotion and len(good) < len(results):
+        for metadata, parts in done:
+            del self._running[metadata.job_id]
+            stored = {key for _, job, keys in parts for key in compress(keys, _results(job))}
+            size = sum(store.codec.nbytes * sum(key in stored for key in keys) for store, _, keys in parts)
+            good = [key for key in metadata.keys if bytes(key) in stored]
+            failed = [key for key in metadata.keys if bytes(key) not in stored]
+            if metadata.is_promotion and failed:
                 # Otherwise vLLM would ask for what the lookup said, again and again.
-                self._lookups.mark_miss([key for key, loaded in zip(metadata.keys, results, strict=True) if not loaded])
-            result.append(
-                JobResult(metadata.job_id, len(good) == len(results), good or None, transfer_bytes=len(good) * self.store.codec.nbytes)
-            )
+                self._lookups.mark_miss(failed)
+            result.append(JobResult(metadata.job_id, not failed, good or None, transfer_bytes=size))
         return result
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
@@ -150,7 +186,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return bool(self._running)
 
     def drain_jobs(self) -> None:
-        self.store.drain()
+        for store, _ in self.stores.values():
+            store.drain()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
@@ -163,23 +200,35 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         self._lookups.shutdown()
         self._metrics.close()
-        self.store.close()
-        del self._pages
+        for store, _ in self.stores.values():
+            store.close()
+        # Their pages are views of vLLM's memory.
+        self.stores.clear()
 
-    def _begin(self, metadata: Any, submit: Any) -> None:
-        job = submit([bytes(key) for key in metadata.keys], self._pages, [int(chunk) for chunk in metadata.chunk_ids])
-        self._running[job.number] = metadata
+    def _begin(self, metadata: Any, submit: Callable[[GroupStore, list[bytes], list[int], int], Job]) -> None:
+        """Start a job of each group's store with its chunks: ``submit(store, keys, places, group)``."""
+        chunks = dict(zip((bytes(key) for key in metadata.keys), map(int, metadata.chunk_ids), strict=True))
+        parts = []
+        for group, to in self.stores.items():
+            keys = [key for key in chunks if get_offload_group_idx(key) == group]
+            if keys:
+                parts.append((to.store, submit(to, keys, [chunks[key] for key in keys], group), keys))
+        self._running[metadata.job_id] = _Running(metadata, parts)
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """A thread that looks up chunks in the tier's store, based on vLLM's own lookup thread."""
+    """A thread that looks up chunks in the tier's stores, based on vLLM's own lookup thread."""
 
     def __init__(self, tier: KvpackTier) -> None:
-        self._store = tier.store
+        self._stores = {group: store for group, (store, _) in tier.stores.items()}
         super().__init__(tier_type=tier.tier_type)
 
     def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> list[bool]:
-        return self._store.present([bytes(key) for key in keys])
+        present: dict[bytes, bool] = {}
+        for group, store in self._stores.items():
+            own = [bytes(key) for key in keys if get_offload_group_idx(key) == group]
+            present |= zip(own, store.present(own), strict=True)
+        return [present.get(bytes(key), False) for key in keys]
 
 
 def _results(job: Job) -> list[bool]:
@@ -190,34 +239,56 @@ def _results(job: Job) -> list[bool]:
         return [False] * len(job.keys)
 
 
-def _rows(config: Any, heads: int, head_dim: int, layout: str) -> Rows:
-    """Return the layout of the primary tier's rows. Raises InvalidParameter if the configuration does not match."""
-    if len(config.groups) != 1:
-        raise InvalidParameter(
-            f"the model has {len(config.groups)} groups of cache layers, as hybrid models do, but a store supports one: "
-            'use "placement": "primary", or vLLM\'s fs tier'
-        )
-    (group,) = config.groups
-    if config.canonical_layout or config.replicated_layout:
-        raise InvalidParameter('a store needs the direct layout of rows, but it is canonical or replicated: use "placement": "primary"')
-    if config.model.dtype not in DTYPES:
-        raise InvalidParameter(
-            f'the cache\'s dtype is {config.model.dtype}, but a store supports {", ".join(DTYPES)}: use "placement": "primary"'
-        )
-    workers = config.parallel.world_size
-    blocks = workers * len(group.layer_names) // config.parallel.pp_size * config.cache.blocks_per_chunk
-    tokens = group.tokens_per_block // max(1, config.parallel.pcp_size * config.parallel.dcp_size)
-    rows = Rows(layout, blocks, heads, tokens, head_dim, DTYPES[config.model.dtype])
+class _ChunkGroup(NamedTuple):
+    """A group whose layers are the blocks of a chunk, and the place of each block in bytes."""
+
+    group: Group
+    places: list[int]
+
+
+def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
+    """Raise InvalidParameter for a missing layout, or for one that vLLM's name of its own contradicts."""
+    check_layout_given(groups, layout)
     last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
     if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):
         raise InvalidParameter(
             f"layout is {layout!r}, but vLLM keeps the cache in {config.kv_cache_layout}: layouts that end in HNC are adjacent, those that "
             "end in NHC adjacent-tokens-first"
         )
-    expected = config.worker_kv_bytes_per_block * workers * config.cache.blocks_per_chunk
-    if rows.nbytes != expected:
+
+
+def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
+    """Return the chunks of the primary tier as pages of each group. Raises InvalidParameter if the configuration does not match.
+
+    A chunk has the blocks of each worker, and among them those of each layer.
+    """
+    blocks, workers, block_bytes = config.cache.blocks_per_chunk, config.parallel.world_size, config.worker_kv_bytes_per_block
+    if config.canonical_layout or config.replicated_layout:
+        raise InvalidParameter('a store needs the direct layout of rows, but it is canonical or replicated: use "placement": "primary"')
+    if len(groups) > 1 and blocks > 1:
         raise InvalidParameter(
-            f"a chunk of {len(group.layer_names)} layers, {tokens} tokens, {heads} heads of {head_dim} {config.model.dtype} has "
-            f"{rows.nbytes} bytes, but vLLM's has {expected}: heads are the KV heads of one worker, and head_dim is that of the cache"
+            f"the model has {len(groups)} groups of cache layers, and a chunk {blocks} blocks: vLLM does not say which of them a sliding "
+            "window has left empty. Leave block_size and blocks_per_chunk out of kv_connector_extra_config, so that a chunk is one block, "
+            'or use "placement": "primary"'
         )
-    return rows
+    result = []
+    for group, places, named in zip(groups, config.extra_config[PLACES], config.groups, strict=True):
+        if len(places) * config.parallel.pp_size != len(named.layer_names):
+            raise InvalidParameter(
+                f"the first pipeline stage has {len(places)} of the {len(named.layer_names)} layers {', '.join(named.layer_names)}, but a "
+                'store needs as many from each stage: use "placement": "primary"'
+            )
+        end = max(places) + group.page_bytes
+        if end > block_bytes:
+            raise InvalidParameter(
+                f"the blocks of the layers {', '.join(named.layer_names)} end after {end} bytes, but a block of all layers has "
+                f"{block_bytes}: kvpack does not know this arrangement; use vLLM's fs tier"
+            )
+        starts = [
+            worker * block_bytes * blocks + place * blocks + block * group.page_bytes
+            for worker in range(workers)
+            for place in places
+            for block in range(blocks)
+        ]
+        result.append(_ChunkGroup(replace(group, layers=len(starts)), starts))
+    return result

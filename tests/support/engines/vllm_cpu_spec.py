@@ -14,22 +14,27 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
     """A worker that copies whole blocks synchronously."""
 
     def __init__(self, kv_caches: Any, blocks_per_chunk: int, region: Any) -> None:
-        assert len(kv_caches.group_data_refs) == 1
         self._blocks, self._region, self._done = blocks_per_chunk, region, []
-        self._device = [cache.tensor for cache in kv_caches.tensors]
-        self._host = [region.create_next_worker_view(cache.page_size_bytes * blocks_per_chunk) for cache in kv_caches.tensors]
+        host = [region.create_next_worker_view(cache.page_size_bytes * blocks_per_chunk) for cache in kv_caches.tensors]
+        device = [cache.tensor for cache in kv_caches.tensors]
+        self._places = [
+            [(device[ref.tensor_idx], host[ref.tensor_idx], ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs
+        ]
 
     def _copy(self, job_id: int, device_spec: Any, host_spec: Any, store: bool) -> bool:
-        chunks = numpy.asarray(host_spec.chunk_ids if hasattr(host_spec, "chunk_ids") else host_spec.block_ids)
-        skipped = device_spec.block_indices[0] % self._blocks
-        places = [(int(chunk), part) for chunk in chunks for part in range(self._blocks)][skipped:]
-        count = 0
-        for (chunk, part), block in zip(places, device_spec.block_ids.tolist(), strict=False):
-            for device, host in zip(self._device, self._host, strict=True):
-                size = device.shape[1]
-                on_device, on_host = device[block], host[chunk, part * size : (part + 1) * size]
-                (on_host.copy_(on_device) if store else on_device.copy_(on_host))
-                count += size
+        chunks = numpy.asarray(host_spec.chunk_ids if hasattr(host_spec, "chunk_ids") else host_spec.block_ids).tolist()
+        blocks, count = device_spec.block_ids.tolist(), 0
+        for places, blocks_here, index in zip(self._places, device_spec.group_sizes, device_spec.block_indices, strict=True):
+            skipped = index % self._blocks if blocks_here else 0
+            chunks_here = -(-(blocks_here + skipped) // self._blocks)
+            slots = [(chunk, part) for chunk in chunks[:chunks_here] for part in range(self._blocks)][skipped:]
+            for (chunk, part), block in zip(slots, blocks[:blocks_here], strict=False):
+                for device, host, size in places:
+                    begin = part * device.shape[1]
+                    on_device, on_host = device[block, :size], host[chunk, begin : begin + size]
+                    (on_host.copy_(on_device) if store else on_device.copy_(on_host))
+                    count += size
+            del chunks[:chunks_here], blocks[:blocks_here]
         self._done.append(TransferResult(job_id, True, count, 1e-6))
         return True
 
@@ -47,7 +52,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         """Do nothing: copies are finished when they are submitted."""
 
     def shutdown(self) -> None:
-        self._device = self._host = None  # type: ignore[assignment]
+        self._places = []
         self._region.cleanup()
 
 

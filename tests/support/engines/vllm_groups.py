@@ -1,4 +1,4 @@
-"""One process of vLLM on the CPU whose cache layers are not plain attention alone: ``python vllm_groups.py KIND FOLDER RECIPE``.
+"""One process of vLLM on the CPU whose cache layers are not plain attention alone: ``python vllm_groups.py KIND FOLDER RECIPE PLACEMENT``.
 
 ``KIND`` is "windows" (sliding windows beside attention, two workers, chunks of two blocks, so that windows leave chunks in part), "latents"
 (MLA) or "states" (short convolutions beside attention, which vLLM keeps as Mamba's states). The models are random: their log probabilities
@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+sys.path.insert(0, str(Path(__file__).parent))
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 import torch
@@ -64,22 +66,30 @@ def model_of(kind: str, folder: Path) -> Path:
     return path
 
 
-def main(kind: str, folder: str, recipe: str) -> None:
+def main(kind: str, folder: str, recipe: str, placement: str) -> None:
     from vllm import LLM, SamplingParams
 
-    from kvpack.integrations.vllm import spec
+    from kvpack.integrations.vllm import spec, tier
 
     made: list[Any] = []
-    known = spec.KvpackSpec.__init__
 
-    def seen(self: Any, config: Any) -> None:
-        known(self, config)
-        made.append(self)
+    def seen(known: Any) -> Any:
+        @wraps(known)
+        def init(self: Any, *arguments: Any, **options: Any) -> None:
+            known(self, *arguments, **options)
+            made.append(self)
 
-    spec.KvpackSpec.__init__ = seen
-    tier = {"type": "fs", "root_dir": str(Path(folder) / "store"), "n_read_threads": 2, "n_write_threads": 2}
-    extra = {"cpu_bytes_to_use": 64 << 20, "recipe": recipe, "layout": "cpu-vec", "secondary_tiers": [tier]}
-    extra |= {"blocks_per_chunk": BLOCKS[kind]}
+        return init
+
+    store = str(Path(folder) / "store")
+    extra = {"cpu_bytes_to_use": 64 << 20, "recipe": recipe, "layout": "cpu-vec"}
+    if placement == "store":
+        tier.KvpackTier.__init__ = seen(tier.KvpackTier.__init__)
+        extra |= {"placement": "store", "location": store, "spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_spec"}
+    else:
+        spec.KvpackSpec.__init__ = seen(spec.KvpackSpec.__init__)
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": store, "n_read_threads": 2, "n_write_threads": 2}]
+        extra["blocks_per_chunk"] = BLOCKS[kind]
     llm = LLM(
         str(model_of(kind, Path(folder))),
         skip_tokenizer_init=True,
@@ -113,16 +123,23 @@ def main(kind: str, folder: str, recipe: str) -> None:
         run([256, 65, 66 + word])
     llm.reset_prefix_cache()
     cached, scores = run(prompt)
-    (scheduler,) = [one for one in made if one._manager is not None]
-    for tier in scheduler._manager.secondary_tiers:
-        tier.drain_jobs()
+    if placement == "store":
+        (found,) = made
+        tiers, groups = [found], [store.identity.recipe for store, _ in found.stores.values()]
+        damaged = sum(store.counters()["damaged_entries"] for store, _ in found.stores.values())
+    else:
+        (found,) = [one for one in made if one._manager is not None]
+        tiers, groups = found._manager.secondary_tiers, [group.kind for group in found._groups]
+        damaged = sum(one.damaged_chunks for one in tiers)
+    for one in tiers:
+        one.drain_jobs()
     print("RESULT " + json.dumps({
         "first": first,
         "cached": cached,
         "scores": scores,
         "workers": WORKERS[kind],
-        "groups": [group.kind for group in scheduler._groups],
-        "damaged": sum(tier.damaged_chunks for tier in scheduler._manager.secondary_tiers),
+        "groups": groups,
+        "damaged": damaged,
     }))  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def main(model: str, store: str, recipe: str) -> None:
     for word in range(2):
         llm.generate([{"prompt_token_ids": [256, 65, 66 + word]}], sampling, use_tqdm=False)
         tiers[0].drain_jobs()
-    store_ = tiers[0].store
+    ((store_, _),) = tiers[0].stores.values()
     print("RESULT " + json.dumps({
         "cached": out.num_cached_tokens,
         "tokens": list(out.outputs[0].token_ids),

@@ -8,6 +8,7 @@ system refused (disk, permissions).
 
 import errno
 import os
+from functools import partial
 
 
 class KvpackError(Exception):
@@ -55,7 +56,7 @@ class MissingFile(KvpackError, FileNotFoundError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _missing_file, (self.args[0], self.filename, self.errno)
+        return partial(MissingFile, filename=self.filename, number=self.errno or errno.ENOENT), self.args
 
 
 class MissingPackage(KvpackError, ImportError):
@@ -90,7 +91,7 @@ class WriteFailed(KvpackError, OSError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _write_failed, (self.args[0], self.filename, self.errno)
+        return partial(WriteFailed, filename=self.filename, number=self.errno), self.args
 
 
 class NotKvpack(KvpackError, ValueError):
@@ -223,11 +224,3 @@ class OutOfBounds(KvpackError, IndexError):
     """
 
     exit_code = 2
-
-
-def _missing_file(message: str, filename: str | None, number: int) -> MissingFile:
-    return MissingFile(message, filename=filename, number=number)
-
-
-def _write_failed(message: str, filename: str | None, number: int | None) -> WriteFailed:
-    return WriteFailed(message, filename=filename, number=number)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from .base import Codec, Fields, check_choice, check_range
 from .errors import InvalidParameter
 from .tables import MAX_CACHED_TABLES
+from .token_norms import norm_features
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -102,6 +103,11 @@ class CodecFamily(Codec):
         Raises:
             InvalidParameter: An option is unknown or out of range.
         """
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Required features of the stored form of norms, if the codec has a parameter ``norm``. Subclasses with other features add them."""
+        return norm_features(getattr(self, "norm", ""))
 
     def params(self) -> dict[str, Any]:
         """Return the codec's map in a header: ``id``, then every stored field by name. Optional fields at their default are left out."""

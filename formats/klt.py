@@ -104,23 +104,8 @@ class Klt(CodecFamily):
             raise InvalidParameter(
                 f"codec {cls.id}: the head dim is {dim}, but the basis has {calibrated.rows.dim}: use the basis of this model"
             )
-        make = cls.with_head_widths if per_head else cls.of
-        return make(dim, calibrated.digest, calibrated.layer, side, calibrated.widths, gain, rows, calibrated.rows)
-
-    @classmethod
-    def with_head_widths(
-        cls,
-        dim: int,
-        basis: bytes,
-        layer: int,
-        side: str,
-        widths: bytes,
-        gain: str = "fp16",
-        rows: str = "basis",
-        source: BasisRows | None = None,
-    ) -> Self:
-        """Create the codec for heads that have their own ``widths`` of runs of 8 columns, listed head by head."""
-        return cls(dim, basis, layer, side, rows, widths, gain, ((CODES, HEAD_RUN_COLUMNS),), source)
+        place = calibrated.digest, calibrated.layer, side
+        return cls.of(dim, *place, calibrated.widths, gain, rows, calibrated.rows, per_head=per_head)
 
     @classmethod
     def of(
@@ -133,9 +118,15 @@ class Klt(CodecFamily):
         gain: str = "fp16",
         rows: str = "basis",
         source: BasisRows | None = None,
+        *,
+        per_head: bool = False,
     ) -> Self:
         """Create the codec for heads that share the ``widths`` of runs of 16 columns, with the default number of fields for every stream.
+
+        With ``per_head``, heads have their own widths of runs of 8 columns, listed head by head.
         """
+        if per_head:
+            return cls(dim, basis, layer, side, rows, widths, gain, ((CODES, HEAD_RUN_COLUMNS),), source)
         counts = columns_by_width(widths, dim)
         fields = tuple((f"codes_{width}", default_fields(len(columns), (1 << width,))) for width, columns in counts.items())
         return cls(dim, basis, layer, side, rows, widths, gain, fields, source)

@@ -23,7 +23,7 @@ from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoin
 from .products import product
 from .rotation import KINDS, Rotation
 from .tables import MAX_CACHED_TABLES, cache_per_device
-from .token_norms import TOKEN_NORMS, decode_norms, encode_norms, norm_features
+from .token_norms import TOKEN_NORMS, decode_norms, encode_norms
 from .value_blocks import arrays_in_memory, first_index, row_blocks
 
 if TYPE_CHECKING:
@@ -106,10 +106,6 @@ class Octahedral(CodecFamily):
         if self.b_dir - self.b_norm == 2:
             return (self.b_dir + self.b_norm) / 2
         return (2 * self.b_dir + self.b_norm) / 3
-
-    @property
-    def features(self) -> frozenset[str]:
-        return norm_features(self.norm)
 
     @property
     def triplets(self) -> int:

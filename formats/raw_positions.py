@@ -18,7 +18,7 @@ from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .head_norms import drop_crowded_pages, exceeds_usual, misfit_scores, norms_over_heads, norms_per_head, usual_norms
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
-from .side_car import KeptTokens, RunStep, parse_choice
+from .side_car import KeptTokens, RunStep
 from .value_blocks import BLOCK_VALUES, read_values, row_blocks
 
 if TYPE_CHECKING:
@@ -73,13 +73,6 @@ class RawPositions(KeptTokens):
                 )
             return None
         return cls(dim, dtype or "bf16", first, low_norm, high_norm)
-
-    @classmethod
-    def from_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, parse_choice(cls.name, value, DTYPES))
-
-    def params(self) -> str:
-        return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Return the layouts of ``raw_positions``, the token and sequence of each raw token, and of ``raw_values``."""

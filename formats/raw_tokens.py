@@ -6,14 +6,14 @@ Attention sinks and tokens of low norm are few, but they degrade the groups they
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .raw import DTYPES
 from .raw_positions import gather_raw_values, replace_tokens
-from .side_car import KeptTokens, RunStep, parse_choice
+from .side_car import KeptTokens, RunStep
 from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
@@ -52,13 +52,6 @@ class RawTokens(KeptTokens):
                 )
             return None
         return cls(dim, dtype or "bf16", first, low_norm)
-
-    @classmethod
-    def from_params(cls, dim: int, value: Any) -> Self:
-        return cls(dim, parse_choice(cls.name, value, DTYPES))
-
-    def params(self) -> str:
-        return self.dtype
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Return the layouts of ``raw_token_flags``, 1 for a raw token, and of ``raw_tokens``, ordered by token and sequence."""

@@ -22,7 +22,7 @@ from .norm_rule import NORM_RULES, normalize_rows, read_norm_rule, unbiased_norm
 from .octahedral_search import midpoints, nearest_level
 from .rotation import KINDS
 from .tables import MAX_CACHED_TABLES, cache_per_device
-from .token_norms import TOKEN_NORMS, decode_norms, encode_norms, norm_features
+from .token_norms import TOKEN_NORMS, decode_norms, encode_norms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,10 +114,6 @@ class Scalar(CodecFamily):
     @property
     def nominal_bits(self) -> float:
         return sum(part.bits * len(part.channels) for part in self.channel_sets) / self.dim
-
-    @property
-    def features(self) -> frozenset[str]:
-        return norm_features(self.norm)
 
     @property
     def channel_sets(self) -> tuple[ChannelSet, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .errors import InvalidParameter
+from .raw import DTYPES
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
@@ -135,8 +136,17 @@ class SideCar(ABC):
 class KeptTokens(SideCar):
     """Side-car that takes whole tokens, in all heads, out of the values and keeps them in the original frame.
 
-    Entries are ordered by token, then by sequence.
+    Entries are ordered by token, then by sequence. The header stores only ``dtype``, that of the values.
     """
+
+    dtype: str
+
+    @classmethod
+    def from_params(cls, dim: int, value: Any) -> Self:
+        return cls(dim, parse_choice(cls.name, value, DTYPES))  # type: ignore[call-arg]
+
+    def params(self) -> str:
+        return self.dtype
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:

@@ -23,7 +23,7 @@ from .lazy import torch
 from .norm_rule import NORM_RULES, normalize_rows, read_norm_rule, unbiased_norm
 from .rotation import KINDS
 from .tables import cache_per_device
-from .token_norms import TOKEN_NORMS, decode_norms, encode_norms, norm_features
+from .token_norms import TOKEN_NORMS, decode_norms, encode_norms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -87,10 +87,6 @@ class Trellis(CodecFamily):
     @property
     def nominal_bits(self) -> float:
         return self.bits
-
-    @property
-    def features(self) -> frozenset[str]:
-        return norm_features(self.norm)
 
     def packings(self) -> dict[str, Columns]:
         # A word is a symbol: any word is valid.

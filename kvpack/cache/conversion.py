@@ -38,7 +38,6 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
 
     Keys and values that already have the right codec are reused. If only the packing of the codes differs, the codes are repacked.
     """
-    recipe.check_length()
     recipe.check_layers(len(layers))
     result = []
     for number, layer in enumerate(layers):

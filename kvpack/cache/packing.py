@@ -120,7 +120,6 @@ def pack(
     start, named = as_integer(start, "start"), {} if model is None else model_fields(model)
     if not 0 <= start <= MAX_TOKENS:
         raise InvalidParameter(f"start is {start}, expected an integer from 0 to {MAX_TOKENS}")
-    recipe.check_length()
     if recipe.basis is not None:
         recipe.basis.check_model(named)
     states = dense_states(past_key_values)

@@ -294,7 +294,7 @@ row.compiled = _add_words
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
     """Run ``head_norms.has_large_size`` in C; return None if the C kernels are unavailable or disabled."""
-    if sizes.device.type != "cpu" or not _runs_c():
+    if not uses_c(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode
 
@@ -306,7 +306,7 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
 
     ``device`` is that of the streams. The result may also be True for a size that reaches ``ratio`` only after rounding.
     """
-    if device.type == "cpu" and _runs_c():
+    if uses_c(device):
         from kvpack.kernels.cpu import encode as c_encode
 
         has_large = c_encode.has_large_error(codec, streams, ratio)

@@ -30,9 +30,9 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
     return words
 
 
-def raw_positions_of(words: Mapping[str, str], dim: int = 1) -> RawPositions | None:
+def raw_positions_of(words: Mapping[str, str]) -> RawPositions | None:
     """Return the rule that selects raw tokens, from codec options; None if no tokens stay raw. Raises InvalidParameter."""
-    return RawPositions.from_options(dim, "k", Options("raw", words))
+    return RawPositions.from_options(1, "k", Options("raw", words))
 
 
 def raw_clause_value(words: Mapping[str, str]) -> str:

@@ -319,12 +319,12 @@ class Recipe:
             return False
         return exact is not None and dtype in EXACT_DTYPES[exact]
 
-    def check_length(self) -> None:
-        """Raise InvalidParameter if the text is too long for a file's header."""
-        _check_length(self.text)
-
     def check_layers(self, layers: int) -> None:
-        """Raise OutOfBounds if a clause names a layer that does not exist in a cache of ``layers`` layers."""
+        """Raise OutOfBounds if a clause names a layer that does not exist in a cache of ``layers`` layers.
+
+        Raises InvalidParameter if the text is too long for a file's header.
+        """
+        _check_length(self.text)
         for rule in self.rules:
             for item in chain.from_iterable(rule.items or ()):
                 if not -layers <= item < layers:

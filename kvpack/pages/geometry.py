@@ -130,7 +130,6 @@ class PageGeometry:
     def contents(self, recipe: str | Recipe) -> Contents:
         """Return the description of a page with ``recipe``. Raises InvalidParameter and InvalidType."""
         recipe = parse_recipe(recipe)
-        recipe.check_length()
         recipe.check_layers(self.layers)
         if recipe.window:
             raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw, but pages have no raw tail: leave window= out")

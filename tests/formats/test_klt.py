@@ -68,7 +68,7 @@ def test_round_trips_where_heads_have_their_own_widths(data: st.DataObject) -> N
 
 
 def of_heads(dim: int, heads: int, widths: bytes, gain: str = "none", rows: str = "basis") -> Klt:
-    return Klt.with_head_widths(dim, bytes(32), 0, "k", widths, gain, rows, BasisRows(random_rows(heads, dim, "k")[None]))
+    return Klt.of(dim, bytes(32), 0, "k", widths, gain, rows, BasisRows(random_rows(heads, dim, "k")[None]), per_head=True)
 
 
 @pytest.mark.parametrize("gain", ["none", "fp16"])

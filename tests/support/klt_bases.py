@@ -117,7 +117,7 @@ def with_random_basis(codec: Codec, widths: bytes | None = None) -> Klt:
 
 def with_widths_of_heads(codec: Klt, widths: bytes) -> Klt:
     """Return the codec with separate ``widths`` for each head, one per run of 8 columns."""
-    return Klt.with_head_widths(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source)
+    return Klt.of(codec.dim, codec.basis, codec.layer, codec.side, widths, codec.gain, codec.rows, codec.source, per_head=True)
 
 
 def random_basis(

@@ -161,8 +161,8 @@ COMPILED = "k=octahedral:b=3;v=group:b=3" octopus-3 "kvpack-2;raw=0" "kvpack-3;r
 gpu-compile: $(INSTALLED)
 	for chip in $(CHIPS); do $(MODULE) support.compile_kernels --capability $$chip $(COMPILED) || exit 1; done
 
-# Every tile loader, on any words, the side-cars and the lookups, under the checkers of memory accesses and of races.
-SANITIZED_TESTS = $(addprefix tests/kernels/test_,attention.py side_cars.py shared_table.py)
+# Every tile loader, on any words, the sidecars and the lookups, under the checkers of memory accesses and of races.
+SANITIZED_TESTS = $(addprefix tests/kernels/test_,attention.py sidecars.py shared_table.py)
 SANITIZED = no_word_reads_outside or unequal_lengths or octopus-qjl-2 or int-4-med3 or more_outliers or factors_of_any_size or any_word_finds
 
 gpu-sanitize: $(INSTALLED)

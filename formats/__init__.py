@@ -1,4 +1,4 @@
-"""Tables of all codecs and side-cars. To add one, add a file here, a row in its table, and a page or section in spec/."""
+"""Tables of all codecs and sidecars. To add one, add a file here, a row in its table, and a page or section in spec/."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .raw import Raw
 from .raw_positions import RawPositions
 from .raw_tokens import RawTokens
 from .scalar import Scalar
-from .side_car import ResidualSketch
-from .side_cars import WithSideCars
+from .sidecar import ResidualSketch
+from .sidecars import WithSidecars
 from .transform import Transform
 from .trellis import Trellis
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from .base import Codec
     from .family import CodecFamily
     from .options import Options
-    from .side_car import SideCar
+    from .sidecar import Sidecar
 
 CODECS: dict[str, type[CodecFamily]] = {
     codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt, Transform, Trellis)
 }
 """Codec families by id."""
 
-SIDE_CARS: dict[str, type[SideCar]] = {
-    side_car.name: side_car
-    for side_car in (Balanced, ChannelScale, ChannelOrder, BlockRotation, KeyMean, Outliers, Qjl, RawTokens, RawPositions)
+SIDECARS: dict[str, type[Sidecar]] = {
+    sidecar.name: sidecar
+    for sidecar in (Balanced, ChannelScale, ChannelOrder, BlockRotation, KeyMean, Outliers, Qjl, RawTokens, RawPositions)
 }
-"""Side-cars by name, in the order of their keys and streams in a file."""
+"""Sidecars by name, in the order of their keys and streams in a file."""
 
 
 def codec_class(codec_id: str) -> type[CodecFamily]:
@@ -75,19 +75,19 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
         ) from None
 
 
-def side_car_words() -> tuple[str, ...]:
-    """Return the names of the recipe options that select and configure side-cars."""
-    return tuple(word for side_car in SIDE_CARS.values() for word in side_car.words)
+def sidecar_words() -> tuple[str, ...]:
+    """Return the names of the recipe options that select and configure sidecars."""
+    return tuple(word for sidecar in SIDECARS.values() for word in sidecar.words)
 
 
 def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
-    """Create the codec that a recipe requests, with its side-cars if there are any.
+    """Create the codec that a recipe requests, with its sidecars if there are any.
 
     Args:
         codec_id: The codec id, such as ``"group"``.
         dim: Head dim.
         side: ``"k"`` for keys or ``"v"`` for values, which may have different defaults.
-        options: The options of the codec and of its side-cars.
+        options: The options of the codec and of its sidecars.
 
     Returns:
         The codec.
@@ -100,18 +100,18 @@ def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
     >>> kvpack.formats.create_codec("group", 128, "k", options).nominal_bits
     4.0
     """
-    side_cars: list[SideCar | None] = []
-    if options.mentions_any(side_car_words()):
-        side_cars = [side_car.from_options(dim, side, options) for side_car in SIDE_CARS.values()]
-        options.sketched = any(isinstance(side_car, ResidualSketch) for side_car in side_cars)
-    return _with_side_cars(codec_class(codec_id).create(dim, side, options), side_cars)
+    sidecars: list[Sidecar | None] = []
+    if options.mentions_any(sidecar_words()):
+        sidecars = [sidecar.from_options(dim, side, options) for sidecar in SIDECARS.values()]
+        options.sketched = any(isinstance(sidecar, ResidualSketch) for sidecar in sidecars)
+    return _with_sidecars(codec_class(codec_id).create(dim, side, options), sidecars)
 
 
 def codec_from_params(params: Mapping[str, Any]) -> Codec:
     """Create the codec from its map in a file's header.
 
     Args:
-        params: The key ``id``, the codec's parameters, then its side-cars by name; ``Codec.params`` returns this map.
+        params: The key ``id``, the codec's parameters, then its sidecars by name; ``Codec.params`` returns this map.
 
     Returns:
         The codec.
@@ -125,14 +125,14 @@ def codec_from_params(params: Mapping[str, Any]) -> Codec:
     >>> kvpack.formats.codec_from_params({"id": "raw", "dim": 64, "dtype": "bf16"})
     Raw(dim=64, dtype='bf16')
     """
-    codec_params = {name: value for name, value in params.items() if name != "id" and name not in SIDE_CARS}
+    codec_params = {name: value for name, value in params.items() if name != "id" and name not in SIDECARS}
     codec = codec_class(params["id"]).from_params(codec_params)
-    side_cars = [side_car.from_params(codec.dim, params[name]) for name, side_car in SIDE_CARS.items() if name in params]
-    if hasattr(codec, "norm_rule") and any(isinstance(side_car, ResidualSketch) for side_car in side_cars):
+    sidecars = [sidecar.from_params(codec.dim, params[name]) for name, sidecar in SIDECARS.items() if name in params]
+    if hasattr(codec, "norm_rule") and any(isinstance(sidecar, ResidualSketch) for sidecar in sidecars):
         codec = dataclasses.replace(codec, norm_rule=SKETCHED_NORM_RULE)  # type: ignore[type-var]
-    return _with_side_cars(codec, side_cars)
+    return _with_sidecars(codec, sidecars)
 
 
-def _with_side_cars(codec: Codec, created: list[SideCar | None] | list[SideCar]) -> Codec:
-    side_cars = tuple(side_car for side_car in created if side_car is not None)
-    return WithSideCars(codec, side_cars) if side_cars else codec
+def _with_sidecars(codec: Codec, created: list[Sidecar | None] | list[Sidecar]) -> Codec:
+    sidecars = tuple(sidecar for sidecar in created if sidecar is not None)
+    return WithSidecars(codec, sidecars) if sidecars else codec

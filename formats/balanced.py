@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis
 from .errors import InvalidParameter
 from .products import plain_product, product
-from .side_car import ValueMap, parse_map
+from .sidecar import ValueMap, parse_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ FRAMES = ("balanced", "centered")
 
 @dataclass(frozen=True)
 class Balanced(ValueMap):
-    """Side-car that maps keys into the frames ``frame`` (one of ``FRAMES``) of ``layer`` in the basis with SHA-256 ``basis``.
+    """Sidecar that maps keys into the frames ``frame`` (one of ``FRAMES``) of ``layer`` in the basis with SHA-256 ``basis``.
 
     ``source`` contains the frames once the codec has received its basis; it is not stored.
     """
@@ -50,11 +50,11 @@ class Balanced(ValueMap):
 
     def __post_init__(self) -> None:
         if len(self.basis) != DIGEST_BYTES:
-            raise InvalidParameter(f"side-car {self.name}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
+            raise InvalidParameter(f"sidecar {self.name}: basis has {len(self.basis)} bytes, expected a SHA-256 digest of {DIGEST_BYTES}")
         if not 0 <= self.layer <= MAX_LAYER:
-            raise InvalidParameter(f"side-car {self.name}: layer is {self.layer}, expected 0 to {MAX_LAYER}")
+            raise InvalidParameter(f"sidecar {self.name}: layer is {self.layer}, expected 0 to {MAX_LAYER}")
         if self.frame not in FRAMES:
-            raise InvalidParameter(f"side-car {self.name}: frame is {self.frame!r}, expected one of {', '.join(FRAMES)}")
+            raise InvalidParameter(f"sidecar {self.name}: frame is {self.frame!r}, expected one of {', '.join(FRAMES)}")
 
     @classmethod
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .value_blocks import Array
 
-SideCarType = TypeVar("SideCarType")
+SidecarType = TypeVar("SidecarType")
 
 HALF_LIMIT = 65520.0
 """The smallest number that rounds to infinity in binary16. The largest finite binary16 is 65504."""
@@ -187,7 +187,7 @@ class CodecSummary(NamedTuple):
 
 
 class Codec(ABC):
-    """Interface of all codecs, with parameters bound to one head dim: a codec family (``CodecFamily``), alone or with side-cars.
+    """Interface of all codecs, with parameters bound to one head dim: a codec family (``CodecFamily``), alone or with sidecars.
 
     A codec maps values ``[batch, kv_head, token, dim]`` to named tensors, its streams, and back. Encoding may change the frame first: the
     coded frame is the original frame after the codec's rotation and maps.
@@ -199,21 +199,21 @@ class Codec(ABC):
     """
 
     id: ClassVar[str]
-    supports_all_side_cars: ClassVar[bool] = True
-    """True if the codec, unless it is lossless, supports all side-cars. Otherwise it supports only those with ``supports_every_codec``."""
+    supports_all_sidecars: ClassVar[bool] = True
+    """True if the codec, unless it is lossless, supports all sidecars. Otherwise it supports only those with ``supports_every_codec``."""
     dim: int
-    side_cars: tuple[Any, ...] = ()
+    sidecars: tuple[Any, ...] = ()
 
     @property
     @abstractmethod
     def nominal_bits(self) -> float:
         """Bits per value as the source paper counts them. The actual figure is larger; compute it from the file size."""
 
-    def side_car(self, kind: type[SideCarType]) -> SideCarType | None:
-        """Return the codec's side-car of class ``kind``, or None if it has none."""
-        for side_car in self.side_cars:
-            if isinstance(side_car, kind):
-                return side_car
+    def sidecar(self, kind: type[SidecarType]) -> SidecarType | None:
+        """Return the codec's sidecar of class ``kind``, or None if it has none."""
+        for sidecar in self.sidecars:
+            if isinstance(sidecar, kind):
+                return sidecar
         return None
 
     @property
@@ -274,16 +274,16 @@ class Codec(ABC):
 
     @property
     def family(self) -> Codec:
-        """The codec without its side-cars."""
+        """The codec without its sidecars."""
         return self
 
     @property
     def without_raw_positions(self) -> Codec:
-        """The codec without its side-car ``raw_positions``."""
+        """The codec without its sidecar ``raw_positions``."""
         return self
 
     def with_family(self, family: Codec) -> Codec:
-        """Return ``family`` combined with this codec's side-cars."""
+        """Return ``family`` combined with this codec's sidecars."""
         return family
 
     @cached_property
@@ -596,7 +596,7 @@ class Codec(ABC):
 
     @abstractmethod
     def params(self) -> dict[str, Any]:
-        """Return the codec's map in a header: ``id``, its parameters, then its side-cars."""
+        """Return the codec's map in a header: ``id``, its parameters, then its sidecars."""
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:

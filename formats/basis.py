@@ -34,7 +34,7 @@ DIGEST_BYTES = 32
 """Number of bytes of the SHA-256 that identifies a basis file."""
 
 MAX_LAYER = 4095
-"""Largest layer of a basis that a codec or side-car may name."""
+"""Largest layer of a basis that a codec or sidecar may name."""
 
 
 def missing_basis(place: str) -> MissingBasis:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .base import MAX_DIM
 from .errors import InvalidParameter
 from .rotation import Rotation, check_order, rotation_of
-from .side_car import ValueMap
+from .sidecar import ValueMap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockRotation(ValueMap):
-    """Side-car that rotates every block of ``size`` consecutive channels by a Hadamard matrix.
+    """Sidecar that rotates every block of ``size`` consecutive channels by a Hadamard matrix.
 
     Raises InvalidParameter for a size that does not divide ``dim`` or has no Hadamard matrix.
     """
@@ -44,7 +44,7 @@ class BlockRotation(ValueMap):
     @classmethod
     def from_params(cls, dim: int, value: Any) -> Self:
         if type(value) is not int:
-            raise InvalidParameter(f"side-car block_rotation is {value!r}, expected an integer")
+            raise InvalidParameter(f"sidecar block_rotation is {value!r}, expected an integer")
         return cls(dim, value)
 
     def params(self) -> int:

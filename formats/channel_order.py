@@ -13,7 +13,7 @@ from .base import Layout
 from .block_rotation import read_block_size
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
-from .side_car import ValueMap, parse_choice
+from .sidecar import ValueMap, parse_choice
 from .value_blocks import first_index, row_blocks
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MAX_OF_U8 = 256
 
 @dataclass(frozen=True)
 class ChannelOrder(ValueMap):
-    """Side-car that permutes channels: mapped channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``.
+    """Sidecar that permutes channels: mapped channel i is channel ``channel_order[i]`` of the head, stored as ``dtype``.
 
     Large channels are spread over blocks of ``size`` channels. Raises InvalidParameter if the dtype cannot number ``dim`` channels.
     """
@@ -45,7 +45,7 @@ class ChannelOrder(ValueMap):
     def __post_init__(self) -> None:
         if self.dtype == "u8" and self.dim > _MAX_OF_U8:
             raise InvalidParameter(
-                f"side-car {STREAM} is u8, which can number only {_MAX_OF_U8} channels, but the head dim is {self.dim}: use {STREAM}=u16"
+                f"sidecar {STREAM} is u8, which can number only {_MAX_OF_U8} channels, but the head dim is {self.dim}: use {STREAM}=u16"
             )
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from .base import NORMS, Layout
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
-from .side_car import ValueMap, parse_choice
+from .sidecar import ValueMap, parse_choice
 from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _SPAN_TOKENS = 16
 
 @dataclass(frozen=True)
 class ChannelScale(ValueMap):
-    """Side-car that divides each channel by a factor stored as ``dtype``.
+    """Sidecar that divides each channel by a factor stored as ``dtype``.
 
     If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors. If ``queries``, the mean square of
     each query channel, float32 ``[kv_head, dim]``, is given, the factors make keys and queries equally large in every channel (balanced).

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .base import Layout, stored_norm
 from .errors import InvalidParameter
 from .lazy import torch
-from .side_car import PageVector, RunStep, parse_map
+from .sidecar import PageVector, RunStep, parse_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ BITS = (4, 8)
 
 @dataclass(frozen=True)
 class KeyMean(PageVector):
-    """Side-car that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a binary16 scale.
+    """Sidecar that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a binary16 scale.
     """
 
     name: ClassVar[str] = "key_mean"
@@ -48,9 +48,9 @@ class KeyMean(PageVector):
     def __post_init__(self) -> None:
         for name, value, known in (("tokens", self.tokens, PAGE_SIZES), ("bits", self.bits, BITS)):
             if value not in known:
-                raise InvalidParameter(f"side-car {self.name}: {name} is {value}, expected one of {', '.join(map(str, known))}")
+                raise InvalidParameter(f"sidecar {self.name}: {name} is {value}, expected one of {', '.join(map(str, known))}")
         if self.bits == 4 and self.dim % 2:
-            raise InvalidParameter(f"side-car {self.name}: bits is 4, which needs an even head dim, but dim is {self.dim}: use mean_bits=8")
+            raise InvalidParameter(f"sidecar {self.name}: bits is 4, which needs an even head dim, but dim is {self.dim}: use mean_bits=8")
 
     @classmethod
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:

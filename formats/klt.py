@@ -63,7 +63,7 @@ class Klt(CodecFamily):
     """
 
     id: ClassVar[str] = "klt"
-    supports_all_side_cars: ClassVar[bool] = False
+    supports_all_sidecars: ClassVar[bool] = False
 
     dim: int = field(metadata=in_range(1, MAX_DIM))
     basis: bytes

@@ -37,10 +37,10 @@ class Options:
         codec: Codec id.
         words: Values of the options by name.
         calibrated: The codec's input from a basis, if it needs one.
-        balanced: Input from a basis for a side-car of the codec.
+        balanced: Input from a basis for a sidecar of the codec.
 
     Attributes:
-        sketched: True if a side-car will describe the codec's residual.
+        sketched: True if a sidecar will describe the codec's residual.
 
     >>> options = kvpack.formats.options.Options("group", {"b": "4"})
     >>> options.integer("b", None, 1, 8), options.integer("g", 32, 4, 128)

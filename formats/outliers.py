@@ -13,7 +13,7 @@ from .base import HALF_LIMIT, Layout
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
-from .side_car import FramePart, RunStep, parse_map
+from .sidecar import FramePart, RunStep, parse_map
 from .value_blocks import check_finite, value_blocks
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _LARGEST_MULTIPLIER = 1000
 
 @dataclass(frozen=True)
 class Outliers(FramePart):
-    """Side-car that stores outlier chunks of the coded frame in binary16: chunks with a norm above ``multiplier`` times the median of their
+    """Sidecar that stores outlier chunks of the coded frame in binary16: chunks with a norm above ``multiplier`` times the median of their
     head.
 
     The median excludes zero chunks, because padding would lower it.
@@ -49,7 +49,7 @@ class Outliers(FramePart):
 
     def __post_init__(self) -> None:
         if self.dim % CHUNK:
-            raise InvalidParameter(f"side-car outliers: dim is {self.dim}, expected a multiple of {CHUNK}")
+            raise InvalidParameter(f"sidecar outliers: dim is {self.dim}, expected a multiple of {CHUNK}")
         _ = self.packing
 
     @classmethod

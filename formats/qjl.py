@@ -15,7 +15,7 @@ from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
 from .rotation import Rotation, rotation_of
-from .side_car import ResidualSketch, parse_map
+from .sidecar import ResidualSketch, parse_map
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Qjl(ResidualSketch):
-    """Side-car that sketches residuals: the signs of a signed Hadamard rotation by ``seed``, and norms stored as ``norm``."""
+    """Sidecar that sketches residuals: the signs of a signed Hadamard rotation by ``seed``, and norms stored as ``norm``."""
 
     name: ClassVar[str] = "qjl"
     words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")

@@ -18,7 +18,7 @@ from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .head_norms import drop_crowded_pages, exceeds_usual, misfit_scores, norms_over_heads, norms_per_head, usual_norms
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
-from .side_car import KeptTokens, RunStep
+from .sidecar import KeptTokens, RunStep
 from .value_blocks import BLOCK_VALUES, read_values, row_blocks
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _MAX_FIRST = 1 << 16
 
 @dataclass(frozen=True)
 class RawPositions(KeptTokens):
-    """Side-car that stores the ``first`` tokens of a sequence, and tokens whose norm is far from their page's median, as ``dtype``.
+    """Sidecar that stores the ``first`` tokens of a sequence, and tokens whose norm is far from their page's median, as ``dtype``.
 
     A norm is far from the median if it is below ``low_norm`` or above ``high_norm`` times the median; 0 disables a bound. With
     ``high_norm``, tokens are also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the

@@ -13,7 +13,7 @@ from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .raw import DTYPES
 from .raw_positions import gather_raw_values, replace_tokens
-from .side_car import KeptTokens, RunStep
+from .sidecar import KeptTokens, RunStep
 from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MAX_RAW_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class RawTokens(KeptTokens):
-    """Side-car that stores the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms of the first run, as ``dtype``."""
+    """Sidecar that stores the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms of the first run, as ``dtype``."""
 
     name: ClassVar[str] = "raw_tokens"
     words: ClassVar[tuple[str, ...]] = ("raw_tokens", "sinks", "low_norm_tokens")

@@ -67,7 +67,7 @@ class Transform(CodecFamily):
     """
 
     id: ClassVar[str] = "transform"
-    supports_all_side_cars: ClassVar[bool] = False
+    supports_all_sidecars: ClassVar[bool] = False
 
     dim: int = field(metadata=in_range(1, MAX_DIM))
     basis: bytes

@@ -26,7 +26,7 @@ def kvpack_files() -> tuple[bytes, ...]:
 
 
 def files_with_codec(codec_id: str) -> list[bytes]:
-    """Return the files that use only the codec ``codec_id``, without side-cars."""
+    """Return the files that use only the codec ``codec_id``, without sidecars."""
     return [data for data in kvpack_files() if (parts := take_apart(data)) and _codecs(parts) == {(codec_id, False)}]
 
 
@@ -43,17 +43,17 @@ def _is_basis(data: bytes) -> bool:
     return parts is not None and "basis" in parts.header["required"]
 
 
-def files_with_side_cars() -> list[bytes]:
-    """Return the files in which a codec has side-cars."""
+def files_with_sidecars() -> list[bytes]:
+    """Return the files in which a codec has sidecars."""
     return [data for data in kvpack_files() if (parts := take_apart(data)) and any(has for _, has in _codecs(parts))]
 
 
 def _codecs(parts: Parts) -> set[tuple[str, bool]]:
-    from kvpack.formats import SIDE_CARS
+    from kvpack.formats import SIDECARS
 
     codecs = parts.header.get("codecs")
     found = codecs if isinstance(codecs, list) else []
-    return {(str(codec.get("id")), bool(set(codec) & set(SIDE_CARS))) for codec in found if isinstance(codec, dict)}
+    return {(str(codec.get("id")), bool(set(codec) & set(SIDECARS))) for codec in found if isinstance(codec, dict)}
 
 
 def rows() -> list[bytes]:

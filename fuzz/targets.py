@@ -72,11 +72,11 @@ def codec(codec_id: str) -> Target:
     return Target(*_files(seeds.files_with_codec(codec_id)), check_values, compare_values)
 
 
-def side_cars() -> Target:
-    """Return the target for the side-cars of all codecs."""
+def sidecars() -> Target:
+    """Return the target for the sidecars of all codecs."""
     from fuzz.value_oracles import check_values, compare_values
 
-    return Target(*_files(seeds.files_with_side_cars()), check_values, compare_values)
+    return Target(*_files(seeds.files_with_sidecars()), check_values, compare_values)
 
 
 def attend() -> Target:
@@ -222,12 +222,12 @@ def _preload_caches() -> None:
 
 def _recipe_words() -> tuple[list[bytes], list[bytes]]:
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
-    from kvpack.formats import side_car_words
+    from kvpack.formats import sidecar_words
 
     texts = [preset.recipe.encode() for preset in PUBLISHED.values()]
     texts += [f"{name};{addition};tail=32".encode() for name in list(PUBLISHED)[:6] for addition in ADDITIONS]
     options = {word for text in texts for part in text.replace(b";", b":").replace(b",", b":").split(b":") for word in (part, b"," + part)}
-    known = [*PUBLISHED, *ADDITIONS, *CODECS, *side_car_words()]
+    known = [*PUBLISHED, *ADDITIONS, *CODECS, *sidecar_words()]
     return texts, sorted(options | {name.encode() for name in known} | {b"layers=0,-1:", b"layers=1-2:k=", b"tail=", b";", b"k=", b"v="})
 
 
@@ -242,7 +242,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "container": container,
     "header": header,
     **{f"codec-{name}": partial(codec, name) for name in CODECS},
-    "side-cars": side_cars,
+    "sidecars": sidecars,
     "attend": attend,
     "append": append,
     "safetensors": safetensors,

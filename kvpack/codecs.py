@@ -2,7 +2,7 @@
 
     Recipe(k=Octahedral(b=3), v=Group(b=3, group=32), window=32)
 
-Options have the same names as in a recipe's text: ``Group(b=3, g=32)`` is ``group:b=3,g=32``. Their ranges, and the options of side-cars,
+Options have the same names as in a recipe's text: ``Group(b=3, g=32)`` is ``group:b=3,g=32``. Their ranges, and the options of sidecars,
 are documented in spec/codecs/ and spec/side-cars.md; ``Recipe`` rejects other values.
 """
 

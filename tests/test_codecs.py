@@ -21,7 +21,7 @@ from kvpack.formats import CODECS
         ({"kv": Quaternion(secondary=24, radius_bits=3), "v": Raw()}, "kv=quaternion:s=24,r=3;v=raw"),
         ({"kv": Group(b=2), "layers": {"0,-1": {"k": Raw()}, "1-3": Group(b=4)}}, "kv=group:b=2;layers=0,-1:k=raw;layers=1-3:kv=group:b=4"),
     ],
-    ids=["two codecs", "side-cars", "integers", "a side replaced", "layers"],
+    ids=["two codecs", "sidecars", "integers", "a side replaced", "layers"],
 )
 def test_a_recipe_of_codecs_is_that_of_its_text(given: dict[str, Any], text: str) -> None:
     made = Recipe(**given)

@@ -1,4 +1,4 @@
-"""Attention over pages with a mean key (side-car key_mean): each query row is multiplied by a page's mean once for all its tokens."""
+"""Attention over pages with a mean key (sidecar key_mean): each query row is multiplied by a page's mean once for all its tokens."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -54,7 +54,7 @@ def collect_means(segments: Sequence[SideSegment], keep_alive: list[torch.Tensor
 
     A segment may occur several times. Tensors whose addresses are used are appended to ``keep_alive``.
     """
-    key_mean = segments[0].codec.side_car(KeyMean)
+    key_mean = segments[0].codec.sidecar(KeyMean)
     assert key_mean is not None
     streams = Stream(CODES, 8, key_mean.dim * key_mean.bits // 8, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens)
     rows: list[list[int]] = []

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.outliers import CHUNK, Outliers
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.kernels.decode import decode
 from kvpack.kernels.loaders.outlier_patches import GRANULE
 from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, pack_entries
@@ -44,20 +44,20 @@ def page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.T
 
 def _compute_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     codec = page.codec
-    assert isinstance(codec, WithSideCars)
-    side_car = codec.side_car(Outliers)
-    assert side_car is not None
+    assert isinstance(codec, WithSidecars)
+    sidecar = codec.sidecar(Outliers)
+    assert sidecar is not None
     batch, heads = page.rows(start, start)[next(iter(codec.packings())) + ".0"].shape[:2]
     step = max(1, DECODED_VALUES // (batch * heads * codec.dim) // codec.token_group) * codec.token_group
     granules = -(-(stop - start) // GRANULE.value)
     result: list[tuple[torch.Tensor, ...]] = []
     for first in range(start, stop, step):
         rows = page.rows(first, min(first + step, stop))
-        flags = side_car.flags(rows)
+        flags = sidecar.flags(rows)
         if not flags.any():
             continue
         decoded = decode.decode_frame(codec.codec, rows)
-        complete = side_car.put(decoded, rows)
+        complete = sidecar.put(decoded, rows)
         norms = torch.linalg.vector_norm(complete, dim=-1)
         chunks = decoded.reshape(*flags.shape, CHUNK)
         inexact = (chunks.norm(dim=-1) > MAX_REPLACED_NORM * norms[..., None]) & flags

@@ -14,7 +14,7 @@ import torch
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import device_tables, frame_columns
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
@@ -439,13 +439,13 @@ class _ScratchAllocator:
 def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
     """Return the query in the codec's inner frame, with the channel scales and order of the frame's page."""
     assert frame.page is not None
-    assert isinstance(frame.page.codec, WithSideCars)
+    assert isinstance(frame.page.codec, WithSidecars)
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 
 def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
     """Add the sums of QJL signs, the last columns, to the other sums in ``codec``'s frame; without signs, return ``sums``."""
-    qjl = codec.side_car(Qjl)
+    qjl = codec.sidecar(Qjl)
     return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
 
 

@@ -19,7 +19,7 @@ from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.kernels.loaders import minifloat
 from kvpack.kernels.loaders import outliers as tiles_outliers
 from kvpack.kernels.tiles import loaders
@@ -95,12 +95,12 @@ class Frame(NamedTuple):
         """
         if self.page is None:
             return self.codec
-        assert isinstance(self.page.codec, WithSideCars)
+        assert isinstance(self.page.codec, WithSidecars)
         balanced = self.page.codec.folded_frame
         if balanced is None:
             return None
-        family, others = (self.codec.codec, self.codec.side_cars) if isinstance(self.codec, WithSideCars) else (self.codec, ())
-        return WithSideCars(family, (balanced, *others))
+        family, others = (self.codec.codec, self.codec.sidecars) if isinstance(self.codec, WithSidecars) else (self.codec, ())
+        return WithSidecars(family, (balanced, *others))
 
     def matches(self, other: Frame) -> bool:
         """Return True if queries and sums need the same matrices for both frames, even if their pages differ."""
@@ -126,7 +126,7 @@ def side_segments(side: Side) -> SideSegments:
         if side.tail.shape[2]:
             result.append(SideSegment(Raw(side.dim, RAW_DTYPES[side.tail.dtype]), first, side.tail.shape[2], {"values": side.tail}))
         supported = all(segment.exact and loaders.tiles_of(segment.codec) is not None for segment in result)
-        outliers = any(segment.codec.side_car(Outliers) is not None for segment in result)
+        outliers = any(segment.codec.sidecar(Outliers) is not None for segment in result)
         _side_segments[side] = SideSegments(result, supported, outliers)
     return _side_segments[side]
 
@@ -138,11 +138,11 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
     because klt's tiles have no room for columns without codes. Pages whose value maps are equal on all pages use ``first_page``'s frame.
     """
     codec = page.codec
-    if not isinstance(codec, WithSideCars):
+    if not isinstance(codec, WithSidecars):
         return [_page_segment(codec, first, page, page.streams, None)]
     frame = (page if codec.maps_by_run else first_page) if codec.value_maps else None
     if not codec.kept_tokens:
-        return [_segment_with_side_cars(page, first, 0, page.tokens, frame)]
+        return [_segment_with_sidecars(page, first, 0, page.tokens, frame)]
     raw_tokens = {token for tokens in codec.kept_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
     for size in (math.lcm(tokens, codec.family.token_group) for tokens in RAW_TOKENS):
         flagged = sorted({token // size for token in raw_tokens})
@@ -152,7 +152,7 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
         return [SideSegment(codec, first, page.tokens, page.streams)]
     edges = sorted({0, page.tokens, *(min(edge * size, page.tokens) for block in flagged for edge in (block, block + 1))})
     result = {
-        start: _segment_with_side_cars(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged
+        start: _segment_with_sidecars(page, first, start, stop, frame) for start, stop in pairwise(edges) if start // size not in flagged
     }
     coded_segment = next(iter(result.values()), None)
     raw_codec = codec.codec if coded_segment is None else coded_segment.codec
@@ -174,27 +174,27 @@ def _decode_tokens(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -
     return cached[start, stop, dtype]
 
 
-def _segment_with_side_cars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
-    """Return the segment of tokens ``[start, stop)`` of a page with side-cars.
+def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
+    """Return the segment of tokens ``[start, stop)`` of a page with sidecars.
 
-    Its codec keeps the side-cars that tile loaders apply: means, outliers and signs. Queries and sums apply the other ones.
+    Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. Queries and sums apply the other ones.
     """
-    assert isinstance(page.codec, WithSideCars)
+    assert isinstance(page.codec, WithSidecars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
     segment = _page_segment(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
     tiles = loaders.tiles_of(segment.codec)
-    # Side-cars that no loader supports stay in the codec, so that PyTorch handles the page.
-    side_cars = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
+    # Sidecars that no loader supports stay in the codec, so that PyTorch handles the page.
+    sidecars = (*page.codec.page_vectors, *page.codec.frame_parts, *page.codec.sketches)
     outliers: Mapping[str, torch.Tensor] = {}
-    if page.codec.side_car(Outliers) is not None and tiles is not None:
+    if page.codec.sidecar(Outliers) is not None and tiles is not None:
         entries = outlier_entries.page_entries(page, start, stop)
         if entries is None:
             return segment._replace(exact=False)
         if entries:
             outliers = {**entries, tiles_outliers.COLUMNS: tiles_outliers.column_stream(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
-        side_cars = tuple(side_car for side_car in side_cars if type(side_car) is not Outliers)
-    codec = WithSideCars(segment.codec, side_cars) if side_cars else segment.codec
+        sidecars = tuple(sidecar for sidecar in sidecars if type(sidecar) is not Outliers)
+    codec = WithSidecars(segment.codec, sidecars) if sidecars else segment.codec
     return segment._replace(codec=codec, streams={**segment.streams, **outliers})
 
 
@@ -210,8 +210,8 @@ def slice_segment(segment: SideSegment, start: int, stop: int) -> SideSegment:
             streams={"values": segment.streams["values"][:, :, start:stop]},
             start=segment.start + start,
         )
-    if isinstance(page.codec, WithSideCars):
-        return _segment_with_side_cars(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.frame_page)
+    if isinstance(page.codec, WithSidecars):
+        return _segment_with_sidecars(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.frame_page)
     part = page.slice(start, stop)
     return _page_segment(page.codec, segment.first + start, part, part.streams, None)
 

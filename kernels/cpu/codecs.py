@@ -34,7 +34,7 @@ from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar, signed_values
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.token_norms import LOG8, TOKEN_NORMS, log8_bounds, log8_values
 from kvpack.formats.trellis import Trellis, window_values
 
@@ -66,12 +66,12 @@ class CodecDescription(NamedTuple):
 
 @lru_cache(_CACHE_SIZE)
 def describe(codec: Codec) -> CodecDescription | None:
-    """Return the C description of ``codec``, without the value maps of its side-cars, or None if C does not support it.
+    """Return the C description of ``codec``, without the value maps of its sidecars, or None if C does not support it.
 
     Codecs are looked up by exact class, because a subclass may store more streams.
     """
-    if isinstance(codec, WithSideCars):
-        return _describe_side_cars(codec)
+    if isinstance(codec, WithSidecars):
+        return _describe_sidecars(codec)
     describe_family = FAMILIES.get(type(codec))
     if describe_family is None or codec.dim > MAX_DIM:
         return None
@@ -359,12 +359,12 @@ def _describe_trellis(codec: Trellis) -> CodecDescription | None:
     return _finish(result, codec, ["norm"], [window_values(codec.table, "cpu")])
 
 
-def _describe_side_cars(codec: WithSideCars) -> CodecDescription | None:
-    """Return the C description of a codec with side-cars: at most one key_mean, one outliers and one qjl, and any raw tokens."""
+def _describe_sidecars(codec: WithSidecars) -> CodecDescription | None:
+    """Return the C description of a codec with sidecars: at most one key_mean, one outliers and one qjl, and any raw tokens."""
     description = describe(codec.codec)
     if description is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
         return None
-    if any(type(side_car) not in (KeyMean, Outliers, Qjl) for side_car in (*codec.page_vectors, *codec.frame_parts, *codec.sketches)):
+    if any(type(sidecar) not in (KeyMean, Outliers, Qjl) for sidecar in (*codec.page_vectors, *codec.frame_parts, *codec.sketches)):
         return None
     struct, streams = library.Codec.from_buffer_copy(description.struct), list(description.streams)
     keep_alive: list[Any] = [description]

@@ -15,5 +15,5 @@ static void decode_tile(const Codec *codec, const Loaded *in, int with_means, fl
         case TRELLIS: trellis_decode(codec, in, tile); break;
         case QUATERNION: quaternion_decode(codec, in, spare, tile); break;
     }
-    put_side_cars(codec, in, with_means, spare, tile);
+    put_sidecars(codec, in, with_means, spare, tile);
 }

@@ -23,7 +23,7 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 
@@ -69,11 +69,11 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
     """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]`` with ``codec``.
 
     It cannot encode groups with a rotation, token scales, other scales than binary16, or columns that are partly unused or wider than 32
-    bits; minifloats with token scales or partly unused words; or side-cars, except key means of pages of whole vector registers.
+    bits; minifloats with token scales or partly unused words; or sidecars, except key means of pages of whole vector registers.
     """
-    if isinstance(codec, WithSideCars):
-        means = codec.side_car(KeyMean)
-        if means is None or len(codec.side_cars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
+    if isinstance(codec, WithSidecars):
+        means = codec.sidecar(KeyMean)
+        if means is None or len(codec.sidecars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
             return False
         return isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec, x)
     if library.library() is None or x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1):
@@ -112,7 +112,7 @@ def encode(
     ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec that
     changes norms, ``coded``, contiguous float32 ``[batch, kv_head, token]``, receives ``codec.coded_norms``. Raises MemoryError.
     """
-    if isinstance(codec, WithSideCars):
+    if isinstance(codec, WithSidecars):
         return _encode_centered(codec, x, threads, level, coded)
     known: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
@@ -125,7 +125,7 @@ def encode(
 
 def encodes_in_one_call(codec: Codec) -> bool:
     """Return True if a single C call encodes values with ``codec``, without measuring them first."""
-    return not isinstance(codec, WithSideCars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
+    return not isinstance(codec, WithSidecars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
 
 
 def _encode(
@@ -193,10 +193,10 @@ def _compute_run_scale(
 
 
 def _encode_centered(
-    codec: WithSideCars, x: torch.Tensor, threads: int | None, level: int, coded: torch.Tensor | None
+    codec: WithSidecars, x: torch.Tensor, threads: int | None, level: int, coded: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` with a codec whose only side-car is ``KeyMean``, to the same streams as ``KeyMean.begin`` and the codec."""
-    (key_mean,) = codec.side_cars
+    """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``KeyMean.begin`` and the codec."""
+    (key_mean,) = codec.sidecars
     assert isinstance(key_mean, KeyMean)
     mean = _measure_pages(codec.codec, x, key_mean.tokens, codec.dim, threads, level)
     if not mean.numel() or not mean.abs().amax().item() < _MAX_MEAN:

@@ -63,7 +63,7 @@ typedef struct {
 } Rotation;
 
 /* A codec with its parameters. A segment's streams are the planes of all packings, then `values`, then those of group and of
-   side-cars. */
+   sidecars. */
 typedef struct {
     int64_t family, dim, streams;
     int64_t packings, columns; /* columns: the words per token of all packings, bytes counted as words */

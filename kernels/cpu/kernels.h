@@ -22,7 +22,7 @@
 
 /* Above, no product is contracted with a sum: values equal those of formats/, bit for bit wherever no sum is involved. */
 #include "rotation.h"
-#include "side_cars.h"
+#include "sidecars.h"
 
 #include "decode.h"
 #include "rows.h"

@@ -14,7 +14,7 @@ import torch
 
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.head_norms import GROUP_RATIO, HEADS, MAX_PER_PAGE, PAGE_TOKENS, SHARED_RATIO, TOKENS
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 
 from . import codecs, encode, library, rotations
 
@@ -113,7 +113,7 @@ class Decoder:
 
 def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
     """Return True if C can decode pages of ``codec`` to ``dtype``."""
-    if library.library() is None or dtype not in DTYPES or isinstance(codec, WithSideCars):
+    if library.library() is None or dtype not in DTYPES or isinstance(codec, WithSidecars):
         return False
     description = codecs.describe(codec)
     # Derived streams are not stored in packed rows.

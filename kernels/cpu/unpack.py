@@ -8,13 +8,13 @@ import torch
 
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale, factors
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 
 from . import library, rotations, sides
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-    from kvpack.formats.side_car import KeptTokens
+    from kvpack.formats.sidecar import KeptTokens
 
     from .sides import Side, SidePart
 
@@ -34,20 +34,20 @@ MIN_STREAMED_BYTES = 1 << 22
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
     """Unpack all tokens of ``side`` to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels, in the original frame.
 
-    Returns False, and writes nothing, if C does not support the side's codec, strides or side-cars, or the dtype of ``out``. The supported
+    Returns False, and writes nothing, if C does not support the side's codec, strides or sidecars, or the dtype of ``out``. The supported
     value maps are balanced frames and channel scales. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.side_parts(side)) is None:
         return False
-    if isinstance(codec, WithSideCars) and not all(isinstance(value_map, ChannelScale | Balanced) for value_map in codec.value_maps):
+    if isinstance(codec, WithSidecars) and not all(isinstance(value_map, ChannelScale | Balanced) for value_map in codec.value_maps):
         return False
-    balanced = codec.side_car(Balanced)
+    balanced = codec.sidecar(Balanced)
     if balanced is None:
         _unpack_parts(side, parts, out, threads, level)
     else:
         _unpack_balanced(side, parts, balanced, out, threads, level)
-    if isinstance(codec, WithSideCars):
+    if isinstance(codec, WithSidecars):
         for tokens in codec.kept_tokens:
             _write_raw_tokens(side, tokens, out)
     return True
@@ -83,7 +83,7 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
     """Return the channel scales of ``page``, float32 ``[batch, kv_head, 1, dim]``; None if the codec has none."""
-    if codec.side_car(ChannelScale) is None:
+    if codec.sidecar(ChannelScale) is None:
         return None
     return factors(page.streams).contiguous()
 

@@ -132,19 +132,19 @@ def _decode_otherwise(parts: Sequence[SidePart], start: int, out: torch.Tensor) 
 
 
 def _codec_without_raw(codec: Codec) -> Codec:
-    """Return the codec that decodes all tokens except raw ones: ``codec`` without its raw tokens if they are its only side-car."""
-    return codec.family if codec.side_car(RawPositions) is not None and codec.without_raw_positions is codec.family else codec
+    """Return the codec that decodes all tokens except raw ones: ``codec`` without its raw tokens if they are its only sidecar."""
+    return codec.family if codec.sidecar(RawPositions) is not None and codec.without_raw_positions is codec.family else codec
 
 
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
     """Return the raw tokens of ``parts``, for an output that begins at token ``start`` of the side.
 
-    None if the codec has no raw positions, or if it has other side-cars.
+    None if the codec has no raw positions, or if it has other sidecars.
     """
     if not parts:
         return None
     codec = parts[0].page.codec
-    raw = codec.side_car(RawPositions)
+    raw = codec.sidecar(RawPositions)
     if raw is None or codec.without_raw_positions is not codec.family:
         return None
     tokens, sequences, values = [], [], []

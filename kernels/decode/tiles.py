@@ -89,7 +89,7 @@ class PageTable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def find_loader(codec: Codec) -> Tiles | None:
-    """Return the tile loader for ``codec``, or None if it has none, is the raw codec, or has side-cars that loaders add to tiles."""
+    """Return the tile loader for ``codec``, or None if it has none, is the raw codec, or has sidecars that loaders add to tiles."""
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None

@@ -1,4 +1,4 @@
-"""Page means of keys in attention tiles (side-car key_mean, spec/side-cars.md): a page's tokens share one product of query and mean.
+"""Page means of keys in attention tiles (sidecar key_mean, spec/side-cars.md): a page's tokens share one product of query and mean.
 
 ``attend.means`` computes these products before the split kernel runs; a tile adds them to its scores, and loads nothing else for them.
 """

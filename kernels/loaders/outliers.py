@@ -1,4 +1,4 @@
-"""Outliers in attention tiles (side-car outliers, spec/side-cars.md): their differences from the codec's decoded values.
+"""Outliers in attention tiles (sidecar outliers, spec/side-cars.md): their differences from the codec's decoded values.
 
 The outlier entries of a page are sorted by sequence, head and token (``attend.outlier_entries``). The entries of a warp's tile form an
 additional tile (``outlier_patches``).

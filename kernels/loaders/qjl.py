@@ -1,4 +1,4 @@
-"""Signs of a second rotation in attention tiles (side-car qjl, spec/side-cars.md): 1 or -1, with their own token factor.
+"""Signs of a second rotation in attention tiles (sidecar qjl, spec/side-cars.md): 1 or -1, with their own token factor.
 
 Their columns are channels of that rotation: queries have additional columns for them, and sums of values have their own columns.
 

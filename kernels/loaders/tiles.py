@@ -87,7 +87,7 @@ class Tiles:
     values: Tiles | None = None
     """Loader for values, if it differs from this loader for keys; it has the same ``channels``."""
     keys: Tiles | None = None
-    """Loader for keys without side-cars, if it differs from this one because it uses ``step_factor``."""
+    """Loader for keys without sidecars, if it differs from this one because it uses ``step_factor``."""
     step_factor: Any = None
     """For keys, ``step_factor(loaded, step, constants, fast)`` returns the factor of products with the tiles of a step, float32
     ``[warp, token]``."""
@@ -97,7 +97,7 @@ class Tiles:
     """
     run_product: Any = None
     """Function ``run_product(x, pointers, constants)`` that multiplies ``x`` by the factor that all tokens share, if there is one.
-    Without side-cars, it is called once for all tokens of a program, instead of ``factor``."""
+    Without sidecars, it is called once for all tokens of a program, instead of ``factor``."""
     offset: bool = False
     """True if all tokens of a head share an offset that is not in tiles: a term of scores that depends only on the query, and of sums that
     depends only on the weights. It is an additional last column, whose channel follows the last one.
@@ -105,11 +105,11 @@ class Tiles:
     dtype: str = "fp16"
     """Dtype of tiles: fp16, or the dtype of raw values; without inline PTX, bf16 is widened to fp32."""
     signs: tuple[Any, ...] | None = None
-    """Constants for the signs of side-car qjl, whose tiles are the last ones, or None."""
+    """Constants for the signs of sidecar qjl, whose tiles are the last ones, or None."""
     means: PageMeans | None = None
-    """Constants for the page means of side-car key_mean, for keys, or None."""
+    """Constants for the page means of sidecar key_mean, for keys, or None."""
     outliers: Outliers | None = None
-    """Constants for the outliers of side-car outliers, or None."""
+    """Constants for the outliers of sidecar outliers, or None."""
 
     @property
     def widths_of_streams(self) -> tuple[int, ...]:

@@ -114,13 +114,13 @@ def _query_rotation(codec: Codec) -> torch.Tensor:
     """Return the matrix from query channels to the channels of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
         return _frame_rows(codec).transpose(1, 2)
-    if balanced := codec.side_car(Balanced):
+    if balanced := codec.sidecar(Balanced):
         assert balanced.source is not None
         turned = balanced.source.on_device(torch.device("cpu")).query_matrices(codec.rotation)
-        qjl = codec.side_car(Qjl)
+        qjl = codec.sidecar(Qjl)
         return turned if qjl is None else torch.cat([turned, qjl.rotation.forward(turned)], 2)
     turned = codec.rotation.forward(torch.eye(codec.dim, dtype=torch.float32, device="cpu"))
-    if qjl := codec.side_car(Qjl):
+    if qjl := codec.sidecar(Qjl):
         turned = torch.cat([turned, qjl.rotation.forward(turned)], 1)
     return turned[None]
 
@@ -137,6 +137,6 @@ def _frame_rows(codec: Codec) -> torch.Tensor:
         result = torch.cat([matrix / klt.table_unit(codec), source.mean.to(torch.float64) @ matrix], 2)
         return result.flatten(0, 1).to(torch.float32)
     frame = torch.eye(codec.dim, dtype=torch.float32, device="cpu")
-    if qjl := codec.side_car(Qjl):
+    if qjl := codec.sidecar(Qjl):
         frame = torch.cat([frame, qjl.rotation.inverse(frame)])
     return codec.rotation.inverse(frame)[None]

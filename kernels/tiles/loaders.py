@@ -1,4 +1,4 @@
-"""Selection of the tile loader for a codec and its side-cars; without a loader, PyTorch decodes the values before attention."""
+"""Selection of the tile loader for a codec and its sidecars; without a loader, PyTorch decodes the values before attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.kernels import codecs
 from kvpack.kernels.loaders import key_mean as tiles_key_mean
 from kvpack.kernels.loaders import outliers as tiles_outliers
@@ -18,36 +18,36 @@ from kvpack.kernels.loaders.tiles import APART, Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-    from kvpack.formats.side_car import SideCar
+    from kvpack.formats.sidecar import Sidecar
 
-SIDE_CAR_LOADERS: dict[type[SideCar], Callable[[Tiles, Any], Tiles | None]] = {
+SIDECAR_LOADERS: dict[type[Sidecar], Callable[[Tiles, Any], Tiles | None]] = {
     KeyMean: tiles_key_mean.with_means,
     Outliers: lambda tiles, _: tiles_outliers.with_outliers(tiles),
     Qjl: tiles_qjl.with_signs,
 }
-"""Functions that extend a codec's loader with a side-car; ``attend.segments`` handles value maps and raw tokens instead."""
+"""Functions that extend a codec's loader with a sidecar; ``attend.segments`` handles value maps and raw tokens instead."""
 
 
 @lru_cache(maxsize=256)
 def tiles_of(codec: Codec) -> Tiles | None:
-    """Return the tile loader of ``codec``, including its side-cars, or None if there is none."""
-    return _with_side_cars(codec) if isinstance(codec, WithSideCars) else codecs.codec_kernels(codec).tiles(codec)
+    """Return the tile loader of ``codec``, including its sidecars, or None if there is none."""
+    return _with_sidecars(codec) if isinstance(codec, WithSidecars) else codecs.codec_kernels(codec).tiles(codec)
 
 
-def _with_side_cars(codec: WithSideCars) -> Tiles | None:
+def _with_sidecars(codec: WithSidecars) -> Tiles | None:
     tiles = tiles_of(codec.codec)
-    for side_car in codec.side_cars:
-        load = SIDE_CAR_LOADERS.get(type(side_car))
-        tiles = load(tiles, side_car) if load and tiles is not None else None
+    for sidecar in codec.sidecars:
+        load = SIDECAR_LOADERS.get(type(sidecar))
+        tiles = load(tiles, sidecar) if load and tiles is not None else None
     return tiles
 
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     """Return the dual tile loader of ``codec``, with two tokens per row arranged by ``dual``; None if rows have other numbers of words."""
-    if isinstance(codec, WithSideCars):
+    if isinstance(codec, WithSidecars):
         result = dual_tiles_of(codec.codec, dual)
         # Tiles hold no means.
-        means = [side_car for side_car in codec.side_cars if isinstance(side_car, KeyMean)]
-        return tiles_key_mean.with_means(result, means[0]) if result is not None and len(means) == len(codec.side_cars) == 1 else None
+        means = [sidecar for sidecar in codec.sidecars if isinstance(sidecar, KeyMean)]
+        return tiles_key_mean.with_means(result, means[0]) if result is not None and len(means) == len(codec.sidecars) == 1 else None
     return codecs.codec_kernels(codec).dual_tiles(codec, dual)

@@ -69,7 +69,7 @@ def _cached_key_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
     get_norms = cache(lambda: None if layer.k is None else layer.k.norms())
 
     def norms(codec: Codec) -> torch.Tensor | None:
-        return get_norms() if codec.side_car(RawPositions) else None
+        return get_norms() if codec.sidecar(RawPositions) else None
 
     return norms
 
@@ -83,7 +83,7 @@ def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, nor
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
     multiple = math.lcm(128, codec.token_group, side.codec.token_group)
     step = max(1, VALUES_AT_ONCE // (side.batch * side.heads * side.dim) // multiple) * multiple
-    raw = codec.side_car(RawPositions)
+    raw = codec.sidecar(RawPositions)
     raw_layout = {} if raw is None else raw.layout(1, 1, 0)
     per_token = all(entry.per == "token" or name in raw_layout for name, entry in codec.layout(side.batch, side.heads, tokens).items())
     packed = tokens - tokens % window if window else tokens

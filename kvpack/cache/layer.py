@@ -123,7 +123,7 @@ class Layer:
             raise InvalidParameter(_states_message(self, f"{where}: tokens cannot be appended"))
         sides, first = [], None if start is None else start + self.skipped
         unit = None
-        if any(side.codec.side_car(RawPositions) for side in self.sides.values()):
+        if any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
             # Raw tokens are chosen by the keys for keys and values, so both encode the same tokens at once.
             unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
 

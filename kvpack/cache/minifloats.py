@@ -230,9 +230,9 @@ class Minifloats:
             raise InvalidType(f"expected packed keys or values, such as cache[0].k, but got a {type(untyped).__name__}")
         codec = side.codec
         if not isinstance(codec, Minifloat):
-            actual = codec.id if codec.family is codec else f"{codec.id} with side-cars"
+            actual = codec.id if codec.family is codec else f"{codec.id} with sidecars"
             raise InvalidParameter(
-                f"the codec is {actual}, expected minifloat without side-cars (such as raw tokens): convert the cache first, for example "
+                f"the codec is {actual}, expected minifloat without sidecars (such as raw tokens): convert the cache first, for example "
                 "to 'fp8;raw=0'"
             )
         if side.tail.shape[2] or not side.runs:

@@ -20,7 +20,7 @@ from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
@@ -272,7 +272,7 @@ def _pack_side(
                 f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
             )
         return x.side(recipe.window)
-    return pack_side(x, codec, recipe.window, where, first, norms() if norms and codec.side_car(RawPositions) else None)
+    return pack_side(x, codec, recipe.window, where, first, norms() if norms and codec.sidecar(RawPositions) else None)
 
 
 def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | EngineEncoded | None], where: str) -> None:
@@ -297,7 +297,7 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
     """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``.
 
     A channel's size is its median magnitude over a sample of tokens, so that single tokens do not matter. Codecs are not affected if they
-    do not rotate, or if side-cars transform values before the rotation.
+    do not rotate, or if sidecars transform values before the rotation.
     """
     if not spreads_channels(codec) or not x.shape[2]:
         return None
@@ -314,7 +314,7 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
 
 def spreads_channels(codec: Codec) -> bool:
     """Return True if ``codec`` rotates keys without other steps before, so that one large channel costs all channels precision."""
-    return codec.rotation.kind != "none" and not (isinstance(codec, WithSideCars) and codec.value_maps)
+    return codec.rotation.kind != "none" and not (isinstance(codec, WithSidecars) and codec.value_maps)
 
 
 def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:

@@ -16,7 +16,7 @@ from kvpack.file.user_files import open_error, path_text
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.transform import Transform
 
 from .bases import Basis
@@ -125,7 +125,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
 
 def _parts(codec: Codec) -> tuple[Klt | Transform | Balanced, ...]:
     """Return the parts of ``codec`` that name a basis: its family, its balanced keys, or neither."""
-    parts = (codec.family, codec.side_car(Balanced))
+    parts = (codec.family, codec.sidecar(Balanced))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | Balanced))
 
 
@@ -137,16 +137,16 @@ def _with_basis(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Code
     return codec
 
 
-def _with_frames(number: int, codec: Codec, side_car: Balanced, basis: Basis) -> Codec:
-    assert isinstance(codec, WithSideCars)
+def _with_frames(number: int, codec: Codec, sidecar: Balanced, basis: Basis) -> Codec:
+    assert isinstance(codec, WithSidecars)
     try:
-        frames = basis.balanced(side_car.layer, side_car.frame).frames
+        frames = basis.balanced(sidecar.layer, sidecar.frame).frames
         assert frames is not None
     except OutOfBounds as error:
         raise InvalidHeader(f"codecs[{number}]: {error}") from None
-    if frames.dim != side_car.dim:
-        raise InvalidHeader(f"codecs[{number}]: dim is {side_car.dim}, but the {side_car.basis_location} have {frames.dim} channels")
-    return codec.with_side_car(replace(side_car, source=frames))
+    if frames.dim != sidecar.dim:
+        raise InvalidHeader(f"codecs[{number}]: dim is {sidecar.dim}, but the {sidecar.basis_location} have {frames.dim} channels")
+    return codec.with_sidecar(replace(sidecar, source=frames))
 
 
 def _with_rows(number: int, codec: Codec, family: Klt | Transform, basis: Basis) -> Codec:

@@ -20,7 +20,7 @@ from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.lossless import Lossless
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 
 from . import triton_version
 
@@ -80,7 +80,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     Triton kernels decode if ``uses_triton``. Raises InvalidParameter if a stream does not have the codec's layout, and the errors of
     ``uses_triton``.
     """
-    if isinstance(codec, WithSideCars):
+    if isinstance(codec, WithSidecars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
     if not uses_triton(next(iter(streams.values())).device):
         return codec.decode_frame(streams)
@@ -93,7 +93,7 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype or else float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
-    if isinstance(codec, WithSideCars):
+    if isinstance(codec, WithSidecars):
         return codec.complete_original(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
 
@@ -105,7 +105,7 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
     from kvpack.kernels import codecs
     from kvpack.kernels.bitpack import rules
 
-    if isinstance(codec, WithSideCars):
+    if isinstance(codec, WithSidecars):
         # A sketch has too many signs to copy to the host.
         if codec.sketches:
             return False
@@ -117,7 +117,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
     """Start to check stored keys and values on a device for which ``supports_value_checks`` is True.
 
     Each element of ``sides`` is ``(codec, streams, runs, where)``: contiguous streams, the token counts of the encoded runs, and a name for
-    messages. Streams of side-cars are small, and are copied to the host and checked there. Returns a function that waits for the
+    messages. Streams of sidecars are small, and are copied to the host and checked there. Returns a function that waits for the
     device and raises InvalidPayload about the first element that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
     """
     if not sides:
@@ -125,26 +125,26 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
     from kvpack.kernels.bitpack import rules
 
     wrong_sides = rules.find_invalid_sides(
-        [(codec.codec if isinstance(codec, WithSideCars) else codec, streams) for codec, streams, _, _ in sides]
+        [(codec.codec if isinstance(codec, WithSidecars) else codec, streams) for codec, streams, _, _ in sides]
     )
-    side_car_streams = [
+    sidecar_streams = [
         (number, name)
         for number, (codec, *_) in enumerate(sides)
-        if isinstance(codec, WithSideCars)
-        for name in codec.side_car_layout(1, 1, 0)
+        if isinstance(codec, WithSidecars)
+        for name in codec.sidecar_layout(1, 1, 0)
     ]
-    arrays = _to_host([sides[number][1][name] for number, name in side_car_streams])
+    arrays = _to_host([sides[number][1][name] for number, name in sidecar_streams])
 
     def raise_invalid() -> None:
         wrong = set(wrong_sides())
         arrays_by_side: dict[int, dict[str, numpy.ndarray[Any, Any]]] = {}
-        for (number, name), array in zip(side_car_streams, arrays(), strict=True):
+        for (number, name), array in zip(sidecar_streams, arrays(), strict=True):
             arrays_by_side.setdefault(number, {})[name] = array
         for number, (codec, streams, runs, where) in enumerate(sides):
             if number in wrong:
                 codec.check(dict(zip(streams, _to_host([*streams.values()])(), strict=True)), where)
-            if isinstance(codec, WithSideCars):
-                codec.check_side_cars(arrays_by_side.get(number, {}), runs, codec.batch_size(streams), where)
+            if isinstance(codec, WithSidecars):
+                codec.check_sidecars(arrays_by_side.get(number, {}), runs, codec.batch_size(streams), where)
 
     return raise_invalid
 

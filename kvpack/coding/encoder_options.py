@@ -16,7 +16,7 @@ from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.options import Options
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 
 from . import raw_clause
 from .presets import ADDITIONS, PUBLISHED
@@ -62,12 +62,12 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
     if words:
         with contextlib.suppress(InvalidParameter):
             codec = codec.with_family(replace(codec.family, **words))  # type: ignore[type-var]
-    if isinstance(codec, WithSideCars) and not options.keys().isdisjoint(RawPositions.words):
+    if isinstance(codec, WithSidecars) and not options.keys().isdisjoint(RawPositions.words):
         with contextlib.suppress(InvalidParameter):
             raw = RawPositions.from_options(codec.dim, side, Options(codec.id, options))
-            # Equality ignores the options that select tokens, so this replaces the stored side-car.
-            if raw is not None and raw in codec.side_cars:
-                codec = codec.with_side_car(raw)
+            # Equality ignores the options that select tokens, so this replaces the stored sidecar.
+            if raw is not None and raw in codec.sidecars:
+                codec = codec.with_sidecar(raw)
     return codec
 
 

@@ -34,7 +34,7 @@ from kvpack.formats.head_norms import (
 )
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import VALUES, RawPositions, add_misfits, replace_tokens
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
@@ -174,7 +174,7 @@ def encode(
     Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype, and a KvpackWarning about tokens that
     lose precision, because of a shared scale or because the codec's maps and means fit them badly.
     """
-    raw = codec.side_car(RawPositions)
+    raw = codec.sidecar(RawPositions)
     if raw is not None:
         return _encode_with_raw_tokens(codec, raw, x, where, before, position, norms)
     with float32_no_grad(x.device):
@@ -354,7 +354,7 @@ def _encode_in_blocks(
 
     with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
-        begin = partial(codec.begin, kernel=dispatch.encode, watch=measure) if isinstance(codec, WithSideCars) else codec.begin
+        begin = partial(codec.begin, kernel=dispatch.encode, watch=measure) if isinstance(codec, WithSidecars) else codec.begin
         with _naming_place(where):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
             run = begin(given, before)

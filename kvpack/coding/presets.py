@@ -88,7 +88,7 @@ def calibrated_codec(side: str, bits: int, trellis: bool) -> str:
 
 
 def _own_words(side: str, bits: int, trellis: bool) -> str:
-    """Return the codec for ``side`` in kvpack's own presets, without side-cars."""
+    """Return the codec for ``side`` in kvpack's own presets, without sidecars."""
     return f"trellis:b={bits}{_norm(side, bits)}" if trellis else f"scalar:b={bits},rounding=scaled{_norm(side, bits)}"
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Self
 from kvpack.codecs import CodecChoice
 from kvpack.file.checks import TEXT, check_argument
 from kvpack.file.limits import MAX_LAYERS
-from kvpack.formats import CODECS, SIDE_CARS
+from kvpack.formats import CODECS, SIDECARS
 from kvpack.formats.arguments import as_integer, check_mapping, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, MissingBasis, OutOfBounds
 from kvpack.formats.raw import EXACT_DTYPES
@@ -429,7 +429,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
         raise InvalidType(f"a recipe must be text, such as 'kvpack-3', but got a {type(recipe).__name__}")
     named = None if recipe in PRESETS else split_path(recipe, PRESETS)
     if named is None:
-        return _parsed(str(recipe), (*CODECS.values(), *SIDE_CARS.values()))
+        return _parsed(str(recipe), (*CODECS.values(), *SIDECARS.values()))
     path, added = named
     clauses = read_clauses(path)
     try:

@@ -135,7 +135,7 @@ def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str,
 def _codec_text(params: dict[str, Any]) -> str:
     """Return a codec's id and parameters in one line, without tables, packing and unset options."""
     named = {name: value for name, value in params.items() if name not in ("id", "dim", "fields", "seed") and not isinstance(value, bytes)}
-    # Show only the name of a side-car whose parameters are a map.
+    # Show only the name of a sidecar whose parameters are a map.
     words = (name if isinstance(value, dict) else f"{name}={value}" for name, value in named.items() if value != "none")
     return " ".join([params["id"], *words])
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import xxhash
 
-from kvpack.formats import CODECS, SIDE_CARS, codec_class, codec_from_params
+from kvpack.formats import CODECS, SIDECARS, codec_class, codec_from_params
 from kvpack.formats.errors import (
     DigestMismatch,
     InvalidHeader,
@@ -418,7 +418,7 @@ def _codec(where: str, params: Any) -> tuple[Codec, bool]:
     except ValueError:
         # It is nested more deeply than the parameters of any codec.
         return _new_codec(where, params), False
-    key = packed, (*CODECS.values(), *SIDE_CARS.values())
+    key = packed, (*CODECS.values(), *SIDECARS.values())
     codec = _codecs.get(key)
     if codec is not None:
         return codec, True

@@ -33,7 +33,7 @@ FORMAT = 1
 """Major version of the format."""
 
 CODEC_FEATURES = frozenset({Balanced.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
-"""Required features for parameters and side-cars of codecs (``Codec.features``)."""
+"""Required features for parameters and sidecars of codecs (``Codec.features``)."""
 
 _FEATURES_WITH_DATA = (layer_positions.FEATURE, layer_states.FEATURE, hidden_tokens.FEATURE, position_offsets.FEATURE)
 """Required features whose data is in ``ignorable``, in the order in which they are checked."""

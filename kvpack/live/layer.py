@@ -267,7 +267,7 @@ class LiveLayer:
         ``k`` are all keys that are not packed.
         """
         position = self._start + self.skipped + first
-        if k is None or not any(side.codec.side_car(RawPositions) for side in self.sides.values()):
+        if k is None or not any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
             return position, None
         held = self.sides["k"].side(0)
         before = held.norms(first) if first < held.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)

@@ -23,7 +23,7 @@ from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_ove
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, put_slots, store_in_slots
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ MAX_BYTES = 64 << 20
 
 def supports(codec: Codec) -> bool:
     """Return True if a codec can be decoded on a device safely: no stored bits, however damaged, can make it read outside a table."""
-    side_cars = codec.side_cars if isinstance(codec, WithSideCars) else ()
+    sidecars = codec.sidecars if isinstance(codec, WithSidecars) else ()
     if isinstance(codec, Opaque):
         return False
-    return all(isinstance(side_car, Balanced | ChannelScale | KeyMean | RawPositions) for side_car in side_cars) and all(
+    return all(isinstance(sidecar, Balanced | ChannelScale | KeyMean | RawPositions) for sidecar in sidecars) and all(
         packing.binary for packing in codec.packings().values()
     )
 

@@ -124,7 +124,7 @@ class PageGeometry:
         A basis is calibrated without the tokens that recipes keep raw, and encodes them badly. So pages with a basis have room for at least
         one.
         """
-        raw, count = codec.side_car(RawPositions), slot_count(self.tokens, int(isinstance(codec.family, Klt)))
+        raw, count = codec.sidecar(RawPositions), slot_count(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:

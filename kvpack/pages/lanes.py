@@ -30,7 +30,7 @@ from kvpack.formats.raw_positions import (
     gather_raw_values,
     replace_tokens,
 )
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,13 +70,13 @@ class Lane:
     @cached_property
     def raw(self) -> RawPositions | None:
         """The rule that chooses a page's raw tokens; None if it has none."""
-        return self.codec.side_car(RawPositions)
+        return self.codec.sidecar(RawPositions)
 
     @cached_property
     def watched(self) -> RawPositions | None:
         """The rule that finds the tokens to keep raw, even if the page has no room for them; None if none are to be kept raw."""
         # One of high norm moves the mean of its page.
-        has_means = isinstance(self.plain, WithSideCars) and self.plain.page_vectors
+        has_means = isinstance(self.plain, WithSidecars) and self.plain.page_vectors
         if self.raw is not None or not (self.plain.shared_scales or has_means):
             return self.raw
         return RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO)

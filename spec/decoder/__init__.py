@@ -9,7 +9,7 @@ Start with ``container.read``, which reads a file in the order of the text. A mo
 - ``header``, ``newer``, ``ignorable``, ``json_header``, ``zstd``, ``xxh3``, ``msgpack``: the parts of a file;
 - ``values``, ``basis_lookup``: from the streams of a layer's keys or values to the values;
 - ``codecs``: a module per codec;
-- ``side_cars``, ``basis``: the pages with these names;
+- ``sidecars``, ``basis``: the pages with these names;
 - ``contents``, ``metadata``, ``token_ids``, ``norms``, ``codec``, ``directions``, ``rans``: what the modules above share;
 - ``rotation``, ``generator``, ``packing``, ``conventions``, ``features``, ``limits``, ``refusal``: what all pages use.
 """

@@ -1,4 +1,4 @@
-"""Lookup of the part of a basis that a codec or side-car needs."""
+"""Lookup of the part of a basis that a codec or sidecar needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .contents import File, Side
 from .conventions import numbers
 from .features import BASIS
 from .refusal import require
-from .side_cars import SIDE_CARS
+from .sidecars import SIDECARS
 
 Bases = Mapping[bytes, Callable[[], File]]
 """Functions that read the caller's bases, by the digests that identify them."""
@@ -25,8 +25,8 @@ def find_basis(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
 
 def balanced_matrices(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
     """Return the matrix of each head: side-cars.md, Balanced keys."""
-    rule = f"{SIDE_CARS}, Layout"
-    needed_basis = side.codec.side_cars["balanced"].basis
+    rule = f"{SIDECARS}, Layout"
+    needed_basis = side.codec.sidecars["balanced"].basis
     assert needed_basis is not None
     digest, layer, frame = needed_basis
     file = find_basis(digest, bases, rule, prefix)

@@ -31,8 +31,8 @@ class NumberStream:
 
 
 @dataclass(frozen=True)
-class SideCar:
-    """A side-car with its parameters and its streams; streams of codes come first."""
+class Sidecar:
+    """A sidecar with its parameters and its streams; streams of codes come first."""
 
     codes: Mapping[str, Columns]
     numbers: Sequence[NumberStream]
@@ -67,7 +67,7 @@ class Codec:
     check: Callable[[str, Digits, Numbers], None] = lambda where, digits, numbers: None
     rotation_kind: str = "none"
     rotation_seed: int = 0
-    side_cars: Mapping[str, SideCar] = field(default_factory=dict)
+    sidecars: Mapping[str, Sidecar] = field(default_factory=dict)
     derive_digits: Callable[[Any, str], dict[str, list[list[list[int]]]]] = lambda side, prefix: {}
     """Derives further rows of digits from other streams of a layer's keys or values, in the form of code streams."""
     basis: tuple[bytes, int, str] | None = None
@@ -83,9 +83,9 @@ class Codec:
 
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
-        """All streams in order: those of the codec, then those of its side-cars."""
+        """All streams in order: those of the codec, then those of its sidecars."""
         result: dict[str, Columns | NumberStream] = {}
-        parts: list[Codec | SideCar] = [self, *self.side_cars.values()]
+        parts: list[Codec | Sidecar] = [self, *self.sidecars.values()]
         for part in parts:
             result |= {**part.codes, **{stream.name: stream for stream in part.numbers}}
         return result

@@ -48,7 +48,7 @@ class Side:
     values: list[float] = field(default_factory=list)
     tolerances: list[float] = field(default_factory=list)
     basis_parts: list[dict[str, list[float]]] = field(default_factory=list)
-    """The part of the basis that each head needs, for a codec or side-car with a basis."""
+    """The part of the basis that each head needs, for a codec or sidecar with a basis."""
 
     @property
     def packed(self) -> int:

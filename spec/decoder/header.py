@@ -11,13 +11,13 @@ from .codec import RAW_DTYPES, Codec, NumberStream
 from .codecs import CODECS
 from .codecs.klt import KLT_PARAMETERS
 from .contents import File, Side, Tensor
-from .features import BASIS, CODEC_FEATURES, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, SIDE_CAR_FEATURES
+from .features import BASIS, CODEC_FEATURES, HIDDEN_TOKENS, LAYER_POSITIONS, LAYER_STATE, POSITION_OFFSETS, SIDECAR_FEATURES
 from .ignorable import take_hidden, take_offsets, take_starts, take_states
 from .limits import FORMAT, LIMITS, MAX_BATCH, MAX_CODECS, MAX_HEADS, MAX_LAYERS, MAX_RATIO, MAX_TOKENS
 from .msgpack import Msgpack
 from .newer import refuse_newer
 from .refusal import refuse, require
-from .side_cars import SIDE_CAR_KEYS, SIDE_CARS, take_side_cars
+from .sidecars import SIDECAR_KEYS, SIDECARS, take_sidecars
 
 HEADER_KEYS = ["format", "required", "ignorable", "model", "recipe", "start", "codecs", "layers", "tensors"]
 SIDE_KEYS = ["codec", "batch", "heads", "runs", "tail", "tail_dtype", "window"]
@@ -88,9 +88,9 @@ def take_header(
         if k and v:
             require((k.batch, k.shape[2]) == (v.batch, v.shape[2]), FIELDS, f"layer {number}: k and v differ in batch or tokens")
         require(
-            v is None or "key_mean" not in v.codec.side_cars,
-            SIDE_CARS,
-            f"layer {number}: v has the side-car key_mean, which is for keys only",
+            v is None or "key_mean" not in v.codec.sidecars,
+            SIDECARS,
+            f"layer {number}: v has the sidecar key_mean, which is for keys only",
         )
         file.layers.append({"k": k, "v": v})
     require(
@@ -99,7 +99,7 @@ def take_header(
         f"required is {required}, expected each feature once, in ascending order",
     )
     used = {codec.feature for codec in decoded_codecs}
-    used |= {feature for name, feature in SIDE_CAR_FEATURES.items() if any(name in codec.side_cars for codec in decoded_codecs)}
+    used |= {feature for name, feature in SIDECAR_FEATURES.items() if any(name in codec.sidecars for codec in decoded_codecs)}
     for feature in CODEC_FEATURES:
         require(
             (feature in used) == (feature in required),
@@ -127,10 +127,10 @@ def take_header(
 
 def take_codec(entry: Any, what: str, known: Mapping[str, Callable[[Mapping[str, Any]], Codec]]) -> Codec:
     require(isinstance(entry, dict) and isinstance(entry.get("id"), str), FIELDS, f"{what} has no id")
-    codec = known[entry["id"]]({key: value for key, value in entry.items() if key not in SIDE_CAR_KEYS})
-    side_cars = take_side_cars(entry, codec)
-    page = entry["key_mean"]["tokens"] if "key_mean" in side_cars else codec.token_group
-    return replace(codec, side_cars=side_cars, token_group=page)
+    codec = known[entry["id"]]({key: value for key, value in entry.items() if key not in SIDECAR_KEYS})
+    sidecars = take_sidecars(entry, codec)
+    page = entry["key_mean"]["tokens"] if "key_mean" in sidecars else codec.token_group
+    return replace(codec, sidecars=sidecars, token_group=page)
 
 
 def take_side(value: Any, codecs: list[Codec], what: str) -> Side:

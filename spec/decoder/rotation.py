@@ -44,7 +44,7 @@ def paley(m: int) -> list[list[int]]:
 @cache
 def hadamard_columns(dim: int) -> list[list[int]]:
     found = hadamard_factors(dim)
-    assert found is not None, "codecs and side-cars have been checked"
+    assert found is not None, "codecs and sidecars have been checked"
     order, m = found
     p = paley(m)
 

@@ -15,7 +15,7 @@ from .norms import decode_norm_byte
 from .packing import Columns
 from .refusal import require
 from .rotation import rotate_back, rotate_tolerance
-from .side_cars import SIDE_CARS, check_special_values
+from .sidecars import SIDECARS, check_special_values
 
 
 def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: Bases) -> None:
@@ -33,11 +33,11 @@ def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: B
     side.basis_parts = basis_values(side, prefix, bases) if codec.basis else []
     places = {name: entry_indices(flags) for name, flags in entry_flags(side).items()}
     for name, indices in places.items():
-        rule = f"{SIDE_CARS}, Layout"
+        rule = f"{SIDECARS}, Layout"
         require(len(indices) == side.entries[name], rule, f"{prefix}{name} has {side.entries[name]} entries for {len(indices)} flags")
-    if "balanced" in codec.side_cars:
+    if "balanced" in codec.sidecars:
         side.basis_parts = balanced_matrices(side, prefix, bases)
-    if "raw_positions" in codec.side_cars:
+    if "raw_positions" in codec.sidecars:
         places["raw_positions"] = position_indices(side, prefix)
     all_digits = side.digits | codec.derive_digits(side, prefix)
     tail: list[float] = numbers(contents[f"{prefix}tail"], RAW_DTYPES[side.tail_dtype]) if side.tail else []
@@ -81,11 +81,11 @@ def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, by
 def entry_flags(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
     """Return the flags of each stream with a row per entry, by token and sequence (and head and chunk): side-cars.md, Layout."""
     result: dict[str, dict[tuple[int, ...], int]] = {}
-    if "outliers" in side.codec.side_cars:
+    if "outliers" in side.codec.sidecars:
         rows = enumerate(side.digits["outlier_flags"])
         per_head = ((*divmod(row, side.packed), flag) for row, (flag,) in rows)
         result["outliers"] = {(t, *divmod(head, side.heads), c): one for head, t, flag in per_head for c, one in enumerate(flag)}
-    if "raw_tokens" in side.codec.side_cars:
+    if "raw_tokens" in side.codec.sidecars:
         flags: list[Any] = side.numbers["raw_token_flags"]
         result["raw_tokens"] = {(row % side.packed, row // side.packed): flag for row, flag in enumerate(flags)}
     return result
@@ -98,7 +98,7 @@ def entry_indices(flags: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...],
 
 def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
     """Return the entry number of each raw token, by token and sequence: side-cars.md, Layout."""
-    count, rule = side.entries["raw_positions"], f"{SIDE_CARS}, Layout"
+    count, rule = side.entries["raw_positions"], f"{SIDECARS}, Layout"
     has = side.entries["raw_values"]
     require(has == count, rule, f"{prefix}raw_values has {has} entries for {count} positions")
     result: dict[tuple[int, ...], int] = {}
@@ -138,34 +138,34 @@ def decode_token(
             entry = 4 * places["outliers"][*place, c]
             u[4 * c : 4 * c + 4] = side.numbers["outliers"][entry : entry + 4]
             tolerance[4 * c : 4 * c + 4] = [0.0] * 4
-    if "key_mean" in codec.side_cars:
+    if "key_mean" in codec.sidecars:
         u = [f32(one + part) for one, part in zip(u, page_vector(codec, row), strict=True)]
         tolerance = [before + 2.0**-23 * abs(one) + 2.0**-126 for before, one in zip(tolerance, u, strict=True)]
-    if "qjl" in codec.side_cars:
+    if "qjl" in codec.sidecars:
         (norm,) = row["qjl_norm"]
         gamma = norm * math.sqrt(math.pi / (2 * codec.dim))
-        residual = residual_signs(codec.side_cars["qjl"].seed, digits["qjl_signs"][0])
+        residual = residual_signs(codec.sidecars["qjl"].seed, digits["qjl_signs"][0])
         u = [f32(one + gamma * sign) for one, sign in zip(u, residual, strict=True)]
         tolerance = [before + 2.0**-23 * abs(one) + 2.0**-126 for before, one in zip(tolerance, u, strict=True)]
         of_head = 2.0**-18 * abs(norm)
     x = rotate_back(codec.rotation_kind, codec.rotation_seed, u)
     if codec.rotation_kind != "none":
         tolerance, of_head = rotate_tolerance(u, tolerance, of_head), 0.0
-    if "block_rotation" in codec.side_cars:
-        size = codec.side_cars["block_rotation"].block
+    if "block_rotation" in codec.sidecars:
+        size = codec.sidecars["block_rotation"].block
         blocks = [slice(first, first + size) for first in range(0, codec.dim, size)]
         tolerance = [one for block in blocks for one in rotate_tolerance(x[block], tolerance[block], of_head)]
         x, of_head = [one for block in blocks for one in rotate_back("hadamard", 0, x[block])], 0.0
     tolerance = [one + of_head for one in tolerance]
-    if "channel_order" in codec.side_cars:
+    if "channel_order" in codec.sidecars:
         placed = sorted(zip(row["channel_order"], x, tolerance, strict=True))
         x, tolerance = [one for _, one, _ in placed], [one for _, _, one in placed]
-    if "channel_scale" in codec.side_cars:
+    if "channel_scale" in codec.sidecars:
         scales = row["channel_scale"]
         x = [f32(one * scale) for one, scale in zip(x, scales, strict=True)]
         products = zip(tolerance, scales, x, strict=True)
         tolerance = [scale * before + 2.0**-23 * abs(one) + 2.0**-126 if before else 0.0 for before, scale, one in products]
-    if "balanced" in codec.side_cars:
+    if "balanced" in codec.sidecars:
         columns = [row["balanced"][c :: codec.dim] for c in range(codec.dim)]
         sums = [sum(abs(one * d) for one, d in zip(x, column, strict=True)) for column in columns]
         before = [sum(one * abs(d) for one, d in zip(tolerance, column, strict=True)) for column in columns]
@@ -176,7 +176,7 @@ def decode_token(
 
 def page_vector(codec: Codec, row: Numbers) -> list[float]:
     """Return the vector to add to u: section Decode, step 3."""
-    bits, (scale,) = codec.side_cars["key_mean"].bits, row["key_mean_scale"]
+    bits, (scale,) = codec.sidecars["key_mean"].bits, row["key_mean_scale"]
     codes = [int(code) for code in row["key_mean"]]
     if bits == 4:
         codes = [code % 16 for code in codes] + [code // 16 for code in codes]

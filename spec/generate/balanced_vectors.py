@@ -12,7 +12,7 @@ from spec.generate.invalid_vectors import RAW, add, add_header
 from spec.generate.valid_vectors import add as add_valid
 from support.file_parts import bits, changed, edit, file_of, move_to_end, one_side, random_side
 from support.klt_bases import balanced_basis
-from support.strategies import create, with_side_car
+from support.strategies import create, with_sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def with_rows() -> bytes:
 def keys(codec_id: str, dim: int, *, layer: int = 0, frame: str = "balanced", of: Callable[[], bytes] = alone, **words: str) -> Codec:
     """Return a codec for keys that uses a basis's frames of one layer."""
     codec = create(codec_id, dim, "k", frame="balanced", **words)
-    return with_side_car(codec, Balanced(dim, hashlib.sha256(of()).digest(), layer, frame))
+    return with_sidecar(codec, Balanced(dim, hashlib.sha256(of()).digest(), layer, frame))
 
 
 def add_all() -> None:

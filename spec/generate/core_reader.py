@@ -31,11 +31,11 @@ def refusal(data: bytes) -> str | None:
 
 @contextmanager
 def _core() -> Iterator[None]:
-    """Restrict the library to the core profile: no other codecs, side-cars, filters or required features."""
+    """Restrict the library to the core profile: no other codecs, sidecars, filters or required features."""
     with ExitStack() as stack:
         codecs = {name: formats.CODECS[name] for name in CODECS}
         stack.enter_context(mock.patch.dict(formats.CODECS, codecs, clear=True))
-        stack.enter_context(mock.patch.dict(formats.SIDE_CARS, clear=True))
+        stack.enter_context(mock.patch.dict(formats.SIDECARS, clear=True))
         for module in (header, front):
             stack.enter_context(mock.patch.object(module, "FEATURES", frozenset()))
         stack.enter_context(mock.patch.dict(header.TENSOR_RULES, filter=Rule(str, choices=("none",))))

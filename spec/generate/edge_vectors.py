@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.formats.klt import Klt
 from spec.generate.input_vectors import ids, with_features
-from spec.generate.side_car_vectors import with_positions
+from spec.generate.sidecar_vectors import with_positions
 from spec.generate.valid_vectors import add
 from support.file_parts import one_side
 from support.strategies import create

@@ -214,7 +214,7 @@ def both(**values: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def outliers(header: dict[str, Any]) -> None:
-    """Give every codec the side-car outliers, although neither keys nor values use it."""
+    """Give every codec the sidecar outliers, although neither keys nor values use it."""
     for codec in header["codecs"]:
         codec["outliers"] = {"fields": 1}
     both(entries={"outliers": 0})(header)
@@ -283,7 +283,7 @@ def rules_of(page: Any) -> list[str]:
 def profile_of(page: Any) -> dict[str, str]:
     """Return the smallest profile whose readers decode a row, and the error class with which core readers refuse it."""
     sides = sides_of(page)
-    plain = all(side.codec.id in (*core_reader.CODECS, "opaque") and not side.codec.side_cars for side in sides)
+    plain = all(side.codec.id in (*core_reader.CODECS, "opaque") and not side.codec.sidecars for side in sides)
     return {"profile": "core" if plain else "full"} | ({"core": "InvalidHeader"} if page.required or not plain else {})
 
 

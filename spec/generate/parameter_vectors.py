@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ONE_WIDTH = create("scalar", 10, b="2", rotation="none")
 NORMS = create("angle", 6, n="8", norm="fp32", rotation="none")
 HALF = create("polar", 6, b="2", rotation="none")
-SIDE_CARS = create("group", 8, b="2", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
+SIDECARS = create("group", 8, b="2", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
 WIDE = create("group", 260, b="2", block_rotation="20", channel_order="u16")
 
 CODED = (GROUP, OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR)
@@ -64,7 +64,7 @@ def add_all() -> None:
         shows = f"a Hadamard rotation at head dim {codec.dim}"
         add_alone(f"{codec.id}-hadamard", "front-7", codec, {"rotation_kind": "hadamard"}, shows)
     add_fields()
-    add_side_cars()
+    add_sidecars()
     for element in ("e4m3", "e5m2"):
         shows = f"{element} elements in blocks with e4m3 scales"
         add_alone(f"minifloat-{element}-of-e4m3-scales", "minifloat-4", NVFP4, {"element": element}, shows)
@@ -72,7 +72,7 @@ def add_all() -> None:
         names = list(codec.params()["fields"])
         add_alone(f"{codec.id}-fields-array", f"{codec.id}-2", codec, {"fields": names}, "fields is an array")
     seeds = [(codec, "seed") for codec in CODED]
-    for codec, seed in [*seeds, (QUATERNION, "rotation_seed"), (SIDE_CARS, "qjl.seed")]:
+    for codec, seed in [*seeds, (QUATERNION, "rotation_seed"), (SIDECARS, "qjl.seed")]:
         name = f"{codec.id}-{seed}".replace("_", "-").replace(".", "-")
         add_alone(f"{name}-negative", "container-10", codec, {seed: -1}, f"{seed} is -1")
         if seed != "qjl.seed":
@@ -248,10 +248,10 @@ def add_fields() -> None:
         add_alone(f"fields-{name}", "front-5", codec, {"fields": fields}, shows)
 
 
-def add_side_cars() -> None:
+def add_sidecars() -> None:
     for name, codec, changes, shows in (
-        ("channel-scale-array", SIDE_CARS, {"channel_scale": ["fp16"]}, "channel_scale is an array"),
-        ("channel-scale-bf16", SIDE_CARS, {"channel_scale": "bf16"}, "channel_scale is bf16"),
+        ("channel-scale-array", SIDECARS, {"channel_scale": ["fp16"]}, "channel_scale is an array"),
+        ("channel-scale-bf16", SIDECARS, {"channel_scale": "bf16"}, "channel_scale is bf16"),
         ("channel-order-u8", WIDE, {"channel_order": "u8"}, "channel_order is u8 at head dim 260"),
         ("channel-order-u32", WIDE, {"channel_order": "u32"}, "channel_order is u32"),
         ("block-rotation-string", WIDE, {"block_rotation": "20"}, "block_rotation is a string"),
@@ -259,13 +259,13 @@ def add_side_cars() -> None:
         ("block-rotation-1", WIDE, {"block_rotation": 1}, "block_rotation is 1"),
         ("block-rotation-8", WIDE, {"block_rotation": 8}, "block_rotation is 8 at head dim 260"),
         ("block-rotation-512", WIDE, {"block_rotation": 512}, "block_rotation is 512 at head dim 260"),
-        ("outliers-nil", SIDE_CARS, {"outliers": None}, "outliers is nil"),
-        ("outliers-fields-string", SIDE_CARS, {"outliers.fields": "2"}, "the F of outliers is a string"),
-        ("outliers-more", SIDE_CARS, {"outliers.more": 1}, "outliers has a key too many"),
-        ("qjl-fields-nil", SIDE_CARS, {"qjl.fields": None}, "the F of qjl is nil"),
-        ("qjl-norm-bf16", SIDE_CARS, {"qjl.norm": "bf16"}, "the norm of qjl is bf16"),
-        ("qjl-seed-string", SIDE_CARS, {"qjl.seed": "1"}, "the seed of qjl is a string"),
-        ("raw-tokens-f64", SIDE_CARS, {"raw_tokens": "fp64"}, "raw_tokens is fp64"),
+        ("outliers-nil", SIDECARS, {"outliers": None}, "outliers is nil"),
+        ("outliers-fields-string", SIDECARS, {"outliers.fields": "2"}, "the F of outliers is a string"),
+        ("outliers-more", SIDECARS, {"outliers.more": 1}, "outliers has a key too many"),
+        ("qjl-fields-nil", SIDECARS, {"qjl.fields": None}, "the F of qjl is nil"),
+        ("qjl-norm-bf16", SIDECARS, {"qjl.norm": "bf16"}, "the norm of qjl is bf16"),
+        ("qjl-seed-string", SIDECARS, {"qjl.seed": "1"}, "the seed of qjl is a string"),
+        ("raw-tokens-f64", SIDECARS, {"raw_tokens": "fp64"}, "raw_tokens is fp64"),
     ):
         add_alone(f"side-car-{name}", "side-cars-3", codec, changes, shows)
     add_alone("side-car-of-raw", "side-cars-1", RAW, {"channel_scale": "fp16"}, "a side-car of raw")
@@ -276,5 +276,5 @@ def add_side_cars() -> None:
     for name in ("outliers", "qjl"):
         for count in (0, 129):
             add_alone(
-                f"side-car-{name}-fields-{count}", "front-5", SIDE_CARS, {f"{name}.fields": count}, f"{name} has {count} fields a column"
+                f"side-car-{name}-fields-{count}", "front-5", SIDECARS, {f"{name}.fields": count}, f"{name} has {count} fields a column"
             )

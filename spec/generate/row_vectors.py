@@ -1,4 +1,4 @@
-"""Conformance vectors with rows for several sequences, heads and runs, and with side-cars that interact."""
+"""Conformance vectors with rows for several sequences, heads and runs, and with sidecars that interact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpack.formats.outliers import Outliers
 from spec.generate.invalid_vectors import ANGLE, MINIFLOAT, MXFP8, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add
 from spec.generate.valid_vectors import add as add_valid
 from support.file_parts import Parts, bits, edit, one_side
-from support.strategies import create, with_side_car
+from support.strategies import create, with_sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,12 +27,12 @@ EVERY = {
     "sinks": "1",
     "raw_tokens": "fp16",
 }
-"""Options that request all side-cars except block rotation."""
+"""Options that request all sidecars except block rotation."""
 
 
 def add_all() -> None:
     add_rows()
-    add_side_cars()
+    add_sidecars()
     add_runs()
     add_flags()
 
@@ -73,9 +73,9 @@ def add_rows() -> None:
     rows("minifloat-rows-of-token", "a scale for each token and head", create("minifloat", 6, per="token"), "front-12", runs=(7,))
 
 
-def add_side_cars() -> None:
+def add_sidecars() -> None:
     scaled = create("group", 6, b="2", axis="channel", channel_scale="fp16")
-    scaled = with_side_car(scaled, ChannelOrder(6, "u16"))
+    scaled = with_sidecar(scaled, ChannelOrder(6, "u16"))
     rows("side-car-order-and-scale", "an order, and then a scale, of each of three runs and of every head", scaled, "side-cars-10", tail=0)
     for kind, dim, block in (("signed-hadamard", 24, "12"), ("hadamard", 12, "4")):
         both = create("group", dim, b="2", axis="channel", rotation=kind, block_rotation=block)
@@ -160,7 +160,7 @@ def add_runs() -> None:
 
 def add_flags() -> None:
     three = create("group", 12, b="2", axis="channel", outliers="3")
-    three = with_side_car(three, Outliers(12, fields=2))
+    three = with_sidecar(three, Outliers(12, fields=2))
     change = without_entries("outlier_flags.0", "outliers"), bits("0.k.outlier_flags.0", 1, "02")
     shows = "a flag in a field without a chunk"
     add("side-car-field-of-no-chunk", "front-3", "InvalidPayload", shows, lambda: one_side(three, *change))

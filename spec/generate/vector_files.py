@@ -21,7 +21,7 @@ from spec.generate import (
     log_norm_vectors,
     parameter_vectors,
     row_vectors,
-    side_car_vectors,
+    sidecar_vectors,
     trellis_vectors,
     valid_vectors,
 )
@@ -38,7 +38,7 @@ MODULES = (
     valid_vectors,
     codec_vectors,
     container_vectors,
-    side_car_vectors,
+    sidecar_vectors,
     frame_vectors,
     row_vectors,
     parameter_vectors,
@@ -80,7 +80,7 @@ def bases(line: dict[str, Any]) -> list[bytes]:
 
 def profile_of(file: Any) -> str:
     """Return the smallest profile whose readers decode a file read by the second decoder."""
-    plain = all(codec.id in core_reader.CODECS and not getattr(codec, "side_cars", {}) for codec in file.codecs)
+    plain = all(codec.id in core_reader.CODECS and not getattr(codec, "sidecars", {}) for codec in file.codecs)
     return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
 
 

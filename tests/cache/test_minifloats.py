@@ -164,12 +164,12 @@ def test_runs_of_several_scales_are_given_in_slices() -> None:
     with pytest.raises(InvalidParameter, match="2 runs with different scales, the first of 37 tokens: slice"):
         kvpack.pages.Minifloats.of(side)
     assert same_bits(kvpack.pages.Minifloats.of(side.slice(0, TOKENS)).elements, arguments["elements"])
-    with pytest.raises(InvalidParameter, match="the codec is group with side-cars, expected minifloat"):
+    with pytest.raises(InvalidParameter, match="the codec is group with sidecars, expected minifloat"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "kivi-2")[0].k)
     with pytest.raises(InvalidType, match=r"expected packed keys or values, such as cache\[0\].k, but got a Layer"):
         kvpack.pages.Minifloats.of(kvpack.pack([(random_values(1), None)], "fp8")[0])  # type: ignore[arg-type]
     cache = kvpack.pack([(random_values(1), None)], "fp8")
-    with pytest.raises(InvalidParameter, match=r"the codec is minifloat with side-cars, .* 'fp8;raw=0'"):
+    with pytest.raises(InvalidParameter, match=r"the codec is minifloat with sidecars, .* 'fp8;raw=0'"):
         kvpack.pages.Minifloats.of(cache[0].k)
     assert kvpack.pages.Minifloats.of(cache.convert("fp8;raw=0")[0].k).elements.shape[2] == cache.tokens
     with pytest.raises(InvalidParameter, match="a raw tail of 5"):

@@ -20,8 +20,8 @@ from kvpack.file.container import open_file
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from support.klt_bases import random_basis
-from support.side_car_recipes import RECIPES as SIDE_CARS
-from support.side_car_recipes import attention, relative_error
+from support.sidecar_recipes import RECIPES as SIDECARS
+from support.sidecar_recipes import attention, relative_error
 from support.strategies import create
 
 # The values have large tokens and channels on purpose.
@@ -33,7 +33,7 @@ CHOICES = {"reorder": [2, 0, 1], "repeat": [1, 1, 0, 2, 2, 1], "select": [2]}
 KINDS = {re.sub(r"=[\d.,-]+", "=", preset.recipe): name for name, preset in reversed(PUBLISHED.items())}
 RECIPES = {
     **{name: re.sub(r"layers=[-0-9,]+:", "layers=0:", PUBLISHED[name].recipe) for name in reversed(KINDS.values())},
-    **SIDE_CARS,
+    **SIDECARS,
     "trellis": "kv=trellis:b=2,states=256",
     "a window": "k=raw:dtype=fp32;v=group:b=2,g=32,sinks=2;tail=64",
     "klt": "kv=klt:bits=4,rows=fp16",

@@ -47,7 +47,7 @@ def test_an_addition_changes_what_stands_before_it() -> None:
 def test_every_lossy_preset_keeps_tokens_raw() -> None:
     for name in PRESETS:
         for side in "kv":
-            raw = Recipe(name).codec(0, 4, side, 64).side_car(RawPositions)
+            raw = Recipe(name).codec(0, 4, side, 64).sidecar(RawPositions)
             assert (raw is None) == (name in EXACT), name
             assert raw is None or raw.dtype == RAW.dtype
             assert raw is None or (raw.first, raw.low_norm, raw.high_norm) == (RAW.first, RAW.low_norm, RAW.high_norm)

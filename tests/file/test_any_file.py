@@ -28,7 +28,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 @st.composite
 def files(draw: DrawFn) -> bytes:
-    """A valid file of up to three layers: sides absent or not, any codecs and side-cars, runs, tails, sequences, heads, positions."""
+    """A valid file of up to three layers: sides absent or not, any codecs and sidecars, runs, tails, sequences, heads, positions."""
     layers = [draw(_layers()) for _ in range(draw(st.integers(0, 3)))]
     return file_of(*layers, skipped=tuple(draw(st.integers(0, 9)) if any(layer) else 0 for layer in layers))
 

@@ -51,7 +51,7 @@ def any_contents(draw: DrawFn) -> Contents:
         sides = []
         for name in "kv":
             # Values have no means of keys.
-            allowed = [number for number, codec in enumerate(listed) if name == "k" or codec.side_car(KeyMean) is None]
+            allowed = [number for number, codec in enumerate(listed) if name == "k" or codec.sidecar(KeyMean) is None]
             if not allowed:
                 sides.append(None)
                 continue

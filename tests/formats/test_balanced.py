@@ -116,8 +116,8 @@ def test_recipes() -> None:
         ("kv=scalar:b=4,frame=balanced", "frame=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"),
         ("k=scalar:b=4,frame=other;v=raw", "scalar:frame is 'other', expected one of balanced, centered"),
         ("k=scalar:b=4,frame=centered;v=raw", "frame=centered needs keys with their mean subtracted: add mean=<tokens>"),
-        ("k=klt:bits=2,frame=balanced;v=raw", "codec klt does not support these side-cars: leave out balanced"),
-        ("k=raw:frame=balanced;v=raw", "codec raw does not support side-cars: leave out balanced"),
+        ("k=klt:bits=2,frame=balanced;v=raw", "codec klt does not support these sidecars: leave out balanced"),
+        ("k=raw:frame=balanced;v=raw", "codec raw does not support sidecars: leave out balanced"),
         ("k=scalar:b=4,frame=balanced,basis=12;v=raw", "scalar:basis is '12', expected the 64 hexadecimal digits of a SHA-256"),
         (f"k=scalar:b=4,basis={digest};v=raw", "codec scalar has no option 'basis'"),
     ):
@@ -189,7 +189,7 @@ def test_headers_that_no_writer_makes() -> None:
         (bytes(32), 4096, "balanced"),
         (bytes(32), 0, "x"),
     ):
-        with pytest.raises(InvalidParameter, match="side-car balanced: "):
+        with pytest.raises(InvalidParameter, match="sidecar balanced: "):
             Balanced(DIM, digest, layer, frame)
 
 

@@ -16,7 +16,7 @@ from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.errors import InvalidParameter, InvalidPayload
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import hadamard
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 
 WORDS = {"b": "2", "axis": "channel", "block_rotation": "32", "channel_order": "u8"}
 
@@ -66,7 +66,7 @@ def test_the_order_undoes_itself() -> None:
     x = keys() * torch.linspace(0.1, 10, 128)
     decoded = one.decode(one.encode(x))
     assert ((decoded - x).norm() / x.norm()).item() < 0.01
-    assert isinstance(one, WithSideCars)
+    assert isinstance(one, WithSidecars)
     streams, q = one.encode(x), keys(4, seed=1)
     scores = one.query(q, streams) @ one.decode_frame(streams).transpose(-1, -2)
     torch.testing.assert_close(scores, q @ decoded.transpose(-1, -2), rtol=0, atol=1e-4 * scores.abs().max().item())
@@ -132,7 +132,7 @@ def test_recipes_that_are_refused(words: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "side_cars", "message"),
+    ("dim", "sidecars", "message"),
     [
         (64, {"block_rotation": True}, "expected an integer"),
         (64, {"block_rotation": "32"}, "expected an integer"),
@@ -143,10 +143,10 @@ def test_recipes_that_are_refused(words: str, message: str) -> None:
         (300, {"channel_order": "u8"}, "only 256 channels, but the head dim is 300"),
     ],
 )
-def test_header_maps_that_are_refused(dim: int, side_cars: dict[str, Any], message: str) -> None:
+def test_header_maps_that_are_refused(dim: int, sidecars: dict[str, Any], message: str) -> None:
     params = codec(dim, b="2").params()
     with pytest.raises(InvalidParameter, match=message):
-        codec_from_params({**params, **side_cars})
+        codec_from_params({**params, **sidecars})
 
 
 @pytest.mark.parametrize("value", [0, 64, 255], ids=["twice", "beyond", "largest"])

@@ -10,7 +10,7 @@ import torch
 import kvpack
 from kvpack.formats.key_mean import CODES, SCALE, KeyMean
 from kvpack.formats.raw_positions import VALUES
-from support.side_car_recipes import attention, relative_error
+from support.sidecar_recipes import attention, relative_error
 from support.strategies import create
 
 RECIPE = "k=octahedral:b=3,mean=32;v=octahedral:b=3"
@@ -109,9 +109,9 @@ def test_raw_tokens_are_left_out_of_the_mean() -> None:
     assert torch.equal(first[CODES], second[CODES])
     assert torch.equal(first[SCALE], second[SCALE])
     expected = codec.rotation.forward(torch.stack([x[:, :, 3:32].mean(2), x[:, :, 32:].mean(2)], 2))
-    side_car = codec.side_car(KeyMean)
-    assert side_car is not None
-    assert ((side_car.vectors(first) - expected).abs() <= first[SCALE].float()[..., None]).all()
+    sidecar = codec.sidecar(KeyMean)
+    assert sidecar is not None
+    assert ((sidecar.vectors(first) - expected).abs() <= first[SCALE].float()[..., None]).all()
 
 
 def test_a_page_of_raw_tokens_alone_has_no_mean() -> None:
@@ -130,7 +130,7 @@ def test_a_page_of_raw_tokens_alone_has_no_mean() -> None:
         ("k=scalar:b=2,mean=100;v=raw", "expected one of 8, 16, 32"),
         ("k=scalar:b=2,mean=64,mean_bits=6;v=raw", "expected one of 4, 8"),
         ("k=scalar:b=2,mean_bits=4;v=raw", "which needs mean=<tokens>"),
-        ("k=raw:mean=64;v=raw", "does not support side-cars"),
+        ("k=raw:mean=64;v=raw", "does not support sidecars"),
     ],
 )
 def test_recipes_that_are_refused(recipe: str, message: str) -> None:

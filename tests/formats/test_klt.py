@@ -28,7 +28,7 @@ from kvpack.formats.frames import Frames
 from kvpack.formats.klt import Klt, columns_by_width
 from support.file_parts import changed
 from support.klt_bases import random_basis, random_frames, random_rows, random_tables, with_random_basis
-from support.side_car_recipes import attention
+from support.sidecar_recipes import attention
 from support.spec_pages import SPEC, section
 from support.strategies import check_round_trip, codecs, create, tensors
 

@@ -1,4 +1,4 @@
-"""A new codec and a new side-car are one file and one row each: everything else finds them in the tables, or leaves them to torch."""
+"""A new codec and a new sidecar are one file and one row each: everything else finds them in the tables, or leaves them to torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 import kvpack
 from kvpack.coding import dispatch
-from kvpack.formats import CODECS, SIDE_CARS
+from kvpack.formats import CODECS, SIDECARS
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, UnknownCodec
 from support.interpreter import DEVICE, needs_loaded_bounds
-from support.side_car_recipes import attention, relative_error
+from support.sidecar_recipes import attention, relative_error
 from support.toy_codec import Largest
-from support.toy_side_cars import Multiples, TokenMean
+from support.toy_sidecars import Multiples, TokenMean
 
 RECIPES = {
     "codec": "kv=largest",
-    "side-car": "kv=group:b=4,g=32,token_mean=fp16",
-    "side-car of a toy codec": "kv=largest:token_mean=fp16,multiples=3;tail=32",
-    "side-cars beside others": "k=group:b=4,g=32,rotation=hadamard,channel_scale=fp16,block_rotation=16,outliers=3,qjl=fp16,sinks=2,"
+    "sidecar": "kv=group:b=4,g=32,token_mean=fp16",
+    "sidecar of a toy codec": "kv=largest:token_mean=fp16,multiples=3;tail=32",
+    "sidecars beside others": "k=group:b=4,g=32,rotation=hadamard,channel_scale=fp16,block_rotation=16,outliers=3,qjl=fp16,sinks=2,"
     "token_mean=fp16,multiples=4;v=octahedral:b=3,outliers=3,sinks=1,multiples=2,token_mean=fp16",
 }
 
@@ -28,8 +28,8 @@ RECIPES = {
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, Largest.id, Largest)
-    for side_car in (TokenMean, Multiples):
-        monkeypatch.setitem(SIDE_CARS, side_car.name, side_car)
+    for sidecar in (TokenMean, Multiples):
+        monkeypatch.setitem(SIDECARS, sidecar.name, sidecar)
 
 
 def pairs(tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -90,7 +90,7 @@ def test_kernels_refuse_what_they_do_not_know(recipe: str, supported: bool, monk
 
 
 def test_their_bytes_are_checked(registered: None, tmp_path: Path) -> None:
-    cache = kvpack.pack(pairs(20), RECIPES["side-car of a toy codec"].replace("tail=32", "tail=0"))
+    cache = kvpack.pack(pairs(20), RECIPES["sidecar of a toy codec"].replace("tail=32", "tail=0"))
     side = cache[0].k
     assert side is not None
     for stream in ("largest", "token_mean"):
@@ -106,14 +106,14 @@ def test_their_bytes_are_checked(registered: None, tmp_path: Path) -> None:
 def test_without_their_rows_they_are_unknown(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CODECS, Largest.id, Largest)
-        patch.setitem(SIDE_CARS, TokenMean.name, TokenMean)
-        for name in ("codec", "side-car"):
+        patch.setitem(SIDECARS, TokenMean.name, TokenMean)
+        for name in ("codec", "sidecar"):
             kvpack.save(kvpack.pack(pairs(20), RECIPES[name]), tmp_path / f"{name}.kvpack")
     with pytest.raises(UnknownCodec, match="codec 'largest' is unknown"):
         kvpack.load(tmp_path / "codec.kvpack")
     with pytest.raises(InvalidHeader, match="unknown parameters token_mean"):
-        kvpack.load(tmp_path / "side-car.kvpack")
-    for recipe, message in ((RECIPES["codec"], "unknown codec 'largest'"), (RECIPES["side-car"], "has no option 'token_mean'")):
+        kvpack.load(tmp_path / "sidecar.kvpack")
+    for recipe, message in ((RECIPES["codec"], "unknown codec 'largest'"), (RECIPES["sidecar"], "has no option 'token_mean'")):
         with pytest.raises(InvalidParameter, match=message):
             kvpack.pack(pairs(20), recipe)
 

@@ -14,7 +14,7 @@ from kvpack.formats import codec_from_params
 from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from support.strategies import create
 
 RECIPES = {
@@ -130,13 +130,13 @@ def test_what_is_sketched_keeps_the_papers_rule_unless_asked() -> None:
     assert rule(made("scalar:b=2", 64, qjl="fp16", norm_rule="unbiased")) == "unbiased"
 
 
-@pytest.mark.parametrize("side_cars", [{"outliers": "3"}, {"sinks": "2"}, {"channel_scale": "fp16"}], ids=str)
-def test_side_cars_leave_products_right(side_cars: dict[str, str]) -> None:
+@pytest.mark.parametrize("sidecars", [{"outliers": "3"}, {"sinks": "2"}, {"channel_scale": "fp16"}], ids=str)
+def test_sidecars_leave_products_right(sidecars: dict[str, str]) -> None:
     x = keys(1, 2, 60, 64)
     x[..., 8:12] *= 4
-    codec = made("scalar:b=2", 64, **side_cars)
+    codec = made("scalar:b=2", 64, **sidecars)
     streams = codec.encode(x)
-    if "channel_scale" in side_cars:
+    if "channel_scale" in sidecars:
         # The product of what is rotated is right.
         x, decoded = (value / streams["channel_scale"].float() for value in (x, codec.decode(streams)))
     else:
@@ -166,5 +166,5 @@ def test_only_known_rules_are_taken() -> None:
 
 
 def rule(codec: Codec) -> str | None:
-    inner = codec.codec if isinstance(codec, WithSideCars) else codec
+    inner = codec.codec if isinstance(codec, WithSidecars) else codec
     return getattr(inner, "norm_rule", None)

@@ -23,7 +23,7 @@ from kvpack.formats.head_norms import (
     widening_factors,
 )
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, add_misfits, replace_tokens, store_in_slots
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.live.cache import LiveCache
 from support.strategies import create
 
@@ -41,7 +41,7 @@ RECIPES = {
     "a token at a time": f"kv=scalar:b=2,{WORDS}",
     "groups of tokens": f"kv=group:b=2,g=32,{WORDS}",
     "codecs of different groups": f"k=group:b=2,g=32,{WORDS};v=octahedral:b=3,{WORDS}",
-    "other side-cars": f"kv=group:b=2,g=32,rotation=hadamard,outliers=3,qjl=fp16,{WORDS},raw_dtype=fp32",
+    "other sidecars": f"kv=group:b=2,g=32,rotation=hadamard,outliers=3,qjl=fp16,{WORDS},raw_dtype=fp32",
     "a window": f"kv=scalar:b=2,{WORDS};tail=64",
 }
 
@@ -57,7 +57,7 @@ def pairs(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.T
 def raw_of(side: Side) -> list[list[int]]:
     """The raw tokens of each sequence of two."""
     found: list[list[int]] = [[], []]
-    raw, first = side.codec.side_car(RawPositions), 0
+    raw, first = side.codec.sidecar(RawPositions), 0
     assert raw is not None
     for page in side.runs:
         for token, sequence in zip(*(places.tolist() for places in raw.token_positions(page.streams)), strict=True):
@@ -281,7 +281,7 @@ def test_options_are_checked(words: str, message: str) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_codecs_that_lose_nothing_have_no_raw_tokens(codec: str) -> None:
-    with pytest.raises(InvalidParameter, match="does not support side-cars: leave out raw_positions"):
+    with pytest.raises(InvalidParameter, match="does not support sidecars: leave out raw_positions"):
         kvpack.Recipe(f"kv={codec}:raw_first=1")
 
 
@@ -300,7 +300,7 @@ def test_both_ways_to_encode_agree(codec_id: str) -> None:
     """The oracle by blocks, and the way of ``kvpack.coding``, in which a kernel sees the whole run."""
     words = {"klt": {}, "transform": {"chunk": "16"}}.get(codec_id, {"b": "2"})
     codec = create(codec_id, DIM, "k", raw_first="2", raw_low_norm="0.5", **words)
-    assert isinstance(codec, WithSideCars)
+    assert isinstance(codec, WithSidecars)
     from kvpack.coding.encoding import encode
 
     x = pairs()[0][0].to(torch.float32)
@@ -389,7 +389,7 @@ def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> N
 
 
 def test_positions_are_put_over_flags() -> None:
-    """A token of both side-cars is what the positions say, in both ways to encode."""
+    """A token of both sidecars is what the positions say, in both ways to encode."""
     from kvpack.coding.encoding import encode
 
     codec = create("scalar", DIM, "k", b="2", sinks="2", raw_tokens="fp32", raw_first="3", raw_dtype="fp32")
@@ -409,7 +409,7 @@ def test_groups_without_their_raw_tokens_are_encoded_alone(words: str) -> None:
     x[0, :, [70, 299]] *= 0.1
     x[1, :, 140] *= 0.1
     found, plain = encode(codec, x, "x", position=0), codec.without_raw_positions
-    (raw,) = codec.side_cars
+    (raw,) = codec.sidecars
     rest, own = raw.encode(x, raw.choose(norms_per_head(x), 0), codec.token_group)
     assert own[POSITIONS].shape[2] == 7
     for name, stream in encode(plain, rest, "x").items():

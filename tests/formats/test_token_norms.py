@@ -13,7 +13,7 @@ import kvpack
 from kvpack.coding import dispatch
 from kvpack.errors import InvalidParameter
 from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, LOG8_LIMIT, decode_norms, encode_norms, log8_values
-from support.side_car_recipes import attention, relative_error
+from support.sidecar_recipes import attention, relative_error
 from support.spec_pages import SPEC, section
 from support.strategies import create
 

@@ -23,7 +23,7 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayloa
 from kvpack.formats.frames import Frames, Rope, SymbolTables
 from kvpack.formats.transform import Transform
 from support.klt_bases import random_basis, random_tables, transform_of, with_random_frames
-from support.side_car_recipes import attention
+from support.sidecar_recipes import attention
 from support.spec_pages import SPEC, section
 from support.strategies import check_round_trip, codecs, create, tensors
 

@@ -31,7 +31,7 @@ KERNELS = {
     "kv=trellis:b=3": {"attend_split", "decode_tiles", "_find_paths"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }
-"""Recipes whose loaders, side-cars, tables and launches differ, and some kernels of each."""
+"""Recipes whose loaders, sidecars, tables and launches differ, and some kernels of each."""
 
 LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
 """Modules that every process of these tests needs."""

@@ -19,7 +19,7 @@ from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu.library import THREADS
-from support.side_car_recipes import RECIPES, relative_error
+from support.sidecar_recipes import RECIPES, relative_error
 from support.strategies import CASES, CONTENTS, DIMS, contents, create, poisoned
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def test_means_are_those_of_formats(words: str, dtype: torch.dtype, level: int) 
     assert squared_error(codec, x, found) == pytest.approx(squared_error(codec, x, expected), rel=1e-4)
 
 
-def test_means_of_other_pages_and_side_cars_are_left_to_formats() -> None:
+def test_means_of_other_pages_and_sidecars_are_left_to_formats() -> None:
     x = contents("gaussian", (1, 2, 40, 64), 0)
     for words in ("scalar:b=2,mean=8", "scalar:b=2,mean=16,outliers=3", "scalar:b=2,outliers=3"):
         assert not cpu_encode.supports(kvpack.Recipe(f"k={words};v=raw;raw=0").codec(0, 1, "k", 64), x)
@@ -400,7 +400,7 @@ def test_packed_caches_are_those_of_torch(recipe: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("recipe", ["channel scale", "qjl", "outliers", "block rotation"])
-def test_what_side_cars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sidecars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(torch.randn(2, 3, 333, 64).to(torch.bfloat16), torch.randn(2, 3, 333, 64).to(torch.bfloat16))]
     calls = []
     original = cpu_encode.encode

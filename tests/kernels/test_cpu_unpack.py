@@ -16,8 +16,8 @@ from kvpack.formats.channel_scale import STREAM, ChannelScale
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.side_car import KeptTokens
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecar import KeptTokens
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import unpack as cpu_unpack
@@ -73,9 +73,9 @@ def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
     expected = by_torch(side, dtype)
     assert found.dtype == dtype
     # A product with a step of binary32 is rounded once or twice, and the powers of logarithmic norms are sums.
-    codec = side.codec.codec if isinstance(side.codec, WithSideCars) else side.codec
+    codec = side.codec.codec if isinstance(side.codec, WithSidecars) else side.codec
     summed = isinstance(codec, Angle) and (codec.norm == "log" or codec.range == "fp32")
-    summed |= isinstance(side.codec, WithSideCars) and bool(side.codec.sketches)
+    summed |= isinstance(side.codec, WithSidecars) and bool(side.codec.sketches)
     if side.codec.rotation.kind == "none" and not summed and not isinstance(codec, Klt):
         assert torch.equal(found, expected)
         return
@@ -138,7 +138,7 @@ def test_a_cache_unpacks_by_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @given(data=st.data())
 @settings(max_examples=25)
-def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> None:
+def test_any_side_with_sidecars_agrees_with_formats(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(sorted(codec.id for codec in cpu_codecs.FAMILIES if codec.id != "raw")))
     batch, heads, tokens = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 300))
     side: Side = data.draw(sides(batch, heads, tokens, data.draw(st.sampled_from("kv")), family, False))
@@ -146,8 +146,8 @@ def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> Non
     if takes(side, dtype):
         assert_alike(by_c(side, dtype), side, dtype)
     else:
-        assert isinstance(side.codec, WithSideCars)
-        odd = [one for one in side.codec.side_cars if not isinstance(one, ChannelScale | KeptTokens | Outliers | Qjl)]
+        assert isinstance(side.codec, WithSidecars)
+        odd = [one for one in side.codec.sidecars if not isinstance(one, ChannelScale | KeptTokens | Outliers | Qjl)]
         assert odd or len(side.codec.kept_tokens) > 1 or len(side.runs) > 1
 
 
@@ -165,7 +165,7 @@ def test_any_side_with_side_cars_agrees_with_formats(data: st.DataObject) -> Non
         "k=group:b=2,qjl=fp32,token_scale=fp16;v=minifloat:element=e4m3,per=token,qjl=fp16",
     ],
 )
-def test_side_cars_are_unpacked(recipe: str) -> None:
+def test_sidecars_are_unpacked(recipe: str) -> None:
     pairs = [(k * (1 + 40 * (torch.arange(k.shape[3]) == 5)), v) for k, v in random_pairs(1, 200)]
     cache = kvpack.pack(pairs, recipe).append(random_pairs(1, 70))
     for side in cache[0].sides.values():
@@ -173,7 +173,7 @@ def test_side_cars_are_unpacked(recipe: str) -> None:
         assert_alike(by_c(side, torch.bfloat16), side, torch.bfloat16)
 
 
-def test_other_dtypes_and_side_cars_are_left_to_torch() -> None:
+def test_other_dtypes_and_sidecars_are_left_to_torch() -> None:
     cache = kvpack.pack(random_pairs(1, 100), "octopus-3")
     assert cache[0].unpack(torch.float64)[0].dtype == torch.float64  # type: ignore[union-attr]
     side = kvpack.pack(random_pairs(1, 100), "rotatekv-2")[0].k

@@ -211,7 +211,7 @@ def test_sides_without_stored_bytes_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kvpack-2", "octopus-3", "oscar-2", "kivi-2", "turboangle-k8v4", "int-3-med3", "fp16"])
 def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Side-cars included, whose streams have few bytes, or none."""
+    """Sidecars included, whose streams have few bytes, or none."""
     cache = kvpack.pack(random_pairs(2, 70, batch=1), recipe)
     kvpack.save(cache, tmp_path / "a")
     with container.open_file(tmp_path / "a") as file:

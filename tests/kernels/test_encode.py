@@ -21,8 +21,8 @@ from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
 from support.caches import random_pairs
 from support.encode_columns_kernel import pack
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
-from support.side_car_recipes import RECIPES as SIDE_CARS
-from support.side_car_recipes import relative_error
+from support.sidecar_recipes import RECIPES as SIDECARS
+from support.sidecar_recipes import relative_error
 from support.strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def test_a_subnormal_step_stays_what_its_codes_were_chosen_for() -> None:
         pytest.param("octahedral", 64, "b=3,rounding=full", id="full search"),
         pytest.param("octahedral", 64, "b=7", id="levels beyond the grid search"),
         pytest.param("scalar", 320, "b=3", id="dim"),
-        pytest.param("scalar", 64, "b=3,qjl=fp16", id="side-car"),
+        pytest.param("scalar", 64, "b=3,qjl=fp16", id="sidecar"),
     ],
 )
 def test_what_the_kernels_lack_is_left_to_the_format(codec_id: str, dim: int, words: str) -> None:
@@ -337,7 +337,7 @@ def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.Monk
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("recipe", ["channel scale", "qjl", "outliers", "block rotation"])
-def test_what_side_cars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sidecars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.encode import encode
 
     calls = []
@@ -347,7 +347,7 @@ def test_what_side_cars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch
     packed = {}
     for backend in dispatch.BACKENDS:
         monkeypatch.setenv(dispatch.VARIABLE, backend)
-        packed[backend] = kvpack.pack(pairs, SIDE_CARS[recipe])
+        packed[backend] = kvpack.pack(pairs, SIDECARS[recipe])
     # The first are of both sides whole, the others of what is left of them.
     assert [streams is None for streams in calls] == [True, False, True, False]
     # Pages are decoded in threads, and Triton's interpreter knows one.

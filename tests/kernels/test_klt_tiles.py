@@ -16,7 +16,7 @@ from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import MissingBasis
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.klt_bases import random_rows, with_widths_of_heads
 from support.random_sides import check, codecs, exact, random_side
@@ -101,14 +101,14 @@ def test_raw_tokens(tail: int) -> None:
     """Columns without codes hold no part of them: tokens beside raw ones are decoded to the original frame, as the tail is."""
     layer = []
     for number, codec in enumerate(of_heads("wide heads")):
-        kept = WithSideCars(codec, (RawPositions(codec.dim, "bf16"),))
+        kept = WithSidecars(codec, (RawPositions(codec.dim, "bf16"),))
         side = random_side(codec, 2, (150, 83), tail, number, 2)
         pages = []
         for page in side.runs:
             chosen = torch.zeros(2, page.tokens, dtype=torch.bool)
             chosen[0, [0, 3]] = chosen[1, 70:72] = True
             x = torch.randn(2, 2, page.tokens, codec.dim, generator=torch.Generator().manual_seed(number))
-            _, own = kept.side_cars[0].encode(x, chosen, 1)  # type: ignore[attr-defined]
+            _, own = kept.sidecars[0].encode(x, chosen, 1)  # type: ignore[attr-defined]
             pages.append(PackedRun(kept, page.tokens, {**page.streams, **own}))
         layer.append(Side(kept, pages, side.tail))
     check(Layer(*layer), 4)

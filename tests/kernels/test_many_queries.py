@@ -109,7 +109,7 @@ def test_blocks_of_tokens_and_of_queries(mode: dict[str, Any], queries: int, mon
         ("angle:n=48,norm=log4", "angle:n=128"),
     ],
 )
-def test_codecs_and_side_cars(k: str, v: str) -> None:
+def test_codecs_and_sidecars(k: str, v: str) -> None:
     check(layer_of(k, v, (40, 40), 9), 2, 33)
 
 

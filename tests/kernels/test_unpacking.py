@@ -300,7 +300,7 @@ def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
             "k=group:b=2,g=32,rotation=hadamard,channel_scale=fp16,channel_order=u8,block_rotation=16,outliers=3,qjl=fp16,sinks=2;"
             "v=octahedral:b=3,outliers=3,qjl=fp16,sinks=1",
             {"table", "group"},
-            id="side-cars",
+            id="sidecars",
         ),
     ],
 )

@@ -37,7 +37,7 @@ from spec.decoder.xxh3 import xxh3_128
 from support.caches import RECIPES, random_pairs
 from support.decoded_alike import assert_same_cache, assert_within
 from support.file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page
-from support.golden_files import FOLDER, expected_path, side_car_packings
+from support.golden_files import FOLDER, expected_path, sidecar_packings
 from support.klt_bases import random_basis, transform_of
 from support.second_decoder import FOLDER as DECODER
 from support.second_decoder import MODULES, decoder, decompress
@@ -168,7 +168,7 @@ def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory,
     cache = Cache((Layer(Side(codec, tuple(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
     folder = tmp_path_factory.mktemp("digits")
     side = assert_decoded_alike(saved(cache, folder), folder).layers[0]["k"]
-    all_packings = codec.packings() | side_car_packings(codec)
+    all_packings = codec.packings() | sidecar_packings(codec)
     assert set(side.digits) == set(all_packings)
     for name, rows in side.digits.items():
         for number in range(len(all_packings[name].alphabets)):
@@ -266,7 +266,7 @@ OCTAHEDRAL = create("octahedral", 5, "k", b="2", arrangement="direct", rotation=
 ANGLE = create("angle", 6, "k", n="100", norm="linear8", rotation="none")
 SCALAR = create("scalar", 10, "k", b="2", high="3", rotation="none")
 RAW = create("raw", 3, dtype="fp16")
-SIDE_CARS = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
+SIDECARS = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
 BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
 WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
 
@@ -297,7 +297,7 @@ def swap_runs_and_tail(parts: Parts) -> None:
 
 
 FIELDS, PROFILE, LIMITS = "container.md, Fields", "container.md, msgpack profile", "container.md, Limits"
-SIDE_CAR_RULES, SIDE_CAR_LAYOUT, SIDE_CAR_VALUES = "side-cars.md", "side-cars.md, Layout", "side-cars.md, Special values"
+SIDECAR_RULES, SIDECAR_LAYOUT, SIDECAR_VALUES = "side-cars.md", "side-cars.md, Layout", "side-cars.md, Special values"
 PACKING, FINITE = "packing.md, Bit packing", "README.md, Conformance"
 
 # name: (codec, change, the decoder's rule or None, the library's error or None)
@@ -393,70 +393,70 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "a negative norm": (OCTAHEDRAL, bits("0.k.norm", 0, "00bc"), None, None),
     "a raw value that is no number": (RAW, bits("0.k.values", 0, "007c01fe"), None, None),
     "a tail value that is no number": (GROUP, bits("0.k.tail", 0, "80ffc17f"), None, None),
-    "side-cars": (SIDE_CARS, lambda parts: None, None, None),
-    "an unknown side-car": (SIDE_CARS, edit("codecs.0.other", "fp16"), "codecs/scalar.md, Parameters and ranges", "InvalidHeader"),
-    "side-cars in another order": (SIDE_CARS, move_to_end("codecs.0", "outliers"), SIDE_CAR_RULES, "InvalidHeader"),
-    "a side-car before a parameter": (SIDE_CARS, move_to_end("codecs.0", "fields"), SIDE_CAR_RULES, "InvalidHeader"),
-    "a side-car of raw": (RAW, edit("codecs.0.channel_scale", "fp16"), SIDE_CAR_RULES, "InvalidHeader"),
-    "a dtype of channel scales": (SIDE_CARS, edit("codecs.0.channel_scale", "bf16"), SIDE_CAR_RULES, "InvalidHeader"),
-    "a channel scale of another type": (SIDE_CARS, edit("codecs.0.channel_scale", {}), SIDE_CAR_RULES, "InvalidHeader"),
-    "raw tokens of another type": (SIDE_CARS, edit("codecs.0.raw_tokens", 16), SIDE_CAR_RULES, "InvalidHeader"),
-    "outliers of another type": (SIDE_CARS, edit("codecs.0.outliers", 16), SIDE_CAR_RULES, "InvalidHeader"),
-    "outliers without fields": (SIDE_CARS, edit("codecs.0.outliers", {}), SIDE_CAR_RULES, "InvalidHeader"),
-    "outliers of too many fields": (SIDE_CARS, edit("codecs.0.outliers.fields", 129), PACKING, "InvalidHeader"),
-    "outliers of a head dim that is no multiple of 4": (GROUP, edit("codecs.0.outliers", {"fields": 1}), SIDE_CAR_RULES, "InvalidHeader"),
-    "qjl of no fields": (SIDE_CARS, edit("codecs.0.qjl.fields", 0), PACKING, "InvalidHeader"),
-    "qjl of a large seed": (SIDE_CARS, edit("codecs.0.qjl.seed", 2**64 - 1), None, None),
-    "qjl of another norm": (SIDE_CARS, edit("codecs.0.qjl.norm", "fp64"), SIDE_CAR_RULES, "InvalidHeader"),
-    "qjl in another order": (SIDE_CARS, move_to_end("codecs.0.qjl", "seed"), SIDE_CAR_RULES, "InvalidHeader"),
+    "sidecars": (SIDECARS, lambda parts: None, None, None),
+    "an unknown sidecar": (SIDECARS, edit("codecs.0.other", "fp16"), "codecs/scalar.md, Parameters and ranges", "InvalidHeader"),
+    "sidecars in another order": (SIDECARS, move_to_end("codecs.0", "outliers"), SIDECAR_RULES, "InvalidHeader"),
+    "a sidecar before a parameter": (SIDECARS, move_to_end("codecs.0", "fields"), SIDECAR_RULES, "InvalidHeader"),
+    "a sidecar of raw": (RAW, edit("codecs.0.channel_scale", "fp16"), SIDECAR_RULES, "InvalidHeader"),
+    "a dtype of channel scales": (SIDECARS, edit("codecs.0.channel_scale", "bf16"), SIDECAR_RULES, "InvalidHeader"),
+    "a channel scale of another type": (SIDECARS, edit("codecs.0.channel_scale", {}), SIDECAR_RULES, "InvalidHeader"),
+    "raw tokens of another type": (SIDECARS, edit("codecs.0.raw_tokens", 16), SIDECAR_RULES, "InvalidHeader"),
+    "outliers of another type": (SIDECARS, edit("codecs.0.outliers", 16), SIDECAR_RULES, "InvalidHeader"),
+    "outliers without fields": (SIDECARS, edit("codecs.0.outliers", {}), SIDECAR_RULES, "InvalidHeader"),
+    "outliers of too many fields": (SIDECARS, edit("codecs.0.outliers.fields", 129), PACKING, "InvalidHeader"),
+    "outliers of a head dim that is no multiple of 4": (GROUP, edit("codecs.0.outliers", {"fields": 1}), SIDECAR_RULES, "InvalidHeader"),
+    "qjl of no fields": (SIDECARS, edit("codecs.0.qjl.fields", 0), PACKING, "InvalidHeader"),
+    "qjl of a large seed": (SIDECARS, edit("codecs.0.qjl.seed", 2**64 - 1), None, None),
+    "qjl of another norm": (SIDECARS, edit("codecs.0.qjl.norm", "fp64"), SIDECAR_RULES, "InvalidHeader"),
+    "qjl in another order": (SIDECARS, move_to_end("codecs.0.qjl", "seed"), SIDECAR_RULES, "InvalidHeader"),
     "qjl of a head dim without a Hadamard matrix": (
         GROUP,
         edit("codecs.0.qjl", {"seed": 1, "norm": "fp16", "fields": 1}),
         "packing.md, Rotation",
         "InvalidHeader",
     ),
-    "no entries": (SIDE_CARS, drop("layers.0.k.entries"), FIELDS, "InvalidHeader"),
+    "no entries": (SIDECARS, drop("layers.0.k.entries"), FIELDS, "InvalidHeader"),
     "entries of a codec that has none": (GROUP, edit("layers.0.k.entries", {"outliers": 0}), FIELDS, "InvalidHeader"),
     "empty entries": (GROUP, edit("layers.0.k.entries", {}), FIELDS, "InvalidHeader"),
-    "entries of another type": (SIDE_CARS, edit("layers.0.k.entries", [1, 1]), FIELDS, "InvalidHeader"),
-    "entries in another order": (SIDE_CARS, move_to_end("layers.0.k.entries", "outliers"), FIELDS, "InvalidHeader"),
-    "entries of fewer streams": (SIDE_CARS, drop("layers.0.k.entries.outliers"), FIELDS, "InvalidHeader"),
-    "entries of more streams": (SIDE_CARS, edit("layers.0.k.entries.qjl", 1), FIELDS, "InvalidHeader"),
-    "entries before window": (SIDE_CARS, move_to_end("layers.0.k", "window"), FIELDS, "InvalidHeader"),
-    "entries that the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 1000), FIELDS, "InvalidHeader"),
-    "the most entries, which the tensor lacks": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40 - 1), FIELDS, "InvalidHeader"),
-    "the most entries, listed too": (SIDE_CARS, claim_the_most_outliers, FIELDS, "InvalidHeader"),
+    "entries of another type": (SIDECARS, edit("layers.0.k.entries", [1, 1]), FIELDS, "InvalidHeader"),
+    "entries in another order": (SIDECARS, move_to_end("layers.0.k.entries", "outliers"), FIELDS, "InvalidHeader"),
+    "entries of fewer streams": (SIDECARS, drop("layers.0.k.entries.outliers"), FIELDS, "InvalidHeader"),
+    "entries of more streams": (SIDECARS, edit("layers.0.k.entries.qjl", 1), FIELDS, "InvalidHeader"),
+    "entries before window": (SIDECARS, move_to_end("layers.0.k", "window"), FIELDS, "InvalidHeader"),
+    "entries that the tensor lacks": (SIDECARS, edit("layers.0.k.entries.outliers", 1000), FIELDS, "InvalidHeader"),
+    "the most entries, which the tensor lacks": (SIDECARS, edit("layers.0.k.entries.outliers", 2**40 - 1), FIELDS, "InvalidHeader"),
+    "the most entries, listed too": (SIDECARS, claim_the_most_outliers, FIELDS, "InvalidHeader"),
     "the most entries, listed as a frame": (
-        SIDE_CARS,
+        SIDECARS,
         lambda parts: (claim_the_most_outliers(parts), parts.store("0.k.outliers", bytes(64), "zstd")),
         LIMITS,
         "LimitExceeded",
     ),
-    "too many entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", 2**40), LIMITS, "LimitExceeded"),
-    "negative entries": (SIDE_CARS, edit("layers.0.k.entries.outliers", -1), PROFILE, "InvalidHeader"),
-    "one entry more than flags": (SIDE_CARS, add_an_outlier, SIDE_CAR_LAYOUT, "InvalidPayload"),
-    "a flag less than entries": (SIDE_CARS, bits("0.k.outlier_flags.0", 0, "00"), SIDE_CAR_LAYOUT, "InvalidPayload"),
-    "a flag of no chunk": (SIDE_CARS, bits("0.k.outlier_flags.0", 1, "04"), PACKING, "InvalidPayload"),
-    "a flag of a raw token that is 2": (SIDE_CARS, bits("0.k.raw_token_flags", 0, "02"), SIDE_CAR_VALUES, "InvalidPayload"),
-    "flags of no raw token": (SIDE_CARS, bits("0.k.raw_token_flags", 0, "0000"), SIDE_CAR_LAYOUT, "InvalidPayload"),
-    "an infinite outlier": (SIDE_CARS, bits("0.k.outliers", 2, "00fc"), FINITE, "InvalidPayload"),
-    "a norm of a residual that is no number": (SIDE_CARS, bits("0.k.qjl_norm", 0, "017c"), FINITE, "InvalidPayload"),
-    "a negative norm of a residual": (SIDE_CARS, bits("0.k.qjl_norm", 0, "00c0"), None, None),
-    "a channel scale of zero": (SIDE_CARS, bits("0.k.channel_scale", 0, "0000"), SIDE_CAR_VALUES, "InvalidPayload"),
-    "a negative channel scale": (SIDE_CARS, bits("0.k.channel_scale", 0, "01bc"), SIDE_CAR_VALUES, "InvalidPayload"),
-    "an infinite channel scale": (SIDE_CARS, bits("0.k.channel_scale", 0, "007c"), FINITE, "InvalidPayload"),
-    "a subnormal channel scale": (SIDE_CARS, bits("0.k.channel_scale", 0, "0100"), None, None),
-    "channel_order after block_rotation": (BLOCKS, move_to_end("codecs.0", "channel_order"), SIDE_CAR_RULES, "InvalidHeader"),
-    "a dtype of channel orders": (BLOCKS, edit("codecs.0.channel_order", "u32"), SIDE_CAR_RULES, "InvalidHeader"),
-    "an order in 8 bits of 260 channels": (WIDE_BLOCKS, edit("codecs.0.channel_order", "u8"), SIDE_CAR_RULES, "InvalidHeader"),
-    "blocks of a size that does not divide the head dim": (BLOCKS, edit("codecs.0.block_rotation", 8), SIDE_CAR_RULES, "InvalidHeader"),
-    "blocks of one channel": (BLOCKS, edit("codecs.0.block_rotation", 1), SIDE_CAR_RULES, "InvalidHeader"),
-    "blocks of another type": (BLOCKS, edit("codecs.0.block_rotation", "4"), SIDE_CAR_RULES, "InvalidHeader"),
+    "too many entries": (SIDECARS, edit("layers.0.k.entries.outliers", 2**40), LIMITS, "LimitExceeded"),
+    "negative entries": (SIDECARS, edit("layers.0.k.entries.outliers", -1), PROFILE, "InvalidHeader"),
+    "one entry more than flags": (SIDECARS, add_an_outlier, SIDECAR_LAYOUT, "InvalidPayload"),
+    "a flag less than entries": (SIDECARS, bits("0.k.outlier_flags.0", 0, "00"), SIDECAR_LAYOUT, "InvalidPayload"),
+    "a flag of no chunk": (SIDECARS, bits("0.k.outlier_flags.0", 1, "04"), PACKING, "InvalidPayload"),
+    "a flag of a raw token that is 2": (SIDECARS, bits("0.k.raw_token_flags", 0, "02"), SIDECAR_VALUES, "InvalidPayload"),
+    "flags of no raw token": (SIDECARS, bits("0.k.raw_token_flags", 0, "0000"), SIDECAR_LAYOUT, "InvalidPayload"),
+    "an infinite outlier": (SIDECARS, bits("0.k.outliers", 2, "00fc"), FINITE, "InvalidPayload"),
+    "a norm of a residual that is no number": (SIDECARS, bits("0.k.qjl_norm", 0, "017c"), FINITE, "InvalidPayload"),
+    "a negative norm of a residual": (SIDECARS, bits("0.k.qjl_norm", 0, "00c0"), None, None),
+    "a channel scale of zero": (SIDECARS, bits("0.k.channel_scale", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
+    "a negative channel scale": (SIDECARS, bits("0.k.channel_scale", 0, "01bc"), SIDECAR_VALUES, "InvalidPayload"),
+    "an infinite channel scale": (SIDECARS, bits("0.k.channel_scale", 0, "007c"), FINITE, "InvalidPayload"),
+    "a subnormal channel scale": (SIDECARS, bits("0.k.channel_scale", 0, "0100"), None, None),
+    "channel_order after block_rotation": (BLOCKS, move_to_end("codecs.0", "channel_order"), SIDECAR_RULES, "InvalidHeader"),
+    "a dtype of channel orders": (BLOCKS, edit("codecs.0.channel_order", "u32"), SIDECAR_RULES, "InvalidHeader"),
+    "an order in 8 bits of 260 channels": (WIDE_BLOCKS, edit("codecs.0.channel_order", "u8"), SIDECAR_RULES, "InvalidHeader"),
+    "blocks of a size that does not divide the head dim": (BLOCKS, edit("codecs.0.block_rotation", 8), SIDECAR_RULES, "InvalidHeader"),
+    "blocks of one channel": (BLOCKS, edit("codecs.0.block_rotation", 1), SIDECAR_RULES, "InvalidHeader"),
+    "blocks of another type": (BLOCKS, edit("codecs.0.block_rotation", "4"), SIDECAR_RULES, "InvalidHeader"),
     "blocks without a Hadamard matrix": (BLOCKS, edit("codecs.0.block_rotation", 6), "packing.md, Rotation", "InvalidHeader"),
     "blocks of another size": (BLOCKS, edit("codecs.0.block_rotation", 12), None, None),
-    "an order that names a channel twice": (BLOCKS, bits("0.k.channel_order", 0, "0000"), SIDE_CAR_VALUES, "InvalidPayload"),
-    "an order that names a channel beyond the head": (BLOCKS, bits("0.k.channel_order", 13, "0c"), SIDE_CAR_VALUES, "InvalidPayload"),
-    "a raw token that is no number": (SIDE_CARS, bits("0.k.raw_tokens", 0, "007c01fe"), None, None),
+    "an order that names a channel twice": (BLOCKS, bits("0.k.channel_order", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
+    "an order that names a channel beyond the head": (BLOCKS, bits("0.k.channel_order", 13, "0c"), SIDECAR_VALUES, "InvalidPayload"),
+    "a raw token that is no number": (SIDECARS, bits("0.k.raw_tokens", 0, "007c01fe"), None, None),
 }
 
 
@@ -502,7 +502,7 @@ def test_a_header_that_is_not_canonical_is_refused() -> None:
 def test_any_byte_of_a_header_with_right_digests() -> None:
     source = random.Random(5)
     accepted = 0
-    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDE_CARS, BLOCKS):
+    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDECARS, BLOCKS):
         parts = Parts.of(one_side(codec, runs=(3,)))
         packed = msgpack.packb(parts.header)
         for _ in range(100):
@@ -515,7 +515,7 @@ def test_any_byte_of_a_header_with_right_digests() -> None:
 def test_any_bit_of_the_payload_with_right_digests() -> None:
     source = random.Random(6)
     refused = accepted = 0
-    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDE_CARS, BLOCKS):
+    for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDECARS, BLOCKS):
         original = Parts.of(one_side(codec, runs=(3,)))
         for _ in range(60):
             parts = Parts(original.header, list(original.tensors))

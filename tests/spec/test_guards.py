@@ -23,7 +23,7 @@ from kvpack.pages import PageCodec, PageGeometry
 from spec.decoder.row import ROW_MAGIC
 from spec.generate.balanced_vectors import alone, state
 from spec.generate.invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION, TRANSFORM
-from spec.generate.parameter_vectors import CODED, SIDE_CARS
+from spec.generate.parameter_vectors import CODED, SIDECARS
 from spec.generate.vector_files import FOLDER
 from support.file_parts import Parts, changed, one_side
 from support.guard_removal import all_guards, caught_by_a_file, listed, readings
@@ -167,7 +167,7 @@ def test_what_only_steers_an_encoder_is_checked_too(codec: Codec, name: str) -> 
     ids=["negative", "key"],
 )
 def test_entries_are_named(entries: dict[object, int], message: str) -> None:
-    parts = Parts.of(one_side(SIDE_CARS))
+    parts = Parts.of(one_side(SIDECARS))
     parts.header["layers"][0]["k"]["entries"] = entries
     with pytest.raises(InvalidHeader, match=message):
         parse_header(msgpack.packb(parts.header))
@@ -217,7 +217,7 @@ def test_no_row_is_longer_than_its_checksum_takes() -> None:
         decoder.read_row(Long(ROW_MAGIC + (2**32).to_bytes(8, "little") + bytes(104)))
 
 
-@pytest.mark.parametrize("codec", [*CODED, SIDE_CARS], ids=lambda codec: f"{codec.id}-{len(codec.params())}")
+@pytest.mark.parametrize("codec", [*CODED, SIDECARS], ids=lambda codec: f"{codec.id}-{len(codec.params())}")
 def test_a_seed_has_at_most_64_bits(codec: Codec) -> None:
     """No file can hold more, for msgpack has no such integer: what makes a codec refuses it."""
     params = codec.params()

@@ -19,7 +19,7 @@ from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions
-from support.golden_files import side_car_packings
+from support.golden_files import sidecar_packings
 from support.lossless_streams import lossless_streams
 from support.minifloat_digits import block_scales, finite
 from support.parts import Parts
@@ -126,7 +126,7 @@ def random_page(
     codec: Codec, batch: int, heads: int, tokens: int, source: random.Random
 ) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
     """Return a run of random valid digits, with numbers of either sign and any number of entries, together with the digits."""
-    if raw := codec.side_car(RawPositions):
+    if raw := codec.sidecar(RawPositions):
         page, digits = random_page(codec.without_raw_positions, batch, heads, tokens, source)
         return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
     if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
@@ -138,7 +138,7 @@ def random_page(
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
         digits[name] = [finite(codec, digit) for digit in random_digits(packing, used, (batch, heads, tokens), source)]
         streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
-    for name, packing in side_car_packings(codec).items():
+    for name, packing in sidecar_packings(codec).items():
         digits[name] = random_digits(packing, packing.symbols, (batch, heads, tokens), source)
         planes = packing.pack([digit.to(torch.int32) for digit in digits[name]])
         streams |= {f"{name}.{plane}": words for plane, words in enumerate(planes)}

@@ -22,7 +22,7 @@ from kvpack.coding.recipes import Recipe
 from kvpack.formats.generator import Generator
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from support.klt_bases import with_random_basis
 from support.lossless_streams import lossless_streams
 from support.minifloat_digits import block_scales, finite
@@ -168,13 +168,13 @@ def expected(cache: Cache) -> torch.Tensor:
     return torch.cat([side.unpack(torch.float32).flatten() for side in cache[0].sides.values()])
 
 
-def side_car_packings(codec: Codec) -> dict[str, Columns]:
-    """Return the packing of every code stream of the codec's side-cars."""
+def sidecar_packings(codec: Codec) -> dict[str, Columns]:
+    """Return the packing of every code stream of the codec's sidecars."""
     packings: dict[str, Columns] = {}
-    if isinstance(codec, WithSideCars):
-        if outliers := codec.side_car(Outliers):
+    if isinstance(codec, WithSidecars):
+        if outliers := codec.sidecar(Outliers):
             packings["outlier_flags"] = outliers.packing
-        if qjl := codec.side_car(Qjl):
+        if qjl := codec.sidecar(Qjl):
             packings["qjl_signs"] = qjl.packing
     return packings
 
@@ -192,8 +192,8 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
             digit = torch.tensor([generator.word() % alphabet for _ in range(batch * heads * tokens * packing.symbols)], dtype=torch.int32)
             digits.append(finite(codec, digit.view(shape) * (torch.arange(packing.symbols) < used)))
         streams |= codec.pack(stream, *digits)
-    side_cars = side_car_packings(codec)
-    for name, packing in side_cars.items():
+    sidecars = sidecar_packings(codec)
+    for name, packing in sidecars.items():
         shape = (batch, heads, tokens, packing.symbols)
         digit = _flags(generator, shape, every) if name == "outlier_flags" else _flags(generator, shape, 2)
         streams |= {f"{name}.{plane}": words for plane, words in enumerate(packing.pack([digit]))}

@@ -75,7 +75,7 @@ TESTS = {
         "spec/test_guards.py::test_no_row_is_longer_than_its_checksum_takes",
     ],
 }
-"""The tests of each module of the library that is not a codec or a side-car."""
+"""The tests of each module of the library that is not a codec or a sidecar."""
 OF_DECODER = [
     "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
     "spec/test_decoder.py::test_a_cache_is_no_basis",

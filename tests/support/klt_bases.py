@@ -17,7 +17,7 @@ from kvpack.formats.balanced_frames import BalancedFrames
 from kvpack.formats.basis import BasisRows, row_count, run_count
 from kvpack.formats.frames import PAIRINGS, Frames, Rope, SymbolTables
 from kvpack.formats.klt import Klt
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.transform import Transform
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ class AnyBalanced(BalancedFrames):
 
 def with_random_balanced(codec: Codec) -> Codec:
     """Return the codec of a recipe with random balanced frames in place of calibrated ones, if it uses any."""
-    side_car = codec.side_car(Balanced)
-    if side_car is None:
+    sidecar = codec.sidecar(Balanced)
+    if sidecar is None:
         return codec
-    assert isinstance(codec, WithSideCars)
-    return codec.with_side_car(replace(side_car, source=AnyBalanced(random_balanced(1, codec.dim, "any"))))
+    assert isinstance(codec, WithSidecars)
+    return codec.with_sidecar(replace(sidecar, source=AnyBalanced(random_balanced(1, codec.dim, "any"))))
 
 
 def balanced_basis(

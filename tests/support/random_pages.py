@@ -14,7 +14,7 @@ from kvpack.cache.side import pack_side
 from kvpack.coding.encoding import collected_misfits, rounding_is_shown
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from support.klt_bases import with_widths_of_heads
 from support.strategies import codecs, contents, poisoned
 
@@ -31,10 +31,10 @@ def spread(stream: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: str, plain: bool) -> Side:
-    """Return a random side: any codec of a family (without side-cars if ``plain``), any number of pages and strides, with or without a
+    """Return a random side: any codec of a family (without sidecars if ``plain``), any number of pages and strides, with or without a
     tail."""
     codec = draw(codecs(family, bounded=False))
-    if isinstance(codec, WithSideCars) and (plain or draw(st.booleans())):
+    if isinstance(codec, WithSidecars) and (plain or draw(st.booleans())):
         codec = codec.codec
     dim = codec.dim
     if isinstance(codec, Klt) and draw(st.booleans()):

@@ -17,7 +17,7 @@ from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.token_norms import LOG8, encode_norms
 from support.interpreter import DEVICE
 from support.minifloat_digits import block_scales, finite, largest
@@ -38,9 +38,9 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> PackedRun:
     """Return a page of random digits, with norms and scales of ordinary size; some norms are zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(codec, WithSideCars):
+    if isinstance(codec, WithSidecars):
         page = random_page(codec.codec, batch, heads, tokens, seed)
-        return replace(page, codec=codec, streams={**page.streams, **random_side_cars(codec, batch, heads, tokens, generator)})
+        return replace(page, codec=codec, streams={**page.streams, **random_sidecars(codec, batch, heads, tokens, generator)})
     digits = []
     for packing in codec.packings().values():
         for alphabet in packing.alphabets:
@@ -81,19 +81,19 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
     return PackedRun(codec, tokens, streams)
 
 
-def random_side_cars(codec: WithSideCars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def random_sidecars(codec: WithSidecars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return random key means, outlier chunks and qjl signs; some norms are zero and some negative."""
     streams = {}
-    if key_mean := codec.side_car(KeyMean):
+    if key_mean := codec.sidecar(KeyMean):
         streams = key_mean.encode_means(2 * torch.randn(batch, heads, -(-tokens // key_mean.tokens), codec.dim, generator=generator))
-    if outliers := codec.side_car(Outliers):
+    if outliers := codec.sidecar(Outliers):
         flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
         # Tokens without outliers, with some, and with nothing else.
         flags &= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.7
         flags |= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.02
         streams |= {f"outlier_flags.{plane}": words for plane, words in enumerate(outliers.packing.pack([flags.to(torch.int32)]))}
         streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
-    if qjl := codec.side_car(Qjl):
+    if qjl := codec.sidecar(Qjl):
         signs = torch.randint(0, 2, (batch, heads, tokens, codec.dim), generator=generator)
         streams |= {f"qjl_signs.{plane}": words for plane, words in enumerate(qjl.packing.pack([signs]))}
         norms = codec.dim**0.5 * torch.randn(batch, heads, tokens, generator=generator)

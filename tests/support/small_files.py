@@ -60,7 +60,7 @@ def contents(kind: str) -> Contents:
         raws = tuple(create("raw", dim, dtype=dtype) for dim, dtype in zip((1, 3, 40), DTYPES, strict=True))
         layers = (LayerEntry(side(0), side(1)), LayerEntry(None, side(2, tail=1, tail_dtype="fp16")), LayerEntry(None, None))
         return Contents(codecs=raws, layers=layers)
-    if kind == "side-cars":
+    if kind == "sidecars":
         k = create("scalar", 8, "k", b="2", channel_scale="fp16", outliers="1")
         v = create("group", 8, "v", b="2", g="16", qjl="fp32", sinks="2", raw_tokens="fp32")
         # In each run the half of the chunks above the median is stored unquantized.
@@ -73,7 +73,7 @@ def contents(kind: str) -> Contents:
     return Contents(codecs=(keys, values), layers=(LayerEntry(side(0, 0), side(1, 0)), LayerEntry(side(0, 1), None)))
 
 
-KINDS = ("group", "raw", "side-cars", "states", "empty")
+KINDS = ("group", "raw", "sidecars", "states", "empty")
 
 
 def small_file(kind: str = "group", *, compress: bool = False) -> bytes:

@@ -40,7 +40,7 @@ from spec.generate.page_vectors import manifest as row_manifest
 from spec.generate.vector_files import FOLDER, manifest
 from support.reader_programs import ENTRY_READERS, READERS, ROOT, Answer, Reader, differences, in_files, missing, started
 from support.second_decoder import decoder, decompress
-from support.strategies import CASES, CONTENTS, DIMS, SIDE_CAR_DIMS, SIDE_CARS, contents
+from support.strategies import CASES, CONTENTS, DIMS, SIDECAR_DIMS, SIDECARS, contents
 from support.vector_checks import Expected
 
 ENTRY_FOLDER = ROOT / "spec" / "store-vectors"
@@ -140,13 +140,13 @@ def row_differences(readers: Sequence[Reader], data: bytes) -> Iterator[str]:
 
 @st.composite
 def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
-    """Return a codec clause of a recipe, with any options and side-cars that need no basis."""
+    """Return a codec clause of a recipe, with any options and sidecars that need no basis."""
     name = draw(st.sampled_from([name for name in CASES if name not in ("klt", "transform")]))
     words = draw(CASES[name].options)
     if name not in ("raw", "lossless"):
-        fitting = sorted(kind for kind, dims in SIDE_CAR_DIMS.items() if dim in dims and kind not in ("balanced", "raw_tokens"))
+        fitting = sorted(kind for kind, dims in SIDECAR_DIMS.items() if dim in dims and kind not in ("balanced", "raw_tokens"))
         for kind in draw(st.sets(st.sampled_from(fitting))):
-            words = words | draw(SIDE_CARS[kind])
+            words = words | draw(SIDECARS[kind])
     return name + ":" + ",".join(f"{option}={value}" for option, value in sorted(words.items()))
 
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.formats import CODECS, codec_from_params, create_codec
-from kvpack.formats import SIDE_CARS as ORDER
+from kvpack.formats import SIDECARS as ORDER
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, Columns, is_power_of_two
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.group import TOKEN_SCALES
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, TOKEN_NORMS
 from support.error_bounds import (
     check_angle,
@@ -37,7 +37,7 @@ from support.error_bounds import (
     check_trellis,
 )
 from support.klt_bases import with_random_balanced, with_random_basis, with_random_frames
-from support.side_car_bounds import check_side_cars
+from support.sidecar_bounds import check_sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
     from kvpack.formats.base import Codec
-    from kvpack.formats.side_car import SideCar
+    from kvpack.formats.sidecar import Sidecar
 
 STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
 }
 
 
-SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
+SIDECARS: dict[str, SearchStrategy[dict[str, str]]] = {
     "balanced": st.just({"frame": "balanced"}),
     "channel_scale": st.fixed_dictionaries({"channel_scale": st.sampled_from(("fp16", "fp32"))}),
     "blocks": st.fixed_dictionaries(
@@ -238,9 +238,9 @@ SIDE_CARS: dict[str, SearchStrategy[dict[str, str]]] = {
         optional={"raw_first": _integers(1, 9), "raw_dtype": st.sampled_from(("bf16", "fp16", "fp32"))},
     ),
 }
-"""The options that each side-car is tried with; options that need each other are together."""
+"""The options that each sidecar is tried with; options that need each other are together."""
 
-SIDE_CAR_DIMS = {
+SIDECAR_DIMS = {
     "balanced": set(DIMS),
     "channel_scale": set(DIMS),
     "blocks": {dim for dim in DIMS if dim % 2 == 0},
@@ -250,29 +250,29 @@ SIDE_CAR_DIMS = {
     "raw_tokens": set(DIMS),
     "raw_positions": set(DIMS),
 }
-"""The head dims of ``DIMS`` that each side-car takes."""
+"""The head dims of ``DIMS`` that each sidecar takes."""
 
 
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
-    """Return the codec, with or without side-cars, that a recipe's words request."""
+    """Return the codec, with or without sidecars, that a recipe's words request."""
     codec = with_random_balanced(create_codec(codec_id, dim, side, Options(codec_id, words)))
     if codec_id == "transform":
         return codec.with_family(with_random_frames(codec.family))
     return codec.with_family(with_random_basis(codec.family)) if codec_id == "klt" else codec
 
 
-def with_side_car(codec: Codec, side_car: SideCar) -> WithSideCars:
-    """Return ``codec``, which has side-cars, with ``side_car`` added or replacing the one of the same name."""
-    assert isinstance(codec, WithSideCars)
-    found = {one.name: one for one in codec.side_cars} | {side_car.name: side_car}
-    return WithSideCars(codec.codec, tuple(found[name] for name in ORDER if name in found))
+def with_sidecar(codec: Codec, sidecar: Sidecar) -> WithSidecars:
+    """Return ``codec``, which has sidecars, with ``sidecar`` added or replacing the one of the same name."""
+    assert isinstance(codec, WithSidecars)
+    found = {one.name: one for one in codec.sidecars} | {sidecar.name: sidecar}
+    return WithSidecars(codec.codec, tuple(found[name] for name in ORDER if name in found))
 
 
 @st.composite
 def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, bounded: bool = True) -> Codec:
-    """Return a codec of ``codec_id`` for a ``side`` (default: any), with any supported head dim, options and side-cars.
+    """Return a codec of ``codec_id`` for a ``side`` (default: any), with any supported head dim, options and sidecars.
 
-    ``bounded`` leaves out the side-cars whose rounding ``check_round_trip`` cannot bound.
+    ``bounded`` leaves out the sidecars whose rounding ``check_round_trip`` cannot bound.
     """
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
@@ -280,8 +280,8 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
     dims = DIMS if codec_id != "trellis" else [dim for dim in DIMS if dim * int(words["b"]) % 16 == 0]
     dim, side = draw(st.sampled_from(dims)), side or draw(st.sampled_from("kv"))
     if codec_id not in ("raw", "lossless"):
-        taken = SIDE_CARS if codec_id not in ("klt", "transform") else ("raw_positions",)
-        fitting = [name for name in taken if dim in SIDE_CAR_DIMS[name] and (side, name) != ("v", "balanced")]
+        taken = SIDECARS if codec_id not in ("klt", "transform") else ("raw_positions",)
+        fitting = [name for name in taken if dim in SIDECAR_DIMS[name] and (side, name) != ("v", "balanced")]
         drawn = draw(st.sets(st.sampled_from(fitting)))
         if bounded:
             # Frames and means round relative to the token before them: test_balanced.py and test_key_mean.py measure it.
@@ -293,7 +293,7 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
             drawn -= {"key_mean"}
         # Both together round a token twice.
         for name in sorted(drawn - {"raw_tokens"} if "raw_positions" in drawn else drawn):
-            words = words | draw(SIDE_CARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
+            words = words | draw(SIDECARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
         if dim % 2:
             words = {name: word for name, word in words.items() if name != "mean_bits"}
     try:
@@ -336,8 +336,8 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     assert decoded.shape == x.shape
     assert torch.isfinite(decoded).all()
     check = CASES[codec.id].check
-    if isinstance(codec, WithSideCars):
-        check_side_cars(codec, x, streams, decoded, check)
+    if isinstance(codec, WithSidecars):
+        check_sidecars(codec, x, streams, decoded, check)
     else:
         check(codec, x, streams, decoded)
     _check_prefix(codec, streams, tokens)
@@ -350,7 +350,7 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
     found = codec.decode_frame(PackedRun(codec, tokens, streams).rows(0, kept))[:, :, :kept]
     whole = codec.decode_frame(streams)[:, :, :kept]
     # A rotation rounds every value of a head by a fraction of its norm.
-    rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSideCars) else 0.0
+    rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSidecars) else 0.0
     near = (found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded
     # Beyond binary32, where a block rotation of the largest values is, no tolerance holds (spec/README.md).
     assert (near | ~torch.isfinite(whole)).all()

@@ -1,4 +1,4 @@
-/* What the codecs decode to in coded coordinates, before side-cars and the rotation back (codecs/). */
+/* What the codecs decode to in coded coordinates, before sidecars and the rotation back (codecs/). */
 _Static_assert(FLT_EVAL_METHOD == 0, "an operation in binary32 is rounded once");
 /* Direction p of `bins` angles around the circle; one on an axis is exact. */
 static void put_bin(float to[2], u64 p, u64 bins) {

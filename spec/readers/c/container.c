@@ -125,7 +125,7 @@ void kv_check(kv_file *f) {
     need(f->r, t->any || all_finite(t), "front-13", "%s has a number that is not finite", t->name);
   for (u32 i = 0; i < f->side_count; i++) {
     check_codec(f, f->sides[i]);
-    check_side_cars(f, f->sides[i]);
+    check_sidecars(f, f->sides[i]);
   }
   if (f->basis) check_basis(f);
 }

@@ -92,7 +92,7 @@ static kv_bytes member(const kv_value *map, const char *name) {
 }
 
 static kv_bytes feature(const kv_file *f, const char *name) { return member(f->ignorable, name); }
-/* Features that a file needs exactly if a codec has a side-car, or what counts as one. */
+/* Features that a file needs exactly if a codec has a sidecar, or what counts as one. */
 static void check_codec_features(kv_file *f) {
   static const char *const features[][2] = {{"balanced", "container-63"}, {"key-mean", "container-62"},
       {"log-norms", "container-64"}, {"raw-positions", "container-55"},

@@ -19,7 +19,7 @@
 #include "header.c"
 #include "columns.c"
 #include "codecs.c"
-#include "side_cars.c"
+#include "sidecars.c"
 #include "container.c"
 #include "page.c"
 #include "store.c"

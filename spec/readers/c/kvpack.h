@@ -85,7 +85,7 @@ typedef struct {
 enum { ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, OPAQUE, POLAR };
 enum { QUATERNION = POLAR + 1, RAW, SCALAR, TRANSFORM, TRELLIS, CODECS };
 enum { BALANCED, SCALE, ORDER, BLOCK, MEAN, OUTLIERS, QJL, TOKENS, POSITIONS, CARS };
-enum { LOG_NORMS = CARS, HEAD_SCALES }; /* no side-cars, but also features that a codec needs */
+enum { LOG_NORMS = CARS, HEAD_SCALES }; /* no sidecars, but also features that a codec needs */
 
 #define MAX_DIM 1024
 #define MAX_PACKINGS 12
@@ -104,7 +104,7 @@ typedef struct {
 } kv_level;
 
 typedef struct {
-  u32 id, cars, levels, radii; /* cars: a bit for each side-car; levels, radii: of polar */
+  u32 id, cars, levels, radii; /* cars: a bit for each sidecar; levels, radii: of polar */
   kv_parameter parameters[32];
   kv_packing packings[MAX_PACKINGS];
   u32 parameter_count, packing_count, own_packings, flags, sketch; /* the packings of outliers and of qjl */

@@ -1,4 +1,4 @@
-/* The parameters of codecs and side-cars in the header, by the tables of their documents. */
+/* The parameters of codecs and sidecars in the header, by the tables of their documents. */
 /* A map of the header that is read key by key; `keys` and `values` are the rules of keys, and of values. */
 typedef struct {
   kv_reader *r;
@@ -32,14 +32,14 @@ static u32 choice(kv_cursor *m, const char *key, const char *words) {
 
 static void end_map(kv_cursor *m) { need(m->r, m->at == m->map->number, m->keys, "a key is too many"); }
 /* Keys, each with an integer (a range, p of powers of two; # for any), a string (its words, or " for any), or
- * bytes (*, and their number). A side-car is such a value or a map of them. */
+ * bytes (*, and their number). A sidecar is such a value or a map of them. */
 static const char *const car_schemas[CARS][2] = {
     {"balanced", "basis:*32 layer:0-4095 frame:balanced|centered"},
     {"channel_scale", "channel_scale:fp16|fp32"}, {"channel_order", "channel_order:u8|u16"},
     {"block_rotation", "block_rotation:2-1024"}, {"key_mean", "tokens:p8-1024 bits:p4-8"},
     {"outliers", "fields:#"}, {"qjl", "seed:# norm:fp16|fp32 fields:#"},
     {"raw_tokens", "raw_tokens:bf16|fp16|fp32"}, {"raw_positions", "raw_positions:bf16|fp16|fp32"}};
-/* A parameter by its key, or all zeros; the key of a side-car with a map begins with its name and a dot. */
+/* A parameter by its key, or all zeros; the key of a sidecar with a map begins with its name and a dot. */
 static const kv_parameter *find(const kv_codec *c, const char *key) {
   static const kv_parameter absent;
   for (u32 i = 0; i < c->parameter_count; i++)
@@ -263,7 +263,7 @@ static void read_cars(kv_cursor *m, kv_codec *c) {
   u64 block = num(c, "block_rotation");
   bool right = (!block || c->dim % block == 0) && (num(c, "key_mean.bits") != 4 || c->dim % 2 == 0);
   right = right && (!has(c, ORDER) || num(c, "channel_order") || c->dim <= 256);
-  need(m->r, right, m->values, "a parameter of a side-car does not fit dim");
+  need(m->r, right, m->values, "a parameter of a sidecar does not fit dim");
   if (block) check_order(m->r, block);
   need(m->r, !has(c, MEAN) || c->group == 1, "side-cars-15", "the codec has a token group of %llu", c->group);
   if (has(c, MEAN)) c->group = num(c, "key_mean.tokens");
@@ -280,7 +280,7 @@ static void read_cars(kv_cursor *m, kv_codec *c) {
 #define ROTATION " rotation_kind:none|hadamard|signed-hadamard seed:#"
 #define LOG " norm:fp16|fp32|log8"
 /* Codecs in the order of their names: what is checked besides the schema of their parameters after dim, the
- * least dim, the rule by which they have no side-cars, and the schema. */
+ * least dim, the rule by which they have no sidecars, and the schema. */
 static const struct {
   void (*finish)(kv_cursor *, kv_codec *);
   u32 least;

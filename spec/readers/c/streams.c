@@ -50,7 +50,7 @@ static bool all_finite(const kv_tensor *t) {
 }
 /* N(dim): the vectors of a head. */
 static u64 basis_vectors(u64 dim) { return 2 + dim + (510 * ((dim + 15) / 16) + dim - 1) / dim; }
-/* Whether a codec or a side-car of it has a stream with one row per run. */
+/* Whether a codec or a sidecar of it has a stream with one row per run. */
 static bool rows_per_run(const kv_codec *c) {
   bool runs = c->id == MINIFLOAT && (num(c, "granularity") < 2 || num(c, "scale_dtype") == 3);
   return runs || c->id == LOSSLESS || c->ranged || num(c, "rows") || has(c, SCALE) || has(c, ORDER);

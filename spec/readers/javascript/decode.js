@@ -1,4 +1,4 @@
-// From streams to values: the frame of all codecs, and side-cars (side-cars.md, Decode).
+// From streams to values: the frame of all codecs, and sidecars (side-cars.md, Decode).
 import { DECODERS, addRows } from "./codecs.js";
 import { badPayload, missingBasis, must, need } from "./errors.js";
 import { finite, floats, hex, isZero, range, view } from "./numbers.js";
@@ -43,7 +43,7 @@ export function decodeSide(side, bytes, bases, range) {
   const { unpack, digits } = data.symbols(codec.packings);
   data.digits = digits;
   const decoder = DECODERS[codec.id](data, codec);
-  const steps = sideCarSteps(data, codec);
+  const steps = sidecarSteps(data, codec);
   const { batch, heads, tokens } = range;
   const [sequences, width, count] = [batch, heads, tokens].map(([from, to]) => to - from);
   const out = new Float32Array(sequences * width * count * dim);
@@ -97,7 +97,7 @@ function copyTail(data, out, place, { batch, heads, tokens }) {
       out.set(tail.subarray(at, at + (tokens[1] - from) * side.dim), place(b, h, from));
     }
 }
-// Side-cars and rotations, in the order of their checks: functions that change the values of a row.
+// Sidecars and rotations, in the order of their checks: functions that change the values of a row.
 const STEPS = {
   channel_scale(data) {
     const scales = data.finite("channel_scale");
@@ -216,7 +216,7 @@ const STEPS = {
 const ORDER = ["outliers", "key_mean", "qjl", "rotation_kind", "block_rotation", "channel_order"];
 ORDER.push("channel_scale", "balanced", "raw_tokens", "raw_positions");
 
-function sideCarSteps(data, codec) {
+function sidecarSteps(data, codec) {
   const made = {};
   for (const [name, make] of Object.entries(STEPS)) if (codec[name]) made[name] = make(data, codec[name]);
   // Without its basis a side has no values: only the packed signs of qjl are still to be checked.

@@ -1,4 +1,4 @@
-// Parameters of codecs and side-cars, and the streams that follow from them (codecs/*.md, side-cars.md).
+// Parameters of codecs and sidecars, and the streams that follow from them (codecs/*.md, side-cars.md).
 import { need, quoted, unknownCodec } from "./errors.js";
 import { floats, floatOfBits, isInteger, range } from "./numbers.js";
 import { Columns, defaultRowBytes } from "./packing.js";
@@ -6,7 +6,7 @@ import { hasHadamard } from "./rotation.js";
 import { isMap, isText, mapOf, readMap, schema, typeOf } from "./schema.js";
 
 // After the id of a codec come its parameters with their types; one that ends in ? may be absent. Brackets
-// have the rule that side-cars break, and those that it allows. Each line below is a stream, present if what
+// have the rule that sidecars break, and those that it allows. Each line below is a stream, present if what
 // follows ? is so: a parameter that is true, equal or unequal to a word. A stream of numbers has a dtype;
 // `all` heads, `one` or items; a row for each token, group or run; and the sizes of a row. One of symbols has
 // = and then how many a row has, the base of each digit, and the sizes of alphabets after /. Words name
@@ -86,8 +86,8 @@ transform [transform-4 raw_positions]: dim basis:digest layer:0..4095 side:k|v s
   words u16 item
 opaque [row-8]: dim
   bytes u8 all token dim`);
-// In the same form, but a side-car has one value or a map. Here x.fields is F of its stream of symbols.
-const SIDE_CARS = tables(`
+// In the same form, but a sidecar has one value or a map. Here x.fields is F of its stream of symbols.
+const SIDECARS = tables(`
 balanced: basis:digest layer:0..4095 frame:balanced|centered
 channel_scale: half
   channel_scale channel_scale all run dim
@@ -175,7 +175,7 @@ const checkRotation = (order) => need(hasHadamard(order), "front-7", `no rotatio
 const RIGHT_ANGLE = floatOfBits(0x3fc90fda);
 // The vectors of a head of a basis: N(dim) of basis.md.
 export const vectorCount = (dim) => 2 + dim + Math.ceil((510 * Math.ceil(dim / 16)) / dim);
-// For each codec and side-car: check what the tables leave, and add to its parameters what streams and
+// For each codec and sidecar: check what the tables leave, and add to its parameters what streams and
 // decoders need. It may return lines of streams that come before those of the table.
 const DERIVED = {
   lossless(p) {
@@ -343,15 +343,15 @@ export function readCodec(map, isKnown) {
   const p = readMap(own, types, `codec ${id}`, rule(1), rule(2));
   if (optional && entries[0]?.[0] === optional) p[optional] = entries.shift()[1];
   for (const [name] of entries) {
-    need(Object.hasOwn(SIDE_CARS, name), rule(1), `codec ${id} has the key ${quoted(name)}`);
-    need(!few || few.includes(name), few?.[0], `codec ${id} has the side-car ${name}`);
+    need(Object.hasOwn(SIDECARS, name), rule(1), `codec ${id} has the key ${quoted(name)}`);
+    need(!few || few.includes(name), few?.[0], `codec ${id} has the sidecar ${name}`);
   }
   Object.assign(p, { group: 1, packings: [] });
   const first = DERIVED[id]?.(p) ?? [];
   if (p.rotation_kind && p.rotation_kind !== "none") checkRotation(p.dim);
   p.streams = streamsOf(p, [...first, ...streams], p.packings, p.fields);
   if (p.fields) checkFields(p, rule);
-  readSideCars(p, entries);
+  readSidecars(p, entries);
   return p;
 }
 
@@ -361,23 +361,23 @@ function checkFields({ id, fields, packings, ofHeads }, rule) {
   need(same, rule(3), `codec ${id}: fields has the keys ${quoted([...fields.keys()])}, not ${names}`);
   need([...fields.values()].every(isInteger), rule(2), `codec ${id}: fields has a value of another type`);
 }
-// Check side-cars, [key, value] each, and add their streams; one of symbols has a `packing`.
-function readSideCars(p, sideCars) {
-  const order = Object.keys(SIDE_CARS);
+// Check sidecars, [key, value] each, and add their streams; one of symbols has a `packing`.
+function readSidecars(p, sidecars) {
+  const order = Object.keys(SIDECARS);
   let last = -1;
-  for (const [key, value] of sideCars) {
-    need(order.indexOf(key) > last, "side-cars-2", `the side-car ${key} is not in its place`);
+  for (const [key, value] of sidecars) {
+    need(order.indexOf(key) > last, "side-cars-2", `the sidecar ${key} is not in its place`);
     last = order.indexOf(key);
-    const { words } = SIDE_CARS[key];
+    const { words } = SIDECARS[key];
     const type = words.includes(":") ? mapOf(words, "side-cars-3") : typeOf(words);
-    need(type(value, key), "side-cars-3", `the side-car ${key} is not one of its table`);
+    need(type(value, key), "side-cars-3", `the sidecar ${key} is not one of its table`);
     p[key] = isMap(value) ? Object.fromEntries(value) : value;
   }
-  for (const [key] of sideCars) {
+  for (const [key] of sidecars) {
     DERIVED[key]?.(p);
     const packings = [];
     const fields = { get: () => p[key].fields };
-    p.streams.push(...streamsOf(p, SIDE_CARS[key].streams, packings, fields));
+    p.streams.push(...streamsOf(p, SIDECARS[key].streams, packings, fields));
     if (packings.length) [p[key].packing] = packings;
   }
 }

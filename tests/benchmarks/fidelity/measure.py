@@ -53,7 +53,7 @@ def codec(words: str, dim: int = DIM, side: str = "k") -> Codec:
 
 
 def seeded(words: str, settings: Settings, number: int) -> str:
-    """``words`` with the seeds of draw ``number`` for the codec's rotation and for that of a qjl side-car."""
+    """``words`` with the seeds of draw ``number`` for the codec's rotation and for that of a qjl sidecar."""
     seed = settings.draw(number)
     return f"{words},seed={seed}" + (f",qjl_seed={_QJL_SEEDS | seed}" if ",qjl=" in words else "")
 

@@ -1,4 +1,4 @@
-/* Side-cars of the coded frame, after a codec's decoder (formats/side_cars.py). */
+/* Sidecars of the coded frame, after a codec's decoder (formats/sidecars.py). */
 
 enum { CHUNK = 4, OUTLIER_BYTES = 10 };
 
@@ -93,8 +93,8 @@ static void add_mean_scores(const Codec *codec, const Loaded *in, const float *q
     FOR_PAGES(codec, in, spare, add_products(codec, raw, q, rows, spare, at, count, scores))
 }
 
-/* All side-cars; with_means 0: without the vectors of key_mean. */
-static void put_side_cars(const Codec *codec, const Loaded *in, int with_means, float *spare, float *tile) {
+/* All sidecars; with_means 0: without the vectors of key_mean. */
+static void put_sidecars(const Codec *codec, const Loaded *in, int with_means, float *spare, float *tile) {
     if (codec->outlier_stream >= 0) put_outliers(in, tile);
     if (codec->sketches) add_sketch(codec, in, spare, tile);
     if (with_means && codec->mean_stream >= 0) add_means(codec, in, spare, tile);

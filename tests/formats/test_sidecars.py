@@ -1,4 +1,4 @@
-"""Side-cars: what they add to any codec, in memory, in files and in attention (spec/side-cars.md)."""
+"""Sidecars: what they add to any codec, in memory, in files and in attention (spec/side-cars.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.qjl import Qjl
-from support.side_car_recipes import RECIPES, attention, relative_error
+from support.sidecar_recipes import RECIPES, attention, relative_error
 
 
 def codec(codec_id: str, dim: int = 64, side: str = "k", **words: str) -> Codec:
@@ -175,7 +175,7 @@ def test_the_estimator_of_qjl() -> None:
     x = keys(7)
     streams = one.encode(x)
     left = base.rotation.forward(x) - base.decode_frame(streams)
-    qjl = one.side_car(Qjl)
+    qjl = one.sidecar(Qjl)
     assert qjl is not None
     matrix = qjl.rotation.matrix()
     assert not torch.equal(matrix, base.rotation.matrix())
@@ -234,7 +234,7 @@ def test_raw_tokens_keep_nan_only_where_a_writer_put_it() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("kv=raw:channel_scale=fp16", "does not support side-cars"),
+        ("kv=raw:channel_scale=fp16", "does not support sidecars"),
         ("kv=scalar:b=2,qjl_seed=3", "without qjl"),
         ("kv=scalar:b=2,raw_tokens=bf16", "needs sinks=<count> or low_norm_tokens=<count>"),
         ("kv=scalar:b=2,qjl=fp8", "expected one of fp16, fp32"),
@@ -248,7 +248,7 @@ def test_recipes_that_are_refused(recipe: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "side_cars",
+    "sidecars",
     [
         {"channel_scale": "bf16"},
         {"channel_scale": 1},
@@ -264,10 +264,10 @@ def test_recipes_that_are_refused(recipe: str, message: str) -> None:
     ],
     ids=str,
 )
-def test_header_maps_that_are_refused(side_cars: dict[str, object]) -> None:
+def test_header_maps_that_are_refused(sidecars: dict[str, object]) -> None:
     params = codec("scalar", b="2").params()
     with pytest.raises(InvalidParameter):
-        codec_from_params({**params, **side_cars})
+        codec_from_params({**params, **sidecars})
 
 
 def test_dims_that_are_refused() -> None:

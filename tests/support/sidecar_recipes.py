@@ -1,4 +1,4 @@
-"""Recipes that use every side-car, and the exact attention that tests compare them with."""
+"""Recipes that use every sidecar, and the exact attention that tests compare them with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over packed rows with the side-cars that the attention kernel itself attends; see test_attention.py."""
+"""Attention over packed rows with the sidecars that the attention kernel itself attends; see test_attention.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvpack.coding import dispatch, triton_version
 from kvpack.formats.channel_scale import STREAM
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from kvpack.kernels.tiles import loaders
 from support.caches import random_pairs
 from support.interpreter import DEVICE, needs_loaded_bounds
 from support.random_sides import TOLERANCE, check, codecs, exact, random_side
 
-SIDE_CARS = {
+SIDECARS = {
     "signs": "qjl=fp16",
     "signs of wide norms": "qjl=fp32,qjl_seed=9",
     "outliers": "outliers=3",
@@ -39,27 +39,27 @@ pytestmark = needs_loaded_bounds
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", CODECS)
-@pytest.mark.parametrize("side_car", SIDE_CARS)
-def test_side_cars_of_keys_and_of_values(side_car: str, family: str) -> None:
-    recipe = f"{CODECS[family]},{SIDE_CARS[side_car]}"
+@pytest.mark.parametrize("sidecar", SIDECARS)
+def test_sidecars_of_keys_and_of_values(sidecar: str, family: str) -> None:
+    recipe = f"{CODECS[family]},{SIDECARS[sidecar]}"
     k_codec, v_codec = codecs(recipe, recipe, (64, 128))
     check(Layer(random_side(k_codec, 1, (40,), 3, 1), random_side(v_codec, 1, (40,), 3, 2)), 2)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("side_car", SIDE_CARS)
-def test_head_dims(side_car: str) -> None:
+@pytest.mark.parametrize("sidecar", SIDECARS)
+def test_head_dims(sidecar: str) -> None:
     for dims in ((80, 96), (256, 16)):
-        k_codec, v_codec = codecs(*(f"scalar:b=2,{SIDE_CARS[side_car]}" for _ in dims), dims)
+        k_codec, v_codec = codecs(*(f"scalar:b=2,{SIDECARS[sidecar]}" for _ in dims), dims)
         check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
 @pytest.mark.scenario
 @pytest.mark.kernels
-@pytest.mark.parametrize("side_car", SIDE_CARS)
-def test_pages_batches_and_lengths(side_car: str) -> None:
+@pytest.mark.parametrize("sidecar", SIDECARS)
+def test_pages_batches_and_lengths(sidecar: str) -> None:
     """Pages of keys and of values end at different tokens."""
-    k_codec, v_codec = codecs(*(f"scalar:b=3,{SIDE_CARS[side_car]}" for _ in "kv"), (32, 64))
+    k_codec, v_codec = codecs(*(f"scalar:b=3,{SIDECARS[sidecar]}" for _ in "kv"), (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (50, 47), 9, 2, batch=2))
     check(layer, 4, q_len=2, sliding_window=70)
     layer = Layer(random_side(k_codec, 1, (96, 33), 9, 1, batch=3), random_side(v_codec, 1, (50, 79), 9, 2, batch=3))
@@ -116,7 +116,7 @@ def test_means_beside_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
 def test_widths_of_columns_of_signs(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
-    k_codec, v_codec = (WithSideCars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
+    k_codec, v_codec = (WithSidecars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
     check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
@@ -152,7 +152,7 @@ def test_factors_of_any_size() -> None:
         "kv=group:b=4,g=32,scales=u8,outliers=2,channel_scale=fp16",
     ],
 )
-def test_beside_other_side_cars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_other_sidecars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import attention
 
     generator = torch.Generator().manual_seed(3)
@@ -189,7 +189,7 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
     from kvpack.kernels.attend import attention
 
     codec, _ = codecs("group:b=4,g=4,axis=channel,outliers=3", "raw:dtype=bf16", (64, 64))
-    outliers = codec.side_car(Outliers)
+    outliers = codec.sidecar(Outliers)
     assert outliers is not None
     q = torch.randn(1, 1, 1, 64, device=DEVICE)
     for size in (0, 1000):
@@ -259,7 +259,7 @@ def test_more_outliers_than_a_thread_holds() -> None:
     k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
     sides = []
     for seed, codec in enumerate((k_codec, v_codec)):
-        outliers = codec.side_car(Outliers)
+        outliers = codec.sidecar(Outliers)
         assert outliers is not None
         generator = torch.Generator().manual_seed(seed)
         (side,) = (random_side(codec, 2, runs, 0, seed) for runs in [(83, 77) if seed else (70, 90)])

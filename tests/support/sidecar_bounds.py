@@ -1,4 +1,4 @@
-"""Check the error bounds of a codec with side-cars, stage by stage, including the codec's own bound."""
+"""Check the error bounds of a codec with sidecars, stage by stage, including the codec's own bound."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvpack.formats.base import Codec
-    from kvpack.formats.side_cars import WithSideCars
+    from kvpack.formats.sidecars import WithSidecars
 
     Streams = Mapping[str, torch.Tensor]
 
 QJL_WORST = math.sqrt(1 + math.pi / 2)
-"""The largest factor by which the correction of qjl can lengthen the error (spec/writers.md, Side-cars)."""
+"""The largest factor by which the correction of qjl can lengthen the error (spec/writers.md, Sidecars)."""
 
 BALANCED_TOLERANCE = 2.0**-16
 """The error of a balanced frame and its inverse together, relative to a token, with matrices of small condition."""
@@ -37,8 +37,8 @@ BALANCED_TOLERANCE = 2.0**-16
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def check_side_cars(
-    codec: WithSideCars,
+def check_sidecars(
+    codec: WithSidecars,
     x: torch.Tensor,
     streams: Streams,
     decoded: torch.Tensor,
@@ -46,7 +46,7 @@ def check_side_cars(
 ) -> None:
     """Check that unquantized values are exact, that the inner codec stays within its bound (``check``), and that nothing else is lost."""
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
-    if by_position := codec.side_car(RawPositions):
+    if by_position := codec.sidecar(RawPositions):
         raw[by_position.token_positions(streams)[1], 0, by_position.token_positions(streams)[0]] = True
         stored, of_raw = x.to(_DTYPES[by_position.dtype]).to(torch.float32), raw[..., None].expand_as(x)
         assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
@@ -58,29 +58,29 @@ def check_side_cars(
             chosen = add_misfits(chosen, misfit_scores(norms, codec.shared_scales))
         assert torch.equal(raw[:, 0], chosen)
         rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
-    if not codec.codec.supports_all_side_cars:
+    if not codec.codec.supports_all_sidecars:
         own = {name: streams[name] for name in codec.codec.layout(1, 1, 0)}
         mine = codec.codec.decode(own)
         assert torch.equal(mine[~raw.expand(x.shape[:3])], decoded[~raw.expand(x.shape[:3])])
         check(codec.codec, rest, own, mine)
         return
-    if raw_tokens := codec.side_car(RawTokens):
+    if raw_tokens := codec.sidecar(RawTokens):
         raw = streams["raw_token_flags"] != 0
         rest = _check_raw_tokens(codec, raw_tokens, x, raw, decoded)
-    if balanced := codec.side_car(Balanced):
+    if balanced := codec.sidecar(Balanced):
         # What is left is checked in the frame, where it was lost.
         rest, given = balanced.forward(rest, streams), rest
         off = (balanced.inverse(rest, streams).double() - given).norm(dim=-1)
         assert (off <= BALANCED_TOLERANCE * given.double().norm(dim=-1) + codec.dim * 2.0**-149).all()
         decoded = balanced.forward(decoded, streams)
-    factor = factors(streams) if codec.side_car(ChannelScale) else torch.ones(1, 1, 1, codec.dim)
+    factor = factors(streams) if codec.sidecar(ChannelScale) else torch.ones(1, 1, 1, codec.dim)
     scaled = rest / factor
-    order, block_rotation = codec.side_car(ChannelOrder), codec.side_car(BlockRotation)
+    order, block_rotation = codec.sidecar(ChannelOrder), codec.sidecar(BlockRotation)
     turned = order.forward(scaled, streams) if order else scaled
     turned = block_rotation.forward(turned, streams) if block_rotation else turned
     size = turned.double().norm(dim=-1, keepdim=True)
     shift = torch.zeros_like(turned)
-    if key_mean := codec.side_car(KeyMean):
+    if key_mean := codec.sidecar(KeyMean):
         shift = _check_key_mean(key_mean, codec.rotation.forward(turned), streams)
         # As the encoder subtracts it.
         turned = turned - codec.rotation.inverse(key_mean.vectors(streams)).repeat_interleave(key_mean.tokens, 2)[:, :, : x.shape[2]]
@@ -88,7 +88,7 @@ def check_side_cars(
     u = codec.rotation.forward(turned)
     coded, error = turned, torch.zeros(u.shape[:3], dtype=torch.float64)
     flagged = torch.zeros_like(u, dtype=torch.bool)
-    if outliers := codec.side_car(Outliers):
+    if outliers := codec.sidecar(Outliers):
         flagged, error = _check_outliers(codec, outliers, u, shift, size, raw, streams)
         coded = codec.rotation.inverse(u.masked_fill(flagged, 0.0))
     inner = codec.codec
@@ -105,7 +105,7 @@ def check_side_cars(
     residual = left.norm(dim=-1)
     # Subnormal products and sums round by units of their own, of each channel.
     rounding = ROTATION_TOLERANCE * size[..., 0] + codec.dim * 2.0**-149
-    if qjl := codec.side_car(Qjl):
+    if qjl := codec.sidecar(Qjl):
         # Tokens that share a scale with far larger ones leave residuals far above themselves, whose rotation rounds by their own size.
         _check_signs(qjl, left, rounding + ROTATION_TOLERANCE * residual, streams)
         norm = streams["qjl_norm"].double()
@@ -134,7 +134,7 @@ def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> tor
 
 
 def _check_raw_tokens(
-    codec: WithSideCars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
+    codec: WithSidecars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
     """Check that raw tokens are exact and as many as requested; also returns the values that the encoder encodes in their place."""
     tokens = x.shape[2]
@@ -158,7 +158,7 @@ def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: 
 
 
 def _check_outliers(
-    codec: WithSideCars, outliers: Outliers, u: torch.Tensor, shift: torch.Tensor, size: torch.Tensor, raw: torch.Tensor, streams: Streams
+    codec: WithSidecars, outliers: Outliers, u: torch.Tensor, shift: torch.Tensor, size: torch.Tensor, raw: torch.Tensor, streams: Streams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check that outliers are those of ``u``, rounded once, and exact in the coded frame before the ``shift`` of pages.
 
@@ -170,10 +170,10 @@ def _check_outliers(
     placed.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)] = stored
     wide = flagged.repeat_interleave(4, -1)
     lost = (placed.flatten(-2).double() - u).masked_fill(~wide, 0.0)
-    unrotated = codec.rotation.kind == "none" and codec.side_car(BlockRotation) is None
+    unrotated = codec.rotation.kind == "none" and codec.sidecar(BlockRotation) is None
     rotated = 0.0 if unrotated else 2 * ROTATION_TOLERANCE * size
     assert (lost.abs() <= u.abs() * 2.0**-11 + 2.0**-25 + rotated).all()
-    if codec.side_car(Qjl) is None:
+    if codec.sidecar(Qjl) is None:
         exact = wide & ~raw[..., None]
         assert torch.equal(codec.decode_frame(streams)[exact], (placed.flatten(-2) + shift)[exact])
     return wide, lost.norm(dim=-1)

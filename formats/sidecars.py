@@ -1,4 +1,4 @@
-"""Codecs with side-cars (spec/side-cars.md). Each side-car has its own file; ``side_car`` defines the order of their steps."""
+"""Codecs with sidecars (spec/side-cars.md). Each sidecar has its own file; ``sidecar`` defines the order of their steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
 from .raw_positions import RawPositions
-from .side_car import FramePart, KeptTokens, PageVector, ResidualSketch, SideCar, ValueMap
+from .sidecar import FramePart, KeptTokens, PageVector, ResidualSketch, Sidecar, ValueMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .base import Layout, PayloadRule, RunRule, Unpacker
     from .rotation import Rotation
-    from .side_car import RunStep
+    from .sidecar import RunStep
     from .value_blocks import Array
 
     Streams = Mapping[str, torch.Tensor]
@@ -30,34 +30,34 @@ if TYPE_CHECKING:
     Observer = Callable[[torch.Tensor, int], None]
 
 _SAFE_MAGNITUDE = 2.0**100
-"""Bound below which no side-car turns a codec's decoded value into infinity."""
+"""Bound below which no sidecar turns a codec's decoded value into infinity."""
 
 
 @dataclass(frozen=True)
-class WithSideCars(Codec):
-    """Codec that combines ``codec`` with one or more ``side_cars``, in the order of the table ``formats.SIDE_CARS``.
+class WithSidecars(Codec):
+    """Codec that combines ``codec`` with one or more ``sidecars``, in the order of the table ``formats.SIDECARS``.
 
-    Raises InvalidParameter for a lossless codec, which has no error for a side-car to reduce; for a side-car without
-    ``supports_every_codec`` if the codec does not support all side-cars; and for page vectors if the codec encodes tokens together.
+    Raises InvalidParameter for a lossless codec, which has no error for a sidecar to reduce; for a sidecar without
+    ``supports_every_codec`` if the codec does not support all sidecars; and for page vectors if the codec encodes tokens together.
     """
 
     id: ClassVar[str] = ""
 
     dim: int = field(init=False)
     codec: Codec
-    side_cars: tuple[SideCar, ...]
+    sidecars: tuple[Sidecar, ...]
 
     def __post_init__(self) -> None:
-        none, any_kind = self.codec.exact_dtype is not None, self.codec.supports_all_side_cars
-        if none or not (any_kind or all(map(attrgetter("supports_every_codec"), self.side_cars))):
-            refused = [side_car.name for side_car in self.side_cars if none or not side_car.supports_every_codec]
+        none, any_kind = self.codec.exact_dtype is not None, self.codec.supports_all_sidecars
+        if none or not (any_kind or all(map(attrgetter("supports_every_codec"), self.sidecars))):
+            refused = [sidecar.name for sidecar in self.sidecars if none or not sidecar.supports_every_codec]
             raise InvalidParameter(
-                f"codec {self.codec.id} does not support {'side-cars' if none else 'these side-cars'}: leave out {', '.join(refused)}"
+                f"codec {self.codec.id} does not support {'sidecars' if none else 'these sidecars'}: leave out {', '.join(refused)}"
             )
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
                 f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, but "
-                f"{', '.join(side_car.name for side_car in self.page_vectors)} needs a codec that encodes tokens one by one: leave out mean"
+                f"{', '.join(sidecar.name for sidecar in self.page_vectors)} needs a codec that encodes tokens one by one: leave out mean"
             )
         # The codec's own id and dim, by which files and messages name it.
         object.__setattr__(self, "id", self.codec.id)
@@ -65,16 +65,16 @@ class WithSideCars(Codec):
 
     @cached_property
     def without_raw_positions(self) -> Codec:
-        remaining = tuple(side_car for side_car in self.side_cars if side_car.name != RawPositions.name)
-        return WithSideCars(self.codec, remaining) if remaining else self.codec
+        remaining = tuple(sidecar for sidecar in self.sidecars if sidecar.name != RawPositions.name)
+        return WithSidecars(self.codec, remaining) if remaining else self.codec
 
     @cached_property
     def kept_tokens(self) -> tuple[KeptTokens, ...]:
-        return tuple(side_car for side_car in self.side_cars if isinstance(side_car, KeptTokens))
+        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, KeptTokens))
 
     @cached_property
     def value_maps(self) -> tuple[ValueMap, ...]:
-        return tuple(side_car for side_car in self.side_cars if isinstance(side_car, ValueMap))
+        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, ValueMap))
 
     @cached_property
     def maps_by_run(self) -> bool:
@@ -89,30 +89,30 @@ class WithSideCars(Codec):
 
     @cached_property
     def page_vectors(self) -> tuple[PageVector, ...]:
-        return tuple(side_car for side_car in self.side_cars if isinstance(side_car, PageVector))
+        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, PageVector))
 
     @cached_property
     def frame_parts(self) -> tuple[FramePart, ...]:
-        return tuple(side_car for side_car in self.side_cars if isinstance(side_car, FramePart))
+        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, FramePart))
 
     @cached_property
     def sketches(self) -> tuple[ResidualSketch, ...]:
-        return tuple(side_car for side_car in self.side_cars if isinstance(side_car, ResidualSketch))
+        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, ResidualSketch))
 
     def params(self) -> dict[str, Any]:
-        return self.codec.params() | {side_car.name: side_car.params() for side_car in self.side_cars}
+        return self.codec.params() | {sidecar.name: sidecar.params() for sidecar in self.sidecars}
 
     @property
     def nominal_bits(self) -> float:
-        return self.codec.nominal_bits + sum(side_car.nominal_bits for side_car in self.side_cars)
+        return self.codec.nominal_bits + sum(sidecar.nominal_bits for sidecar in self.sidecars)
 
     @property
     def features(self) -> frozenset[str]:
-        return self.codec.features | {side_car.feature for side_car in self.side_cars} - {""}
+        return self.codec.features | {sidecar.feature for sidecar in self.sidecars} - {""}
 
     @property
     def bases_needed(self) -> frozenset[bytes]:
-        return self.codec.bases_needed.union(*(side_car.bases_needed for side_car in self.side_cars))
+        return self.codec.bases_needed.union(*(sidecar.bases_needed for sidecar in self.sidecars))
 
     @property
     def shared_scales(self) -> frozenset[str]:
@@ -144,10 +144,10 @@ class WithSideCars(Codec):
     def with_family(self, family: Codec) -> Codec:
         return replace(self, codec=family)
 
-    def with_side_car(self, side_car: SideCar) -> WithSideCars:
-        """Return the codec with ``side_car`` in place of its side-car of the same class."""
-        place = [*map(type, self.side_cars)].index(type(side_car))
-        return replace(self, side_cars=(*self.side_cars[:place], side_car, *self.side_cars[place + 1 :]))
+    def with_sidecar(self, sidecar: Sidecar) -> WithSidecars:
+        """Return the codec with ``sidecar`` in place of its sidecar of the same class."""
+        place = [*map(type, self.sidecars)].index(type(sidecar))
+        return replace(self, sidecars=(*self.sidecars[:place], sidecar, *self.sidecars[place + 1 :]))
 
     @cached_property
     def rotation(self) -> Rotation:
@@ -163,7 +163,7 @@ class WithSideCars(Codec):
 
     @property
     def keys_only(self) -> bool:
-        return any(side_car.keys_only for side_car in self.side_cars)
+        return any(sidecar.keys_only for sidecar in self.sidecars)
 
     @property
     def run_values(self) -> int:
@@ -173,38 +173,38 @@ class WithSideCars(Codec):
         return self.codec.token_count(streams)
 
     def cut(self, streams: Streams, tokens: int) -> Streams:
-        side_car_streams = self.side_car_layout(1, 1, 0)
-        cut = self.codec.cut({name: stream for name, stream in streams.items() if name not in side_car_streams}, tokens)
-        return {**cut, **{name: streams[name] for name in side_car_streams}}
+        sidecar_streams = self.sidecar_layout(1, 1, 0)
+        cut = self.codec.cut({name: stream for name, stream in streams.items() if name not in sidecar_streams}, tokens)
+        return {**cut, **{name: streams[name] for name in sidecar_streams}}
 
     def packings(self) -> dict[str, Columns]:
         return self.codec.packings()
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        return self.codec.scales(batch, heads, tokens) | self.side_car_layout(batch, heads, tokens)
+        return self.codec.scales(batch, heads, tokens) | self.sidecar_layout(batch, heads, tokens)
 
-    def side_car_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the layouts of the side-cars' streams, which are part of ``scales``."""
-        return {name: layout for side_car in self.side_cars for name, layout in side_car.layout(batch, heads, tokens).items()}
+    def sidecar_layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        """Return the layouts of the sidecars' streams, which are part of ``scales``."""
+        return {name: layout for sidecar in self.sidecars for name, layout in sidecar.layout(batch, heads, tokens).items()}
 
     def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         counts = self.codec.usual_entry_counts(batch, heads, tokens)
-        for side_car in self.side_cars:
-            counts |= side_car.usual_entry_counts(batch, heads, tokens)
+        for sidecar in self.sidecars:
+            counts |= sidecar.usual_entry_counts(batch, heads, tokens)
         return counts
 
     def entries(self, streams: Streams) -> dict[str, torch.Tensor]:
         counts = self.codec.entries(streams)
-        return counts | {name: count for side_car in self.side_cars for name, count in side_car.entries(streams).items()}
+        return counts | {name: count for sidecar in self.sidecars for name, count in sidecar.entries(streams).items()}
 
     def entry_tokens(self, streams: Streams) -> dict[str, torch.Tensor]:
-        return {name: token for side_car in self.side_cars for name, token in side_car.entry_tokens(streams).items()}
+        return {name: token for sidecar in self.sidecars for name, token in sidecar.entry_tokens(streams).items()}
 
     def shift_tokens(self, streams: Streams, tokens: int) -> dict[str, torch.Tensor]:
-        return {name: stream for side_car in self.side_cars for name, stream in side_car.shift_tokens(streams, tokens).items()}
+        return {name: stream for sidecar in self.sidecars for name, stream in sidecar.shift_tokens(streams, tokens).items()}
 
     def select_sequences(self, streams: Streams, indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: stream for side_car in self.side_cars for name, stream in side_car.select_sequences(streams, indices).items()}
+        return {name: stream for sidecar in self.sidecars for name, stream in sidecar.select_sequences(streams, indices).items()}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         batch, heads, tokens, dim = x.shape
@@ -291,8 +291,8 @@ class WithSideCars(Codec):
         return self.complete(self.codec.decode_digits(digits, streams), streams)
 
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all side-cars to the codec's decoded ``frame``, and stay in the coded frame."""
-        frame = self._apply_side_cars(frame, streams)
+        """Apply all sidecars to the codec's decoded ``frame``, and stay in the coded frame."""
+        frame = self._apply_sidecars(frame, streams)
         for tokens in self.kept_tokens:
             sequences = tokens.token_positions(streams)[1]
             frame = tokens.put(frame, self.to_coded_frame(tokens.kept_values(streams), sequences, streams), streams)
@@ -314,13 +314,13 @@ class WithSideCars(Codec):
         return self.complete_original(self.codec.decode_frame(streams), streams)
 
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Apply all side-cars to the codec's decoded ``frame``, and return values in the original frame."""
-        values = self.original(self._apply_side_cars(frame, streams), streams)
+        """Apply all sidecars to the codec's decoded ``frame``, and return values in the original frame."""
+        values = self.original(self._apply_sidecars(frame, streams), streams)
         for tokens in self.kept_tokens:
             values = tokens.put(values, tokens.kept_values(streams), streams)
         return values
 
-    def _apply_side_cars(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
+    def _apply_sidecars(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         for part in reversed(self.frame_parts):
             frame = part.put(frame, streams)
         for vector in self.page_vectors:
@@ -348,30 +348,30 @@ class WithSideCars(Codec):
         return q
 
     def same_codes(self, other: Codec) -> bool:
-        return isinstance(other, WithSideCars) and self.side_cars == other.side_cars and self.codec.same_codes(other.codec)
+        return isinstance(other, WithSidecars) and self.sidecars == other.sidecars and self.codec.same_codes(other.codec)
 
     def repack(self, streams: Streams, other: Codec) -> dict[str, torch.Tensor]:
-        assert isinstance(other, WithSideCars)
-        return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self.side_car_layout(1, 1, 0)}
+        assert isinstance(other, WithSidecars)
+        return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self.sidecar_layout(1, 1, 0)}
 
     def finite_streams(self) -> list[str]:
-        plain = (side_car for side_car in self.side_cars if type(side_car).check is SideCar.check)
-        return [*self.codec.finite_streams(), *(name for side_car in plain for name in side_car.finite_streams())]
+        plain = (sidecar for sidecar in self.sidecars if type(sidecar).check is Sidecar.check)
+        return [*self.codec.finite_streams(), *(name for sidecar in plain for name in sidecar.finite_streams())]
 
     def payload_rules(self) -> tuple[PayloadRule, ...]:
-        side_car_rules = (side_car.check for side_car in self.side_cars if type(side_car).check is not SideCar.check)
-        return (*self.codec.payload_rules(), *side_car_rules)
+        sidecar_rules = (sidecar.check for sidecar in self.sidecars if type(sidecar).check is not Sidecar.check)
+        return (*self.codec.payload_rules(), *sidecar_rules)
 
     def run_rules(self) -> tuple[RunRule, ...]:
-        side_car_rules = (side_car.check_runs for side_car in self.side_cars if type(side_car).check_runs is not SideCar.check_runs)
-        return (*self.codec.run_rules(), *side_car_rules)
+        sidecar_rules = (sidecar.check_runs for sidecar in self.sidecars if type(sidecar).check_runs is not Sidecar.check_runs)
+        return (*self.codec.run_rules(), *sidecar_rules)
 
-    def check_side_cars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Make the checks of ``check`` and ``check_runs`` that read ``arrays``, the streams of side-cars. Raises InvalidPayload."""
-        for side_car in self.side_cars:
-            side_car.check(arrays, where)
-        for side_car in self.side_cars:
-            side_car.check_runs(arrays, runs, batch, where)
+    def check_sidecars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
+        """Make the checks of ``check`` and ``check_runs`` that read ``arrays``, the streams of sidecars. Raises InvalidPayload."""
+        for sidecar in self.sidecars:
+            sidecar.check(arrays, where)
+        for sidecar in self.sidecars:
+            sidecar.check_runs(arrays, runs, batch, where)
 
     def chunk_rules(self) -> tuple[PayloadRule, ...]:
         return self.codec.chunk_rules()

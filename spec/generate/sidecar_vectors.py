@@ -1,4 +1,4 @@
-"""Conformance vectors of side-cars: valid ones of the full profile, and malformed ones."""
+"""Conformance vectors of sidecars: valid ones of the full profile, and malformed ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpack.formats.qjl import DEFAULT_SEED, Qjl
 from spec.generate.invalid_vectors import GROUP, RAW, add, add_header, add_payload
 from spec.generate.valid_vectors import add as add_valid
 from support.file_parts import Parts, bits, changed, drop, edit, file_of, move_to_end, one_side, random_side
-from support.strategies import create, with_side_car
+from support.strategies import create, with_sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ALL = create("scalar", 16, "k", b="2", rotation="none", channel_scale="fp16", outliers="3", qjl="fp16", sinks="1", raw_tokens="fp16")
 BLOCKS = create("group", 12, "k", b="2", axis="channel", block_rotation="4", channel_order="u8")
-SIGNS = with_side_car(create("group", 12, b="2", qjl="fp16"), Qjl(12, DEFAULT_SEED, "fp16", fields=8))
+SIGNS = with_sidecar(create("group", 12, b="2", qjl="fp16"), Qjl(12, DEFAULT_SEED, "fp16", fields=8))
 WIDE_BLOCKS = create("group", 260, "k", b="2", axis="channel", block_rotation="20", channel_order="u16")
 
 

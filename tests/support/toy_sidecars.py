@@ -1,4 +1,4 @@
-"""Side-cars registered by this file and one row each of ``formats.SIDE_CARS``: a part of the frame, and a map of values."""
+"""Sidecars registered by this file and one row each of ``formats.SIDECARS``: a part of the frame, and a map of values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kvpack.formats.base import Layout, stored_norm
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.side_car import FramePart, RunStep, ValueMap, parse_choice
+from kvpack.formats.sidecar import FramePart, RunStep, ValueMap, parse_choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ class Multiples(ValueMap):
     @classmethod
     def from_params(cls, dim: int, value: Any) -> Self:
         if type(value) is not int or not 2 <= value <= 8:
-            raise InvalidParameter(f"side-car multiples is {value!r}, expected an integer from 2 to 8")
+            raise InvalidParameter(f"sidecar multiples is {value!r}, expected an integer from 2 to 8")
         return cls(dim, value)
 
     def params(self) -> int:

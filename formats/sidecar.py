@@ -1,13 +1,13 @@
-"""The interface of side-cars: additional data that a codec stores next to its codes (spec/side-cars.md).
+"""The interface of sidecars: additional data that a codec stores next to its codes (spec/side-cars.md).
 
-Each side-car's file defines one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
+Each sidecar's file defines one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
 
 1. ``KeptTokens`` take whole tokens out of the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them
 into the coded frame. 3. ``PageVector`` subtracts a vector that the tokens of a page share. 4. ``FramePart`` takes a part of the values out
 of the coded frame; the codec encodes the rest. 5. ``ResidualSketch`` describes the codec's error.
 
 Decoding puts the parts back in the coded frame, adds the page vectors and the sketched residuals, inverts the rotation and the maps, and
-puts back the kept tokens. Side-cars of one kind apply in the order of the table ``formats.SIDE_CARS``; parts are put back, and maps are
+puts back the kept tokens. Sidecars of one kind apply in the order of the table ``formats.SIDECARS``; parts are put back, and maps are
 inverted, in reverse order. Their keys and streams in a file have the same order.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Step of a side-car before the codec, for one run. ``streams`` have one row per run, and ``encode(block, start)`` is called for each
+    """Step of a sidecar before the codec, for one run. ``streams`` have one row per run, and ``encode(block, start)`` is called for each
     block.
 
     A block is finite float32 ``[batch, kv_head, token, dim]``; the number of its first token, ``start``, is a multiple of the token group.
@@ -45,29 +45,29 @@ class RunStep:
     encode: Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-class SideCar(ABC):
-    """Base class of side-cars, with parameters bound to one head dim.
+class Sidecar(ABC):
+    """Base class of sidecars, with parameters bound to one head dim.
 
     Every concrete subclass is a frozen dataclass whose first field is ``dim``. A field with ``compare=False`` and a default affects only
     the encoder; no header contains it.
     """
 
     name: ClassVar[str]
-    """Key of the side-car in a codec's map in the header, after the codec's own parameters."""
+    """Key of the sidecar in a codec's map in the header, after the codec's own parameters."""
     words: ClassVar[tuple[str, ...]]
-    """Recipe options that request and configure the side-car."""
+    """Recipe options that request and configure the sidecar."""
     supports_every_codec: ClassVar[bool] = False
-    """True if every lossy codec supports this side-car, even one that supports no other."""
+    """True if every lossy codec supports this sidecar, even one that supports no other."""
     keys_only: ClassVar[bool] = False
-    """True if a codec with this side-car encodes keys but not values."""
+    """True if a codec with this sidecar encodes keys but not values."""
     feature: ClassVar[str] = ""
-    """Required feature of files with this side-car, if the first readers of version 1 do not support it; otherwise empty."""
+    """Required feature of files with this sidecar, if the first readers of version 1 do not support it; otherwise empty."""
     dim: int
 
     @classmethod
     @abstractmethod
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
-        """Return the side-car that a recipe's ``options`` request for ``side`` ("k" or "v"), or None if they request none.
+        """Return the sidecar that a recipe's ``options`` request for ``side`` ("k" or "v"), or None if they request none.
 
         Raises InvalidParameter for an option that is out of range or that needs another option.
         """
@@ -75,11 +75,11 @@ class SideCar(ABC):
     @classmethod
     @abstractmethod
     def from_params(cls, dim: int, value: Any) -> Self:
-        """Create the side-car from its ``value`` in a header. Raises InvalidParameter if the type or the value is invalid."""
+        """Create the sidecar from its ``value`` in a header. Raises InvalidParameter if the type or the value is invalid."""
 
     @abstractmethod
     def params(self) -> Any:
-        """Return the side-car's value in the header: a string, an integer or a map. ``from_params`` inverts it."""
+        """Return the sidecar's value in the header: a string, an integer or a map. ``from_params`` inverts it."""
 
     @property
     def nominal_bits(self) -> float:
@@ -92,7 +92,7 @@ class SideCar(ABC):
         return frozenset()
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        """Return the name, dtype and shape of each of the side-car's streams, in stored order."""
+        """Return the name, dtype and shape of each of the sidecar's streams, in stored order."""
         return {}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -133,8 +133,8 @@ class SideCar(ABC):
         return {}
 
 
-class KeptTokens(SideCar):
-    """Side-car that takes whole tokens, in all heads, out of the values and keeps them in the original frame.
+class KeptTokens(Sidecar):
+    """Sidecar that takes whole tokens, in all heads, out of the values and keeps them in the original frame.
 
     Entries are ordered by token, then by sequence. The header stores only ``dtype``, that of the values.
     """
@@ -170,8 +170,8 @@ class KeptTokens(SideCar):
         return result
 
 
-class ValueMap(SideCar):
-    """Side-car that maps the values of each head linearly. Its streams, if any, have one row per run.
+class ValueMap(Sidecar):
+    """Sidecar that maps the values of each head linearly. Its streams, if any, have one row per run.
 
     Attention maps the queries instead of the keys, and the sums of values instead of the values, so the map must be linear.
     """
@@ -205,8 +205,8 @@ class ValueMap(SideCar):
         return RunStep(streams, lambda block, _: (self.forward(block, streams), {}))
 
 
-class PageVector(SideCar):
-    """Side-car that subtracts one vector per page from the tokens, in the coded frame.
+class PageVector(Sidecar):
+    """Sidecar that subtracts one vector per page from the tokens, in the coded frame.
 
     A page is ``page_tokens`` tokens of a run; the last one may be shorter. It is also a token group: kept tokens are replaced by the mean
     of the others, so that the vector does not depend on them.
@@ -241,8 +241,8 @@ class PageVector(SideCar):
         return vectors.repeat_interleave(self.page_tokens, 2)[:, :, :tokens]
 
 
-class FramePart(SideCar):
-    """Side-car that takes a part of the values out of the coded frame. The codec encodes the rest."""
+class FramePart(Sidecar):
+    """Sidecar that takes a part of the values out of the coded frame. The codec encodes the rest."""
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:
@@ -256,8 +256,8 @@ class FramePart(SideCar):
         """Put the part back into ``frame``, float32 ``[batch, kv_head, token, dim]``."""
 
 
-class ResidualSketch(SideCar):
-    """Side-car that describes the residual: the codec's input minus its decoded values."""
+class ResidualSketch(Sidecar):
+    """Sidecar that describes the residual: the codec's input minus its decoded values."""
 
     @abstractmethod
     def encode(self, residual: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -268,16 +268,16 @@ class ResidualSketch(SideCar):
         """Add the estimated residual to ``frame``, float32 ``[batch, kv_head, token, dim]``."""
 
 
-def parse_choice(side_car: str, value: Any, known: Mapping[str, str]) -> str:
+def parse_choice(sidecar: str, value: Any, known: Mapping[str, str]) -> str:
     """Return ``value`` if it is one of the strings in ``known``. Raises InvalidParameter otherwise."""
     if type(value) is not str or value not in known:
-        raise InvalidParameter(f"side-car {side_car} is {value!r}, expected one of {', '.join(known)}")
+        raise InvalidParameter(f"sidecar {sidecar} is {value!r}, expected one of {', '.join(known)}")
     return value
 
 
-def parse_map(side_car: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
+def parse_map(sidecar: str, value: Any, types: dict[str, type]) -> dict[str, Any]:
     """Return ``value`` if it is a map with the keys of ``types`` in order, and values of these types. Raises InvalidParameter otherwise."""
     if type(value) is not dict or tuple(value) != tuple(types) or any(type(value[key]) is not kind for key, kind in types.items()):
         expected = ", ".join(f"{key}: {kind.__name__}" for key, kind in types.items())
-        raise InvalidParameter(f"side-car {side_car} is {value!r}, expected a map {{{expected}}}")
+        raise InvalidParameter(f"sidecar {sidecar} is {value!r}, expected a map {{{expected}}}")
     return value

@@ -13,7 +13,7 @@ import torch
 import kvpack
 from kvpack.file import container
 from kvpack.file.header import Contents, LayerEntry
-from kvpack.formats import SIDE_CARS, codec_from_params
+from kvpack.formats import SIDECARS, codec_from_params
 from kvpack.formats.balanced import FRAMES
 from kvpack.formats.base import DTYPE_BYTES, NORMS
 from kvpack.formats.basis import DIGEST_BYTES, MAX_LAYER
@@ -23,10 +23,10 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.side_cars import WithSideCars
+from kvpack.formats.sidecars import WithSidecars
 from support.decoded_alike import assert_within
 from support.second_decoder import decoder
-from support.side_car_bounds import QJL_WORST
+from support.sidecar_bounds import QJL_WORST
 from support.small_files import side
 from support.spec_pages import SPEC, section, table
 from support.strategies import create
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvpack.cache.packed_runs import PackedRun
 
 PAGE = SPEC / "side-cars.md"
-SIDE_CAR_ADVICE = section(SPEC / "writers.md", "Side-cars")
+SIDECAR_ADVICE = section(SPEC / "writers.md", "Sidecars")
 BATCH, HEADS, TOKENS, DIM = 2, 3, 7, 128
 
 
@@ -53,16 +53,16 @@ def stored(dtypes: dict[str, str]) -> str:
     return " or ".join(f"{dtype} ({word})" for word, dtype in dtypes.items())
 
 
-def with_all() -> WithSideCars:
-    side_cars = {"frame": "balanced", "channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "mean": "128"}
-    side_cars |= {"outliers": "3", "qjl": "fp16", "sinks": "1"}
-    codec = create("scalar", DIM, "k", b="2", raw_first="1", **side_cars)
-    assert isinstance(codec, WithSideCars)
+def with_all() -> WithSidecars:
+    sidecars = {"frame": "balanced", "channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "mean": "128"}
+    sidecars |= {"outliers": "3", "qjl": "fp16", "sinks": "1"}
+    codec = create("scalar", DIM, "k", b="2", raw_first="1", **sidecars)
+    assert isinstance(codec, WithSidecars)
     return codec
 
 
 def test_the_keys_and_their_values() -> None:
-    rows = table(PAGE.read_text(encoding="utf-8").split("\n## ")[0], "key", "value", "side-car")
+    rows = table(PAGE.read_text(encoding="utf-8").split("\n## ")[0], "key", "value", "sidecar")
     assert {row["key"]: row["value"] for row in rows} == {
         "balanced": f"map: basis (bytes: the {DIGEST_BYTES} of the digest of a basis), "
         f"layer (integer, 0 to {MAX_LAYER}: the layer of the basis), "
@@ -77,7 +77,7 @@ def test_the_keys_and_their_values() -> None:
         "raw_positions": f"string: {words(RAW_DTYPES)}",
     }
     params = with_all().params()
-    assert tuple(row["key"] for row in rows) == tuple(SIDE_CARS) == tuple(params)[-len(SIDE_CARS) :]
+    assert tuple(row["key"] for row in rows) == tuple(SIDECARS) == tuple(params)[-len(SIDECARS) :]
     assert [list(params[name]) for name in ("balanced", "key_mean", "outliers", "qjl")] == [
         ["basis", "layer", "frame"],
         ["tokens", "bits"],
@@ -87,7 +87,7 @@ def test_the_keys_and_their_values() -> None:
 
 
 def test_the_layout() -> None:
-    rows = table(section(PAGE, "Layout"), "side-car", "stream", "dtype", "shape")
+    rows = table(section(PAGE, "Layout"), "sidecar", "stream", "dtype", "shape")
     codec = with_all()
     inner = codec.codec.layout(BATCH, HEADS, TOKENS)
     layouts = {name.removesuffix(".0"): layout for name, layout in codec.layout(BATCH, HEADS, TOKENS).items() if name not in inner}
@@ -111,23 +111,23 @@ def test_the_layout() -> None:
 def test_the_size_of_a_position() -> None:
     figures = re.search(
         r"With dim (\d+) and three heads, a raw token of `bf16` takes (\d+) bytes: of ([\d,]+) tokens of which four are raw, ([\d.]+) bits",
-        SIDE_CAR_ADVICE,
+        SIDECAR_ADVICE,
     )
     assert figures is not None
     dim, nbytes, tokens = (int(figure.replace(",", "")) for figure in figures.groups()[:3])
-    side_car = RawPositions(dim, "bf16")
-    size = sum(DTYPE_BYTES[layout.dtype] * math.prod(layout.shape[3:]) for layout in side_car.layout(1, 3, tokens).values())
+    sidecar = RawPositions(dim, "bf16")
+    size = sum(DTYPE_BYTES[layout.dtype] * math.prod(layout.shape[3:]) for layout in sidecar.layout(1, 3, tokens).values())
     assert size == nbytes
     assert float(figures[4]) == round(4 * 8 * nbytes / (tokens * 3 * dim), 3)
 
 
 def test_the_sizes_at_head_dim_128() -> None:
     figures = re.search(
-        r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes per item; `qjl` takes (\d+) bytes", SIDE_CAR_ADVICE
+        r"With dim 128 and F = (\d+), `outliers` takes (\d+) bytes .* and (\d+) bytes per item; `qjl` takes (\d+) bytes", SIDECAR_ADVICE
     )
     assert figures is not None
     codec = with_all()
-    outliers, qjl = codec.side_car(Outliers), codec.side_car(Qjl)
+    outliers, qjl = codec.sidecar(Outliers), codec.sidecar(Qjl)
     assert outliers is not None
     assert qjl is not None
     entry = codec.layout(1, 1, 1)["outliers"]
@@ -146,7 +146,7 @@ def test_the_example_and_the_size_of_a_mean() -> None:
     }
     assert KeyMean(8, 128, 4).vectors(streams).flatten().tolist() == numbers_of(vector)
     figures = r"With dim (\d+) and token groups of (\d+), `key_mean` takes ([\d.]+) bits .* 8 bits and ([\d.]+)"
-    dim, tokens, *sizes = re.findall(figures, SIDE_CAR_ADVICE)[0]
+    dim, tokens, *sizes = re.findall(figures, SIDECAR_ADVICE)[0]
     for bits, size in zip((8, 4), sizes, strict=True):
         layout = KeyMean(int(dim), int(tokens), bits).layout(1, 1, int(tokens))
         stored_bytes = sum(DTYPE_BYTES[entry.dtype] * math.prod(entry.shape) for entry in layout.values())
@@ -156,7 +156,7 @@ def test_the_example_and_the_size_of_a_mean() -> None:
 @pytest.mark.parametrize("dim", [64, 80, 128], ids=str)
 def test_what_remains_of_a_residual(dim: int) -> None:
     """The identity, the bound and the usual share that the advice to writers gives."""
-    worst, usual = map(float, re.findall(r"at most (\d\.\d+) · ‖r‖, and comes to about (\d\.\d+) · ‖r‖", SIDE_CAR_ADVICE)[0])
+    worst, usual = map(float, re.findall(r"at most (\d\.\d+) · ‖r‖, and comes to about (\d\.\d+) · ‖r‖", SIDECAR_ADVICE)[0])
     assert worst == math.ceil(100 * QJL_WORST) / 100
     assert usual == round(math.sqrt(math.pi / 2 - 1), 2)
     qjl = Qjl(dim, 5, "fp32", 16)
@@ -226,10 +226,10 @@ def test_the_worked_example(example: bytes, tmp_path: Any) -> None:
 def test_the_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
     page = first_page(example, tmp_path / "example")
     codec, streams = page.codec, page.rows(0, 1)
-    assert isinstance(codec, WithSideCars)
+    assert isinstance(codec, WithSidecars)
     steps = {1: codec.codec.decode_frame(streams)}
-    for number, side_car in zip((2, 4), (*codec.frame_parts, *codec.sketches), strict=True):
-        steps[number] = side_car.put(steps[max(steps)], streams)
+    for number, sidecar in zip((2, 4), (*codec.frame_parts, *codec.sketches), strict=True):
+        steps[number] = sidecar.put(steps[max(steps)], streams)
     for number, value_map in zip((6, 7, 8), reversed(codec.value_maps), strict=True):
         steps[number] = value_map.inverse(steps[max(steps)], streams)
     rows = {int(row["after step"]): row["values of token 0"] for row in table(EXAMPLE, "after step", "values of token 0")}
@@ -241,8 +241,8 @@ def test_the_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
 def test_the_sentences_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
     page = first_page(example, tmp_path / "example")
     codec, bytes_of = page.codec, {row["stream"]: row["bytes"] for row in table(EXAMPLE, "stream", "dtype", "shape", "bytes")}
-    assert isinstance(codec, WithSideCars)
-    outliers, qjl = codec.side_car(Outliers), codec.side_car(Qjl)
+    assert isinstance(codec, WithSidecars)
+    outliers, qjl = codec.sidecar(Outliers), codec.sidecar(Qjl)
     assert outliers is not None
     assert qjl is not None
     flags, chunk, entry = re.findall(r"flags are `(\w+)`: that of quadruple (\d) .* item 0, `([\w ]+)`", EXAMPLE)[0]

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .codec import FLOAT_DTYPES, RAW_DTYPES, Codec, NumberStream, SideCar
+from .codec import FLOAT_DTYPES, RAW_DTYPES, Codec, NumberStream, Sidecar
 from .packing import Columns, within_limits
 from .refusal import refuse, require
 from .rotation import hadamard_factors
 
-SIDE_CARS = "side-cars.md"
-SIDE_CAR_KEYS = (
+SIDECARS = "side-cars.md"
+SIDECAR_KEYS = (
     "balanced",
     "channel_scale",
     "channel_order",
@@ -27,97 +27,97 @@ POSITION_WORDS = 4
 
 
 def take_choice(value: Any, allowed: Mapping[str, str], what: str) -> str:
-    require(value in list(allowed), SIDE_CARS, f"{what} is {value!r}")
+    require(value in list(allowed), SIDECARS, f"{what} is {value!r}")
     return allowed[value]
 
 
 def take_flags(value: Mapping[str, Any], symbols: int, what: str) -> Columns:
     fields = value["fields"]
-    require(isinstance(fields, int), SIDE_CARS, f"{what}: fields is {fields!r}, expected an integer")
+    require(isinstance(fields, int), SIDECARS, f"{what}: fields is {fields!r}, expected an integer")
     require(within_limits((2,), fields), "packing.md, Bit packing", f"{what} has {fields} fields a column")
     return Columns(symbols, (2,), fields, (2,))
 
 
-def take_side_cars(entry: Mapping[str, Any], codec: Codec) -> dict[str, SideCar]:
-    """Return the side-cars that the map of a codec names, each within its ranges."""
-    names = [name for name in SIDE_CAR_KEYS if name in entry]
-    require(list(entry)[len(entry) - len(names) :] == names, SIDE_CARS, f"the keys of {codec.id} are in the order {list(entry)}")
-    require(not names or codec.id != "raw", SIDE_CARS, f"raw has the side-cars {names}, but supports none")
+def take_sidecars(entry: Mapping[str, Any], codec: Codec) -> dict[str, Sidecar]:
+    """Return the sidecars that the map of a codec names, each within its ranges."""
+    names = [name for name in SIDECAR_KEYS if name in entry]
+    require(list(entry)[len(entry) - len(names) :] == names, SIDECARS, f"the keys of {codec.id} are in the order {list(entry)}")
+    require(not names or codec.id != "raw", SIDECARS, f"raw has the sidecars {names}, but supports none")
     require(
         not names or codec.id != "lossless",
         "codecs/lossless.md, Parameters and ranges",
-        f"lossless has the side-cars {names}, but supports none",
+        f"lossless has the sidecars {names}, but supports none",
     )
     for codec_id in ("klt", "transform"):
         is_supported = codec.id != codec_id or names in ([], ["raw_positions"])
         require(
             is_supported,
             f"codecs/{codec_id}.md, Parameters and ranges",
-            f"{codec_id} has the side-cars {names}, but supports only raw_positions",
+            f"{codec_id} has the sidecars {names}, but supports only raw_positions",
         )
-    return {name: take_side_car(name, entry[name], codec) for name in names}
+    return {name: take_sidecar(name, entry[name], codec) for name in names}
 
 
-def take_side_car(name: str, value: Any, codec: Codec) -> SideCar:
+def take_sidecar(name: str, value: Any, codec: Codec) -> Sidecar:
     dim = codec.dim
     if name == "balanced":
         is_valid = isinstance(value, dict) and list(value) == ["basis", "layer", "frame"]
-        require(is_valid and isinstance(value["basis"], bytes) and len(value["basis"]) == 32, SIDE_CARS, f"balanced is {value!r}")
+        require(is_valid and isinstance(value["basis"], bytes) and len(value["basis"]) == 32, SIDECARS, f"balanced is {value!r}")
         is_valid = isinstance(value["layer"], int) and value["layer"] in range(4096) and value["frame"] in ("balanced", "centered")
-        require(is_valid, SIDE_CARS, f"balanced is {value!r}")
-        return SideCar({}, [], basis=(value["basis"], value["layer"], value["frame"]))
+        require(is_valid, SIDECARS, f"balanced is {value!r}")
+        return Sidecar({}, [], basis=(value["basis"], value["layer"], value["frame"]))
     if name == "channel_scale":
-        return SideCar({}, [NumberStream(name, take_choice(value, FLOAT_DTYPES, name), (dim,), per="run")])
+        return Sidecar({}, [NumberStream(name, take_choice(value, FLOAT_DTYPES, name), (dim,), per="run")])
     if name == "channel_order":
         dtype = take_choice(value, {"u8": "U8", "u16": "U16"}, name)
-        require(dtype == "U16" or dim <= 256, SIDE_CARS, f"channel_order in 8 bits with head dim {dim}")
-        return SideCar({}, [NumberStream(name, dtype, (dim,), per="run")])
+        require(dtype == "U16" or dim <= 256, SIDECARS, f"channel_order in 8 bits with head dim {dim}")
+        return Sidecar({}, [NumberStream(name, dtype, (dim,), per="run")])
     if name == "block_rotation":
-        require(isinstance(value, int) and value >= 2 and dim % value == 0, SIDE_CARS, f"block_rotation is {value!r} with head dim {dim}")
+        require(isinstance(value, int) and value >= 2 and dim % value == 0, SIDECARS, f"block_rotation is {value!r} with head dim {dim}")
         require(hadamard_factors(value) is not None, "packing.md, Rotation", f"block_rotation has no blocks of {value}")
-        return SideCar({}, [], block=value)
+        return Sidecar({}, [], block=value)
     if name == "raw_tokens":
         dtype = take_choice(value, RAW_DTYPES, name)
         flags = NumberStream("raw_token_flags", "U8", (), per_head=False)
-        return SideCar({}, [flags, NumberStream(name, dtype, (), any_bits=True, per="entry")])
+        return Sidecar({}, [flags, NumberStream(name, dtype, (), any_bits=True, per="entry")])
     if name == "raw_positions":
         values = NumberStream("raw_values", take_choice(value, RAW_DTYPES, name), (), any_bits=True, per="entry")
-        return SideCar({}, [NumberStream(name, "U16", (POSITION_WORDS,), per="entry"), values])
+        return Sidecar({}, [NumberStream(name, "U16", (POSITION_WORDS,), per="entry"), values])
     keys = {"key_mean": ["tokens", "bits"], "outliers": ["fields"], "qjl": ["seed", "norm", "fields"]}[name]
     if not isinstance(value, dict) or list(value) != keys:
-        refuse(SIDE_CARS, f"{name} is {value!r}, not a map of {keys}")
+        refuse(SIDECARS, f"{name} is {value!r}, not a map of {keys}")
     if name == "key_mean":
         tokens, bits = value["tokens"], value["bits"]
         require(
             tokens in [2**power for power in range(3, 11)],
-            SIDE_CARS,
+            SIDECARS,
             f"key_mean has tokens {tokens!r}, expected a power of two from 8 to 1024",
         )
-        require(bits in (4, 8), SIDE_CARS, f"key_mean has bits {bits!r}, expected 4 or 8")
-        require(bits == 8 or dim % 2 == 0, SIDE_CARS, f"key_mean of 4 bits with head dim {dim}")
-        require(codec.token_group == 1, SIDE_CARS, f"key_mean of {codec.id}, which has the token group {codec.token_group}")
+        require(bits in (4, 8), SIDECARS, f"key_mean has bits {bits!r}, expected 4 or 8")
+        require(bits == 8 or dim % 2 == 0, SIDECARS, f"key_mean of 4 bits with head dim {dim}")
+        require(codec.token_group == 1, SIDECARS, f"key_mean of {codec.id}, which has the token group {codec.token_group}")
         means = NumberStream(name, "U8", (dim * bits // 8,), tokens)
-        return SideCar({}, [means, NumberStream("key_mean_scale", "F16", (), tokens)], bits=bits)
+        return Sidecar({}, [means, NumberStream("key_mean_scale", "F16", (), tokens)], bits=bits)
     if name == "outliers":
-        require(dim % 4 == 0, SIDE_CARS, f"outliers with head dim {dim}")
+        require(dim % 4 == 0, SIDECARS, f"outliers with head dim {dim}")
         codes = {"outlier_flags": take_flags(value, dim // 4, name)}
-        return SideCar(codes, [NumberStream(name, "F16", (4,), per="entry")])
-    require(isinstance(value["seed"], int), SIDE_CARS, f"the seed of qjl is {value['seed']!r}")
+        return Sidecar(codes, [NumberStream(name, "F16", (4,), per="entry")])
+    require(isinstance(value["seed"], int), SIDECARS, f"the seed of qjl is {value['seed']!r}")
     norm = take_choice(value["norm"], FLOAT_DTYPES, "the norm of qjl")
     require(hadamard_factors(dim) is not None, "packing.md, Rotation", f"qjl has no head dim {dim}")
-    return SideCar({"qjl_signs": take_flags(value, dim, name)}, [NumberStream("qjl_norm", norm, ())], value["seed"])
+    return Sidecar({"qjl_signs": take_flags(value, dim, name)}, [NumberStream("qjl_norm", norm, ())], value["seed"])
 
 
 def check_special_values(name: str, stream: NumberStream, values: Sequence[float]) -> None:
-    """Check the sections Special values of the pages of codecs and side-cars."""
+    """Check the sections Special values of the pages of codecs and sidecars."""
     finite = stream.any_bits or all(map(math.isfinite, values))
     require(finite, "README.md, Conformance", f"{name} holds a number that is not finite")
     if stream.name == "channel_scale":
-        require(all(value > 0 for value in values), f"{SIDE_CARS}, Special values", f"{name} holds a scale that is not above 0")
+        require(all(value > 0 for value in values), f"{SIDECARS}, Special values", f"{name} holds a scale that is not above 0")
     if stream.name == "channel_order":
         dim = stream.sizes[0]
         for row in range(0, len(values), dim):
             once = sorted(values[row : row + dim]) == list(range(dim))
-            require(once, f"{SIDE_CARS}, Special values", f"{name} row {row // dim} does not name every channel once")
+            require(once, f"{SIDECARS}, Special values", f"{name} row {row // dim} does not name every channel once")
     if stream.name == "raw_token_flags":
-        require(all(value < 2 for value in values), f"{SIDE_CARS}, Special values", f"{name} holds a flag that is neither 0 nor 1")
+        require(all(value < 2 for value in values), f"{SIDECARS}, Special values", f"{name} holds a flag that is neither 0 nor 1")

@@ -1,4 +1,4 @@
-/* Side-cars, the rotation back, and the values of a side (side-cars.md). */
+/* Sidecars, the rotation back, and the values of a side (side-cars.md). */
 /* Count the flags before those of every token, sequence and head, which is the order of items. */
 static void check_outliers(kv_file *f, kv_side *side) {
   u32 flags[MAX_DIM / 4], quadruples = side->codec->dim / 4;
@@ -15,7 +15,7 @@ static void check_outliers(kv_file *f, kv_side *side) {
   need(f->r, count == stream(side, "outliers")->shape[2], "side-cars-5", "%llu flags are 1", count);
 }
 
-static void check_side_cars(kv_file *f, kv_side *side) {
+static void check_sidecars(kv_file *f, kv_side *side) {
   const kv_tensor *scales = stream(side, "channel_scale"), *orders = stream(side, "channel_order");
   const kv_tensor *flags = stream(side, "raw_token_flags");
   u64 dim = side->codec->dim, raw = 0;

@@ -32,9 +32,9 @@ ARRANGEMENTS = ("dense", "direct")
 RANGES = ("fp16", "fp32")
 _NORM_WORDS = ("fp32", *(f"{kind}{bits}" for kind in NORMS[1:] for bits in range(1, 9)))
 _TOKENS_OF_ONE_HEAD = 1 << 11
-# A token of zeros stores the most negative binary16 as its minimum: 2^-65504 is 0 in binary32.
+# The minimum of a token of zeros is the most negative binary16: 2^-65504 is 0 in binary32.
 _ZERO_TOKEN_MINIMUM = -65504.0
-# Norms below 1/256 of the largest are stored as 1/256: they would widen the logarithmic range more than they are worth.
+# Norms below 1/256 of the largest are stored as 1/256, because they would widen the logarithmic range too much.
 _MAX_OCTAVES = 8.0
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -117,7 +117,7 @@ class Angle(CodecFamily):
         # The fraction of a turn is in [0, 1]: a tiny negative angle rounds up to 1, which is in the last bin.
         bins = turns.sub_(turns.floor()).mul_(self.bins).floor().clamp_max_(self.bins - 1).to(torch.int32)
         norms = torch.hypot(first, second)
-        # Each pair's norm along the direction to which its bin decodes.
+        # Each pair's projection onto the decoded direction of its bin.
         projected = None
         if self.norm_rule == "unbiased":
             projected = turns.sub_(bins).sub_(0.5).mul_(2 * pi / self.bins).cos_().mul_(norms)
@@ -140,12 +140,12 @@ class Angle(CodecFamily):
             factor = _unbiased_factor(measured, projected, self._norms(step, minimum, codes))
             step, minimum = (step, minimum + factor.log2()) if self.norm == "log" else (step * factor, minimum * factor)
             unrounded_range = torch.cat([step, minimum], -1).to(stored.dtype)
-            # Its largest norm, too: of values near the largest of binary32 the factor makes an infinite one.
+            # Check the largest norm too, because the factor may make it infinite in binary32.
             step_wanted, minimum_wanted = unrounded_range.to(torch.float32)[..., None].unbind(-2)
             largest = self._norms(step_wanted, minimum_wanted, codes.amax(-1, keepdim=True))
             kept = torch.isfinite(torch.cat([unrounded_range, largest], -1)).all(-1, keepdim=True)
             if self.norm == "linear":
-                # The codes make up for the rounding of the step that they were chosen for, and a subnormal one is rounded coarsely.
+                # The codes compensate for the rounding of the old step, and a subnormal step is rounded coarsely.
                 kept &= (step >= torch.finfo(stored.dtype).smallest_normal) | (step == 0)
             stored = torch.where(kept, unrounded_range, stored)
         return self.pack_digits(bins, codes) | {"range": stored}

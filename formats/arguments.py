@@ -23,7 +23,7 @@ def describe(value: Any) -> str:
     if value is None or isinstance(value, bool | float | complex | str):
         return f"{value!r:.{_MAX_SHOWN}}"
     if isinstance(value, int):
-        # The digits of huge integers are refused by Python itself.
+        # Python refuses to convert huge integers to decimal digits.
         return str(value) if -(2**63) <= value < 2**64 else f"an integer of {value.bit_length()} bits"
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
@@ -38,7 +38,7 @@ def as_integer(value: Any, what: str) -> int:
     if type(value) is int:
         return value
     try:
-        # Tensors on the meta device and arrays of several values have an index that fails.
+        # operator.index raises for tensors on the meta device and for arrays of several values.
         return int(operator.index(value))
     except (TypeError, ValueError, RuntimeError):
         raise InvalidType(f"{what} is {describe(value)}, expected an integer") from None

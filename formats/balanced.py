@@ -119,5 +119,5 @@ class Balanced(ValueMap):
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Map queries by ``query`` and then by ``rotation``, in a single matrix product."""
         matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
-        # A product of three dimensions is called faster than one that is broadcast.
+        # A three-dimensional product has less overhead than a broadcast one.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

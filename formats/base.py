@@ -66,8 +66,8 @@ class Layout:
         dtype: Stored dtype by its safetensors name: U8, U16, F16, BF16 or F32.
         shape: ``[batch, kv_head or 1, row, ...]``.
         tokens_per_row: Number of consecutive tokens that one row covers.
-        per: What a row belongs to: ``"token"`` (``tokens_per_row`` tokens), ``"run"`` (a whole run), or ``"entry"`` (how many rows belong
-            to ``tokens_per_row`` tokens depends on stored flags or counts; see ``Codec.entries``).
+        per: The unit that a row belongs to: ``"token"`` (``tokens_per_row`` tokens), ``"run"`` (a whole run), or ``"entry"`` (the number of
+            rows for ``tokens_per_row`` tokens depends on stored flags or counts; see ``Codec.entries``).
         batch_axis: Axis of the sequences. None if the first axis is 1 for any batch size: rows are then entries, ordered by token and
             sequence.
 

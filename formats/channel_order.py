@@ -76,7 +76,7 @@ class ChannelOrder(ValueMap):
         size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
         for block in run.blocks():
             size = torch.hypot(size, torch.linalg.vector_norm(block, dim=2, keepdim=True, dtype=torch.float64))
-        # One round deals a channel to every block.
+        # Each round assigns a channel to every block.
         rounds = size.argsort(dim=-1, descending=True, stable=True).reshape(batch, heads, 1, self.size, self.dim // self.size)
         rounds[..., 1::2, :] = rounds[..., 1::2, :].flip(-1)
         return {STREAM: rounds.transpose(-1, -2).flatten(-2).to(torch.uint8 if self.dtype == "u8" else torch.uint16)}

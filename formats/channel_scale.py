@@ -117,11 +117,11 @@ class ChannelScale(ValueMap):
         if run.whole is None:
             factor = (ratio / _ORDINARY_RATIO).clamp_min(1.0)
         else:
-            # Steep, so that few channels are left large. Queries may be large where keys are, so the root of a channel's size is the limit.
+            # A steep function, so that few channels stay large. Queries may be large in the same channels, so the square root is the limit.
             factor = torch.minimum((ratio / _ORDINARY_RATIO_WITH_MEANS) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
             if self.dim % 2 == 0:
                 by_means = _mean_factors(squares, _span_squares(run, run.whole).median(2, keepdim=True).values)
-                # Outlier channels dominate a key's norm, so attention sinks are not detected by it: they are encoded, far from the mean.
+                # Outlier channels dominate norms, so attention sinks are not noticed: they are encoded, although they are far from the mean.
                 factor = torch.where((factor > _OUTLIER_FACTOR).any(3, keepdim=True), factor, by_means)
         return {STREAM: factor.clamp_max(_MAX_FACTOR).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 

@@ -70,7 +70,7 @@ class Rope(NamedTuple):
     def _cos_sin(self, first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and sines for up to ``_ROTATED_TOKENS`` positions from ``first`` on, float32 ``[token, pair]``."""
         cos, sin = (table[:tokens] for table in first_cos_sin(self.frequencies))
-        # Angles of far positions need binary64, and sums and products of their cosines and sines do not.
+        # Angles at large positions need binary64, but sums and products of their cosines and sines do not.
         at = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu") * first
         shift_cos, shift_sin = at.cos().to(torch.float32), at.sin().to(torch.float32)
         return (cos * shift_cos).addcmul_(sin, shift_sin, value=-1), (sin * shift_cos).addcmul_(cos, shift_sin)

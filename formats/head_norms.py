@@ -148,7 +148,7 @@ def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
     if answer is not None:
         return answer
     for pages, count in _pages(sizes):
-        # Of a page with NaN this is true, too.
+        # This is also True for a page with NaN.
         may_exceed = ~(pages[..., -count:].amax(-1) <= ratio * pages.amin(-1))
         if may_exceed.any():
             wide_pages = pages[may_exceed]

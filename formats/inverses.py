@@ -19,7 +19,7 @@ def invert_for_encoding(matrices: torch.Tensor, what: str) -> torch.Tensor:
 
     Raises OutOfRange if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
     """
-    # torch 2.13 inverts batches of matrices wrongly, or never ends, where its threads are set to others than those of OpenMP.
+    # PyTorch 2.13 inverts batches incorrectly, or hangs, if its number of threads differs from OpenMP's.
     exact = matrices.to(torch.float64).cpu().numpy()
     try:
         with numpy.errstate(all="ignore"):

@@ -95,7 +95,7 @@ class KeyMean(PageVector):
 
         def encode(block: torch.Tensor, start: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             streams = self.encode_means(rotation.forward(self.page_means(block)))
-            # By linearity the means alone are rotated.
+            # Rotations are linear, so it is enough to rotate the means.
             return block - self._expand_to_tokens(rotation.inverse(self.vectors(streams)), block.shape[2]), streams
 
         return RunStep({}, encode)

@@ -226,7 +226,7 @@ class Klt(CodecFamily):
             source = self.source_for(heads).on_device(run.device)
             return RunEncoder({}, lambda block, _: self._encode(block, source))
         if before is not None:
-            # Runs of equal rows can be joined.
+            # Runs with equal rows can be joined.
             stored = before["rows"]
         else:
             torch_dtype = torch.float16 if dtype == "F16" else torch.float32
@@ -287,7 +287,7 @@ class Klt(CodecFamily):
             # [batch, run, token, column]
             values = centred[:, head, :, run].transpose(0, 1)
             digit, decoded = _nearest(values, rows.head_tables(part.heads, part.runs, part.width))
-            # Columns that there are not have codes of zeros.
+            # Missing columns have zeros as codes.
             digit[..., part.columns :] = 0
             codes[:, :, places.flatten()] = _pack_codes(digit, part.width)[..., : places.shape[1]].permute(0, 2, 1, 3).flatten(2)
             squares = weights[:, head, :, run].transpose(0, 1).square()[..., : part.columns]

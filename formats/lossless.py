@@ -124,7 +124,7 @@ class Lossless(CodecFamily):
         for block in run.blocks():
             exponents = torch.from_numpy(self._exponents(self._bits(block)).reshape(batch * heads, -1))
             for head, row in enumerate(exponents):
-                # numpy's would widen the symbols first.
+                # numpy.bincount would convert the symbols to int64 first.
                 counts[head] += torch.bincount(row, minlength=alphabet).numpy()
         tables = self.tables_for(counts, before)
         stored = _to_stream(tables.reshape(batch, heads, 1, alphabet), run.device)
@@ -138,7 +138,7 @@ class Lossless(CodecFamily):
         tables = rans.frequencies(_add_unseen(counts))
         if before is not None:
             last = _to_numpy(before["frequencies"]).reshape(counts.shape).astype(numpy.int64)
-            # A table of its own costs a run its bytes.
+            # A new table costs its own bytes.
             if (rans.cost_bits(counts, last) <= rans.cost_bits(counts, tables) + 16 * counts.shape[1]).all():
                 return last
         return tables

@@ -181,7 +181,7 @@ class Minifloat(CodecFamily):
             largest = grouped.abs().amax(-1)
             if run_scale is None:
                 scales = block_exponents(largest, self.element)
-                # 2^(127 - code): the reciprocal of a power of two is one.
+                # 2^(127 - code): the reciprocal of a power of two is also a power of two.
                 inverse = (2 * E8M0_BIAS - scales << 23).view(torch.float32)
                 scaled = self._from_blocks(grouped * inverse[..., None])
             else:
@@ -216,10 +216,10 @@ class Minifloat(CodecFamily):
             return values.mul_(streams["scale"].to(torch.float32).unsqueeze(-1))
         grouped, scales = self._in_blocks(values), streams["block_scales"].to(torch.int32)
         if self.run_scale is not None:
-            # The product of both has at most six significant bits.
+            # The product of element and scale is exact: it has at most six significant bits.
             scale = element_values("e4m3", codes.device).index_select(0, scales.reshape(-1)).view(scales.shape)
             return self._from_blocks(grouped.mul_(scale[..., None])).mul_(streams["global_scale"].unsqueeze(-1))
-        # 2^(code - 127) as two normal numbers: the smallest would be subnormal, and a device may take that for zero.
+        # 2^(code - 127) as a product of two normal numbers, because a device may flush the smallest, a subnormal number, to zero.
         half = scales >> 1
         first, second = (half + 64 << 23).view(torch.float32), (scales - half + 63 << 23).view(torch.float32)
         return self._from_blocks(grouped.mul_(first[..., None]).mul_(second[..., None]))
@@ -299,7 +299,7 @@ def encode_elements(x: torch.Tensor, element: str) -> torch.Tensor:
     form = ELEMENTS[element]
     if element == "e2m1":
         size = x.abs().clamp_max_(form.largest)
-        # Steps of 1/2, 1 and 2, from 0, 2 and 4 on: each is the least of the three where it holds.
+        # The steps are 1/2, 1 and 2 from 0, 2 and 4 on; in each range, the right result is the smallest of the three.
         steps = ((size * scale).round_().add_(first) for scale, first in ((2.0, 0), (1.0, 2), (0.5, 4)))
         return torch.add(reduce(torch.minimum, steps), torch.signbit(x), alpha=8)
     if x.device.type not in _CONVERTING_DEVICES:
@@ -315,7 +315,7 @@ def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
     smallest_normal = 2.0 ** (1 - form.bias)
     bits = x.contiguous().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    # A carry out of the fraction goes into the exponent, as it must.
+    # A carry out of the fraction correctly increments the exponent.
     normal = (magnitude + ((magnitude >> spare) & 1) + ((1 << spare - 1) - 1) >> spare) - (E8M0_BIAS - form.bias << form.fraction_bits)
     subnormal = (x.abs().clamp_max(smallest_normal) * (2.0**form.fraction_bits / smallest_normal)).round_().to(torch.int32)
     codes = torch.where(x.abs() < smallest_normal, subnormal, normal).clamp_max_(form.finite - 1)
@@ -365,7 +365,7 @@ def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torc
     largest = largest.clamp_max(_LARGEST_SCALED)
     scale = _divide(largest, quotient_limit).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
-    # An element takes values up to half a step above its largest.
+    # Values up to half a step above the largest element round to it.
     short = scale.to(torch.float32) * (quotient_limit * _SATURATION_MARGIN) < largest
     return (bits + short.to(bits.dtype)).view(scale.dtype)
 

@@ -150,7 +150,7 @@ class Codebook:
         """
         corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
         bands = []
-        # All cells at once would take fifty times the memory of the grid.
+        # Processing all cells at once would need fifty times the grid's memory.
         for first in range(0, self._cells, _ROWS_OF_CELLS):
             eta, xi = torch.meshgrid(corners[first : first + _ROWS_OF_CELLS + 1], corners, indexing="ij")
             z = 1 - xi - eta

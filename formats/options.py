@@ -55,7 +55,7 @@ class Options:
         self.calibrated = calibrated
         self.balanced = balanced
         self._words = dict(words)
-        # The names that were read, in the order of their first reading.
+        # The names read so far, in order.
         self._known: dict[str, None] = {}
         self._extra: tuple[str, ...] = ()
         self._canonical: dict[str, str] = {}

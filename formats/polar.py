@@ -134,7 +134,7 @@ class Polar(CodecFamily):
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         radii = self.rotation.forward(x)
-        # The products of the values below each radius with their direction as it decodes.
+        # Products of the values under each radius with their decoded direction.
         products = radii if self.norm_rule == "unbiased" else None
         codes = []
         for level, tables in zip(self.levels, self.tables, strict=True):

@@ -35,7 +35,7 @@ def may_round_factors(device_type: str) -> bool:
     """Return True if float32 products on this type of device may round their factors (see ``torch.set_float32_matmul_precision``)."""
     backends: Any = torch.backends
     backend = backends.cuda if device_type == "cuda" else backends.mkldnn
-    # PyTorch 2.9 and newer have a setting for each backend, and refuse to name the old one if both were used.
+    # PyTorch 2.9 and newer have a setting for each backend, and raise for the old setting if both were used.
     precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     if precision is None:
         return torch.get_float32_matmul_precision() != "highest"

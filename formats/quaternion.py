@@ -127,7 +127,7 @@ class Quaternion(CodecFamily):
         scale = stored_norm(radius.amax(-1), self._norm_dtype, f"scale, tokens from {start},")
         stored = scale.to(torch.float32)[..., None]
         highest = 2**self.radius_bits - 1
-        # Computed as in a decoder: the rounded quotient may exceed the largest binary32 although the scale does not.
+        # Computed as in a decoder: rounding the quotient may overflow binary32 even if the scale does not.
         stored_norm(stored / highest * highest, "F32", f"largest radius as decoded, tokens from {start},")
         # Codes are rounded against the stored scale; a zero scale gives zero codes.
         codes = (radius / torch.where(stored > 0, stored, torch.inf)).mul_(highest).round_().clamp_max_(highest)
@@ -224,7 +224,7 @@ def codewords(seed: int, count: int) -> torch.Tensor:
     # In binary64 and rounded once: the products with 0, 1/2 and 1 are exact, and the sums run left to right.
     a, b, c, d = torch.tensor(units, dtype=torch.float64).T
     result = torch.empty(count, UNITS, 4, dtype=torch.float32, device="cpu")
-    # In parts: an allocator keeps the memory of large temporaries, and the next codebook allocates others.
+    # In parts, because allocators keep the memory of large temporaries.
     secondaries = torch.split(secondary_quaternions(seed, count, "cpu"), _QUATERNIONS_AT_ONCE)
     for secondary, part in zip(secondaries, torch.split(result, _QUATERNIONS_AT_ONCE), strict=True):
         w, x, y, z = secondary.to(torch.float64).T[..., None]

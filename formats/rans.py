@@ -70,7 +70,7 @@ def frequencies(counts: Numbers) -> Numbers:
     result: Numbers = numpy.maximum((counts * TOTAL + sums // 2) // sums, counts > 0)
     rows = numpy.arange(len(result))
     while (excess := result.sum(1) - TOTAL).any():
-        # The largest frequency changes the least in proportion; one symbol alone may take all that is missing.
+        # Adjust the largest frequency, which changes the least in proportion.
         largest = result.argmax(1)
         result[rows, largest] -= numpy.where(excess > 0, 1, excess)
     return result
@@ -141,7 +141,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
     slots = slot_table(tables)
     symbols = numpy.empty((steps, count, LANES), numpy.uint8)
     begins = numpy.cumsum(chunks.counts) - chunks.counts
-    # A chunk that lacks words reads others, and then has read too many.
+    # A chunk with too few words reads words of other chunks, which the count of read words reveals.
     words = chunks.words.astype(numpy.uint32) if len(chunks.words) else numpy.zeros(1, numpy.uint32)
     at, states = begins.copy(), chunks.states.astype(numpy.uint32).reshape(-1)
     for step in range(steps):

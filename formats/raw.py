@@ -78,7 +78,7 @@ def round_to_dtype(x: torch.Tensor, dtype: str) -> torch.Tensor:
     Raises OutOfRange if a finite value would become infinity.
     """
     values = x.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
-    # Only rounding loses values. The sum is one cheap pass; where it is not finite (it may just overflow) every value is examined.
+    # Only a conversion can make values infinite. The sum is one cheap pass; every value is checked only if it is not finite.
     if values.dtype != x.dtype and not torch.isfinite(values.sum()):
         lost = torch.nonzero(torch.isinf(values) & torch.isfinite(x)).tolist()
         if lost:

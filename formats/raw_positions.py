@@ -113,7 +113,7 @@ class RawPositions(KeptTokens):
             median = usual_norms(token_norms)
             chosen |= (token_norms < self.low_norm * median) & torch.isfinite(median)
             if self.high_norm:
-                # Among tokens of zeros, such as padding, any other is far from the median.
+                # If the median is 0, as in padding, every other norm would exceed it.
                 chosen |= (token_norms > self.high_norm * median) & (median > 0)
                 large = exceeds_usual(norms, self.high_norm)
                 if large is not None:
@@ -243,7 +243,7 @@ def store_in_slots(
         raise OutOfRange("a raw token exceeds the largest fp16, 65504: choose a wider raw_dtype")
     numbers = token.masked_fill(~used, -1).flatten()
     positions = encode_positions(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
-    # Tokens of low norm raise no scale: only those of a group have others to suffer from them.
+    # Tokens with small norms do not enlarge scales; they matter only to codecs with groups of tokens.
     codec_input, chosen = x, torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
     if token_group > 1:
         places, sequence = chosen.T.nonzero().unbind(1)
@@ -281,7 +281,7 @@ def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torc
     tokens = values.shape[2]
     words = streams[POSITIONS].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
     token = _token_numbers(words.flatten(0, 1)).view(words.shape[:2])
-    # Positions that no writer makes are not looked up: rows are decoded that nothing but their checksum vouches for.
+    # Ignore invalid positions: rows are decoded after only their checksum was verified.
     token = torch.where((token < 0) | (token > tokens), tokens, token)
     padded = torch.cat([values, values[:, :, :1]], 2)
     padded.transpose(1, 2)[torch.arange(len(padded), device=padded.device)[:, None], token] = streams[VALUES].to(padded.dtype)
@@ -360,5 +360,5 @@ def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tenso
     """Return the words, uint16 ``[entry, 4]``, for token numbers, -1 for unused entries, and sequence numbers: int64 each."""
     number = token + 1
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
-    # Not every version of PyTorch converts to uint16 on every device.
+    # Some versions of PyTorch cannot convert to uint16 on some devices.
     return torch.where(words > 0x7FFF, words - 0x10000, words).to(torch.int16).view(torch.uint16)

@@ -85,7 +85,7 @@ def choose_range(
     # [batch, kv_head, 1, member]
     low = torch.stack([end[..., 0] for end in ends]).amin(0)[:, :, None]
     high = torch.stack([end[..., 1] for end in ends]).amax(0)[:, :, None]
-    # The range starts at zero: this halves a precision that is ample, and any smaller group appended later fits.
+    # Start the range at zero: this halves the precision, which is ample, but any smaller group appended later fits.
     low[..., SCALE] = 0
     wider = _HEADROOM
     if before is not None:
@@ -98,7 +98,7 @@ def choose_range(
     span = high - low
     lowest = torch.tensor([0.0, -limit], dtype=torch.float32, device=low.device)
     low, high = (low - wider * span).maximum(lowest), (high + wider * span).clamp_max(limit)
-    # The stored centre is off by up to half a step and the rounding of the range, so the group reaches further from it.
+    # The stored center is off by up to half a step plus the rounding of the range, so the group extends further from it.
     root = torch.maximum(low.abs(), high.abs())[..., CENTRE]
     off = (high - low)[..., CENTRE] / (2 * _STEPS) + root * 2.0**-10
     high[..., SCALE] = (high[..., SCALE].square() + (2 * root + off) * off / middle).sqrt().clamp_max(limit)

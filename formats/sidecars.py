@@ -59,7 +59,7 @@ class WithSidecars(Codec):
                 f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, but "
                 f"{', '.join(sidecar.name for sidecar in self.page_vectors)} needs a codec that encodes tokens one by one: leave out mean"
             )
-        # The codec's own id and dim, by which files and messages name it.
+        # Files and messages use the id and the dim of the inner codec.
         object.__setattr__(self, "id", self.codec.id)
         object.__setattr__(self, "dim", self.codec.dim)
 
@@ -128,7 +128,7 @@ class WithSidecars(Codec):
 
     @property
     def error_spread(self) -> float:
-        # Chunks that are stored apart leave ordinary sizes.
+        # Large chunks are stored separately, so the remaining sizes are ordinary.
         return 0.0 if self.frame_parts else self.codec.error_spread
 
     def error_sizes(self, streams: Streams) -> torch.Tensor:
@@ -224,7 +224,7 @@ class WithSidecars(Codec):
             block, taken = steps.encode(x, start)
             if watch:
                 watch(block, start)
-            # What was found for the whole run is known to the codec's own encoder alone.
+            # Only the codec's own encoder knows the results computed for the whole run.
             result = kernel(self.codec, block) if kernel and not inner.streams else None
             streams = inner.encode(block, start) if result is None else result
             streams |= self._sketches(block, {**inner.streams, **streams}, run_streams | taken) | taken
@@ -245,7 +245,7 @@ class WithSidecars(Codec):
             run_streams.update(step.streams)
             steps.add(step.encode)
 
-        # Decoding puts the last of them last, over what the others put in the same places.
+        # In decoding, the last one overwrites tokens of earlier ones, so it comes first here.
         for tokens in reversed(kept):
             add(tokens.begin(steps.run(), before, self))
         for value_map in self.value_maps:
@@ -273,7 +273,7 @@ class WithSidecars(Codec):
         if not self.sketches:
             return {}
         exact, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
-        # Both have the parts put back, so that exactly stored values leave no residual; neither has the vectors of pages.
+        # Put the parts back into both, so that exactly stored values have no residual; page means are in neither.
         for part in reversed(self.frame_parts):
             exact, decoded = part.put(exact, taken), part.put(decoded, taken)
         result: dict[str, torch.Tensor] = {}
@@ -302,7 +302,7 @@ class WithSidecars(Codec):
         """Map ``kept`` tokens ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence of each."""
         if not len(kept):
             return kept
-        # Rows stored once per run have every sequence and head; a kept token takes those of its own sequence.
+        # Rows stored once per run exist for every sequence and head; a kept token uses those of its sequence.
         names = [name for name, layout in self.row_layouts.items() if layout.per == "run"]
         rows = {name: take_rows(streams[name], 0, sequence) for name in names}
         kept = kept[:, :, None]
@@ -425,7 +425,7 @@ def _apply_steps(steps: tuple[Encode, ...], block: torch.Tensor, start: int) -> 
 
 def _require_finite(x: torch.Tensor, what: str) -> torch.Tensor:
     """Return ``x`` ``[batch, kv_head, token, dim]``. Raises OutOfRange, naming the operation ``what``, if a value is not finite."""
-    # The sum is one cheap pass; only when it is not finite (it may merely overflow) is every value looked at.
+    # The sum is one cheap pass; every value is checked only if it is not finite.
     if not torch.isfinite(x.sum()) and not torch.isfinite(x).all():
         batch, head, token, channel = torch.nonzero(~torch.isfinite(x))[0].tolist()
         raise OutOfRange(

@@ -139,7 +139,7 @@ def decode_symbols(
     symbols[numpy.arange(symbols.shape[1]) >= lengths[:, None]] = 1
     escapes = (symbols == 0).sum(1)
     begins = numpy.cumsum(counts) - counts + decoded.read
-    # Escapes that lack words read others, and then the chunk has read too many.
+    # A chunk with too few words for its escapes reads others, which the count of read words reveals.
     at = numpy.repeat(begins - ESCAPE_WORDS * (numpy.cumsum(escapes) - escapes), escapes) + ESCAPE_WORDS * numpy.arange(escapes.sum())
     pairs = words.astype(numpy.int64) if len(words) else numpy.zeros(1, numpy.int64)
     escaped = (pairs.take(at, mode="clip") | pairs.take(at + 1, mode="clip") << 16).astype(numpy.uint32).view(numpy.int32)

@@ -156,8 +156,8 @@ def viterbi(x: torch.Tensor, table: torch.Tensor, bits: int, shared: torch.Tenso
         cost.masked_fill_((window & kept - 1) != shared, torch.inf)
     back = torch.empty(dim, kept, rows, dtype=torch.uint8, device=x.device)
     for channel in range(1, dim):
-        # The lowest bits of a window leave it. Costs are not negative, so their order is that of their bits, of which the lowest give way
-        # to the symbol: one minimum then finds both.
+        # The lowest bits of a window, a symbol, leave it. Nonnegative costs have the same order as their bits, so the lowest bits of a cost
+        # can contain the symbol, and one minimum finds both.
         marked = cost.view(torch.int32).view(kept, symbols, rows).bitwise_and_(-symbols).bitwise_or_(last_symbol).amin(1)
         back[channel] = marked & symbols - 1
         cost = (by_channel[channel] - by_symbol).square_().add_(marked.view(torch.float32)).view(states, rows)

@@ -155,7 +155,7 @@ CODECS: dict[type[Codec], CodecKernels] = {
     Klt: CodecKernels(
         klt_tiles.tiles,
         encode=encode_klt.encode,
-        # Bits that belong to no column are looked for in bytes.
+        # The kernel checks unused bits only in whole bytes.
         has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bits),
     ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),

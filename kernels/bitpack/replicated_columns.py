@@ -188,7 +188,7 @@ def stream_step_words(
 
 @triton.constexpr_function
 def _fields_per_window(bits: int) -> int:
-    """Return how many neighboring fields fit in one word, rounded down to a power of two."""
+    """Return the number of neighboring fields that fit in one word, rounded down to a power of two."""
     return 1 << ((WORD_BITS // bits).bit_length() - 1)
 
 

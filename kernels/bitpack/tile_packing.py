@@ -22,7 +22,7 @@ def tile_width(packing: Columns) -> int:
 
 
 def tile_field_count(packing: Columns, dual: int = 0) -> int:
-    """Return how many fields of a token are in one tile: more than 1 if a row has fewer words than the minimum tile width."""
+    """Return the number of a token's fields in one tile: more than 1 if a row has fewer words than the minimum tile width."""
     return tile_width(packing) // packing.width if is_power_of_two(packing.width) and not dual else 1
 
 

@@ -28,7 +28,7 @@ class DigitPiece(NamedTuple):
 
 
 class TableForm(NamedTuple):
-    """How a codec's symbols map to table entries: ``values`` per symbol, and the pieces of each digit of a symbol.
+    """Mapping of a codec's symbols to table entries: ``values`` per symbol, and the pieces of each digit of a symbol.
 
     An octahedral symbol is one number: a table index of ``index_bits`` bits, two sign bits at bit ``signs_at``, and a norm code at bit
     ``norm_at``, masked by ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.

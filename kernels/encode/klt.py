@@ -237,7 +237,7 @@ def _encode(
     for run in range(run_count):
         value = tl.zeros((BLOCK_TOKENS, COLUMNS), tl.float32)
         for last in tl.static_range(PARTS):
-            # The smallest products first.
+            # Add the smallest products first.
             factor = tl.load(matrix + (run * PARTS + (PARTS - 1 - last)) * (PADDED_DIM * COLUMNS)).to(OPERAND)
             for value_part in tl.static_range(PARTS_OF_ROWS):
                 if value_part <= last:
@@ -313,7 +313,7 @@ def _pack(
     ``levels`` is uint8 ``[batch, row, stored]``, whose columns beginning with ``first`` are the stream's symbols. A plane of bytes is
     passed as uint8.
     """
-    # Planes of bytes have one for an odd number of columns, too.
+    # Byte planes are padded to an even number of columns.
     padded_width = width + width % 2
     blocks = tl.cdiv(rows.to(tl.int64) * padded_width, BLOCK_WORDS)
     program = tl.program_id(0).to(tl.int64)
@@ -337,7 +337,7 @@ def _pack(
             word |= (level << tl.maximum(shift, 0)) >> tl.maximum(-shift, 0)
         if planes[plane].dtype.element_ty == tl.uint8:
             half = padded_width // 2
-            # Byte c of the last plane's W is the low or the high one of word c mod W / 2.
+            # In a plane of W bytes, byte c is the low or high byte of word c mod (W / 2).
             tl.store(planes[plane] + row * padded_width + (column % half * 2 + column // half), (word & 0xFF).to(tl.uint8), inside)
         else:
             tl.store(planes[plane] + row * width + column, (word & 0xFFFF).to(tl.uint16), valid)

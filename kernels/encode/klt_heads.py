@@ -121,7 +121,7 @@ def _pack(
     levels += ((batch * heads + head) * tokens + token) * stored + column
     byte = tl.zeros((BLOCK_BYTES,), tl.int32)
     for code in tl.static_range(_RUN_COLUMNS):
-        # The bit of the byte where the code begins; it may be in a byte before this one, or behind it.
+        # Bit where the code begins, relative to this byte; it may be in an earlier or a later byte.
         shift = code * width - begin
         overlaps = valid & (shift < 8) & (shift + width > 0)
         level = tl.load(levels + code, overlaps, 0).to(tl.int32)

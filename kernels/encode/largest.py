@@ -60,6 +60,6 @@ def _largest(
     channel = tl.arange(0, CHANNELS)[None, :]
     address = x + origin.input + head * head_stride + token * token_stride + channel.to(tl.int64) * channel_stride
     value = tl.load(address, (token < tokens) & (channel < DIM), 0).to(tl.float32)
-    # Bits of magnitudes are in the order of their values, and above all of them are those of NaN.
+    # The bits of magnitudes have the same order as the values, and the bits of NaN exceed all of them.
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(result + (batch * heads + head if PER_HEAD else batch), tl.max(tl.max(bits, 1), 0))

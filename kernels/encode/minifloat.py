@@ -83,7 +83,7 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
     elif codec.run_scale is not None and origins is not None:
         tables.append(largest_magnitudes(x, origins, per_head))
     in_blocks = codec.granularity == "block"
-    # Whole blocks.
+    # A tile has whole blocks.
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim), codec.block if in_blocks else 1)
     kind = (E4M3_BLOCKS if codec.run_scale else E8M0_BLOCKS) if in_blocks else PER_TOKEN if codec.granularity == "token" else PER_RUN
     form = codec.format
@@ -112,7 +112,7 @@ def choose_run_scales(codec: Minifloat, x: torch.Tensor, before: torch.Tensor) -
     if codec.granularity != "head":
         largest = largest.amax(1, keepdim=True)
     result = run_scales(codec, largest, before)
-    # NaN and what does not fit are infinite or NaN here, and the codec names them.
+    # NaN and values that do not fit yield an infinite or NaN scale; the codec reports them.
     return result, torch.isfinite(result)
 
 
@@ -125,7 +125,7 @@ def _encode_elements(value: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
     SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS)
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # A carry out of the fraction goes into the exponent, as it must.
+    # A carry out of the fraction correctly increments the exponent.
     normal = ((magnitude + ((magnitude >> SPARE) & 1) + ((1 << (SPARE - 1)) - 1)) >> SPARE) - ((127 - BIAS) << FRACTION)
     size = tl.abs(value)
     subnormal = nearest_integer(tl.minimum(size, SMALLEST) * (2.0**FRACTION / SMALLEST), 2.0**FRACTION)
@@ -209,7 +209,7 @@ def _quantize(
         largest = tl.max(tl.abs(grouped), 2)
         if KIND == E8M0_BLOCKS:
             code = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - CONSTANTS.emax, 0)
-            # 2^(127 - code): the reciprocal of a power of two is one.
+            # 2^(127 - code): the reciprocal of a power of two is also a power of two.
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
             scaled = tl.reshape(grouped * inverse[:, :, None], (TOKENS, SYMBOLS))
         else:

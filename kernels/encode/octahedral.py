@@ -80,7 +80,7 @@ def _digit_terms(codec: Octahedral) -> dict[str, list[Term]]:
         terms = {"symbol": [*index, *(term._replace(weight=term.weight << index_bits) for term in sign)]}
     else:
         terms = {"symbol": [*index, *(term._replace(digit=1) for term in sign)]}
-    # What pads the symbols of a row has no place.
+    # Padding symbols are not stored.
     triplets = tuple(range(codec.triplets))
     return {name: [term._replace(symbols=triplets) for term in stream] for name, stream in terms.items()}
 

@@ -88,7 +88,7 @@ def _digit_terms(codec: Polar) -> dict[str, list[Term]]:
     for index, level in enumerate(codec.levels):
         if index == 0 or level.bits != codec.levels[index - 1].bits:
             name, symbols = next(streams), []
-        # Where a level has fewer symbols than the shortest tile, they are apart in it (``_widen_tile``).
+        # If a level has fewer symbols than the shortest tile, they are spread over it (``_widen_tile``).
         spacing = tiles[index] // (_padded_pairs(codec) >> index)
         symbols += [sum(tiles[:index]) + symbol * spacing for symbol in range(level.angles)]
         terms[name] = [Term(0, level.bits, symbols=tuple(symbols))]

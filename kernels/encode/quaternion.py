@@ -126,7 +126,7 @@ def _quantize(
     scales = block.stored[0]
     radius = tl.sqrt(w * w + i * i + j * j + k * k) * SCALE
     largest = tl.max(radius, 1)[:, None]
-    # A NaN reaches the sum, while the maximum ignores it.
+    # The sum propagates NaN, but the maximum ignores it.
     total = tl.sum(radius, 1)[:, None]
     in_range = (largest > _SMALLEST) & (total < _LARGEST) & (largest < LIMIT)
     if tl.min(in_range.to(tl.int32)) == 0:
@@ -152,7 +152,7 @@ def _quantize(
     codeword = winner * _UNITS + _nearest_unit(a, b, c, d)
 
     if RULE > 0:
-        # The largest product with a codeword is the projection on it; radii decode to code / STEPS of the scale.
+        # The largest product with a codeword is the projection onto it; radii decode to code / STEPS times the scale.
         relative = tl.where(scale > 0, SCALE, 0.0) / tl.where(scale > 0, scale, 1.0)
         decoded = code.to(tl.float32) * (1.0 / STEPS)
         product = tl.sum(best * relative * decoded, 1)[:, None]

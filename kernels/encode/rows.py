@@ -104,7 +104,7 @@ def coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int
 @cache_per_device
 def _build_coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     dim = rotation.dim
-    # A matrix of no zeros: its signs are its entries times sqrt(dim), exactly.
+    # The matrix has no zeros, and its signs are exactly its entries times sqrt(dim).
     matrix = torch.eye(dim, dtype=torch.float32) if rotation.kind == "none" else rotation.matrix().sign().T
     padded = torch.zeros(max(MIN_AXIS, next_power_of_two(dim)), count, symbols, dtype=torch.float32)
     for channel in range(dim):
@@ -322,5 +322,5 @@ def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) 
 def nearest_integer(values: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
     """Return the integer in [0, ``LARGEST``] nearest to each value, int32, ties to even."""
     limited = tl.minimum(tl.maximum(values, 0.0), LARGEST)
-    # Where binary32 has no fractions its fraction bits are the integer.
+    # Adding 2^23 leaves the integer in the fraction bits.
     return (limited + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF

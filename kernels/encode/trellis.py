@@ -88,7 +88,7 @@ def _find_paths(
         for channel in range(dim - 1, dim - 1 - half, -1):
             state = _step_back(back, channel, state, KEPT, BITS)
         shared = state >> BITS
-        # The second search overwrites what every lane has read.
+        # The second search overwrites values that other lanes may still read.
         tl.debug_barrier()
         state = _search(values, table, back, dim, 0, shared, STATES, BITS, True)
         target = windows + tl.cast(row, tl.int64) * dim
@@ -118,8 +118,8 @@ def _search(
     """
     SYMBOLS: tl.constexpr = 1 << BITS
     KEPT: tl.constexpr = STATES // SYMBOLS
-    # A window's number has the axes [symbol that enters, middle, symbol that leaves next]. The states before it share all but the entering
-    # symbol, so that what they cost is broadcast over the first axis.
+    # Windows have the axes [entering symbol, middle, next leaving symbol]. Their previous states do not depend on the entering
+    # symbol, so their costs are broadcast over the first axis.
     MIDDLE: tl.constexpr = KEPT // SYMBOLS
     entering = tl.arange(0, SYMBOLS)[:, None, None]
     middle = tl.arange(0, MIDDLE)[None, :, None]
@@ -132,8 +132,8 @@ def _search(
     if CIRCULAR:
         cost = tl.where((window & (KEPT - 1)) == shared, cost, float("inf"))
     for channel in range(1, dim):
-        # Costs are not negative, so their order is that of their bits, of which the lowest give way to the symbol that leaves: one minimum
-        # then finds both.
+        # Nonnegative costs have the same order as their bits, so the lowest bits of a cost can contain the leaving symbol, and one minimum
+        # finds both.
         keyed_cost = (cost.to(tl.int32, bitcast=True) & -SYMBOLS) | leaving
         least = tl.min(keyed_cost, 2)
         tl.store(back + channel * KEPT + kept, least & (SYMBOLS - 1))
@@ -143,9 +143,9 @@ def _search(
         cost = difference * difference + previous_cost
     if CIRCULAR:
         cost = tl.where((window >> BITS) == shared, cost, float("inf"))
-    # Until every lane has stored its ways.
+    # Wait until every lane has stored its paths.
     tl.debug_barrier()
-    # Not argmin of reshaped costs: compiled by Triton 3.6, it counts them in another order.
+    # Do not use argmin of reshaped costs: Triton 3.6 compiles it with another order of indices.
     best = tl.min(tl.min(tl.min(cost, 2), 1), 0)
     return tl.min(tl.min(tl.min(tl.where(cost == best, window, STATES), 2), 1), 0)
 

@@ -107,7 +107,7 @@ def decode(
     """Return both channels of the pairs of step ``STEP``, divided by the token factor: two binary16 tiles in the layout of the planes."""
     BINS: tl.constexpr = CONSTANTS.bins
     NORMS: tl.constexpr = CONSTANTS.norms
-    # In a shared table, an index that already is at the bit of its byte offset needs no shift.
+    # In a shared table, an index that already has its bits at the byte offset needs no shift.
     AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)
     bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     norms = stream_step_words(loaded, column_fields, 1, NORMS, STEP, 0, TRANSPOSED, FAST)

@@ -93,7 +93,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
         kind = ALONG_CHANNELS.value
     else:
         kind = WITHIN_FIELDS.value if span % codec.size == 0 else PER_VALUE.value
-    # Rows that divide into powers of two of scales are loaded whole: a load costs the same however small it is.
+    # Load whole rows if their number of scales allows it, because small loads cost as much as large ones.
     in_order = kind == ALONG_CHANNELS.value or (kind != PER_VALUE.value and field_stride == 1 and len(symbols) * span == codec.dim)
     whole_rows = not dual and in_order and is_power_of_two(scales_per_row)
     streams = (*planes, Stream("scales", 32, scales_per_row, codec.size if along_tokens else 1))
@@ -168,7 +168,7 @@ def load(
     SECOND_OFFSET: tl.constexpr = second_token_offset(DUAL, token.shape[1])
     scales = pointers[PLANES]
     loaded = load_planes(pointers, first, token, valid, PACKING, MASKED, TRANSPOSED)
-    # Of columns that share a scale_centre, the first.
+    # The first of the columns that share a scale and center.
     SHARING: tl.constexpr = SIZE if KIND == WITHIN_FIELDS else 1
     column = tl.arange(0, PAD // SHARING) * SHARING
     second = column[None, :] // (PAD // 2)
@@ -180,7 +180,7 @@ def load(
     for step in tl.static_range(0 if WHOLE_ROWS else STEPS):
         channel = _step_channel(step, column, SPAN, PACKING.width, CONSTANTS.field_stride)
         if KIND == ALONG_TOKENS and WHOLE:
-            # The first token of each warp stands for all of its own.
+            # All tokens of a warp share the scales of its first token.
             row = tl.min(token, 1)[:, None]
             if DUAL:
                 row = row + second * SECOND_OFFSET
@@ -219,7 +219,7 @@ def load(
 
 @triton.constexpr_function
 def _scales_per_load(scales: int, each: int) -> int:
-    """Return how many of a token's ``scales`` one load reads, so that the scales of eight tokens touch few rows of shared-memory banks."""
+    """Return the number of a token's ``scales`` that one load reads, chosen to limit shared-memory bank conflicts among eight tokens."""
     return min(scales, max(each, MAX_SCALES_PER_LOAD))
 
 
@@ -243,7 +243,7 @@ def _load_scale_rows(
     STEPS: tl.constexpr = CONSTANTS.steps
     found = ()
     if CONSTANTS.along_tokens:
-        # The first token of each warp stands for all of its own.
+        # All tokens of a warp share the scales of its first token.
         address = scales + ((first + tl.min(token, 1)[:, None]) // SIZE * SCALES + tl.arange(0, SCALES)[None, :])
         if MASKED:
             row = tl.load(address, _warps_with_tokens(valid), 0)
@@ -251,7 +251,7 @@ def _load_scale_rows(
             row = tl.load(address)
         found = split_last_axis(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
     else:
-        # The scales of one step: one for all columns that share it.
+        # Scales per step, each shared by several columns.
         EACH: tl.constexpr = SCALES // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
         COUNT: tl.constexpr = _scales_per_load(SCALES, EACH)
         parts = ()

@@ -146,7 +146,7 @@ def decode(
     mask = broadcast_columns(column_fields[STEPS + STEP], TRANSPOSED)
     row = broadcast_tokens(loaded[0], TRANSPOSED)
     byte = begin // 8
-    # The next byte may be that of another token, or of none; a code in one byte does not need it.
+    # The next byte may belong to another token or be past the end, but then the code does not need it.
     low = tl.load(row + byte).to(tl.int32) & 0xFF
     high = tl.load(row + tl.minimum(byte + 1, LAST)).to(tl.int32) & 0xFF
     code = ((low | high << 8) >> begin % 8) & (mask & _MASK)

@@ -77,7 +77,7 @@ class Plan:
             channels = [columns[field * packing.width + word] for word, field in own]
             spare = COLUMNS.value - len(own)
             self.channels.append((*channels, *[-1] * spare))
-            # Columns without a channel decode that of the first, and are ignored.
+            # Columns without a channel decode the first channel, and are ignored.
             own += own[:1] * spare
             self._add_tile(words, bits, own, [channel // RUN_COLUMNS for channel in channels + channels[:1] * spare])
 
@@ -117,7 +117,7 @@ class Plan:
             own = self._bits[run]
             # The first column's code is in the low bits.
             tables[run, pairs] = (own[:, None, :] | own[:, :, None] << 16).flatten(1) if pairs else own | own << 16
-        # Large tables first: each then begins at a multiple of its size.
+        # Place large tables first, so that each begins at a multiple of its size.
         for key, table in sorted(tables.items(), key=lambda item: -item[1].shape[1]):
             self._used[key], self.count = self.count, self.count + table.shape[1]
         self._tables = torch.cat([tables[key] for key in sorted(self._used, key=self._used.__getitem__)], 1) if tables else self._tables

@@ -132,12 +132,12 @@ def is_exact(codec: Minifloat, streams: Mapping[str, torch.Tensor]) -> bool:
         return True
     scales = streams["block_scales"].to(torch.int16)
     smallest = ELEMENTS[codec.element].value(1)
-    # Powers of two are normal numbers, and their products with elements subnormal ones at most.
+    # Powers of two are normal numbers, and their products with elements are at worst subnormal.
     most = min(14 + (E2M1_EXPONENT.value if codec.element == "e2m1" else 0), round(math.log2(smallest)) - MIN_HALF_EXPONENT)
     largest = scales.amax(-1)
     if bool((largest - scales.amin(-1) <= most).all()):
         return True
-    # Blocks of zeros have the smallest power of two, and hold nothing that could be lost.
+    # Blocks of zeros have the smallest power of two, but lose no precision.
     held = torch.nn.functional.pad(codec.digits(streams)[0] & (1 << codec.format.bits - 1) - 1, (0, codec.blocks * codec.block - codec.dim))
     filled = held.reshape(*held.shape[:-1], codec.blocks, codec.block).amax(-1) > 0
     return bool((largest - scales.masked_fill(~filled, 255).amin(-1) <= most).all())
@@ -299,8 +299,8 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
     elif PARTS == 1:
         found = broadcast_tokens(_block_factor(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
     else:
-        # Rows are loaded whole, and a tile takes the factors of several blocks. They are chosen along the middle axis for keys, too:
-        # Triton then has them where the matrix units take the tile, and words go there from shared memory without a detour.
+        # Rows are loaded whole, and a tile needs the factors of several blocks. Select them along the middle axis for keys too: Triton
+        # then keeps them in the registers of the matrix operand, and words need no extra pass through shared memory.
         part = tl.arange(0, PARTS)[None, :, None]
         found = _block_factor(loaded, BLOCK, CONSTANTS, FAST)[:, None, :]
         for number in tl.static_range(1, PARTS):

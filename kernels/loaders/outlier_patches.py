@@ -104,7 +104,7 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -
     if components is None and not transposed:
         stores = f"mov.u32 column, $3; {inside} {at} {exchanged} @real st.shared.b64 [line], $2;"
     elif components is None:
-        # Their columns begin at a multiple of four, so that sums of what is apart are its exclusive ors.
+        # Columns begin at a multiple of four, so additions of disjoint bits can be exclusive ors.
         stores = f"mov.u32 column, $3; {inside} {at} shr.u32 line, at, 3; lop3.b32 line, line, 0x70, at, 0x6A;"
         for number, apart in enumerate(range(0, 8 * tokens, 2 * tokens)):
             stores += f"xor.b32 at, line, {apart ^ apart >> 3 & 0x70}; add.u32 at, at, base; @real st.shared.b16 [at], value{number};"
@@ -142,7 +142,7 @@ def locate_entries(
         if IN_ORDER:
             columns = tl.where(real, 4 * chunk, -1)
         else:
-            # Four columns, those of a chunk, are one integer.
+            # The four columns of a chunk are one integer.
             columns = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + chunk, real, -1)
         TOKEN_BYTES: tl.constexpr = 2 if TRANSPOSED else 2 * CONSTANTS.width
         place = row * TOKEN_BYTES + tl.arange(0, row.shape[0])[:, None] * CONSTANTS.patch_bytes
@@ -176,7 +176,7 @@ def write_patch(
             values = tl.zeros(values.shape, tl.int64)
             _synchronize(entries)
         if CLEAR and not IN_ORDER:
-            # All of it takes less than to find the places.
+            # Zeroing everything is faster than finding the positions to zero.
             _put_zeros(WARPS * CONSTANTS.patch_bytes, WARPS)
         else:
             tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
@@ -207,7 +207,7 @@ def _read_tile(
 ) -> tl.tensor:
     """Read the result of ``outlier_tile`` from shared memory."""
     ASSEMBLY: tl.constexpr = _read_ptx(NUMBER % CONSTANTS.together * CONSTANTS.width * 2 * TOKENS)
-    # A load from there comes after what gave ``after``.
+    # Adding ``after`` to the address makes the load wait for the instruction that produced it.
     zero = tl.load(entries[3][0] + after + tl.zeros((1, 1, 1), tl.int32)).to(tl.int32)
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", [places, zero], dtype=tl.float16, is_pure=True, pack=2)
 

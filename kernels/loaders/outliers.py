@@ -266,7 +266,7 @@ def add_outlier_scores(
     TOGETHER: tl.constexpr = tiles_per_patch(CONSTANTS)
     TOKENS: tl.constexpr = scores.shape[1]
     most = entries[1][3]
-    # The loop rarely runs more than once. Directly inside the loop over tiles it would keep their loads from being fetched ahead.
+    # The loop rarely runs more than once. Without this condition, it would prevent loads of later tiles from being issued ahead.
     if most > 0:
         places = _patch_positions(entries[3], CONSTANTS, scores.shape[0], TOKENS, False)
         products = tl.zeros(scores.shape, tl.float32)

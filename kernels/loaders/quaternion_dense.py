@@ -120,7 +120,7 @@ def decode(
         radius = code_as_f16(
             load_symbol_tile(loaded, STEP, radius_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST
         )
-    # Every codeword of so many bits has an entry, so that none needs to be limited.
+    # Every codeword with this number of bits has an entry, so no limit is needed.
     found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
         multiply(found[0], radius, FAST),

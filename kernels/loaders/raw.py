@@ -79,7 +79,7 @@ def _load_columns(
 ) -> tl.tensor:
     within = broadcast_columns(tl.arange(0, WIDTH)[None, :], TRANSPOSED)
     column = within + BEGIN
-    # All steps add the same to a pointer of their own, and the compiler then keeps it once.
+    # Each step adds the same offset to its own pointer, so the compiler computes the offset once.
     address = pointer + (first * DIM + BEGIN) + (broadcast_tokens(token, TRANSPOSED) * DIM + within)
     if MASKED:
         bits = tl.load(address, broadcast_tokens(valid, TRANSPOSED) & (column < DIM), 0)
@@ -105,7 +105,7 @@ def decode(
     bits = loaded[STEP]
     if CONSTANTS.dtype == "bf16":
         if FAST:
-            # A cast would separate the two values of a register.
+            # A cast would unpack the two values of each register.
             value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
             value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)

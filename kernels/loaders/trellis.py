@@ -113,7 +113,7 @@ def load(
     WORDS: tl.constexpr = CONSTANTS.words
     column = tl.arange(0, CONSTANTS.width)[None, :]
     words = load_words_of_columns(pointers[0], first, token, valid, column, column % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
-    # After the last word of a row comes its first.
+    # The first word of a row follows its last one.
     following = load_words_of_columns(pointers[0], first, token, valid, column, (column + 1) % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
     return (words, following) + load_factors(pointers[1], first, token, valid, CONSTANTS.norm_bits, 0, MASKED, FAST)
 

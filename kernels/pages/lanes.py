@@ -50,7 +50,7 @@ class Layers:
         ``layer`` bytes. Returns None if offsets are not whole numbers of values, or if strides differ between layers.
         """
         size = self.first.element_size()
-        # An engine may have moved its memory since the last job.
+        # The engine may have moved its memory since the last job.
         addresses = numpy.array([tensor.data_ptr() for tensor in self.tensors], numpy.int64)
         apart = addresses - addresses[0]
         if not self._alike or (apart % size).any():

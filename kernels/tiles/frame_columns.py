@@ -60,7 +60,7 @@ def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str)
     before = 0
     with torch.inference_mode(False):
         for codec, channels in frames:
-            # Column -1 belongs to no channel.
+            # Column -1 means that there is no channel.
             turned = torch.nn.functional.pad(_query_rotation(codec), (0, 1))[..., list(channels)]
             own = -(-len(channels) // BLOCK_COLUMNS) * BLOCK_COLUMNS
             parts.append(torch.nn.functional.pad(turned, (0, own - len(channels))))

@@ -47,7 +47,7 @@ def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     """Return the dual tile loader of ``codec``, with two tokens per row arranged by ``dual``; None if rows have other numbers of words."""
     if isinstance(codec, WithSidecars):
         result = dual_tiles_of(codec.codec, dual)
-        # Tiles hold no means.
+        # Tiles do not include means.
         means = [sidecar for sidecar in codec.sidecars if isinstance(sidecar, KeyMean)]
         return tiles_key_mean.with_means(result, means[0]) if result is not None and len(means) == len(codec.sidecars) == 1 else None
     return codecs.codec_kernels(codec).dual_tiles(codec, dual)

@@ -94,7 +94,7 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """Limit ``work`` to a sequence of ``length`` tokens; also return how many of its tokens are before the first query's window.
+    """Limit ``work`` to a sequence of ``length`` tokens; also return the number of its tokens before the first query's window.
 
     The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The number returned is rounded down to
     whole tiles of ``SPAN`` tokens, and ``whole`` to a multiple of ``TILES`` tiles.

@@ -102,7 +102,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
     from kvpack.kernels.encode.encode import prepare
 
     encodings = [prepare(codec, x) for x in inputs] if uses_triton(inputs[0].device) else []
-    # Torch encodes the codecs that the kernels lack; they have only a time of packing.
+    # PyTorch encodes codecs without kernels; only the time of packing is measured for them.
     runs = [encoding.run for encoding in encodings if encoding is not None and encoding.run()]
     seconds = graph_seconds(runs) if runs else None
     pair = (inputs[0], None) if side == "k" else (None, inputs[0])

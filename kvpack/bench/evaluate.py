@@ -142,7 +142,7 @@ def evaluate(
     try:
         result = _measured(model, places, sizes, parsed, progress)
     finally:
-        # What it was before comes back with the last reference.
+        # The previous attention is restored when the last reference is released.
         model.set_attn_implementation("kvpack")  # type: ignore[operator]
         del switch
     exact, forgotten, measured = result
@@ -172,7 +172,7 @@ def _window_starts(
     rooms = [len(text.ids) // window_ids(size, text) for text in words]
     fitting, why = sum(rooms), f"of {size} tokens in the texts: pass longer texts or fewer windows"
     count = _size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)
-    # Each text in turn, as long as it has room for one more.
+    # Take a window from each text in turn, as long as the text has enough tokens.
     shares = [0] * len(words)
     while sum(shares) < count:
         for number, room in enumerate(rooms):

@@ -42,7 +42,7 @@ class GenerationEffect:
 def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Exact:
     """Sample ``tokens`` tokens after ``prompt`` ``[1, token]`` one by one, and return them with the model's predictions."""
     pairs = prefill(model, prompt[:, :-1])
-    # Copies: the cache that grows may write behind the tokens that it holds.
+    # Copy, because a growing cache may write after its last token.
     cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
     model.set_attn_implementation("kvpack")
     ids, predicted = [prompt[:, -1:]], []

@@ -188,7 +188,7 @@ def _dense(cache: Source, way: dense.Way, path: str) -> list[_Operation]:
         loaded = load_file(path)
         return [dense.matmul_attention(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
 
-    # The others have read all values before they attend.
+    # Other formats read all values before attention.
     return [*ways, _Operation(way.name, ATTEND, attend)] if way is dense.WAYS[0] else ways
 
 

@@ -90,7 +90,7 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> 
         result = call()
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-        # Freed outside the timing.
+        # Exclude deallocation from the timing.
         del result
     return seconds
 

@@ -125,7 +125,7 @@ def run(
         tables.append({"name": name, **shape._asdict(), "rows": _rows(shape, recipes or RECIPES, bandwidth)})
         if progress:
             progress(done, len(every) + 1)
-    # Writers of transform have no kernel of their own.
+    # The codec transform has no encoding kernel.
     encoded = [recipe for recipe in recipes or encode_kernels.RECIPES if not recipe.startswith(synthetic_basis.TRANSFORM)]
     encode = encode_kernels.run(encoded) if "encode" in parts and encoded else None
     unpack = unpack_kernels.run(recipes or unpack_kernels.RECIPES) if "unpack" in parts else None
@@ -146,7 +146,7 @@ def copy_bandwidth() -> float:
     """Return the bytes per second that a kernel reads and writes while inverting all bits."""
     source = torch.empty(_COPIED_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    # In a graph a plain copy of this size was two thirds as fast on an H200.
+    # On an H200, a plain copy of this size in a graph had only two thirds of this speed.
     return 2 * _COPIED_BYTES / graph_seconds([lambda: torch.bitwise_not(source, out=target)])
 
 
@@ -184,7 +184,7 @@ def _libraries(q: torch.Tensor, kv: list[torch.Tensor]) -> list[dict[str, Any]]:
                 calls = [partial(scaled_dot_product_attention, q, k, v, enable_gqa=True) for k, v in copies]
                 seconds = graph_seconds(calls)
             except RuntimeError:
-                # This torch lacks the backend, or the backend does not take the shape.
+                # This version of PyTorch lacks the backend, or the backend does not support the shape.
                 continue
         rows.append({
             "recipe": name, "bytes": size, "seconds": seconds, "whole_seconds": seconds, "eager_seconds": eager_seconds(calls),

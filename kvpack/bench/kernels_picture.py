@@ -43,7 +43,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     shape = sweep[0]
     title = f"{report['device']}: a decode step over {shape['q_heads']} query heads, {shape['heads']} KV heads, dim {shape['dim']}"
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    # Sorted by the lines' right ends.
+    # List the recipes in the order of the lines' right ends.
     slowest_first = sorted(sweep[-1]["rows"], key=lambda row: -row["whole_seconds"])
     names = [row["recipe"] for row in slowest_first]
     figure.legend([lines[name] for name in names], names, loc="outside right center", fontsize=6.5, frameon=False)

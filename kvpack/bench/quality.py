@@ -360,7 +360,7 @@ class _Measurement:
             pairs = prefill(self.model, tokens)
             length = tokens.shape[1]
             make_asked = partial(NeedleAnswer.of, length, prompt.depths)
-            # Each question has a cache of its own to grow: copies, for PyTorch's may grow in place.
+            # Copy the cache for each question, because it may grow in place.
             exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed_cache(self.model, _copied(pairs))))  # noqa: B023
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):

@@ -62,7 +62,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
         for count, q in tensors.items():
             seconds = repeated_seconds(partial(kvpack.attend, q, layer))
             best = min(peers[count].values())
-            # Few queries are attended on the packed bytes: beside that, the time of decoding first.
+            # Few queries use the packed bytes; for comparison, also measure decoding first.
             decoded = repeated_seconds(partial(many_queries.attend, q, layer, shape.dim**-0.5)) if attention_kernels(q, layer) else seconds
             rows.append(
                 {
@@ -93,7 +93,7 @@ def _libraries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, f
             try:
                 result[name] = repeated_seconds(partial(scaled_dot_product_attention, q, k, v, enable_gqa=True))
             except RuntimeError:
-                # This torch lacks the backend, or the backend does not take the shape.
+                # This version of PyTorch lacks the backend, or the backend does not support the shape.
                 continue
     return result
 

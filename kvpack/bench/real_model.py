@@ -116,7 +116,7 @@ def convert(file: Path, written: Path) -> None:
 
     named = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     network = AutoModelForCausalLM.from_pretrained(**named)
-    # A configuration of its own, for the model's says that its weights come from a GGUF file.
+    # Write a new configuration, because the model's refers to a GGUF file.
     config = network.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "dtype", "torch_dtype"):
         config.pop(key, None)

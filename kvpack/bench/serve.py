@@ -185,7 +185,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
-    """Return how many of ``tokens`` tokens are in the cache of each layer, of which sliding windows have dropped some."""
+    """Return the number of tokens in each layer's cache after ``tokens`` tokens; sliding windows have dropped the others."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 
@@ -206,7 +206,7 @@ def _dynamic_cache(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor
     past = transformers_library().DynamicCache(states, config=model.config)
     for layer in past.layers:
         if layer.is_sliding:
-            # It was given what a window holds, and counts what it is given.
+            # The layer counts the tokens passed to it, which were only those in the window.
             layer.cumulative_length = tokens
     return past
 
@@ -293,7 +293,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
     for name, measure in measures.items():
         rows.append(row_of(name, measure))
         free(device)
-    # The graph is of none of these caches: it stands in the first row.
+    # The graph belongs to no cache, so the first row has its time.
     return [in_graph | {name: value for name, value in rows[0].items() if value is not None}, *rows[1:]]
 
 
@@ -325,11 +325,11 @@ def _packed_steps(model: Any, batch: int, tokens: int, recipe: str, device: str)
     size = cache.nbytes
     free(device)
     _reset_peak(device)
-    # The first time compiles kernels, of steps and of windows that become full.
+    # The first run compiles the kernels for steps and for full windows.
     for _ in range(2):
         with KvpackCache.of(cache, model) as past:
             generated = _generate_seconds(model, past, batch, device)
-        # Two tails at a time are no user's peak.
+        # Free the first cache: users do not have two at a time, so they would not be part of the peak.
         del past
         free(device)
     with KvpackCache.of(cache, model) as past:
@@ -411,7 +411,7 @@ def _first_token_rows(
         calls[DENSE_FILE], sizes[DENSE_FILE] = from_dense, dense.stat().st_size
         for number, recipe in enumerate(recipes):
             path = Path(place, f"{number}.kvpack")
-            # It names its model, as a file of a KvpackCache does, which is checked.
+            # Record the model, as in files of a KvpackCache, because loading checks it.
             kvpack.save(replace(kvpack.pack(_add_skipped(states, tokens), recipe), model=identity_of(model)), path)
 
             def from_packed(path: Path = path) -> None:

@@ -77,7 +77,7 @@ class _Generation:
         self._model, self._over, self._ids = model, cache_names.passing(model, past), ids
 
     def __call__(self) -> None:
-        # Of ids alone, generate would hide those that it made and that are the padding's.
+        # Without a mask, generate would hide generated tokens that equal the padding token.
         options: dict[str, Any] = {"attention_mask": torch.ones_like(self._ids)}
         options |= {"min_new_tokens": STEPS, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
         self._ids = self._model.generate(self._ids, **self._over, **options)

@@ -42,7 +42,7 @@ class StaticStates:
         self._states = [tuple(torch.nn.functional.pad(x, (0, 0, 0, ROOM)) for x in pair) for pair in states]
         lengths = [keys.shape[2] for keys, _ in states]
         self._positions = [torch.tensor([length], device=keys.device) for length, (keys, _) in zip(lengths, states, strict=True)]
-        # A window holds one token more than were kept, and always the same number.
+        # A window has one more token than before the step, and a constant length.
         self._stops = [length + (ROOM // 2 if length == tokens else 1) for length in lengths]
         self.cache = cache_of_length(tokens, len(states))
         library.AttentionInterface.register(NAME, self._attend)
@@ -54,7 +54,7 @@ class StaticStates:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The registry outlives the block, and the states are large.
+        # Release the states, which are large, because the registry outlives this block.
         self._states.clear()
         self._model.set_attn_implementation(self._before)
 

@@ -46,7 +46,7 @@ def _show_decode(report: dict[str, Any]) -> None:
         "generate\nms/token", beside, f"x {dtype}\nin a graph",
         "graph\nms", f"x {dtype}\nin a graph", "tokens/s\nin graphs", "peak memory x\nweights + cache",
     ]  # fmt: skip
-    # Columns of what only devices have stay empty on a CPU.
+    # Columns for GPUs are empty on a CPU.
     shown = [number for number in range(len(columns)) if not on_cpu or any(row[number] for row in rows)]
     print_table(title, [columns[number] for number in shown], [[row[number] for number in shown] for row in rows])
     for error, place in errors.items():

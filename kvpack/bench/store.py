@@ -174,7 +174,7 @@ def _load(folder: str, identity: Identity, layers: int, chunks: int, repeats: in
         paths = [_path(store, key) for key in store.keys(ids)]
         dense = _save_dense(folder, layers, chunks)
         memory = memoryview(bytearray(max(map(os.path.getsize, paths))))
-        # Measured in turn, so that other load on the machine affects all equally.
+        # Measure in turn, so that other load on the machine affects all equally.
         times: dict[str, list[float]] = {}
         ways: dict[str, Callable[[], object]] = {
             "load": lambda: store.load(ids),

@@ -158,7 +158,7 @@ class _Relay:
         self._thread.start()
 
     def close(self) -> None:
-        # Only shutting down ends a call of accept.
+        # Only a shutdown ends a pending accept.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -176,7 +176,7 @@ class _Relay:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             waiting = threading.Event()
-            # A long request arrives in pieces, which are all equally late.
+            # A long request arrives in pieces, each of which gets the same delay.
             late: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
             threads = [
                 threading.Thread(target=_send_late, args=(late, server), daemon=True),

@@ -156,12 +156,12 @@ class _Scale:
         self._new = 10**9 + time.time_ns() % 10**9
 
     def fill(self, entries: int, progress: Progress | None) -> int:
-        """Add entries until there are ``entries``, and return how many were added."""
+        """Add entries until there are ``entries``, and return the number added."""
         backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
         like = [_EntryTemplate(self._named(number)) for number in range(CHUNKS)]
         numbers = range(existing // CHUNKS, -(-entries // CHUNKS))
-        # The first ones as a store does, which counts the folder before it counts on.
+        # Add the first prefix through the backend, which counts the folder.
         for number in numbers[:1] if isinstance(backend, Directory) else numbers:
             prefix = dict(self._entries(like, number))
             put += sum(backend.put_all([*prefix], dict(enumerate(prefix.values())), time.time_ns()))

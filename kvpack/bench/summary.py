@@ -185,7 +185,7 @@ def family(recipe: str) -> str:
 
 
 def recall(asked: Sequence[NeedleAnswer]) -> dict[str, Any]:
-    """Return how many questions were answered right, in total, by depth and by prompt length, as JSON values."""
+    """Return the number of right answers in total, by depth and by prompt length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
     for question in asked:

@@ -67,7 +67,7 @@ def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis
         return f"kv=transform:bits={rate}", _frames_basis(scope, heads, dims)
     if recipe.startswith(NAME):
         basis, bits = _basis(recipe, heads, dims)
-        # Not less than what the widths take: the next bit of a run is far away.
+        # Slightly more than the widths need, and less than the next larger widths.
         return f"kv=klt:bits={bits + 1e-4:.4f}", basis
     return recipe, None
 
@@ -157,7 +157,7 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
 
 def _normal_tables() -> SymbolTables:
     """Return tables for normal columns. Table k is for 2^(k / 4) times the smallest standard deviation, in steps."""
-    # Level l, above 0, begins half a step above l - 1.
+    # A positive level l begins half a step above l - 1.
     edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])
     deviations = torch.exp2(_MIN_TABLE + torch.arange(_TABLES, dtype=torch.float64) * SCALES_PER_TABLE / SCALES_PER_OCTAVE)[:, None]

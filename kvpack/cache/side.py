@@ -362,7 +362,7 @@ def _codec_difference(codec: Codec, other: Codec) -> str:
 
 
 def sequences_at_once(*sides: Side) -> int:
-    """Return how many sequences, at least one, can have a token group of all ``sides`` decoded at once."""
+    """Return the number of sequences, at least 1, for which a token group of all ``sides`` can be decoded together."""
     return max(1, GROUP_VALUES // max(side.heads * side.dim * side.codec.token_group for side in sides))
 
 

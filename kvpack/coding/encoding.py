@@ -113,7 +113,7 @@ class Misfit:
 
 
 class Loss(NamedTuple):
-    """How badly tokens fit a codec, for one ``kind`` of misfit.
+    """A measure of how badly tokens fit a codec, for one ``kind`` of misfit.
 
     ``factors`` ``[batch, token]`` are larger for a worse fit. Tokens with a factor above ``ratio`` are stored raw, and those above
     ``warned`` are counted in a warning. ``sizes`` ``[batch, kv_head, token]`` determine which head of a token the warning names.
@@ -132,13 +132,13 @@ _EFFECTS = {
     _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the usual error"),
     _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
-"""What loses precision, and a statement about the worst token, by the kind of misfit."""
+"""For each kind of misfit, the text that describes what loses precision, and one about the worst token."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
     _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
 }
-"""How to avoid the misfit, by its kind, whether tokens can be raw or not."""
+"""For each kind of misfit, the advice on avoiding it, by whether tokens can be raw."""
 
 _misfits: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None)
 

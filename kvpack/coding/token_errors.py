@@ -51,7 +51,7 @@ class EncodedRun:
 
 
 def own_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return how many times each token's own error is the usual one, float32 ``[batch, kv_head, token]``; None if no token may exceed it.
+    """Return each token's own error as a multiple of the usual one, float32 ``[batch, kv_head, token]``; None if no token can exceed it.
 
     Counts the smaller one of two factors: that of the error, and that of the error relative to the token's norm. So neither large nor small
     tokens are reported for their norm alone.
@@ -93,7 +93,7 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
 
 
 def crowding(run: EncodedRun) -> torch.Tensor | None:
-    """Return how many times too large each token makes a scale of its run for others, float32 ``[batch, kv_head, token]``.
+    """Return the factor by which each token enlarges a scale that others in its run share, float32 ``[batch, kv_head, token]``.
 
     Returns None if the scales fit all tokens.
     """

@@ -339,7 +339,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             if why is None:
                 continue
             if isinstance(why, Undecryptable):
-                # Without its key, nothing shows that it is damaged.
+                # Damage cannot be detected without the key.
                 unopened.append(stored.key.hex())
                 continue
             removed = bool(arguments.delete and is_damage(why) and store.backend.delete([stored.key]))

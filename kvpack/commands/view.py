@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self._path_below_token()
         if self.headers.get_all("Host", []) not in [[host] for host in self.server.hosts]:
-            # With DNS rebinding, a page of another host name sends that name.
+            # In a DNS rebinding attack, the request has another host name.
             self._refuse(HTTPStatus.FORBIDDEN)
         elif path == "file":
             self._send_file()

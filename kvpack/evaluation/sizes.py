@@ -42,7 +42,7 @@ def check_size(option: str, value: int, low: int, high: int, reason: str) -> Non
 
 
 def window_ids(tokens: int, text: Text) -> int:
-    """Return how many ids of ``text`` are in a window of ``tokens`` tokens plus the next one, not counting the text's start."""
+    """Return the number of ids of ``text`` in a window of ``tokens`` tokens plus the next one, not counting the text's start."""
     return tokens + 1 - len(text.start)
 
 

@@ -125,7 +125,7 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
 
 @dataclass(frozen=True)
 class SidePlaces:
-    """Where the decoded tensors of a layer's keys or values are in a block of memory of ``nbytes`` bytes.
+    """Offsets of a layer's decoded keys or values in a block of memory of ``nbytes`` bytes.
 
     ``streams`` maps stream names to ranges ``[begin, end)``. Each tensor begins at a multiple of 64 bytes, as in a file, so that without a
     filter the memory has the same layout as the file.

@@ -67,7 +67,7 @@ LENGTH_BYTES = 8
 
 _PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
 DIGEST_SLICE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
-"""Where a file has the digest of kvpack.header, as hexadecimal digits."""
+"""Position in a file of the digest of kvpack.header, as hexadecimal digits."""
 _VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
 _HEADER_TENSOR = re.compile(
     re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
@@ -96,7 +96,7 @@ _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a payload tensor is in the data section: its padding starts at ``pad``, and its bytes are ``[begin, end)``."""
+    """Position of a payload tensor in the data section: its padding starts at ``pad``, and its bytes are ``[begin, end)``."""
 
     pad: int
     begin: int
@@ -105,7 +105,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Front:
-    """The bytes of a file before the payload, with the places of the payload tensors and the size of the file.
+    """The bytes of a file before the payload, with the positions of the payload tensors and the size of the file.
 
     ``text`` is everything up to the data section, and ``tensor`` is kvpack.header.
     """
@@ -152,7 +152,7 @@ def _front_of(header: Header, tensor: bytes) -> Front:
 
 
 def undigested_front(contents: Contents) -> Front:
-    """Return the front of an uncompressed file of ``contents`` with zeros as digests. Its places and sizes are final.
+    """Return the front of an uncompressed file of ``contents`` with zeros as digests. Its positions and sizes are final.
 
     Raises LimitExceeded.
     """

@@ -1,7 +1,7 @@
 """Find unknown features of a header by scanning its msgpack without building objects (spec/container.md, Header tensor).
 
 A header of a later version may contain anything: other types, other limits, bytes that this version considers damaged. The scan looks only
-for ``format``, ``required`` and the ids of ``codecs``, and stops where the bytes end.
+for ``format``, ``required`` and the ids of ``codecs``, and stops at the end of the bytes.
 """
 
 from __future__ import annotations

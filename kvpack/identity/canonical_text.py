@@ -122,7 +122,7 @@ def _is_scalar(value: Any) -> bool:
 def _is_structure(value: Any) -> bool:
     if isinstance(value, types.SimpleNamespace):
         return True
-    # Configurations have a text of their own.
+    # Configurations have their own text form.
     return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__") and not hasattr(value, "to_dict")
 
 
@@ -179,7 +179,7 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
             alike.setdefault((value.device, value.dtype), []).append((number, value))
     result: dict[int, str] = {}
     for (_, dtype), tensors in alike.items():
-        # Where they cannot be read together, one that cannot be read alone is named below.
+        # If they cannot be read together, the loop below names the one that cannot be read.
         if dtype.itemsize in _INTEGERS:
             with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():
                 result |= _batch_digests(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), max_values)

@@ -119,7 +119,7 @@ class _CachedDigest:
             return
         text = json.dumps({"format": _FORMAT, "path": self._path, "status": status, "digest": digest})
         with contextlib.suppress(OSError):
-            # One name, so that a process that was killed leaves nothing for good.
+            # A fixed name, so that a file left by a killed process is replaced by the next one.
             new = f"{self._place}.new"
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "w") as file:
                 file.write(text)

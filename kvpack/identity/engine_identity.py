@@ -35,14 +35,14 @@ def engine_fields(
     if not kv_dtype or not layout:
         raise InvalidParameter("kv_dtype or layout is empty: pass the dtype of the engine's cache, and PageLayout.digest")
     if ";" in layout:
-        # It would read as the end of the layout, and the rest as extra.
+        # A semicolon would end the layout, and the rest would be read as extra.
         raise InvalidParameter(f"layout is {layout!r:.80}, expected text without a semicolon, such as PageLayout.digest")
     rank, size = tp
     if not (type(rank) is type(size) is int and 0 <= rank < size):
         raise InvalidParameter(f"tp is {tp!r:.80}, expected the rank and the number of ranks, such as (0, 1)")
     folder = Path(path_text(model_path)).expanduser()
     if not folder.is_dir():
-        # A revision names the weights, so that their files are not read.
+        # A revision identifies the weights, so their files need not be read.
         folder = model_folder(folder, weights=revision is None, revision=revision)
     try:
         config = (folder / "config.json").read_bytes()

@@ -82,7 +82,7 @@ def weights_sample(found: Iterable[ModelPart]) -> str:
     """
     named = _states(found)
     lines = [
-        # As ``json_text`` writes two strings, in less time.
+        # The same result as ``json_text`` for two strings, but faster.
         f"[{encoded(name)},{encoded(value)}]\n" if type(value) is str else f"{json_text([name, value])}\n"
         for (name, _), value in zip(named, sample_values(named, SAMPLED_VALUES), strict=True)
     ]
@@ -179,7 +179,7 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
     module, prefix = part.module, f"{part.name}."
     state: dict[str, Any] = {}
     if type(module).state_dict is not torch.nn.Module.state_dict and not module._modules:
-        # Libraries for quantization override either: this one, or the one below.
+        # Quantization libraries override either this method or the one below.
         return dict(module.state_dict(prefix=prefix))
     module._save_to_state_dict(state, prefix, keep_vars=False)
     return state
@@ -232,7 +232,7 @@ def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torc
         return buffer
     if kind == "longrope":
         return first
-    # Until a sequence is longer than the model was made for, nothing puts the first frequencies back.
+    # The model restores the original frequencies only after a sequence that exceeded its original length.
     longest = getattr(module, before + _NOTED_LENGTH, getattr(module, _NOTED_LENGTH, 0))
     return first if "dynamic" in kind and longest > getattr(module, "original_max_seq_len", longest) else buffer
 
@@ -242,7 +242,7 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
     attributes = []
     for name in _setting_names(tuple(found)):
         value = None if name == _NOTED_POSITIONS else found[name]
-        # Most are scalars, which are as they are.
+        # Most are scalars, which need no conversion.
         if type(value) in SCALARS:
             attributes.append([name, value])
         elif _is_plain(value):
@@ -293,7 +293,7 @@ def _is_plain(value: Any) -> bool:
     kind = type(value)
     if kind in SCALARS:
         return True
-    # Instances of transformers' configurations answer for their class slowly.
+    # Check the class, because isinstance is slow for transformers' configurations.
     if issubclass(kind, (list, tuple)):
         return all(map(_is_plain, value))
     if issubclass(kind, dict):

@@ -63,5 +63,5 @@ def _limit(config: Any, rope: dict[str, Any]) -> int | None:
     if kind == "longrope":
         limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         return int(limit or config.max_position_embeddings)
-    # A sequence of exactly the length that the model was made for keeps the previous sequence's frequencies.
+    # A sequence of exactly the model's original length keeps the previous sequence's frequencies.
     return config.max_position_embeddings - 1 if "dynamic" in kind else None

@@ -80,7 +80,7 @@ class _DeviceDigests:
 
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        # Of one size together: they are launched together.
+        # Sort by size, because tensors of the same size share a launch.
         largest_first = sorted(values.items(), key=lambda item: -item[1].nbytes)
         self._described = {number: tensor_text(value) for number, value in largest_first}
         self._memories = [value.detach().flatten().view(torch.uint8) for _, value in largest_first]
@@ -89,7 +89,7 @@ class _DeviceDigests:
             with torch.cuda.stream(self._stream):
                 self._digests = dispatch.digests([(memory, 0, memory.numel()) for memory in self._memories])
         except torch.OutOfMemoryError:
-            # What is allocated for 1 GiB of weights is 64 MiB; one tensor after the other is copied to host memory.
+            # This needs 64 MiB per 1 GiB of weights, because tensors are copied to host memory one by one.
             self._texts = {number: tensor_digest(*named[number]) for number in values}
         self._read = self._stream.record_event()
 
@@ -97,7 +97,7 @@ class _DeviceDigests:
         import torch
 
         torch.cuda.current_stream(self._device).wait_event(self._read)
-        # Their memory is used again after that alone.
+        # Only now may the memory be reused.
         self._memories = []
 
     def texts(self) -> dict[int, str]:

@@ -111,7 +111,7 @@ class LiveCache:
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
         live._kept, live._shared = set(), set()
         live.sliding_windows = check_windows(sliding_windows, len(cache))
-        # Set once: each side would set them again.
+        # Set the modes once, instead of once for the keys and once for the values of each layer.
         with contextlib.ExitStack() as modes:
             for device in {side.device for layer in cache for side in layer.sides.values()}:
                 modes.enter_context(float32_no_grad(device))
@@ -140,7 +140,7 @@ class LiveCache:
     def _continue_with(self, cache: Cache) -> LiveCache:
         """Return a live cache with this one's options and the tokens of ``cache``."""
         copied = self._of(cache, self.sliding_windows)
-        # With its basis, which layers without tokens need.
+        # Keep the basis, which layers without tokens need.
         copied._recipe = self._recipe
         for layer in self._kept:
             copied.keep_past(layer)
@@ -315,7 +315,7 @@ class LiveCache:
             yield
         finally:
             self._captures = False
-            # What is captured has not run.
+            # Captured steps have not run.
             for layer, raw_tokens in counts:
                 layer.raw_tokens = raw_tokens
             for steps, captured in captured_before:
@@ -453,13 +453,13 @@ class LiveCache:
             raise InvalidParameter(f"layers[{layer}] needs work on the host in every step, so a CUDA graph cannot capture it")
 
     def _settle(self) -> None:
-        """Read from the device how many tokens replays of graphs have added."""
+        """Read the number of tokens that graph replays have added from the device."""
         for steps in self._steps:
             if steps is not None:
                 steps.settle()
 
     def _settled_layer(self, layer: int) -> LiveLayer | None:
-        """Return ``_layer_or_none``, after reading from the device how many tokens replays of graphs have added to the layer."""
+        """Return ``_layer_or_none``, after reading the number of tokens that graph replays have added to the layer from the device."""
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:
             steps.settle()

@@ -104,7 +104,7 @@ class LiveLayer:
         tokens = next((x.shape[2] for x in given.values()), 0)
         if self.raw_tokens + tokens > self.room:
             with float32_no_grad(self.device):
-                # They wait for the next update, and the caller's memory is the caller's.
+                # Copy the tokens, which are encoded at the next update: the caller may reuse its memory.
                 self._wait({name: x.clone(memory_format=torch.contiguous_format) for name, x in given.items()})
             return
         with float32_no_grad(self.device):
@@ -181,7 +181,7 @@ class LiveLayer:
             raise OutOfBounds(f"{self.name}: truncate({tokens}) of a layer that has the tokens [{self.seen - self.tokens}:{self.seen}]")
         pending = min(count, self.pending_tokens)
         if pending:
-            # Before they are encoded, which drops what no query after them sees.
+            # Drop pending tokens first: encoding them would drop older tokens that the remaining ones still see.
             kept = self.pending_tokens - pending
             self._wait({name: x[:, :, :kept] for name, x in self._pending.items()} if kept else {})
             count -= pending
@@ -189,7 +189,7 @@ class LiveLayer:
         with self._update_both_sides():
             raw = min(count, self.raw_tokens)
             self.raw_tokens -= raw
-            # Others may be added in their place.
+            # Other tokens may be added at their positions.
             self._given = None, 0
             if count > raw:
                 older = self.older_tokens - (count - raw)
@@ -231,9 +231,9 @@ class LiveLayer:
         """Encode whole windows of ``values``, all raw keys and values by side. The remaining tokens become the tail."""
         tokens = next(x.shape[2] for x in values.values())
         unseen = 0 if self.keeps_past else self._count_unseen(tokens)
-        # Nobody sees them any more: they are not even encoded.
+        # No later query sees these tokens, so they are dropped without being encoded.
         dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
-        # What is dropped includes the tokens before the tail, so both sides end at one token.
+        # Dropped tokens include all tokens before the tail, so keys and values end at the same token.
         whole = max(dropped, self._windows(tokens)) if dropped else self._whole(tokens)
         with float32_no_grad(self.device), self._update_both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
@@ -256,7 +256,7 @@ class LiveLayer:
             self.raw_tokens = tokens - whole
             if not self.keeps_past:
                 self._drop_unseen()
-            # Last: what is written here is not restored.
+            # This comes last, because the tail is not restored after an error.
             for name, side in self.sides.items():
                 side.tail[:, :, : tokens - whole] = rests[name]
         self.version += 1
@@ -283,7 +283,7 @@ class LiveLayer:
         return streams, packed, x[:, :, packed:]
 
     def _whole(self, tokens: int) -> int:
-        """Return how many of ``tokens`` raw tokens can be encoded: whole windows, or as many as complete both token groups."""
+        """Return the number of the ``tokens`` raw tokens that can be encoded: whole windows, or enough to complete both token groups."""
         if self.is_uneven:
             rests = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
             period = math.lcm(*(unit for _, unit in rests))

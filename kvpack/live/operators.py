@@ -75,7 +75,7 @@ class Tickets:
         return out
 
 
-# Schemas are written out: here annotations are text, which PyTorch does not read.
+# Schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
 @torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
 def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
     """Run ``LiveCache.update``; return the next ticket."""

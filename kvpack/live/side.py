@@ -88,13 +88,13 @@ class LiveSide:
         older = side.tail.shape[2] - raw_tokens
         self.unit = window if side.window else self.codec.token_group
         """Raw tokens are encoded in multiples of this number of tokens."""
-        # Tensors made in inference mode could not be written outside it.
+        # Leave inference mode: tensors created in it could not be written outside it.
         with float32_no_grad(side.device):
             self.tail = torch.zeros(side.batch, side.heads, room, side.dim, dtype=side.tail.dtype, device=side.device)
             if raw_tokens:
                 self.tail[:, :, :raw_tokens] = side.tail[:, :, older:]
             self.unfinished = side.tail[:, :, :older].clone()
-        # Rows of entries, and of runs, are as many as the tokens' values ask for: such runs are joined, not filled.
+        # Streams with a row per entry or run have sizes that depend on the values: such runs are joined, not filled.
         self._in_place = in_place and _has_rows_of_tokens(side.codec)
         self._open: list[OpenPage] = []
         self._joined: PackedRuns | None = None
@@ -192,7 +192,7 @@ class LiveSide:
             while start < tokens:
                 if not self._open or self._open[-1].filled == self._open[-1].capacity:
                     if not self._open and tokens - start > MIN_WINDOWS * self.window:
-                        # The first tokens of a prompt: they are as many as they are.
+                        # The first tokens of a prompt become one run without spare capacity.
                         self._runs = self._runs.append(PackedRun(self.codec, tokens, streams))
                         self.packed_tokens = before + tokens
                         return

@@ -34,7 +34,7 @@ class Steps:
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with float32_no_grad(device):
-            # One allocation, in which each begins where kernels take its address as aligned.
+            # One allocation, in which each tensor begins at an address that kernels treat as aligned.
             numbers = torch.zeros(4 + -(-batch // ALIGNED), ALIGNED, dtype=torch.int32, device=device)
             self._packed, self._skipped, self._unchecked, self.not_finite = numbers[:4, :1].unbind()
             self._lengths = numbers[4:].view(-1)[:batch]
@@ -100,7 +100,7 @@ class Steps:
         if call is None:
             return None
         if starts is not None and (layer.skipped or layer.sliding_window is not None):
-            # Kernels count from the first token that is held, which changes between replays of a graph.
+            # Kernels count from the first token in the cache, which changes between replays of a graph.
             starts = starts - self._skipped
         return call(q, self._lengths, sink_logits, starts)
 
@@ -124,7 +124,7 @@ class Steps:
         return changed
 
     def settle(self) -> None:
-        """Read from the device how many tokens replays of graphs have added."""
+        """Read the number of tokens that graph replays have added from the device."""
         if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens
             if self._layer.raw_tokens > self._layer.room:
@@ -167,7 +167,7 @@ class Steps:
         if not options["causal"] or not GrowingCall.supports(q, view):
             return None
         if self._layer.sliding_window is not None and (window is None or window > self._layer.sliding_window):
-            # Some of its tokens will be gone when a graph is replayed.
+            # Some tokens of a larger window will have been dropped when a graph is replayed.
             return None
         scale = q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
         call_options = Options(scale, True, options["softcap"], window, True, sink_logits is not None, starts is not None)

@@ -198,7 +198,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         values = result.to(dtype)
         if values[0].nbytes % ALIGNED:
             values = _pages(lane, len(chosen), dtype, rows.device).copy_(values)
-        # An engine may have made its memory in inference mode, and nothing else may write there.
+        # Only inference mode may write to memory that the engine created in inference mode.
         with torch.inference_mode():
             scatter(layers, chosen, values, status[first : first + len(chosen)])
 

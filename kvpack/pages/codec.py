@@ -180,7 +180,7 @@ class PageCodec:
             if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.device != CPU or (rows.numel() and rows.stride(1) != 1):
                 found = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
                 raise InvalidParameter(f"rows are {found}, expected uint8 [page, byte] in the memory of the pages or of the host")
-            # The GIL is all that a view of memory needs, whatever mode the tensor was made in.
+            # Views of memory do not depend on the mode in which the tensor was created.
             rows = [row.numpy().data for row in rows.detach().unbind()]
         try:
             views = [memoryview(row).cast("B") for row in rows]

@@ -117,20 +117,20 @@ class DevicePages:
                     _store(rows, number, row)
             costly, states = found[-1], found[:-1]
             outcomes: list[Outcome] = [None] * len(slots)
-            # What a kernel does not encode is encoded, or refused by name, by the codec itself.
+            # The codec encodes the pages that a kernel rejects, or raises an error that names the value.
             refused = [number for number, state in enumerate(states) if state == _REFUSED]
             suspects = [number for number, state in enumerate(states) if state == _SUSPECT]
             try:
                 costly += self._count_losses(measured, slots, target, suspects)
             except torch.OutOfMemoryError:
-                # The host counts, too, and has memory of its own.
+                # Encode suspects again on the host, which counts their tokens itself and needs its own memory.
                 refused += suspects
             self._shared_left_out.warn(costly)
             for number, outcome in zip(refused, self._encode_by_host(pages, slots, rows, digests, refused), strict=True):
                 outcomes[number] = outcome
             return outcomes
 
-        # The count travels with the outcomes, for which the host waits anyway.
+        # Copy the count with the results, because the host waits for those anyway.
         costly = self.left_out[1:].clamp_max(_MAX_COUNT).to(status.dtype)
         return PageJob(torch.cat([status, costly]), finish)
 
@@ -193,7 +193,7 @@ class DevicePages:
                     return None
                 batched.encode_lane(lane, given.layers, keys, slots, rows, self.left_out)
         except (KvpackError, torch.OutOfMemoryError):
-            # The host names the page, and has memory of its own.
+            # Fall back to the host, which reports the page and needs its own memory.
             return None
         checksum.write(rows, self._nbytes, MULTIPLIER, status)
         status.clamp_max_(_REFUSED)

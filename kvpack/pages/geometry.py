@@ -105,7 +105,7 @@ class PageGeometry:
                 f"{where}: the recipe stores {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: use the recipe raw"
             )
         if isinstance(codec.family, Klt):
-            # A page of other heads could never be encoded.
+            # A page with another number of heads could never be encoded.
             codec.family.source_for(self.heads)
         slots = self.slots(codec)
         if not slots:

@@ -118,7 +118,7 @@ class HostPages:
 
     def _each(self, work: Callable[[int, int], Outcome], count: int) -> list[Outcome]:
         workers = min(self._threads, count)
-        # One page has all threads; many pages have one each.
+        # Use all threads for a single page, and one thread per page for several.
         run = partial(_isolated, work, self._threads if count == 1 else 1)
         if workers < 2:
             return [run(number) for number in range(count)]

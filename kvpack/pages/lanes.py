@@ -75,7 +75,7 @@ class Lane:
     @cached_property
     def watched(self) -> RawPositions | None:
         """The rule that finds the tokens to keep raw, even if the page has no room for them; None if none are to be kept raw."""
-        # One of high norm moves the mean of its page.
+        # A token with a large norm shifts its page's mean.
         has_means = isinstance(self.plain, WithSidecars) and self.plain.page_vectors
         if self.raw is not None or not (self.plain.shared_scales or has_means):
             return self.raw
@@ -139,7 +139,7 @@ class Lane:
 
         geometry = self.geometry
         shared = self.shared
-        # C measures keys as they are, and what else shares scales has norms of its own.
+        # C computes norms only of original keys; other codecs with shared scales need the norms passed.
         needs_norms = shared and (self.side != "k" or self.plain.changes_norms)
         if (
             self.watched is None
@@ -165,7 +165,7 @@ class _RowStreams(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         lane, layout = self._lane, self._lane.layouts[name]
-        # A copy: streams of layers are apart in a row.
+        # Copy, because a row's streams are not contiguous across layers.
         values = torch.from_numpy(numpy.ascontiguousarray(lane.stream_bytes(self._row, name))).view(TORCH_DTYPES[layout.dtype])
         return values.view(lane.count, *layout.shape[1:])
 
@@ -202,7 +202,7 @@ class _BoundLane:
         raw, watched = self._lane.raw, self._lane.watched
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
-        # A raw token changes the scales of its group; one that is encoded alone is encoded as it is.
+        # Replace a raw token only if it shares scales with others.
         rest = (
             {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
         )
@@ -250,7 +250,7 @@ class _BoundLane:
         dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
         coded, streams = torch.cat(list(norms)) if norms else None, _RowStreams(lane, row)
         least = lane.plain.min_sizes(streams)
-        # What is exact takes a copy of the page.
+        # The exact computation needs a copy of the page.
         if least is None:
             spread = lane.plain.summary.error_spread
             if coded is None:
@@ -347,7 +347,7 @@ class _BoundLane:
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
                 limit = torch.finfo(target.dtype).max
                 result = result.clamp(-limit, limit)
-            # An engine may have made its memory in inference mode, and nothing else may write there.
+            # Only inference mode may write to memory that the engine created in inference mode.
             with torch.inference_mode():
                 target.copy_(result)
         self._put_raw(slot, row)
@@ -358,11 +358,11 @@ class _BoundLane:
         if raw is None:
             return
         with torch.inference_mode():
-            # Of a slot that is in use, a byte is not zero.
+            # A slot in use has a nonzero byte.
             for number in numpy.flatnonzero(self._lane.stream_bytes(row, POSITIONS).any(1)).tolist():
                 tensor, streams = self._tensors[number], self._streams(row, number)
                 token, _ = raw.token_positions(streams)
-                # Rows are decoded that nothing but their checksum vouches for.
+                # Rows may be invalid even if their checksum is right, so check the positions.
                 inside = token < self._lane.geometry.tokens
                 values = raw.kept_values(streams)[inside].transpose(0, 1)
                 if tensor.dtype.itemsize == 1:
@@ -446,7 +446,7 @@ def check_values(row: memoryview, contents: Contents, layout: RowLayout, where: 
 
 
 def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
-    # torch cannot make a tensor of a read-only buffer without a warning, and none of these is written.
+    # PyTorch warns about read-only buffers, but these tensors are never written.
     array = numpy.frombuffer(data, numpy.uint8)
     if data.readonly:
         array = array.copy()

@@ -79,7 +79,7 @@ class PageLayout:
             places[side] = at[order].view(shape)
         layout = cls(geometry, flat.numel(), places)
         random = {side: _random_bits(shape, page.dtype).to(page.device) for side, shape in shapes.items()}
-        # Over bits of another page, which a writer that leaves some of its places would show.
+        # Write over the bits of another page, which reveals positions that the writer skips.
         bits = bits_of(written(random, before=0x55))
         for side, place in places.items():
             if not torch.equal(bits[place], bits_of(random[side].to("cpu"))):
@@ -105,7 +105,7 @@ class PageLayout:
                 index[axis] = min(1, size - 1)
                 steps.append(int(place[tuple(index)]) - first)
                 expected = expected.unsqueeze(-1) + torch.arange(size, device="cpu") * steps[-1]
-            # torch has no strides below zero.
+            # PyTorch does not support negative strides.
             if not torch.equal(expected, place) or min(steps) < 0:
                 return None
             result[side] = first, (steps[0], steps[1], steps[2], steps[3])

@@ -30,7 +30,7 @@ class Strided(NamedTuple):
 
 def shares_with_itself(x: Strided) -> bool:
     """Return True if two items of ``x`` share bytes, or if a bounded search cannot decide it."""
-    # Of two items one comes first: on the largest axis where they differ, its index is the smaller one.
+    # One of two items has the smaller index on the largest axis where they differ; call it the first.
     axes = sorted(x.axes, key=lambda axis: -axis[1])
     for number, (size, stride) in enumerate(axes):
         rest = [(-(size - 1), size - 1, stride) for size, stride in axes[number + 1 :]]
@@ -78,7 +78,7 @@ def _fold(tensors: list[Strided]) -> Strided | None:
     for parts in (1, 2):
         if len(begins) % parts:
             continue
-        # Sides take turns, or one follows the other.
+        # Keys and values alternate, or all keys come before all values.
         for begin_parts in [[begins]] if parts == 1 else [[begins[::2], begins[1::2]], [begins[:half], begins[half:]]]:
             steps = {after - before for part in begin_parts for before, after in pairwise(part)}
             if len(steps) <= 1:

@@ -122,7 +122,7 @@ class _Job:
 
 
 def _start_threads(call: Callable[[Any], Any], queue: SimpleQueue[_Job | None], count: int) -> int:
-    """Start up to ``count`` threads that run jobs from ``queue``, and return how many the system allowed."""
+    """Start up to ``count`` threads that run jobs from ``queue``, and return the number that the system allowed."""
     for started in range(count):
         try:
             _thread.start_new_thread(_run_jobs, (call, queue))

@@ -16,7 +16,7 @@ class Lease(Protocol):
 
 
 class NoLease:
-    """A placeholder for locations without leases: every caller gets one, so nobody waits."""
+    """A placeholder for locations without leases: every caller gets one, so no caller waits."""
 
     def release(self) -> None:
         """Do nothing: there is no lease to release."""
@@ -85,7 +85,7 @@ class Backend(Protocol):
         """The backend of each tier, fastest first."""
 
     def present(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` have an entry in a format that this store reads."""
+        """Return the number of leading ``keys`` that have an entry in a format that this store reads."""
 
     def present_each(self, keys: Sequence[bytes]) -> list[bool]:
         """Return True for each of ``keys`` that has an entry. The keys need not form a chain."""
@@ -112,7 +112,7 @@ class Backend(Protocol):
         """
 
     def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        """Return the result of ``peek`` for each of ``keys``. The caller limits how many bytes it asks for."""
+        """Return the result of ``peek`` for each of ``keys``. The caller limits the number of bytes requested."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it exists; return True if a readable entry exists now.

@@ -19,7 +19,7 @@ log = logging.getLogger("kvpack.store")
 SIZES = sorted({2**power for power in range(14)} | {*range(16, 513, 16)} | {*range(100, 1001, 100)})
 """The chunk sizes that are looked for, in tokens."""
 TRIES = 3
-"""How often a store searches for other chunk sizes after a lookup that found nothing. Each search may cost a request."""
+"""Maximum number of times that a store searches for other chunk sizes after failed lookups. Each search may cost a request."""
 
 
 def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:

@@ -174,7 +174,7 @@ class Evictor:
         return (self._max_bytes is None or total <= self._max_bytes) and self._disk_shortfall(size) <= 0
 
     def _disk_shortfall(self, size: int) -> int:
-        """Return how many bytes of disk space are missing for ``size`` more bytes, unfinished files, and the minimum to keep free."""
+        """Return the number of bytes missing on disk for ``size`` more bytes, unfinished files, and the minimum to keep free."""
         if not self._min_free:
             return 0
         unwritten = sum(max(0, status.st_size - status.st_blocks * 512) for _, status in self.folder.unfinished())

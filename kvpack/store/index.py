@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.001
 _MAX_MISSED = 1024
 """Maximum number of changes that wait to be indexed. The subfolders of dropped changes are listed again."""
 _MAX_LISTINGS = 2
-"""How often a subfolder that keeps changing is listed before its writers have to wait."""
+"""Number of times that a changing subfolder is listed before its writers have to wait."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
 _NUMBER_BYTES = 8

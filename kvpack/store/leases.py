@@ -138,7 +138,7 @@ def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
             os.utime(descriptor)
             acquired = True
             return FileLease(path, descriptor)
-        # Nobody waits on a file system without locks, or for a holder that has had the lease for too long.
+        # Do not wait on a file system without locks, or for a holder that has had the lease for too long.
         late = locked is None or (locked is False and abs(time.time() - status.st_mtime) > seconds)
         return NoLease() if late else None
     finally:

@@ -277,7 +277,7 @@ class ObjectStore(OneTier):
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` and reserve their bytes; return how many of the leading ones fit."""
+        """Make room for entries of ``sizes`` and reserve their bytes; return the number of leading ones that fit."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting

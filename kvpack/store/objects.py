@@ -34,7 +34,7 @@ _CLIENT_SETTINGS = {
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
 _NO_OBJECT = f"0/0/{bytes(32).hex()}"
-"""The name of an entry whose key is no digest."""
+"""Name of an entry whose key is not a digest."""
 _CODE = re.compile(r"<Code>(\w+)</Code>|(redirect without LOCATION)")
 _REFUSALS = {
     **dict.fromkeys(("NoSuchBucket", "InvalidBucketName", "ContainerNotFound"), "the name of the bucket, and that it exists"),
@@ -42,7 +42,7 @@ _REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), "the session token, which may have expired"),
     **dict.fromkeys(("AuthorizationHeaderMalformed", "redirect without LOCATION"), "the region of the bucket"),
 }
-"""What to check after an answer of S3, Google Cloud Storage or Azure that does not depend on the object, by its code."""
+"""What the user should check after an object-independent error of S3, Google Cloud Storage or Azure, by its code."""
 
 
 class Objects:

@@ -64,7 +64,7 @@ class Job:
 
 
 class BufferSlot(NamedTuple):
-    """The place of a page: a slot of an engine's memory."""
+    """The location of a page: a slot of an engine's memory."""
 
     pages: PageBuffer
     slot: int
@@ -145,7 +145,7 @@ class PageStore:
 
         ``pages`` are an engine's memory, or a list with the memory of each key. ``ancestors`` are the keys of the pages before the first of
         ``keys``, which continue one another: an ancestor is evicted after its descendants. Existing pages are kept; a page that cannot be
-        encoded is counted and skipped. After a page that finds no room, no other is tried. Rows of up to 64 pages (and, for more than one,
+        encoded is counted and skipped. The first page that does not fit ends the put. Rows of up to 64 pages (and, for more than one,
         64 MiB) are in memory at a time and are sent to a server in one request. Raises the errors of ``PageCodec.encode_into``.
         """
         return self.put_new(keys, pages, slots, ancestors=ancestors)[0]
@@ -236,11 +236,11 @@ class PageStore:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove the entries of ``keys``; return how many there were. Raises InvalidParameter."""
+        """Remove the entries of ``keys``; return the number removed. Raises InvalidParameter."""
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
-        """Remove every page of the identity, of any geometry, and return how many there were.
+        """Remove every page of the identity, of any geometry, and return the number removed.
 
         This waits for submitted jobs, and reads the beginning of every entry. Pages that other threads and processes store meanwhile may
         stay. Raises WriteFailed if some pages could not be removed.

@@ -39,7 +39,7 @@ class Pins:
         try:
             self._folder.make_folders(self._folder.holds_folder)
             durable, take_ownership = self._folder.durable, self._folder.trust.assign_owner
-            # Not among the unfinished entries, which count towards the budget.
+            # Do not create the file among unfinished entries, which count toward the budget.
             write_file(
                 self._path(chain[-1], hold.owner), pieces, durable=durable, unfinished=self._folder.holds_folder, begin=take_ownership
             )
@@ -55,7 +55,7 @@ class Pins:
             for path in removed:
                 os.unlink(path)
         except FileNotFoundError:
-            # Somebody else has unpinned it just now.
+            # Another process has just unpinned it.
             return True
         except OSError as error:
             self._counters.fault("unpin", error)
@@ -109,7 +109,7 @@ class Pins:
         except FileNotFoundError:
             return None
         except (PermissionError, LimitExceeded, InvalidHeader) as error:
-            # Only pins that the folder's owner wrote count, and none of them is invalid or so long.
+            # Valid pins are written by the folder's owner and are not this long.
             if not quiet:
                 self._counters.fault("pinned", error)
             return None

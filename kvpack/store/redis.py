@@ -58,7 +58,7 @@ _NO_ANSWER = object()
 NOTED_SECONDS = 5.0
 """Seconds for which a put does not note the use of a chain again that was noted up to the entry before it."""
 _MAX_TRIES = 8
-"""How often a put makes room before it gives up, because other writers use the room first."""
+"""Number of times that a put makes room before it gives up, because other writers use the room first."""
 _SPARE_BYTES = 2**20
 """Maximum size of a reply in addition to its entries."""
 

@@ -1,6 +1,6 @@
 """A client of a Redis server: pipelined requests, scripts by digest, a check of each reply, and limits on its bytes and time.
 
-The limits hold even if the server sends only a byte now and then.
+The limits apply even if the server sends only a byte now and then.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Client:
             if (unknown := _UNKNOWN_OPTION.search(str(error))) is None:
                 raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
             raise InvalidParameter(
-                f"the location sets {unknown[1]!r:.60}, which is no option of such a connection: leave it out of the URL"
+                f"the location sets {unknown[1]!r:.60}, which is not an option of such a connection: remove it from the URL"
             ) from None
         except (ValueError, redis.RedisError) as error:
             raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
@@ -219,7 +219,7 @@ def _check_url(url: str) -> None:
         raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
     for name in parse_qs(parts.query):
         if name not in _URL_OPTIONS and name not in _FIXED_OPTIONS:
-            raise InvalidParameter(f"the location sets {name!r:.60}, which is no option of such a connection: leave it out of the URL")
+            raise InvalidParameter(f"the location sets {name!r:.60}, which is not an option of such a connection: remove it from the URL")
     if parts.scheme == "unix":
         if not parts.path:
             raise InvalidParameter("the location names no socket, expected unix:///path/of/socket")

@@ -71,7 +71,7 @@ def roots_of(identity: Identity) -> tuple[bytes, bytes]:
 
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
-    """Remove the entries of ``keys`` and return how many there were. Pinned entries are removed, with their pins, only if ``pinned``."""
+    """Remove the entries of ``keys`` and return the number removed. Pinned entries are removed, with their pins, only if ``pinned``."""
     pins = backend.pins()
     to_remove = set(keys)
     if pinned:

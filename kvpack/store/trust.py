@@ -37,7 +37,7 @@ class Untrusted(PermissionError):
 
 
 class NotAnEntry(OSError):
-    """The error for a folder, a link, a FIFO or a device in place of an entry's file."""
+    """Raised for a folder, a link, a FIFO or a device at the path of an entry."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, f"{path} is not a regular file")
@@ -193,7 +193,7 @@ def _group_number(group: int | str) -> int:
         try:
             number = grp.getgrnam(group).gr_gid
         except (KeyError, ValueError):
-            raise InvalidParameter(f"trusted_group is {group!r:.80}, which this system does not know: pass the group's number") from None
+            raise InvalidParameter(f"trusted_group is {group!r:.80}, which is not a group on this system: pass its number") from None
     if type(number) is not int or not 0 <= number <= _MAX_GID:
         raise InvalidParameter(f"trusted_group is {describe(group)}, expected the number or the name of a group")
     if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):

@@ -60,7 +60,7 @@ _MAX_HEADER_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Framing:
-    """What frames cover: the channels of a head or a layer (``scope``), with keys before their layer's RoPE."""
+    """The extent of frames: the channels of a head or a layer (``scope``), with keys before their layer's RoPE."""
 
     scope: str
     ropes: Sequence[Rope | None]
@@ -252,7 +252,7 @@ class Statistics:
 
 
 def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return (length, predicted) for each prefix of ``count`` tokens, ascending: its length, and how many tokens to predict after it.
+    """Return (length, predicted) for each prefix of ``count`` tokens, ascending: its length, and the number of tokens to predict after it.
 
     In total, ``predicted`` tokens are predicted. There are fewer than ``PREFIXES`` prefixes if there are few tokens.
     """

@@ -148,7 +148,7 @@ def export_slot(
     streams = _setting("streams", metadata[_STREAMS] if streams is None else streams, 1, 256)
     sequence = _setting("sequence", metadata[_SEQUENCE] or 0, 0, 255)
     kinds, opaque = _quantized_types(cache, dtype), has_opaque_layers(cache, dtype)
-    # The states of an opaque slot are those after its last token, before which the cache has none.
+    # An opaque slot contains only the states after its last token.
     first, tokens = (0, cache.start) if opaque else (cache.start, cache.tokens)
     ids = opaque_ids(cache) if opaque else _ids(cache)
     if first or not 0 < tokens <= _MAX_POSITION:

@@ -283,7 +283,7 @@ def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
         ids = np.concatenate([np.array([2**32 - 1, _SERVER_VERSION, len(ids)], "<u4"), ids, np.zeros(1, "<u4")])
     result: list[bytes | memoryview] = [struct.pack("<III", _MAGIC, _VERSION, len(ids)), ids.astype("<u4").tobytes()]
     for section, blocks in zip(file.sections, data, strict=True):
-        # A context with several streams has each sequence in the stream of its own number.
+        # With several streams, each sequence is in the stream with the same index.
         stream = section.sequence if section.streams > 1 else 0
         cells = np.zeros(len(section.positions), _CELL)
         cells["position"], cells["sequences"], cells["sequence"] = section.positions, 1, section.sequence

@@ -50,7 +50,7 @@ class ObjectAccounts:
     def __init__(self, adapter: Any, there: Callable[[list[Any]], list[bool]]) -> None:
         self._adapter, self._there = adapter, there
         self._told: dict[Any, int] = {}
-        # A listener may delete what it is told of.
+        # Reentrant, because a listener may delete the objects that it is notified about.
         self._lock = RLock()
 
     def stored(self, sizes: Mapping[Any, int]) -> None:
@@ -112,13 +112,13 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._recipe = recipe_of(str(params["recipe"]), params.get("basis"), self._head_dim, self._kv_dtype)
         self._encryption = read_key_file(params["encryption_key_file"]) if params.get("encryption_key_file") else None
         basis = self._recipe.basis
-        # Identities of objects by dtype: of those of as many bytes, values of another dtype are no hits.
+        # One identity per dtype, so that objects of the same size and another dtype are not hits.
         self._others = {
             dtype: Identity("lmcache", "raw", weights=str(params["revision"]), dtype=dtype, extra="others")
             for dtype in (DTYPES if others_of(params) else ())
         }
         self._identity = Identity(
-            # LMCache's keys name the model, and a basis is one of a single model.
+            # LMCache's keys name the model, and a basis belongs to one model.
             "lmcache" if basis is None else basis.model.get("name", "lmcache"),
             self._recipe,
             weights=str(params["revision"]),
@@ -220,7 +220,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             try:
                 result = work()
             except Exception as error:
-                # Whatever it was, LMCache waits for an answer.
+                # Report any error as a failure, because LMCache waits for a result.
                 log.warning("LMCache's task %d (%s) failed: %s: %s", number, kind, type(error).__name__, error)
                 result = failed
             with self._lock:

@@ -94,7 +94,7 @@ def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, st
 def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
     """Return an object as a buffer of one slot."""
     if geometry.dim_v is None:
-        # Of an engine's own memory, which a copy is not: what is loaded is written there.
+        # The buffer must be a view of the engine's memory, because loads write to it.
         if not x.is_contiguous():
             raise InvalidParameter(f"the object {list(x.shape)} has the strides {list(x.stride())}, expected a contiguous one")
         return PageBuffer(geometry, [x.view(-1).view(geometry.torch_dtype).view(1, geometry.heads, geometry.tokens, geometry.dim_k)])

@@ -101,7 +101,7 @@ def export_prompt_cache(
             f"the cache begins at position {cache.start}, but mlx-lm's begin at position 0: export a cache with its first tokens"
         )
     tensors: dict[str, torch.Tensor] = {}
-    # The first element of the list of scalars is an empty text: mlx-lm drops empty lists.
+    # mlx-lm drops empty lists, so the list of scalars begins with an empty text.
     metadata = {f"0.{name}": str(value) for name, value in cache.metadata.items()} | {"2.0": ""}
     scalars = 0
     for number, layer in enumerate(cache):
@@ -163,7 +163,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     else:
         seen, keep, window, place = (_count(where, parts, part, None) for part in range(2, 6))
     skipped = max(0, seen - length)
-    # Tokens are written over only once there are as many places as the window has tokens, one place for each of its tokens.
+    # mlx-lm overwrites tokens only after its buffer has grown to one slot for each token of the window.
     fits = place == length >= window or (place < length == window) if skipped else place == seen
     if not fits or not window:
         raise InvalidParameter(
@@ -179,7 +179,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
         )
     keys, values = (torch.cat([x[:, :, place:], x[:, :, :place]], 2) for x in (keys, values))
     if place == length == window and not keys[:, :, 0].any() and not values[:, :, 0].any():
-        # A place that no token was written to: mlx-lm would write to it next.
+        # Skip the unused slot that mlx-lm would write to next.
         return keys[:, :, 1:], values[:, :, 1:], skipped + 1
     return keys, values, skipped
 
@@ -191,7 +191,7 @@ def _count(where: str, parts: dict[int, torch.Tensor], part: int, default: int |
     is_integer = array is not None and not (array.dtype.is_floating_point or array.dtype.is_complex or array.dtype is torch.bool)
     if array is None or array.numel() != 1 or not is_integer:
         raise InvalidParameter(f"{where}: part {part} of its state is {'missing' if array is None else 'not an integer'}")
-    # torch makes no int of a uint64 of 2^63 or more.
+    # PyTorch cannot convert a uint64 of 2^63 or more to int.
     return _number(where, str(int(array.numpy().item())))
 
 
@@ -215,6 +215,6 @@ def _stored_layer(
     if layer.skipped and layer.tokens < window - 1:
         raise InvalidParameter(f"{held}, but a window of {window} needs {window - 1} before the next token: export a cache that keeps them")
     if layer.skipped and layer.tokens == window - 1:
-        # mlx-lm keeps a place for the next token, and writes to the oldest one.
+        # mlx-lm expects a slot for the next token, and overwrites the oldest one.
         pair = [torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in pair]
     return _ROTATING, pair, (layer.seen, 0, window, pair[0].shape[2])

@@ -176,7 +176,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return how many of the leading keys are stored."""
+        """Return the number of leading keys that are stored."""
         return sum(takewhile(bool, self.store.present(_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -352,7 +352,7 @@ def _settings(pool: Any, name: str) -> list[str]:
     try:
         arguments = get_server_args()
     except ValueError:
-        # No server: host pools by themselves.
+        # Host pools can be used without a server.
         if getattr(pool, "dtype", None) == torch.uint8:
             raise InvalidParameter(
                 "the host pool holds bytes of an unknown dtype, because no SGLang server runs: start one with --kv-cache-dtype"
@@ -390,10 +390,10 @@ def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arrang
     """
     model, tag, revision = str(config.model_name or ""), getattr(pool, "storage_format_tag", None), options.get("revision")
     if tag is not None:
-        # SGLang writes it behind the name, which would no longer be a folder's.
+        # SGLang appends the tag to the name, which may be the path of a folder.
         model = model.removesuffix(f"-{tag}")
     names = ["tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size", "is_mla_model", "should_split_heads"]
-    # The ranks of a model with latents hold the same pages.
+    # All ranks of a model with latents have the same pages.
     names += [] if config.is_mla_model else ["tp_rank", "dp_rank"]
     parallel = {name: getattr(config, name, None) for name in names}
     arrangement = [str(getattr(pool, "layout", "")), str(tag)] if arranged else [] if tag is None else [str(tag)]

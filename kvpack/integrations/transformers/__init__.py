@@ -12,7 +12,7 @@ a cache of another model, and decodes layers for models whose attention takes on
 
 from kvpack.integrations.transformers_version import installed
 
-# The other imports would not say what to install.
+# Check first: the errors of the imports below would not name the package to install.
 installed()
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402

@@ -106,7 +106,7 @@ class KvpackCache(PassCalls):
         known, inside = known_model(model)
         expected = ExpectedLayers(config) if known is None else known
         present = expected.layers_with_tokens()
-        # The model is named at its first token; a basis is compared with it now.
+        # The model is fingerprinted at the first token, but a basis is compared with it now.
         identity = {} if parsed.basis is None or model is None else identity_for(model, parsed.basis)
         windows = expected.windows(len(present))
         self.live = LiveCache(parsed, layers=len(present), sliding_windows=None if keep_all else windows, model=identity)
@@ -204,7 +204,7 @@ class KvpackCache(PassCalls):
         self.masked: dict[bool, bool] = {}
         self.compiled = CompiledCalls(self, len(self.layers))
         first = next(number for number, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
-        # Of decoded keys and values, of states and of several rotary positions a step depends on more than a graph is given.
+        # With dense layers, states or multi-dimensional positions, a step depends on more than the inputs of a graph.
         obstacle = "keys and values are decoded for each call" if self._dense else ""
         if self._careful:
             obstacle = "it keeps states" if any(states) else "it has multi-dimensional rotary positions"
@@ -277,7 +277,7 @@ class KvpackCache(PassCalls):
             packed = self.live.snapshot(packed=True)
             layers, tokens = with_states(packed.layers, kept_states(self.layers)), packed.tokens
             states = MappingProxyType(self._rollback.states_before(tokens))
-            # Before the record is read, to which it may add.
+            # This may add to the record, so it comes before the record is read.
             named = self.passes.name()
             model = packed.model if named is None else MappingProxyType(named)
             offsets = self.passes.offsets(rows_of(self.live) or 1)
@@ -304,7 +304,7 @@ class KvpackCache(PassCalls):
             raise InvalidParameter("the cache has no model to generate with: write KvpackCache.of(cache, model)")
         ids = token_ids_of(token_ids).to(execution_device(model))
         if len(ids) == 1:
-            # Where padding and the end of a text are one token, transformers warns that it cannot tell them apart.
+            # Without a mask, transformers warns if the padding token is also the end-of-text token.
             options.setdefault("attention_mask", torch.ones_like(ids))
         return model.generate(ids, **cache_names.passing(model, self), **options)
 
@@ -386,7 +386,7 @@ class KvpackCache(PassCalls):
     def batch_repeat_interleave(self, repeats: int) -> None:
         repeats = as_integer(repeats, "repeats")
         if not 1 <= repeats <= MAX_ROWS:
-            raise InvalidParameter(f"repeats is {describe(repeats)}, expected how many times to repeat each sequence, at least 1")
+            raise InvalidParameter(f"repeats is {describe(repeats)}, expected the number of copies of each sequence, at least 1")
         self.batch_select_indices(torch.arange(rows_of(self.live) or 1, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ MAX_CHECKED_PARAMETERS = 4
 
 def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
     """Return the state of every PEFT layer in a transformers model; empty without adapters. This is cheap enough for each pass."""
-    # PEFT notes its settings on the model that it changes.
+    # PEFT stores its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
     return tuple(_layer_state(module) for module in modules_of(model) if hasattr(module, "merged_adapters"))
@@ -84,5 +84,5 @@ def _version(parameter: torch.Tensor) -> tuple[Any, ...]:
     try:
         return parameter.data_ptr(), parameter._version, parameter.dtype
     except RuntimeError:
-        # Those made in inference mode count no versions, and those without memory have no address.
+        # Tensors created in inference mode have no version, and meta tensors have no address.
         return id(parameter), parameter.dtype

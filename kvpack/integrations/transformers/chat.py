@@ -204,7 +204,7 @@ class Chat:
         cache = self._cache
         if cache is None and self._store is not None:
             _, cache = self._store.load(ids[:-1], device=execution_device(self.model))
-        # A store takes the tokens that layers with sliding windows would drop.
+        # A store needs all tokens, including those that sliding windows would drop.
         kept = self._store is not None
         with begin(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
             self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
@@ -213,12 +213,12 @@ class Chat:
             self._is_loaded = False
             chunk = 1 if self._store is None else self._store.chunk
             if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:
-                # The store resumes the prompt only where a pass has ended.
+                # The store can resume a prompt only where a forward pass ended.
                 prompt = torch.tensor([ids[:-1]], dtype=torch.int64, device=execution_device(self.model))
                 fill(past, self.model, prompt, max(EVERY // chunk, 1) * chunk, chunk)
             out = past.generate([ids], **options, return_dict_in_generate=False)
             packed = past.packed
-            # A prompt that is shorter than a chunk leaves no states at the end of one.
+            # A prompt shorter than a chunk has no states at the end of a chunk.
             storable = not past.keeps_states or any(not tokens % chunk for tokens in (*past.states_at, packed.tokens))
         if len(out) != 1 or len(packed.token_ids) != 1:
             raise InvalidParameter(

@@ -56,7 +56,7 @@ class CompiledCalls(operators.Tickets):
         length, first = self.cache.mask_sizes(queries, layer)
         padding = padding_of(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
-        # Their memory stays theirs: by its place, attention knows them.
+        # The memory of ``starts`` is not reused: attention finds the mask by its address.
         others = None if padding.on_the_left else columns[:, first : first + length] != 0
         self._masks[layer] = _Mask(starts, padding.starts is not None, others, length)
         return starts.view_as(starts)
@@ -77,7 +77,7 @@ class CompiledCalls(operators.Tickets):
         k, v = self.cache.decoded(layer, q.shape[2], q.dtype)
         check_columns(mask.tokens, k.shape[2], layer, q.shape[2])
         assert mask.columns is not None
-        # Tokens that it has no column for are hidden.
+        # Tokens without a column in the mask are hidden.
         columns = torch.nn.functional.pad(mask.columns, (0, mask.tokens - mask.columns.shape[1]))
         token = torch.arange(mask.tokens, device=q.device)
         ahead = token - token[-q.shape[2] :, None]
@@ -102,10 +102,10 @@ class CompiledCalls(operators.Tickets):
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
         """Call ``Tracking.enter`` from compiled code, for module number ``module`` of those with hooks."""
-        # None and empty values are left out; of the others, all but tensors and this one count by their names.
+        # Arguments that are not tensors are passed by name; only output_attentions also counts by its value.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
         ticket = pass_begins(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
-        # What follows needs it, and so comes after it.
+        # Later operators take this ticket, so the compiler cannot move them before this one.
         self.tickets = [ticket] * len(self.tickets)
 
     def compiled_end(self, module: int) -> None:
@@ -144,7 +144,7 @@ def _calls(ticket: torch.Tensor) -> CompiledCalls:
     return cache
 
 
-# Schemas are written out: here annotations are text, which PyTorch does not read.
+# Schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
 @torch.library.custom_op("kvpack::seen_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
 def seen_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""

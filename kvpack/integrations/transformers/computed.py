@@ -91,7 +91,7 @@ class Computed:
         before, now = list(zip(*noted, strict=True)), list(zip(*result, strict=True))
         rows = []
         for number, row in enumerate(now):
-            # Rows that have the same values were computed from the same inputs.
+            # Rows with the same values were computed from the same inputs.
             same = number if number < len(before) and before[number] == row else None
             rows.append(before.index(row) if same is None and row in before else same)
         return None if None in rows else [row for row in rows if row is not None]
@@ -136,7 +136,7 @@ def _sides(past: TransformersCache) -> Iterator[tuple[tuple[int, str], int, torc
     """Yield (layer and name, position of the first token, values) for each layer's keys and values that can be read."""
     for number, layer in enumerate(past.layers):
         if isinstance(layer, PackedLayer):
-            # Nothing but a pass changes packed layers, and reading them decodes them.
+            # Only forward passes change packed layers, and reading them would decode them.
             continue
         try:
             held = keys_and_values(layer, f"layers[{number}]")

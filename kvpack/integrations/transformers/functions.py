@@ -96,7 +96,7 @@ def _plain(
             "but the layer got no cache; turn gradient checkpointing off, or call model.eval()"
         )
     if mask is None and function is sdpa_attention_forward and getattr(module, "is_kv_shared_layer", False) and 1 < queries < tokens:
-        # Gemma-4 leaves queries out here where logits_to_keep needs no others, unless it sees that SDPA would take the last for the first.
+        # Gemma-4 omits queries that logits_to_keep does not need. SDPA would then align the last queries with the first tokens.
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)
     return function(module, query, key, value, mask, **options)
 
@@ -117,7 +117,7 @@ def _refuse_compiled(name: str) -> NoReturn:
 
 def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the first token that each sequence sees, int32 ``[batch]``, if the mask contains it; otherwise None."""
-    # Flex attention has masks of its own, which are no tensors.
+    # Flex attention has its own masks, which are not tensors.
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[1:].numel() != 1:
         return None
     return mask.view(-1)
@@ -127,6 +127,6 @@ def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any
     """Return dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter if it covers tokens not in the layer."""
     k, v = states.decoded()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
-    # A mask of two dimensions, as flash attention takes it, has a row for each sequence and a column for each token.
+    # A two-dimensional mask, as for flash attention, is [sequence, token].
     check_columns(mask.shape[-1], held, states.number, queries)
     return k, v

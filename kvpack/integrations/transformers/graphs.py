@@ -82,7 +82,7 @@ class StepGraphs:
         cache = self._cache()
         assert cache is not None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            # Of the caller's own graph; nothing is freed meanwhile.
+            # The caller is capturing a graph, so keep ours but capture nothing.
             self._kind = None
             return forward(**arguments)
         step = None if self.refused else self._step(cache, model, arguments)
@@ -159,7 +159,7 @@ class StepGraphs:
             _check_model(model, step.ids.device)
             if not isinstance(expected, ModelOutput):
                 raise _GraphRefused("the model returns no ModelOutput")
-            # The step once more: its tokens are where they were.
+            # Run the same step again: its token is still in the tail.
             live.adjust_length(-1)
             graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(snapshot.now, model))
             if not _same(graph.replayed(cache, step, self._number), expected):
@@ -169,13 +169,13 @@ class StepGraphs:
             restore_tail()
             if not isinstance(error, Exception):
                 raise
-            # Whatever the model raises in a capture, it has just run without one.
+            # Any error means that the step cannot be captured, because it has just run without a capture.
             self.refused = str(error) or type(error).__name__
         else:
             self._graph = graph
             return
         finally:
-            # As without a graph: the step has drawn what it draws.
+            # Leave the random numbers as they were after the step without a graph.
             generator.set_state(random)
         if self._asked:
             warnings.warn(f"decode steps of {type(model).__name__} run without CUDA graphs: {self.refused}", KvpackWarning, stacklevel=5)
@@ -214,7 +214,7 @@ class _Graph:
             self._ids, self._positions = step.ids.clone(), positions.clone()
             self._starts = None if step.starts is None else step.starts.clone()
         given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
-        # Half of what is there is a length that no step finds, and within all bounds.
+        # Half the current length never occurs in a replay, and is valid everywhere.
         self.least = max(1, cache.live.seen(number) // 2)
         owner.captured = CapturedStep(self._starts, self.least)
         try:
@@ -222,9 +222,9 @@ class _Graph:
                 self._replay, output = capture(lambda: call(**given), device)
         finally:
             owner.captured = None
-        # Without the cache, which would keep itself, and this graph, until garbage is collected.
+        # Omit the cache: with a reference cycle, it and this graph would stay until garbage collection.
         self._make, self._values = type(output), {name: None if x is cache else x for name, x in output.items()}
-        # It refers to the weights, and the graph may outlive the model.
+        # A weak reference, because the snapshot refers to the weights, and the graph may outlive the model.
         self._snapshot = weakref.ref(snapshot())
 
     @property
@@ -247,7 +247,7 @@ class _Graph:
             self._replay()
             cache.live.replayed(1)
         except BaseException:
-            # An interrupt may come between: the device is to count what the host does.
+            # After an interrupt, make the device's count match the host's.
             cache.live.adjust_length(0)
             raise
         cache.passes.appended(before + 1)
@@ -298,7 +298,7 @@ class _SwitchedForward:
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
         self._model, self._before, self._snapshot = weakref.ref(model), before, _CachedSnapshot()
-        # generate asks what the method takes.
+        # generate inspects the signature.
         self.__signature__ = inspect.signature(model.forward)
         self._names = [name for name, parameter in self.__signature__.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
 
@@ -323,7 +323,7 @@ class _SwitchedForward:
 
 def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
     alive = model()
-    # Whoever has wrapped it meanwhile goes on, through what a cache without graphs goes through.
+    # If someone has wrapped the forward in the meantime, leave it: without graphs, it only calls the original.
     if alive is None or not isinstance(vars(alive).get("forward"), _SwitchedForward):
         return
     if before is None:
@@ -352,7 +352,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     pool: Any = torch.cuda.graph_pool_handle()
     with _CAPTURES, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
         stream.wait_stream(before)
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = call()
@@ -386,10 +386,10 @@ def _recover(device: torch.device, pool: Any) -> None:
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
-        # It raises where the capture has ended.
+        # This raises if the capture has already ended.
         with contextlib.suppress(RuntimeError):
             end(device.index, pool)
-    # The end of the next capture is the end for the generator.
+    # The generator leaves capture mode at the end of another capture.
     number, graph = torch.zeros(1, dtype=torch.float32, device=device), torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
     number.zero_()

@@ -47,14 +47,14 @@ class Hooks:
         self.inside = [weakref.ref(module) for module in inside]
         self.encoder_calls = EncoderCalls()
         state = _HooksReference(self)
-        # A wrapper, such as PEFT's, may call the forward of a model and not the model; the models inside that one are called.
+        # A wrapper, such as PEFT's, may call the model's forward directly, which skips its hooks, but not those of models inside it.
         handles: list[Any] = []
         for number, module in enumerate(inside):
             handles.append(module.register_forward_pre_hook(partial(_before, state, number), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
         for encoder in parts_in(inside, "get_encoder"):
             handles.append(encoder.register_forward_hook(partial(_after_encoder, state), with_kwargs=True))
-        # Those of FSMT are no transformers models.
+        # The decoders of FSMT are not transformers models.
         for decoder in parts_in(inside, "get_decoder"):
             if not isinstance(decoder, PreTrainedModel):
                 handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
@@ -181,7 +181,7 @@ class Passes:
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
         """Record the beginning of a call over a cache of ``start`` tokens; return the pass before it if that never ended."""
-        # Of a call that failed in compiled code, or was interrupted, nobody tells the end.
+        # A failed or interrupted compiled call never reports its end.
         if module in self._inside:
             del self._inside[self._inside.index(module) :]
         self._inside.append(module)
@@ -374,7 +374,7 @@ class _WatchedMethod:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._owner = weakref.ref(model)
-        # generate asks what the method takes.
+        # generate inspects the signature.
         self.__signature__ = inspect.signature(getattr(type(model), self.name).__get__(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -482,7 +482,7 @@ class _WatchedPrepareCache(_WatchedMethod):
         prepare = type(alive)._prepare_cache_for_generation
         if not isinstance(past, EncoderDecoderCache) or not hasattr(past.cross_attention_cache, "passes"):
             return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
-        # A cache that holds something stays.
+        # Mark the cache as updated, so that transformers does not replace it.
         updated, past.is_updated = past.is_updated, {0: True}
         try:
             return prepare(alive, generation_config, model_kwargs, *args, **kwargs)

@@ -69,7 +69,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 
-    # Cropping leaves tokens packed that were raw before, which is no exact undo; assisted decoding says that it crops, and may.
+    # Not an exact undo: tokens that were raw before stay packed. Assisted decoding announces that it crops, so there it is allowed.
     is_croppable = False
     supports_early_init = False
 
@@ -77,7 +77,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.live, self.number, self.window = live, number, window
         self.is_initialized = True
         self._decoding = decoding
-        # Whether the oldest tokens are gone, or will be. Without a window, none go.
+        # True if the oldest tokens were or will be dropped. Without a window, none are.
         self.is_sliding = window is not None or self.skipped > 0
 
     @property
@@ -228,7 +228,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
                 f"layers[{number}] of the cache has no {name}, but the model has: load the model that computed the cache"
             )
         shape = states.shape[0], states.shape[1], states.shape[3]
-        # A layer without tokens takes any batch.
+        # A layer without tokens accepts any batch size.
         held = shapes[side] if seen else (shape[0], *shapes[side][1:])
         if shape != held:
             raise InvalidParameter(

@@ -35,7 +35,7 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
     return _mask(kv_length=kv_length, config=config, **options)
 
 
-# Whether it hides anything but padding is read.
+# This reads the values of the mask, so it cannot be compiled.
 @left_out("the tokens that an attention mask of this pattern hides are found in eager code")
 def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     if isinstance(kv_length, CompiledLength):
@@ -51,7 +51,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
         if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
             packed.leave_to_attention(_has_mask(plain_name(config), kv_length, padding.starts is not None, **options))
             return _four_dimensions(padding.starts)
-        # Without a mask, packed attention would be called.
+        # Always create a mask: without one, packed attention would be called.
         options["allow_is_causal_skip"] = False
     return AttentionMaskInterface()[plain_name(config)](kv_length=kv_length, config=config, **options)
 
@@ -86,12 +86,12 @@ def padding_of(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Te
         return Padding(True)
     end = kv_offset + kv_length
     if attention_mask.shape[-1] < end:
-        # Tokens that it has no column for are hidden.
+        # Tokens without a column in the mask are hidden.
         return Padding(False)
     first = kv_length.first_visible()
     seen = attention_mask[:, first:end] != 0
     ends_hidden = seen[:, :-1] & ~seen[:, 1:]
-    # Read together: the device is waited for once.
+    # Read both together, so that the host waits for the device only once.
     every, on_the_left = torch.stack([seen.all(), ~ends_hidden.any()]).tolist()
     return Padding(on_the_left, None if every else first + (~seen).sum(1, dtype=torch.int32))
 
@@ -112,7 +112,7 @@ def _is_named(
     """
     if _is_causal(mask_function, use_vmap):
         return True
-    # Of masks with a local size, those of chunks and in both directions are told apart by these; all that adds to a window allows no skip.
+    # These settings rule out chunked and bidirectional masks. Masks that combine a window with anything else do not allow a skip.
     window = getattr(config, "sliding_window", None)
     chunks = getattr(config, "attention_chunk_size", None)
     return (

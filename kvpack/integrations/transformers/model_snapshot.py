@@ -56,7 +56,7 @@ class ModelSnapshot:
         try:
             return self._now() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
-            # An attribute is gone.
+            # An attribute was removed.
             return False
 
     @cached_property
@@ -80,7 +80,7 @@ class ModelSnapshot:
         return (
             list(map(torch.Tensor.data_ptr, self._tensors)),
             list(map(type, self._modules)),
-            # A module that gets a forward of its own has one attribute more.
+            # Counts detect added attributes, such as a module's own forward.
             list(map(len, chain(self._attributes, self._settings, self._code.classes))),
             sum(map(len, self._parts)),
             list(chain.from_iterable(self._hooks)),
@@ -107,7 +107,7 @@ class _Code:
         while waiting:
             value = waiting.pop()
             if id(value) not in self._seen:
-                # Kept, so that no other object gets its id.
+                # Keep the object alive, so that its id is not reused.
                 self._seen[id(value)] = value
                 waiting += self._read(value)
         self._seen.clear()
@@ -132,7 +132,7 @@ class _Code:
         if not isinstance(value, type) or not issubclass(value, torch.nn.Module):
             return ()
         self.classes.append(vars(value))
-        # Every class attribute that runs, whatever its kind.
+        # Every class attribute with code: functions, properties, and static and class methods.
         return [member for member in vars(value).values() if callable(member) or isinstance(member, (property, staticmethod, classmethod))]
 
     def _called(self, function: FunctionType) -> Iterator[Any]:

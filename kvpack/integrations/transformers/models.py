@@ -218,7 +218,7 @@ class NamedModel:
     """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named, for the reason
     ``unnamed``.
 
-    The digest of its weights is computed in the background, from their values at creation: nobody may change them before ``hold``.
+    The digest of its weights is computed in the background, from their values at creation: they must not change before ``hold``.
     """
 
     def __init__(self, identity: Identity | None = None, weights: Weights | None = None, unnamed: str = "") -> None:
@@ -309,14 +309,14 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     if kind == SAMPLE:
         fields["weights"] = sample_of(model)
     compared = kind in (ALL, SAMPLE) and bool(fields.get("weights"))
-    # What a user changed comes before the digests that change with it.
+    # Report settings that users change before the digests that change with them.
     for field in ("dtype", "rope", "adapter", "weights" if compared else "name", "config"):
         recorded, actual = cache.model.get(field, ""), fields.get(field, "")
         if field == "name" and not (recorded and actual and basename(recorded) != basename(actual)):
-            # Files of earlier versions name the whole path.
+            # Files of earlier versions contain the whole path.
             continue
         if field == "adapter":
-            # A caller may have named them; what they do is in the digest.
+            # Callers choose the names of adapters; the digest covers their weights.
             recorded, actual = recorded.rpartition(" ")[2], actual.rpartition(" ")[2]
         if recorded != actual:
             verb = "are" if field == "weights" else "is"
@@ -343,7 +343,7 @@ def _parts(model: Any) -> list[ModelPart]:
     """Return the modules of the transformers model in ``model``."""
     model_parts = parts(model)
     if not isinstance(next(part.module for part in model_parts if not part.adapter), PreTrainedModel):
-        # A module of the caller's, such as one with a value head.
+        # A caller's own module, such as one with a value head.
         model_parts = parts(outermost(model))
     return model_parts
 

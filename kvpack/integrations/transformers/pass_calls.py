@@ -82,7 +82,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         """Add tokens to one layer as ``update`` does, without returning anything."""
-        # Most steps need no more: what they give is of the shape of the step before.
+        # The fast path of most steps, whose shapes are those of the step before.
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
             self._take(key_states, value_states, layer_idx)
@@ -149,7 +149,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         if self._dense:
             return self._dense_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
         sizes = partial(self.mask_sizes, query_length, layer_idx)
-        # Where the first key is matters to those alone who ask for the sizes.
+        # The offset is 0 here; masks that need the real one call ``sizes``.
         return CompiledLength(sizes, partial(self.compiled.compiled_starts, layer_idx, query_length)), 0
 
     @left_out(_DENSE)
@@ -167,7 +167,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
             return told + query_length, 0
         packed = PackedLength(length)
         attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
-        # transformers asks for layer 0 also where that keeps states alone, and means the first that attends.
+        # transformers passes layer 0 even if that layer has only states, and means the first attention layer.
         asked = self.layers[layer_idx] if self.layers[layer_idx] in attending else attending[0]
         packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == asked.is_sliding)
         self.masked[asked.is_sliding] = False

@@ -71,7 +71,7 @@ class Pass:
         self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None
         self._encoder = encoder
         self.sources: Sources | None = None
-        """What an encoder was given, once its output is known."""
+        """The recorded input of an encoder, available once its output is known."""
         others = sorted(set(arguments) - _READ - WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
         if others and not encoder:
             self._found.append(f"depend on the arguments {', '.join(others)}" if len(others) > 1 else f"depend on the argument {others[0]}")

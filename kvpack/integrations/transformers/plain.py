@@ -32,7 +32,7 @@ _previous_attention: dict[int, tuple[weakref.ref[Any], str]] = {}
 def remember_attention(config: Any, name: str) -> None:
     """Send plain tensors of models with ``config`` to attention ``name`` until ``forget_attention``."""
     number = id(config)
-    # A model may go before its switch: its configuration takes the entry along, whose id is then another's.
+    # Remove the entry together with the configuration, because its id may then be reused.
     _previous_attention[number] = (weakref.ref(config, lambda _: _previous_attention.pop(number, None)), name)
 
 

@@ -29,7 +29,7 @@ class RotaryPositions:
 
     def __init__(self, deltas: torch.Tensor, tokens: int, model: Model) -> None:
         self._deltas, self._name, self._computed = deltas, model.name, model.keeps_rope_deltas
-        # Of the numbers of tokens, which masks use: those of padding are not counted.
+        # Padding tokens per sequence, which the token numbers in masks do not count.
         self._hidden = torch.zeros_like(deltas)
         self._given = False
         self._end = tokens if bool(deltas.any()) else 0
@@ -43,7 +43,7 @@ class RotaryPositions:
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
         """Return the positions after ``cache``; None for a model with one-dimensional positions.
 
-        A ``cache`` of None stands for an empty one. Raises InvalidParameter if the positions are not known: a file need not record them,
+        A ``cache`` of None means an empty one. Raises InvalidParameter if the positions are not known: a file need not record them,
         and the model may have those of another prompt.
         """
         recorded = None if cache is None else cache.position_offsets
@@ -93,7 +93,7 @@ class RotaryPositions:
         mask = arguments.get("attention_mask")
         hidden = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            # Models count the tokens that a mask does not hide.
+            # Models do not count tokens that a mask hides.
             hidden = (mask[:, :start] == 0).sum(1, keepdim=True).cpu()
             self._hidden = -hidden
         if model is None or isinstance(arguments.get("position_ids"), torch.Tensor):
@@ -112,7 +112,7 @@ class RotaryPositions:
         self._given = True
         plain = torch.arange(start, start + positions.shape[-1], dtype=torch.int64, device="cpu")
         cpu_positions = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
-        # The first of four is the number of the token, for masks.
+        # The first of four rows contains token numbers, which only masks use.
         rotary = cpu_positions[1:] if len(cpu_positions) == 4 else cpu_positions
         if not start:
             self._largest = rotary.amax(0).cummax(1).values
@@ -130,7 +130,7 @@ class RotaryPositions:
     def check_given(self, start: int) -> None:
         """Raise InvalidParameter if no positions were given and the model would compute different ones."""
         if not self._given and not start:
-            # As for text.
+            # Without given positions, models use the positions of text.
             self._deltas = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
             self._hidden = torch.zeros_like(self._deltas)
             self._largest, self._end, self._cut = None, 0, None

@@ -95,7 +95,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
         if longest is not None and tokens > longest:
             return f"the {name} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
     inputs = cache.inputs or Inputs()
-    # The first tokens of a long sequence, of which the others were dropped.
+    # The cache may be the beginning of a long sequence whose other tokens were dropped.
     texts = (text for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if not start and OTHER_FREQUENCIES in text)
     return next(texts, "")
 

@@ -50,7 +50,7 @@ def omits_window(model: torch.nn.Module) -> bool:
 
 
 class _StateUse(NamedTuple):
-    """What the analysis of one function found.
+    """Result of analyzing one function.
 
     ``states`` is True if it reads the states, and ``no_window`` if it calls attention without a window.
     """
@@ -75,12 +75,12 @@ def _functions(kind: type) -> Iterable[FunctionType]:
 def _reading(function: Any) -> _StateUse:
     if "update" not in function.__code__.co_names:
         return _StateUse(False, False)
-    # inspect.getsource looks through all modules first.
+    # Faster than inspect.getsource, which first searches all modules.
     lines = linecache.getlines(function.__code__.co_filename)[function.__code__.co_firstlineno - 1 :]
     try:
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (SyntaxError, IndexError):
-        # Without its source a function counts as transformers' own usually are.
+        # Without source code, assume that the function is like most of transformers' own.
         return _StateUse(False, False)
     updates = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _is_update(node)]
     names = {name.id for update in updates for name in ast.walk(update.targets[0]) if isinstance(name, ast.Name)}
@@ -115,7 +115,7 @@ def _only_passes(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
         return True
-    # A branch that another attention takes: the other one calls the attention that is set.
+    # This branch is for another attention; its else branch calls the one that is set.
     branches = (node for node in above if isinstance(node, ast.If) and node.orelse)
     return any(_is_attention(node) for branch in branches for other in branch.orelse for node in ast.walk(other))
 

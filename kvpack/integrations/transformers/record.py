@@ -60,8 +60,8 @@ class Record:
         self._visible = visible_of(inputs, batch, tokens)
         named = {text: sources for text in inputs.undetermined if (sources := sources_in(text)) and len(sources) in (1, batch)}
         self.sources: list[Sources] = list(named.values())
-        """What an encoder was given for the tokens: empty if it is not known, and several if not all depend on the same."""
-        # What is said of rows whose ids are known follows from these.
+        """The encoder inputs on which the tokens depend: empty if unknown, and several if tokens depend on different ones."""
+        # Omit notes that are computed again from the ids and masks of the rows.
         self._older = [
             (text, start)
             for text, start in zip(inputs.undetermined, inputs.starts, strict=True)
@@ -82,7 +82,7 @@ class Record:
 
     def add(self, tokens: int, seen: Pass | None) -> None:
         """Add ``tokens`` tokens of one forward pass. ``seen`` is None if the pass was not recorded."""
-        # If the source of the first tokens is not known, that of all is not.
+        # If the source of the first tokens is unknown, so is the source of all.
         given = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
         if given is not None and all(differing(sources, given) is not None for sources in self.sources):
             self.sources.append(given)
@@ -113,7 +113,7 @@ class Record:
         self._settle()
         self.tokens = tokens
         self.sources = self.sources if tokens else []
-        # Without tokens, any number of rows begins.
+        # Without tokens, the cache can continue with any number of rows.
         self._ids = self._ids[:, :tokens] if tokens else self._ids[:1, :0]
         if self._visible is not None:
             self._visible = self._visible[:, :tokens]

@@ -121,7 +121,7 @@ def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
     unknown = [tracker for tracker in filled if not tracker.record.sources]
     if unknown and not any(tracker.told_source for tracker in trackers):
         warnings.warn(
-            "a cache does not say what its model's encoder was given, so nothing notices if another source continues it: pass the source "
+            "a cache does not record the encoder's input, so a wrong source would not be noticed: pass the source "
             "that it was computed from",
             KvpackWarning,
             stacklevel=2,

@@ -93,7 +93,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 class PackedStateLayer(StateLayer, PackedLayer):
     """A cache layer with states in addition to its packed keys and values."""
 
-    # generate would compile the model, as for caches of a fixed size.
+    # Otherwise generate would compile the model, as it does for static caches.
     is_compileable = False
 
     def __init__(self, live: LiveCache, number: int, window: int | None, decoding: Decoding, count: int) -> None:
@@ -136,7 +136,7 @@ def restore(layers: Sequence[Any], states: States) -> None:
     for layer, kept in zip(layers, states, strict=True):
         if isinstance(layer, StateLayer):
             device = layer.device
-            # Only the states: keys and values of a layer that has both are cropped.
+            # Reset only the states: crop handles the keys and values of a layer that has both.
             StateLayer.reset(layer)
             layer.keep({name: state if device is None else state.to(device) for name, state in kept.items()})
 
@@ -156,7 +156,7 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
                 "model is known to keep them: write KvpackCache.of(cache, model) with the model that computed it"
             )
         if keeps:
-            # Those that a cache was cut at may be in the host's memory.
+            # States kept for earlier tokens may be in host memory.
             state_layer.keep({name: state if device is None else state.to(device) for name, state in layer.states.items()})
 
 

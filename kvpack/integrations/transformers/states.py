@@ -64,7 +64,7 @@ class CapturedLength(PackedLength):
         return self._compare(int(self) >= other, True)
 
     def __eq__(self, other: object) -> bool:
-        # It is equal to any greater number once.
+        # A later replay has any greater length, so an equality test may become true.
         return self._compare(isinstance(other, int) and int(self) <= int(other), False)
 
     def __ne__(self, other: object) -> bool:
@@ -125,7 +125,7 @@ class PackedStates:
         if torch.compiler.is_dynamo_compiling():
             out = self.cache.compiled.compiled_attend(self.number, q, self._dim, **options)
         elif self._computed:
-            # No gradient is lost in silence, so kernels may attend, which compute none.
+            # The kernels compute no gradients. ``without_gradients`` makes a backward pass raise instead of losing them silently.
             with torch.no_grad():
                 out = self.cache.attend(self.number, q.detach(), **options)
             out = without_gradients(out, q, *self._computed)

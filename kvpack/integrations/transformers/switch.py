@@ -44,7 +44,7 @@ class Switch:
         """Return the switch of ``model``, created if needed; None for a model whose owner has set its attention to "kvpack"."""
         outer = outermost(model)
         switch = _SWITCHES.get(id(outer))
-        # A cache may keep the switch of a model that is gone, whose id is then another's.
+        # The model of this switch may have been deleted and its id reused.
         if switch is None or switch._model() is not outer:
             if outer.config.get_text_config(decoder=True)._attn_implementation in NAMES:
                 return None
@@ -65,11 +65,11 @@ def _restore(model: weakref.ref[Any], before: dict[str, str | None]) -> None:
     for config in _configs(outer).values():
         forget_attention(config)
     if outer.config._attn_implementation not in NAMES:
-        # Its owner has set another one meanwhile.
+        # The user has set another attention in the meantime.
         return
     chosen = {name: attention for name, attention in before.items() if attention is not None}
     outer.set_attn_implementation(chosen if len(set(chosen.values())) > 1 else chosen[""])
     for name, config in _configs(outer).items():
-        # Of a part that the model has not made, nothing was chosen.
+        # Restore the unset value of parts that the model has not created.
         if name in before and before[name] is None:
             config._attn_implementation = None

@@ -90,7 +90,7 @@ class Tracking:
         copied._changed, copied.changes = self._changed, self.changes
         return copied
 
-    # Compilers do not look into the record: it changes with every pass.
+    # Do not compile reads of the record, which changes with every pass.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
@@ -193,7 +193,7 @@ class Tracking:
         modules = {id(part) for part in model.modules()}
         if not any(id(part) in modules for part in (module, *models_in(module))):
             raise InvalidParameter(
-                f"the cache was made for another model than this {type(module).__name__}: continue what it holds with "
+                f"the cache was made for another model than this {type(module).__name__}: continue it with "
                 "KvpackCache.of(cache.packed, model), which compares the models, or begin with KvpackCache(model, recipe)"
             )
 
@@ -248,7 +248,7 @@ class Tracking:
         """Record the tokens since the last call if weights have changed unnoticed by passes, for example through ``data``."""
         if self._latest is None or self._first is None or self._state is None or not self._latest.weights:
             return
-        # Every pass looks at a few weights: those have changed since the last one.
+        # Every pass checks a few weights. If they differ, they have changed since the last pass.
         if self._state.has_other_weights(few=True):
             return
         if weights_now(model) != self._latest.weights:
@@ -339,7 +339,7 @@ class Tracking:
         self._verified = min(self._verified, tokens)
         if self._positions is not None:
             self._positions.crop(tokens)
-        # What an interrupted pass left is gone, or the caller's; states are as they are.
+        # The tokens of an interrupted pass are dropped or kept by the caller, but its states cannot be undone.
         self._failed |= self._running
         self._left, self._running, self._passes = None, False, Passes()
 
@@ -434,7 +434,7 @@ class Tracking:
                 f"generate got {ids.shape[1]} token ids, but the cache holds {held}: pass those {held} ids followed by at least one "
                 f"new one. {instead if ids.shape[1] == held else _SHARED}"
             )
-        # The caller knows of the tokens that a failed pass left.
+        # The ids match, so the caller has taken the tokens of a failed pass into account.
         self._left = None
 
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 VERSIONS = ("0.32", "0.33")
 """The versions of vLLM that kvpack was run in."""
 PLACEMENTS = ("primary", "store")
-"""The places where rows may be: in vLLM's own host memory, or in a kvpack store below it."""
+"""Values of ``placement``: rows are in vLLM's own host memory, or in a kvpack store below it."""
 STORE_OPTIONS = (
     "location", "max_bytes", "encryption_key_file", "recipe", "basis", "layout", "threads", "revision", "adapter", "tenant", "any_version",
 )  # fmt: skip
@@ -28,7 +28,7 @@ STORE_OPTIONS = (
 
 def register() -> None:
     """Register kvpack's connector and the tier type "kvpack" with vLLM, if this vLLM has such registries."""
-    # Of the connector also a vLLM without tiers is told: it refuses it by name.
+    # Register the connector even in a vLLM without tiers, so that its error names the missing interface.
     with suppress(ImportError, AttributeError):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ABSENT = b"kvpack-absent 1\n"
-"""The first bytes of a row's place if there is no block, because a sliding window has passed it or the chunk is not full."""
+"""First bytes of a row without a block, because a sliding window has passed it or the chunk is not full."""
 
 
 def row_key(key: bytes, place: int) -> bytes:

@@ -32,7 +32,7 @@ def check_layout(layout: str, group: Group) -> None:
         assert v is not None
         keys, values = memory.view(2, heads, 2 * tokens, dim).chunk(2, dim=2)
         given = [x[0].transpose(0, 1).contiguous() for x in (k, v)]
-        # Block 1, so that a writer of another place is seen.
+        # Use block 1, so that writes to another block are noticed.
         slots = torch.arange(tokens, device="cpu") + tokens
         ops.cpu_attn_reshape_and_cache(*given, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
 

@@ -181,7 +181,7 @@ def _group(vllm_config: Any, group: Any) -> Group:
 
     spec, layers = group.kv_cache_spec, len(group.layer_names)
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        # Blocks of as many bytes may hold other heads: of all layers the values are packed as those of one.
+        # Compare shapes too: blocks of the same size may have other heads, and all layers of a group are packed as the same shape.
         shape = ("page_size_bytes", "num_kv_heads", "head_size", "head_size_v", "dtype")
         result = {
             (type(layer_spec), *(getattr(layer_spec, name, None) for name in shape)): layer_spec

@@ -47,7 +47,7 @@ def settings_of(vllm_config: Any) -> str:
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _IGNORED_SETTINGS}
-    # Some rotary embeddings choose their factors by the longest text that is served.
+    # Some rotary embeddings depend on the maximum length that the server supports.
     longest = model.max_model_len if any(kind in str(settings) for kind in ("longrope", "dynamic")) else None
     parts = {
         "model_config": (model, _MODEL), "cache_config": (vllm_config.cache_config, _CACHE),

@@ -50,7 +50,7 @@ def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[
         if not bad:
             return result
         tier.damaged_chunks += len(bad)
-        # Otherwise vLLM would ask for what the lookup said, again and again.
+        # Otherwise, vLLM would keep requesting chunks that the lookup had reported.
         for value in vars(tier).values():
             if isinstance(value, AsyncLookupManager):
                 value.mark_miss(bad)

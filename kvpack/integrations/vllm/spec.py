@@ -63,8 +63,8 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             str(options.get("adapter", "")),
             str(options.get("tenant", "")),
         )
-        # vLLM's own tiers and peers tell caches apart by the fields of this configuration, and rows are no pages. The settings are the
-        # scheduler's, which has the tiers: a worker's model may have changed its own since.
+        # vLLM's tiers and peers distinguish caches by the fields of this configuration, so the name must distinguish rows from pages.
+        # The settings are the scheduler's, which has the tiers: a worker's model may have changed its copy.
         name = hashlib.sha256(identity.digest + str(options[SETTINGS]).encode()).hexdigest()[:16]
         self.config = replace(config, model=replace(config.model, dtype=f"{config.model.dtype} in kvpack's rows {name}"))
         self._packed: PackedWorker | None = None
@@ -83,13 +83,13 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             for number, group in enumerate(groups)
         ]
         self.cpu_page_size_per_worker = max(codecs[0].nbytes for codecs in self.codecs) * self.blocks_per_chunk
-        # A chunk is of one group, and vLLM's own has room for the largest.
+        # A chunk belongs to one group, and vLLM sizes chunks for the largest group.
         page_bytes = max(group.page_bytes * group.layers for group in groups)
         self.kv_bytes_per_chunk = -(-self.cpu_page_size_per_worker * copies // mmap.PAGESIZE) * mmap.PAGESIZE
         self.num_chunks = int(options["cpu_bytes_to_use"]) // self.kv_bytes_per_chunk
         info: Any = getattr(self, "cpu_info", None)
         if info is not None:
-            # vLLM 0.33 publishes the size of its tier, which its constructor counts in chunks of pages.
+            # vLLM 0.33 publishes the size of its tier, which its constructor computes for unpacked pages.
             self.cpu_info = info.from_config(config, self.num_chunks, self.kv_bytes_per_chunk)
         self.ratio = page_bytes * self.blocks_per_chunk * copies / self.kv_bytes_per_chunk
         if not self.num_chunks:
@@ -109,7 +109,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 check_promotions(tier, view, self.codecs_by_number, self.cpu_page_size_per_worker, self.blocks_per_chunk)
             attach_keys(manager)
             manager.kvpack_ratio = self.ratio
-            # A child of vLLM's own logger, which vLLM shows.
+            # vLLM shows messages of its own logger and its children.
             logging.getLogger("vllm.kvpack").info(
                 "kvpack packs pages with %s, %.2f times smaller: host memory holds %d chunks",
                 self.extra_config["recipe"], self.ratio, self.num_chunks,

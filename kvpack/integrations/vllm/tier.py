@@ -143,7 +143,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: Any) -> None:
         """Start encoding and storing chunks. Existing chunks are kept, and the store evicts on its own."""
-        # vLLM's keys are a set, and those of one request begin with the chunks of its earlier jobs: a prefix is evicted from its end on.
+        # vLLM's keys are unordered, but a prefix must be evicted from its end, so sort the keys of a request by position.
         positions = getattr(job_metadata.req_context, "_offload_key_positions", {})
         chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids, strict=True))
         keys = sorted(chunks, key=lambda key: positions.get(key, 0))

@@ -159,14 +159,14 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
     def _on_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
             return nullcontext()
-        # Stores read what the model has begun to write, and blocks for loads may still be zeroed.
+        # Wait for the model, which may still write blocks to store, and for vLLM, which may still zero blocks to load.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
     def _stored(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
         """Copy rows to host memory. A page that could not be encoded leaves no valid row, so that loading it fails later."""
         for place in part.absent:
-            # What an earlier chunk has left there must not go on to other tiers.
+            # Erase the remains of an earlier chunk, so that they are not copied to other tiers.
             place[: len(ABSENT)] = self._absent
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             outcomes = job.outcomes()

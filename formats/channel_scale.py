@@ -121,7 +121,7 @@ class ChannelScale(ValueMap):
             factor = torch.minimum((ratio / _ORDINARY_RATIO_WITH_MEANS) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
             if self.dim % 2 == 0:
                 by_means = _mean_factors(squares, _span_squares(run, run.whole).median(2, keepdim=True).values)
-                # Outlier channels dominate norms, so attention sinks are not noticed: they are encoded, although they are far from the mean.
+                # Outlier channels dominate norms, so attention sinks are not noticed: they are encoded although they are far from the mean.
                 factor = torch.where((factor > _OUTLIER_FACTOR).any(3, keepdim=True), factor, by_means)
         return {STREAM: factor.clamp_max(_MAX_FACTOR).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 

@@ -114,7 +114,7 @@ class Client:
             check_seconds(f"{name} of the location", pool.connection_kwargs[name])
         for name, needed in _FIXED_OPTIONS.items():
             if (given := pool.connection_kwargs.get(name, needed)) != needed:
-                raise InvalidParameter(f"the location sets {name} to {given!r:.40}, and kvpack needs {needed!r}: leave it out of the URL")
+                raise InvalidParameter(f"the location sets {name} to {given!r:.40}, but kvpack needs {needed!r}: remove it from the URL")
         pool.connection_class = limit_connection(pool.connection_class, max_bytes)
         # A store that is dropped unclosed releases its sockets before the garbage collector finds them.
         self.close = weakref.finalize(self, self._client.close)

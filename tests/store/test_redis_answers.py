@@ -202,16 +202,16 @@ def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) 
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("decode_responses=True", "sets decode_responses to 'True', and kvpack needs False: leave it out of the URL"),
+        ("decode_responses=True", "sets decode_responses to 'True', but kvpack needs False: remove it from the URL"),
         ("encoding=utf-16", "sets encoding to 'utf-16'"),
-        ("protocol=3", "sets protocol to 3, and kvpack needs 2"),
-        ("no_such_option=1", "^the location sets 'no_such_option', which is no option of such a connection: leave it out of the URL$"),
-        ("ssl_cert_reqs=none", "sets 'ssl_cert_reqs', which is no option of such a connection"),
+        ("protocol=3", "sets protocol to 3, but kvpack needs 2"),
+        ("no_such_option=1", "^the location sets 'no_such_option', which is not an option of such a connection: remove it from the URL$"),
+        ("ssl_cert_reqs=none", "sets 'ssl_cert_reqs', which is not an option of such a connection"),
         ("socket_timeout=abc", "not the URL of a Redis server"),
         ("socket_timeout=0", "socket_timeout of the location is 0.0, expected a number of seconds above 0"),
         ("socket_connect_timeout=-1", "socket_connect_timeout of the location is -1.0"),
         # redis-py expects Python objects as their values.
-        ("retry=3", "sets 'retry', which is no option of such a connection"),
+        ("retry=3", "sets 'retry', which is not an option of such a connection"),
         ("maint_notifications_config=1", "sets 'maint_notifications_config'"),
         ("socket_read_size=0", "sets 'socket_read_size'"),
     ],

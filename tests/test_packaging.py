@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def _built(tmp_path_factory: pytest.TempPathFactory, out: Path, **variables: str
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    out = once.folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder))
+    # -O3 would take half a minute more.
+    compiler = {"CC": str(ROOT / ".ci" / "gcc-o1")} if shutil.which("gcc") else {}
+    out = once.folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder, **compiler))
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
@@ -170,8 +173,14 @@ def test_the_wheel_holds_every_module_and_what_a_run_reads(wheel: zipfile.ZipFil
 
 
 @pytest.mark.scenario
-def test_the_wheel_has_at_most_two_megabytes_besides_the_demo_s_model(wheel: zipfile.ZipFile) -> None:
-    assert WHEEL_SIZE["size"](str(wheel.filename)) <= WHEEL_SIZE["LIMIT"] == 2_000_000
+def test_the_wheel_has_at_most_two_megabytes_besides_the_demo_s_model(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """With the library of the checkout, which -O3 makes larger than that of the wheel."""
+    whole = WHEEL_SIZE["size"](str(wheel.filename))
+    if LIBRARY in wheel.namelist():
+        shutil.copy(ROOT / LIBRARY, tmp_path / "library")
+        subprocess.run(["strip", "--strip-all", "library"], cwd=tmp_path, check=True)
+        whole += len(zlib.compress((tmp_path / "library").read_bytes(), 9)) - wheel.getinfo(LIBRARY).compress_size
+    assert whole <= WHEEL_SIZE["LIMIT"] == 2_000_000
 
 
 @pytest.mark.scenario

@@ -33,9 +33,9 @@ def _calls(node: ast.AST, on_cpu: bool) -> Iterator[tuple[ast.Call, str, bool]]:
     """Calls of factories, their names, and whether they are made where the CPU is the default device."""
     on_cpu = on_cpu or _is_decorated(node)
     if isinstance(node, ast.Call):
-        module, _, name = ast.unparse(node.func).rpartition(".")
-        if module == "torch" and name in FACTORIES:
-            yield node, name, on_cpu
+        match node.func:
+            case ast.Attribute(ast.Name("torch"), name) if name in FACTORIES:
+                yield node, name, on_cpu
     for child in ast.iter_child_nodes(node):
         yield from _calls(child, on_cpu)
 

@@ -50,10 +50,10 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def offences(source: str) -> list[str]:
-    """Names in ``source`` by which bytes could become code."""
+def offences(tree: ast.Module) -> list[str]:
+    """Names in ``tree`` by which bytes could become code."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.partition(".")[0] in EXECUTES_DATA]
         elif isinstance(node, ast.ImportFrom):
@@ -70,10 +70,10 @@ def offences(source: str) -> list[str]:
     return found
 
 
-def dynamic_imports(source: str) -> int:
-    """How often ``source`` names import_module or the machinery below it."""
+def dynamic_imports(tree: ast.Module) -> int:
+    """How often ``tree`` names import_module or the machinery below it."""
     names = {"import_module", "spec_from_file_location", "module_from_spec", "exec_module", "load_module", "SourceFileLoader"}
-    nodes = ast.walk(ast.parse(source))
+    nodes = ast.walk(tree)
     used = [node.id if isinstance(node, ast.Name) else node.attr for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]
     return len([name for name in used if name in names])
 
@@ -151,11 +151,11 @@ def test_formats_import_torch_lazily(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_bytes_become_code(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     # formats/ lie outside the package.
-    assert offences(source) == MEASURED.get(path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else "", [])
+    assert offences(tree) == MEASURED.get(path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else "", [])
     # These map their public names to their own modules by a constant table.
-    assert dynamic_imports(source) == (1 if path in (PACKAGE / "__init__.py", PACKAGE / "pages" / "__init__.py") else 0)
+    assert dynamic_imports(tree) == (1 if path in (PACKAGE / "__init__.py", PACKAGE / "pages" / "__init__.py") else 0)
 
 
 def test_public_names_are_listed_before_they_are_imported() -> None:
@@ -189,6 +189,6 @@ def test_public_names_come_from_a_constant_table(package: Any) -> None:
     ],
 )
 def test_the_gate_sees_what_it_forbids(source: str, found: str) -> None:
-    assert found in offences(source)
-    assert dynamic_imports("from importlib import import_module\nimport_module(name)") == 1
-    assert dynamic_imports("importlib.util.spec_from_file_location(a, b)") == 1
+    assert found in offences(ast.parse(source))
+    assert dynamic_imports(ast.parse("from importlib import import_module\nimport_module(name)")) == 1
+    assert dynamic_imports(ast.parse("importlib.util.spec_from_file_location(a, b)")) == 1

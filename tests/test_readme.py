@@ -14,6 +14,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOB, RAW = "https://github.com/kvpack/kvpack/(?:blob|tree)/main/", "https://raw.githubusercontent.com/kvpack/kvpack/main/"
 
 
+@pytest.mark.scenario
 @pytest.mark.usefixtures("chat_model")
 def test_the_examples_print_what_the_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

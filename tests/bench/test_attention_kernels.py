@@ -80,6 +80,7 @@ def test_without_a_device_it_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "needs a CUDA device, but PyTorch finds none" in capsys.readouterr().err
 
 
+@pytest.mark.scenario
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [

@@ -27,6 +27,7 @@ def found(model: Any) -> kvpack.bench.evaluate.Evaluation:
     return kvpack.evaluate(model, None, TEXT, ["octopus-3", "kivi-2"], **SIZES)
 
 
+@pytest.mark.scenario
 def test_results_are_those_of_bench_quality(found: kvpack.bench.evaluate.Evaluation) -> None:
     settings = quality.Settings(**SIZES, needles=0)
     expected = quality.run(None, None, ["octopus-3", "kivi-2"], settings, reference="fp8")
@@ -78,6 +79,7 @@ def test_the_model_stays_as_it_was(model: Any) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.scenario
 def test_windows_come_from_all_texts(model: Any) -> None:
     texts = [TEXT[:300], "short", TEXT[300:]]
     sizes = {"tokens": 96, "score": 32, "windows": 4, "reference": None}

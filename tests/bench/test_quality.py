@@ -504,6 +504,7 @@ def test_default_recipes() -> None:
     assert len(quality.RECIPES) <= 18
 
 
+@pytest.mark.scenario
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "400", "--score", "32", "--windows", "2", "--needles", "1", "--generate", "40"]
     words = ["bench", "quality", "--model", "demo", *sizes, "--recipe", "kivi-2", "--twin", "8"]

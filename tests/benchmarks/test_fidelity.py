@@ -45,11 +45,13 @@ def test_no_figure_differs_for_an_unknown_reason(report: Any) -> None:
     assert all(row["note"] for row in report["rows"] if row["verdict"] == "explained")
 
 
+@pytest.mark.scenario
 def test_names_are_unique(report: Any) -> None:
     names = [(row["paper"], row["table"], row["name"]) for row in report["rows"]]
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.scenario
 def test_table_1_has_every_system(report: Any) -> None:
     names = figures(report, "OCTOPUS", "Table 1")
     for b in (2, 3, 4):
@@ -61,6 +63,7 @@ def test_table_1_has_every_system(report: Any) -> None:
     assert len(names) == 48
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize(
     ("paper", "table", "count"),
     [
@@ -88,6 +91,7 @@ def test_tables_have_their_figures(report: Any, paper: str, table: str, count: i
     assert len(figures(report, paper, table)) >= count
 
 
+@pytest.mark.scenario
 def test_known_figures(report: Any) -> None:
     """Some of the published figures themselves, to catch a table copied wrongly."""
     assert figures(report, "OCTOPUS", "Table 1")["b = 3, OCTOPUS: MSE"]["published"] == 0.0260
@@ -164,6 +168,7 @@ def refuse(name: str) -> NoReturn:
     raise AssertionError(f"{name} is no JSON")
 
 
+@pytest.mark.scenario
 def test_json_is_strict_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for _ in range(2):
@@ -176,6 +181,7 @@ def test_json_is_strict_and_the_same_again(capsys: pytest.CaptureFixture[str]) -
     assert sum(found["verdicts"].values()) == len(found["rows"])
 
 
+@pytest.mark.scenario
 def test_tables_are_printed(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fidelity.show(report)
     out = capsys.readouterr().out

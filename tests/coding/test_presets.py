@@ -121,6 +121,7 @@ def test_rates_refuse_what_no_cache_can_be() -> None:
         rates(Recipe("octopus-3"), 1, 1, 1, 72)
 
 
+@pytest.mark.scenario
 def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, "--json"))
     assert [row["name"] for row in found["recipes"]] == list(PRESETS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from kvpack.cache.side import Side
     from kvpack.formats.base import Codec
+
+pytestmark = pytest.mark.scenario
 
 MAX_DIM = 64
 VOCABULARY = Vocabulary.of(kvpack_files())

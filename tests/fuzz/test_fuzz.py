@@ -90,6 +90,7 @@ def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Tar
     assert (report.compared > 0) == (target.compare is not None)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_committed_corpus_runs_without_a_failure(name: str, targets: Callable[[str], Target]) -> None:
     target, found = targets(name), seeds.committed_inputs(name)

@@ -368,6 +368,7 @@ def test_infinite_keys_do_as_in_torch(infinite: float) -> None:
     torch.testing.assert_close(kvpack.attend(q, layer), by_torch(q, layer), equal_nan=True, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.scenario
 def test_a_thousand_runs_agree_with_torch() -> None:
     # Attention is the same in any order of runs without a window, so fifty of them, twenty times, are as good as a thousand others.
     layers = 20 * [kvpack.pack(random_pairs(1, 32, heads=1, seed=seed), "oscar-2")[0] for seed in range(50)]

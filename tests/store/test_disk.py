@@ -23,6 +23,7 @@ def on_disk(folder: Path) -> int:
     return int(subprocess.run(["du", "-s", "-B1", folder], check=True, capture_output=True, text=True).stdout.split()[0])
 
 
+@pytest.mark.scenario
 def test_small_rows_take_whole_blocks(tmp_path: Path) -> None:
     pages = kvpack.pages.PageBuffer(GEOMETRY, *(torch.randn(1, 1, 1, 16, 32).bfloat16() for _ in range(2)))
     with kvpack.PageStore(tmp_path / "store", PAGES, GEOMETRY, max_bytes=1_500_000) as store:

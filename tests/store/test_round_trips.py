@@ -302,6 +302,7 @@ def test_a_put_of_nothing_asks_nothing() -> None:
     assert Memory(Counters(), max_bytes=10).put_all([b"k" * 32], {}, 0) == []
 
 
+@pytest.mark.scenario
 def test_listing_and_removing_ask_for_many_entries_at_once(server: Server, tmp_path: Path) -> None:
     """What commands need for 200 entries takes as many requests as what they need for 100, or one page of names more."""
     asked: list[dict[str, int]] = []

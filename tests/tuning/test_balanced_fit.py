@@ -105,6 +105,7 @@ def test_sums_are_those_of_the_models_own_keys_and_queries() -> None:
     torch.testing.assert_close(both.keys, first.keys)
 
 
+@pytest.mark.scenario
 def test_keys_cost_less_in_the_frame(basis: Path) -> None:
     settings = quality.Settings(tokens=384, score=64, windows=2, needles=0, seed=5)
     plain, framed, mean, centered = recipes = [
@@ -131,6 +132,7 @@ def test_a_basis_of_balanced_frames_has_the_means_of_keys_before_rope(basis: Pat
     assert torch.equal(queries, queries.mT)
 
 
+@pytest.mark.scenario
 def test_a_calibration_for_all_codecs_has_balanced_frames_too(tmp_path: Path) -> None:
     path = tmp_path / "x.kvbasis"
     calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, score=16, windows=2))

@@ -65,6 +65,7 @@ def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_p
     assert path.read_bytes() == basis.read_bytes()
 
 
+@pytest.mark.scenario
 def test_more_bits_cost_the_model_less_than_the_past_is_worth(basis: Path) -> None:
     # Several windows: a few tokens decide the divergence of one.
     settings = quality.Settings(tokens=96, score=24, windows=3, needles=0, seed=5)
@@ -130,6 +131,7 @@ def test_weights_that_more_than_queries_and_keys_decide_have_no_share(name: str)
     assert windows.attention_shares(model, tokens, pairs, [torch.ones(24, dtype=torch.bool) for _ in pairs]) == []
 
 
+@pytest.mark.scenario
 def test_the_weight_of_raw_tokens_is_reported(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = calibrate.run(None, None, str(tmp_path / "x.kvbasis"), SIZES)
     assert (tmp_path / "x.kvbasis").read_bytes() == basis.read_bytes()
@@ -439,6 +441,7 @@ def test_levels_have_a_little_more_than_the_energy_of_the_columns() -> None:
             assert values[tables.max_level + 1] == pytest.approx(frames_fit.LARGEST_SCALE * mean, rel=0.05)
 
 
+@pytest.mark.scenario
 def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "twin.kvbasis"
     arguments = ["calibrate", "--out", str(out), "--tokens", "32", "--score", "8", "--windows", "1", "--twin", "8", "--rows", "fp32"]
@@ -453,6 +456,7 @@ def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.Capt
     assert kvpack.Basis is Basis
 
 
+@pytest.mark.scenario
 def test_widths_are_by_what_each_layer_and_side_loses(tmp_path: Path) -> None:
     path, steps = tmp_path / "x.kvbasis", []
     settings = calibrate.Settings(tokens=64, windows=2, balanced_only=True, widths=1)

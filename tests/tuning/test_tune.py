@@ -66,6 +66,7 @@ def test_the_budget_is_kept(found: Any) -> None:
     assert found["tuned"]["bytes"] == found["tuned"]["bits_per_value"] * 4 * 2 * 128 * 64 / 8
 
 
+@pytest.mark.scenario
 def test_the_recipe_file_is_the_recipe(found: Any) -> None:
     recipe = parse_recipe(f"@{found['file']}")
     assert recipe.text == found["recipe"]
@@ -76,6 +77,7 @@ def test_the_recipe_file_is_the_recipe(found: Any) -> None:
             assert recipe.codec(number, 4, side, 64) == Recipe(f"kv={codec}").codec(0, 1, side, 64)
 
 
+@pytest.mark.scenario
 def test_the_loss_can_be_measured_again(found: Any, tinylm: Any, tmp_path: Path) -> None:
     for part, of_text in tuning_windows().items():
         exact = [windows.read_exactly(tinylm, tokens, 32) for tokens in of_text]
@@ -87,6 +89,7 @@ def test_the_loss_can_be_measured_again(found: Any, tinylm: Any, tmp_path: Path)
             assert 8 * sum(it.bytes for it in measured) / sum(it.values for it in measured) == found["tuned"]["bits_per_value"]
 
 
+@pytest.mark.scenario
 def test_the_tuned_recipe_is_the_best_that_was_measured(found: Any) -> None:
     losses = {step["recipe"]: step["kl_divergence"] for step in found["measured"]}
     assert losses[found["recipe"]] == min(losses.values()) == found["tuned"]["searched"]["kl_divergence"]
@@ -98,6 +101,7 @@ def test_the_tuned_recipe_is_the_best_that_was_measured(found: Any) -> None:
     assert difference == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.scenario
 def test_every_candidate_was_tried_in_every_place(found: Any) -> None:
     rows = {(row["layer"], row["side"], row["codec"]): row for row in found["sensitivities"]}
     codecs = {"k": ["scalar:b=2", "scalar:b=3", "group:b=4,g=32"], "v": ["scalar:b=2", "scalar:b=3", "octahedral:b=3"]}
@@ -118,6 +122,7 @@ def test_one_seed_one_result(found: Any) -> None:
     assert first["tuned"] != found["tuned"]
 
 
+@pytest.mark.scenario
 def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "measurements.json"
     words = [*WORDS, "--candidate", "scalar:b=2", "--candidate", "scalar:b=3", "--json", "--measurements", str(path)]
@@ -173,6 +178,7 @@ def test_other_files_hold_no_measurements(tmp_path: Path, content: str, message:
         journal.open_journal(str(path), exact)
 
 
+@pytest.mark.scenario
 @pytest.mark.parametrize("quick", [True, False], ids=["fast", "thorough"])
 def test_progress_ends_at_its_total(quick: bool) -> None:
     seen: list[tuple[int, int]] = []
@@ -183,6 +189,7 @@ def test_progress_ends_at_its_total(quick: bool) -> None:
     assert seen[-1][0] == seen[-1][1] >= len(seen) - 1
 
 
+@pytest.mark.scenario
 def test_the_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     show(found)
     shown = capsys.readouterr().out

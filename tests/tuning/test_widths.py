@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SIZES = tune.Settings(tokens=512, score=128, windows=1, held_out=1)
 
 
+@pytest.mark.scenario
 def test_places_that_lose_more_get_more_bits() -> None:
     done: list[tuple[int, int]] = []
     report = tune.run(None, None, 4.0, SIZES, widths=True, progress=lambda *counts: done.append(counts))

@@ -37,7 +37,7 @@ TOKEN_SCALE_FEATURE = "token-scale-per-head"
 """Required feature of codecs with token scales per head."""
 
 SCALE_DTYPES = ("fp16", "u8")
-CENTRES = ("middle", "zero")
+CENTERS = ("middle", "zero")
 SMALLEST_HALF = 2.0**-24
 """The smallest positive binary16."""
 
@@ -68,7 +68,7 @@ class Group(CodecFamily):
     token_scale: str = field(metadata=one_of(TOKEN_SCALES))
     fields: Fields
     scale_dtype: str = field(default="fp16", metadata=one_of(SCALE_DTYPES) | OPTIONAL)
-    centre: str = field(default="middle", compare=False, metadata=one_of(CENTRES) | ENCODER_ONLY)
+    centre: str = field(default="middle", compare=False, metadata=one_of(CENTERS) | ENCODER_ONLY)
     norm_rule: str = field(default=NORM_RULES[0], compare=False, metadata=one_of(NORM_RULES) | ENCODER_ONLY)
 
     def __post_init__(self) -> None:
@@ -86,11 +86,11 @@ class Group(CodecFamily):
         seed = cls.option(options, "seed", 0)
         token_scale = cls.option(options, "token_scale", "none")
         scale_dtype = cls.option(options, "scale_dtype", "fp16", "scales")
-        centre = cls.option(options, "centre", "middle")
+        center = cls.option(options, "centre", "middle")
         rule = read_norm_rule(options)
         options.finish()
         fields = (("codes", default_fields(dim, (2**bits,))),)
-        return cls(dim, bits, axis, size, rotation, seed, token_scale, fields, scale_dtype, centre, rule)
+        return cls(dim, bits, axis, size, rotation, seed, token_scale, fields, scale_dtype, center, rule)
 
     @property
     def nominal_bits(self) -> float:
@@ -136,16 +136,16 @@ class Group(CodecFamily):
             return RunEncoder({}, lambda block, _: self._encode(block, None))
         empty = torch.zeros(*run.shape[:2], 1, 4, dtype=torch.float16, device=run.device)
         last = before["scale_range"] if before else None
-        chosen = scale_range.choose_range(self._scales_and_centres(run), last, empty, self._middle)
+        chosen = scale_range.choose_range(self._scales_and_centers(run), last, empty, self._middle)
         return RunEncoder({"scale_range": chosen}, lambda block, _: self._encode(block, chosen))
 
-    def _scales_and_centres(self, run: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _scales_and_centers(self, run: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for block in run.blocks():
             if block.numel():
                 grouped = self._grouped(self._divide_by_token_scale(block)[0])
                 low, high = grouped.amin(self._member_axis), grouped.amax(self._member_axis)
-                centre = self._centre(low, high)
-                yield self._scale(low, high, centre), centre
+                center = self._center(low, high)
+                yield self._scale(low, high, center), center
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         batch, heads, tokens, dim = x.shape
@@ -158,20 +158,20 @@ class Group(CodecFamily):
         low, high = grouped.amin(dim), grouped.amax(dim)
         # The scale is measured from the stored center, so that rounding the center costs range and not accuracy.
         if chosen_range is None:
-            stored_centre = stored_norm(self._centre(low, high), "F16", "center of a group")
-            centre = stored_centre.to(torch.float32)
-            stored_scale = stored_norm(self._scale(low, high, centre), "F16", "scale of a group")
+            stored_center = stored_norm(self._center(low, high), "F16", "center of a group")
+            center = stored_center.to(torch.float32)
+            stored_scale = stored_norm(self._scale(low, high, center), "F16", "scale of a group")
             scale = stored_scale.to(torch.float32)
         else:
-            stored_centre, centre = scale_range.encode_nearest(self._centre(low, high), chosen_range, scale_range.CENTRE)
-            stored_scale, scale = scale_range.encode_nearest(self._scale(low, high, centre), chosen_range, scale_range.SCALE)
+            stored_center, center = scale_range.encode_nearest(self._center(low, high), chosen_range, scale_range.CENTER)
+            stored_scale, scale = scale_range.encode_nearest(self._scale(low, high, center), chosen_range, scale_range.SCALE)
         per_step = scale.clamp_min(SMALLEST_HALF).reciprocal()
-        offset = self._middle - centre * per_step
+        offset = self._middle - center * per_step
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]
         if streams and self.norm_rule == "unbiased":
-            streams = {"token_scale": self._unbiased(streams["token_scale"], u, self._values(codes, scale, centre))}
-        return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_centre], -1)} | streams
+            streams = {"token_scale": self._unbiased(streams["token_scale"], u, self._values(codes, scale, center))}
+        return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_center], -1)} | streams
 
     def _unbiased(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Return the token scales that norm_rule=unbiased stores for tokens ``u``, which are already divided by ``factor``."""
@@ -196,11 +196,11 @@ class Group(CodecFamily):
         """Axes of the values that share a token scale."""
         return (3,) if self.scale_per_head else (1, 3)
 
-    def _centre(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    def _center(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         return (low + high) / 2 if self.centre == "middle" else torch.zeros_like(low)
 
-    def _scale(self, low: torch.Tensor, high: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(high - centre, centre - low) * (1.0 / self._middle)
+    def _scale(self, low: torch.Tensor, high: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(high - center, center - low) * (1.0 / self._middle)
 
     @property
     def _member_axis(self) -> int:
@@ -255,11 +255,11 @@ class Group(CodecFamily):
         u = self._values(codes, *self.with_fp16_scales(streams)[1]["scales"].to(torch.float32).unbind(-1))
         return u if self.token_scale == "none" else u * streams["token_scale"].to(torch.float32)[..., None]
 
-    def _values(self, codes: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+    def _values(self, codes: torch.Tensor, scale: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
         """Decode ``codes`` with these scales and centers, without the token scale."""
         dim = self._member_axis
         grouped = self._grouped(codes.to(torch.float32, copy=True).sub_(self._middle))
-        grouped = grouped.mul_(scale.unsqueeze(dim)).add_(centre.unsqueeze(dim))
+        grouped = grouped.mul_(scale.unsqueeze(dim)).add_(center.unsqueeze(dim))
         return grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])
 
 

@@ -127,5 +127,5 @@ class KeyMean(PageVector):
         codes = streams[CODES]
         if self.bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], 3)
-        centred = codes.to(torch.float32) - float(1 << self.bits - 1)
-        return centred * streams[SCALE].to(torch.float32)[..., None]
+        centered = codes.to(torch.float32) - float(1 << self.bits - 1)
+        return centered * streams[SCALE].to(torch.float32)[..., None]

@@ -249,14 +249,14 @@ class Klt(CodecFamily):
     def _encode(self, x: torch.Tensor, rows: BasisRows) -> dict[str, torch.Tensor]:
         if self.fixed_heads is not None:
             return self._encode_heads(x, rows)
-        centred = product(x, rows.inverse) - rows.mean
+        centered = product(x, rows.inverse) - rows.mean
         codes: dict[int, list[torch.Tensor]] = {width: [] for width in used_widths(self.widths)}
         squared_length, product_sum = x.new_zeros(x.shape[:3]), x.new_zeros(x.shape[:3])
         decoded_length = x.new_zeros(x.shape[:3])
         for run, width in enumerate(self.widths):
             if width:
                 columns = run_columns(run, self.dim)
-                values = centred[..., columns]
+                values = centered[..., columns]
                 digit, decoded = _nearest(values, rows.table(run, width))
                 codes[width].append(digit)
                 squares = rows.weights[..., columns].square()
@@ -274,7 +274,7 @@ class Klt(CodecFamily):
             raise InvalidParameter(f"the widths of codec {self.id} are for {self.fixed_heads} heads, but the values have {heads}")
         count = head_run_count(self.dim)
         spare = count * HEAD_RUN_COLUMNS - self.dim
-        centred, weights = (
+        centered, weights = (
             functional.pad(operand, (0, spare)).view(*operand.shape[:3], count, HEAD_RUN_COLUMNS)
             for operand in (product(x, rows.inverse) - rows.mean, rows.weights.expand(-1, heads, -1, -1))
         )
@@ -285,7 +285,7 @@ class Klt(CodecFamily):
                 torch.tensor(operand, dtype=torch.int64, device=x.device) for operand in (part.heads, part.runs, part.places)
             )
             # [batch, run, token, column]
-            values = centred[:, head, :, run].transpose(0, 1)
+            values = centered[:, head, :, run].transpose(0, 1)
             digit, decoded = _nearest(values, rows.head_tables(part.heads, part.runs, part.width))
             # Missing columns have zeros as codes.
             digit[..., part.columns :] = 0

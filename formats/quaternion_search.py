@@ -141,13 +141,13 @@ class Grid:
         """Return the nearest codeword of each chunk, int32 ``[chunks]``."""
         w, x, y, z = planes
         total = w.abs().add_(x.abs()).add_(y.abs()).add_(z.abs())
-        towards = total.clamp_min_(_MIN_SUM).reciprocal_().copysign_(w)
-        mapped = [plane * towards for plane in planes]
+        toward = total.clamp_min_(_MIN_SUM).reciprocal_().copysign_(w)
+        mapped = [plane * toward for plane in planes]
         middle = self._resolution // 2
         i, j, k = (torch.add(middle, plane, alpha=middle * _SHRINK).to(torch.int32) for plane in mapped[1:])
         row = self._rows.index_select(0, i.mul_(self._resolution).add_(j).mul_(self._resolution).add_(k))
         second = _sign_bit(_weighted_sum(mapped, _gather(self._bisectors, row)))
-        entry, flipped = (row << 2).add_(second), _sign_bit(towards)
+        entry, flipped = (row << 2).add_(second), _sign_bit(toward)
         winner = self._pairs.index_select(0, torch.add(entry, flipped, alpha=2))
         longer = (row >= self._starts[2]).nonzero()[:, 0]
         row, entry, flipped = (array.index_select(0, longer) for array in (row, entry, flipped))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .value_blocks import Array
 
-SCALE, CENTRE = 0, 1
+SCALE, CENTER = 0, 1
 """Indices of the scale and of the center in a pair and in a range. A range is the step and the minimum of the root for each of the two."""
 
 MAX_ENCODED = 255.0**2
@@ -36,14 +36,14 @@ def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor
 
     ``scale_range`` is the range of the run, binary16 ``[batch, kv_head, 1, 4]``.
     """
-    return torch.stack([_decode_values(codes[..., member], scale_range, member) for member in (SCALE, CENTRE)], -1).to(torch.float16)
+    return torch.stack([_decode_values(codes[..., member], scale_range, member) for member in (SCALE, CENTER)], -1).to(torch.float16)
 
 
 def encode_nearest(values: torch.Tensor, scale_range: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode scales or centers ``[batch, kv_head, row, group]``: return the nearest uint8 codes, and the float32 values that they decode
     to.
 
-    ``member`` is ``SCALE`` or ``CENTRE``.
+    ``member`` is ``SCALE`` or ``CENTER``.
     """
     step, minimum = _step_and_minimum(scale_range, member)
     codes = ((_signed_root(values) - minimum) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, _STEPS).to(torch.uint8)
@@ -76,10 +76,10 @@ def choose_range(
     which a group extends to either side of its center. Raises OutOfRange, naming the position, for a value above ``MAX_ENCODED``.
     """
     ends: list[torch.Tensor] = []
-    for scale, centre in blocks:
-        for values, what in ((scale, "scale"), (centre, "center")):
+    for scale, center in blocks:
+        for values, what in ((scale, "scale"), (center, "center")):
             _check_size(values, what)
-        ends.append(torch.stack([torch.stack(_signed_root(values).flatten(2).aminmax(dim=2), -1) for values in (scale, centre)], -2))
+        ends.append(torch.stack([torch.stack(_signed_root(values).flatten(2).aminmax(dim=2), -1) for values in (scale, center)], -2))
     if not ends:
         return empty
     # [batch, kv_head, 1, member]
@@ -99,8 +99,8 @@ def choose_range(
     lowest = torch.tensor([0.0, -limit], dtype=torch.float32, device=low.device)
     low, high = (low - wider * span).maximum(lowest), (high + wider * span).clamp_max(limit)
     # The stored center is off by up to half a step plus the rounding of the range, so the group extends further from it.
-    root = torch.maximum(low.abs(), high.abs())[..., CENTRE]
-    off = (high - low)[..., CENTRE] / (2 * _STEPS) + root * 2.0**-10
+    root = torch.maximum(low.abs(), high.abs())[..., CENTER]
+    off = (high - low)[..., CENTER] / (2 * _STEPS) + root * 2.0**-10
     high[..., SCALE] = (high[..., SCALE].square() + (2 * root + off) * off / middle).sqrt().clamp_max(limit)
     return torch.stack([(high - low) / _STEPS, low], -1).flatten(-2).to(torch.float16)
 

@@ -122,7 +122,7 @@ def test_sources_without_a_part_are_refused_with_what_to_do(tmp_path: Path) -> N
     assert "kvpack/formats is not a folder: expected a symbolic link to ../formats; clone the repository again" in done.stderr
 
 
-MISSPELT = """
+MISSPELLED = """
 import kvpack
 
 cache = kvpack.load("prompt.kvpack")
@@ -133,14 +133,14 @@ kvpack.lod("prompt.kvpack")
 
 
 @pytest.mark.scenario
-def test_a_type_checker_finds_misspelt_names_of_the_checkout(tmp_path: Path) -> None:
-    (tmp_path / "misspelt.py").write_text(MISSPELT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", "misspelt.py"]
+def test_a_type_checker_finds_misspelled_names_of_the_checkout(tmp_path: Path) -> None:
+    (tmp_path / "misspelled.py").write_text(MISSPELLED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", "misspelled.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     found = subprocess.run(command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
     # Without the settings of the checkout, mypy misses the stubs of its dependencies, too.
-    errors = [line.split(": ")[0] for line in found.splitlines() if line.startswith("misspelt.py:")]
-    assert errors == [f"misspelt.py:{line}" for line in (5, 6, 7)]
+    errors = [line.split(": ")[0] for line in found.splitlines() if line.startswith("misspelled.py:")]
+    assert errors == [f"misspelled.py:{line}" for line in (5, 6, 7)]
 
 
 WHEEL_SIZE = runpy.run_path(str(ROOT / ".ci" / "wheel_size.py"))

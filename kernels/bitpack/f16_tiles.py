@@ -72,7 +72,7 @@ def negate_by_bit(value: tl.tensor, word: tl.tensor, POSITION: tl.constexpr, FAS
 def split_scales(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     """Split int32 ``scales`` into their binary16 scale (low half) and center (high half), the operands of ``affine``."""
     if FAST:
-        scale, centre = tl.inline_asm_elementwise(
+        scale, center = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
             "=&r,=&r,r,r",
             [scales],
@@ -82,8 +82,8 @@ def split_scales(scales: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
         )
     else:
         scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        centre = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return scale, centre
+        center = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale, center
 
 
 FRACTION_BITS = 10
@@ -132,7 +132,7 @@ def _affine_ptx(position: int, bits: int, middle: float) -> str:
 def affine(
     word: tl.tensor,
     scale: tl.tensor,
-    centre: tl.tensor,
+    center: tl.tensor,
     POSITION: tl.constexpr,
     BITS: tl.constexpr,
     MIDDLE: tl.constexpr,
@@ -140,16 +140,16 @@ def affine(
 ) -> tl.tensor:
     """Return (code - ``MIDDLE``) * scale + center in binary16, for ``BITS``-bit codes that begin at bit ``POSITION`` of ``word``.
 
-    ``scale`` and ``centre`` are binary16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or the next integer, which saves a shift
+    ``scale`` and ``center`` are binary16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or the next integer, which saves a shift
     for codes that begin at bit 0.
     """
     if FAST:
         value = tl.inline_asm_elementwise(
-            _affine_ptx(POSITION, BITS, MIDDLE), "=r,r,r,r", [word, scale, centre], dtype=tl.float16, is_pure=True, pack=2
+            _affine_ptx(POSITION, BITS, MIDDLE), "=r,r,r,r", [word, scale, center], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         code = (word >> POSITION) & ((1 << BITS) - 1)
-        value = (code.to(tl.float16) - MIDDLE) * scale + centre
+        value = (code.to(tl.float16) - MIDDLE) * scale + center
     return value
 
 
@@ -157,7 +157,7 @@ def affine(
 def affine_column(
     planes: tl.tuple,
     scale: tl.tensor,
-    centre: tl.tensor,
+    center: tl.tensor,
     BIT: tl.constexpr,
     BITS: tl.constexpr,
     MIDDLE: tl.constexpr,
@@ -165,9 +165,9 @@ def affine_column(
 ) -> tl.tensor:
     """Apply ``affine`` to ``BITS`` bits of each column, beginning at ``BIT``, which may span two planes."""
     if BIT % 16 + BITS > 16:
-        value = affine(extract_straddling(planes, BIT, BITS, FAST), scale, centre, 0, BITS, MIDDLE, FAST)
+        value = affine(extract_straddling(planes, BIT, BITS, FAST), scale, center, 0, BITS, MIDDLE, FAST)
     else:
-        value = affine(planes[BIT // 16], scale, centre, BIT % 16, BITS, MIDDLE, FAST)
+        value = affine(planes[BIT // 16], scale, center, BIT % 16, BITS, MIDDLE, FAST)
     return value
 
 

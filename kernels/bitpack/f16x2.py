@@ -100,22 +100,22 @@ def _affine_ptx(bits: int) -> str:
 
 
 @triton.jit
-def affine_f16x2(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def affine_f16x2(codes: tl.tensor, scale: tl.tensor, center: tl.tensor, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return (code - 2^BITS / 2) * scale + center for two ``BITS``-bit codes (at most 8 bits) 16 bits apart, as f16x2.
 
-    ``scale`` and ``centre`` are f16x2.
+    ``scale`` and ``center`` are f16x2.
     """
     if FAST:
-        value = tl.inline_asm_elementwise(_affine_ptx(BITS), "=r,r,r,r", [codes, scale, centre], dtype=tl.uint32, is_pure=True, pack=1)
+        value = tl.inline_asm_elementwise(_affine_ptx(BITS), "=r,r,r,r", [codes, scale, center], dtype=tl.uint32, is_pure=True, pack=1)
     else:
-        value = _affine_half(codes, scale, centre, BITS, 0) | (_affine_half(codes, scale, centre, BITS, 1) << 16)
+        value = _affine_half(codes, scale, center, BITS, 0) | (_affine_half(codes, scale, center, BITS, 1) << 16)
     return value
 
 
 @triton.jit
-def _affine_half(codes: tl.tensor, scale: tl.tensor, centre: tl.tensor, BITS: tl.constexpr, WHICH: tl.constexpr) -> tl.tensor:
+def _affine_half(codes: tl.tensor, scale: tl.tensor, center: tl.tensor, BITS: tl.constexpr, WHICH: tl.constexpr) -> tl.tensor:
     code = ((codes >> (16 * WHICH)) & 0xFFFF).to(tl.float16) - float(1 << BITS >> 1)
-    return (code * _half_as_f16(scale, WHICH) + _half_as_f16(centre, WHICH)).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (code * _half_as_f16(scale, WHICH) + _half_as_f16(center, WHICH)).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit

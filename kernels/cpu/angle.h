@@ -1,4 +1,4 @@
-/* angle: cosine and sine of a bin's centre, times the pair's norm (formats/angle.py). */
+/* angle: cosine and sine of a bin's center, times the pair's norm (formats/angle.py). */
 
 enum { NORM_STORED, NORM_LINEAR, NORM_LOG };
 

@@ -219,7 +219,7 @@ def create_call(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -
     rotation, (candidates, tables) = rotations.describe(codec.rotation), codec.derived_values[_TABLES]
     call = library.Encode(*shape, ctypes.pointer(description.struct), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
     if isinstance(codec, Group):
-        call.zero_centre, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
+        call.zero_center, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
     elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle | Trellis):
         call.unbiased = codec.norm_rule == "unbiased"
         call.scaled = isinstance(codec, Scalar) and codec.rounding == "scaled"

@@ -1,4 +1,4 @@
-/* Encoding of group without a rotation: the scales, centres and codes of formats/group.py, bit for bit.
+/* Encoding of group without a rotation: the scales, centers and codes of formats/group.py, bit for bit.
 
    Here and in encode_group_rows.h and encode_minifloat.h, the compiler chooses what to inline: with INLINE, encoders take the same time and
    three times the space. */
@@ -30,20 +30,20 @@ static int read_row(const char *from, int64_t dtype, int64_t dim, float *row) {
 }
 
 /* What a value is multiplied by and what is added to make its code, and the stored pairs, of `count` groups; false where a scale or
-   centre is beyond binary16. The arrays have room for whole vectors. */
+   center is beyond binary16. The arrays have room for whole vectors. */
 static int make_scales(const Encode *call, const float *low, const float *high, int64_t count, float *factor, float *offset, int32_t *pairs) {
     float middle = middle_of(call->codec);
     vi good = splat_int(-1);
     for (int64_t g = 0; g < count; g += LANES) {
-        vf centre = call->zero_centre ? splat(0) : (load(low + g) + load(high + g)) * .5f;
-        good &= larger(centre, -centre) < 65520.f;
+        vf center = call->zero_center ? splat(0) : (load(low + g) + load(high + g)) * .5f;
+        good &= larger(center, -center) < 65520.f;
         vi stored, stored_scale;
-        centre = rounded_to_half(centre, &stored);
-        vf scale = larger(load(high + g) - centre, centre - load(low + g)) * call->per_middle;
+        center = rounded_to_half(center, &stored);
+        vf scale = larger(load(high + g) - center, center - load(low + g)) * call->per_middle;
         good &= scale < 65520.f;
         vf own = 1.f / larger(rounded_to_half(scale, &stored_scale), splat(0x1p-24f));
         store(factor + g, own);
-        store(offset + g, middle - centre * own);
+        store(offset + g, middle - center * own);
         store_int(pairs + g, stored_scale | stored << 16);
     }
     return all_of(good);

@@ -48,22 +48,22 @@ INLINE void fused_scores(const Packing *packing, const uint16_t *words, const fl
 /* scores[query][TILE] of all tokens; q [query][dim], spare holds (2 + queries) * dim floats. */
 INLINE void group_scores(const Codec *codec, const Loaded *in, const float *q, int queries, float *spare, float *scores) {
     int64_t dim = codec->dim;
-    float middle = middle_of(codec), *scale = spare, *centre = spare + dim, *scaled = spare + 2 * dim, offset[4];
+    float middle = middle_of(codec), *scale = spare, *center = spare + dim, *scaled = spare + 2 * dim, offset[4];
     for (int64_t i = 0; i < in->runs; i++) {
         const Run *run = &in->run[i];
-        load_pairs(run, dim, scale, centre);
+        load_pairs(run, dim, scale, center);
         for (int r = 0; r < queries; r++) {
             vf sum = splat(0);
             int64_t d = 0;
             for (; d + LANES <= dim; d += LANES) {
                 vf x = load(q + r * dim + d), own = load(scale + d);
                 store(scaled + r * dim + d, x * own);
-                sum += x * (load(centre + d) - middle * own);
+                sum += x * (load(center + d) - middle * own);
             }
             offset[r] = sum_of(sum);
             for (; d < dim; d++) {
                 scaled[r * dim + d] = q[r * dim + d] * scale[d];
-                offset[r] += q[r * dim + d] * (centre[d] - middle * scale[d]);
+                offset[r] += q[r * dim + d] * (center[d] - middle * scale[d]);
             }
         }
         int64_t t = run->at, end = run->at + run->count;
@@ -113,14 +113,14 @@ INLINE void group_values(const Codec *codec, const Loaded *in, int64_t batch, in
     const float *factor = codec->token_scale ? in->numbers + 2 * groups * TILE : 0;
     for (int64_t g = 0; g < groups; g++)
         for (int r = 0; r < queries; r++) {
-            vf centre = splat(0);
+            vf center = splat(0);
             for (int t = 0; t < TILE; t += LANES) {
                 vf p = load(weights + r * TILE + t), scale = load(in->numbers + 2 * g * TILE + t);
                 if (factor) p *= load(factor + t);
                 store(spare + (g * queries + r) * TILE + t, p * scale);
-                centre += p * (load(in->numbers + (2 * g + 1) * TILE + t) - middle * scale);
+                center += p * (load(in->numbers + (2 * g + 1) * TILE + t) - middle * scale);
             }
-            float whole = sum_of(centre);
+            float whole = sum_of(center);
             for (int64_t d = g * codec->size; d < (g + 1) * codec->size; d += LANES)
                 store(sums + r * codec->dim + d, load(sums + r * codec->dim + d) + whole);
         }

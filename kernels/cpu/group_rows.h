@@ -8,8 +8,8 @@ static int has_group_rows(const Unpack *call) {
     return codec->scales_stream >= 0 || codec->size % LANES == 0;
 }
 
-/* One token's values. Pairs of groups of tokens are those of channels, of groups of channels [scale or centre][TILE] each. */
-INLINE void group_row(const Codec *codec, const char *low, const char *high, const float *scale, const float *centre, int of_tokens,
+/* One token's values. Pairs of groups of tokens are those of channels, of groups of channels [scale or center][TILE] each. */
+INLINE void group_row(const Codec *codec, const char *low, const char *high, const float *scale, const float *center, int of_tokens,
                       char *row, int64_t dtype) {
     const Packing *packing = &codec->packing[0];
     int64_t width = packing->width, bits = packing->digit[0].bits;
@@ -21,7 +21,7 @@ INLINE void group_row(const Codec *codec, const char *low, const char *high, con
         for (int64_t d = c; d < codec->dim; d += width, code = (vi)((vu)code >> (uint32_t)bits)) {
             int64_t group = (d >> size) * 2 * TILE;
             vf x = (to_float(code & mask) - middle) * (of_tokens ? load(scale + d) : splat(scale[group]));
-            x += of_tokens ? load(centre + d) : splat(centre[group]);
+            x += of_tokens ? load(center + d) : splat(center[group]);
             if (dtype == F32)
                 store((float *)row + d, x);
             else
@@ -32,7 +32,7 @@ INLINE void group_row(const Codec *codec, const char *low, const char *high, con
 
 INLINE void group_rows(const Codec *codec, int64_t batch, int64_t head, const Loaded *in, float *spare, const Rows *rows, int64_t dtype) {
     const Packing *packing = &codec->packing[0];
-    float *scale = spare, *centre = spare + codec->dim;
+    float *scale = spare, *center = spare + codec->dim;
     int64_t run = 0;
     for (int64_t p = 0; p < in->pieces; p++) {
         const Piece *piece = &in->piece[p];
@@ -45,8 +45,8 @@ INLINE void group_rows(const Codec *codec, int64_t batch, int64_t head, const Lo
                 group_row(codec, low, high, in->numbers + t, in->numbers + TILE + t, 0, row, dtype);
                 continue;
             }
-            if (run < in->runs && in->run[run].at == t) load_pairs(&in->run[run++], codec->dim, scale, centre);
-            group_row(codec, low, high, scale, centre, 1, row, dtype);
+            if (run < in->runs && in->run[run].at == t) load_pairs(&in->run[run++], codec->dim, scale, center);
+            group_row(codec, low, high, scale, center, 1, row, dtype);
         }
     }
 }

@@ -163,8 +163,8 @@ typedef struct {
     int64_t dtype;
     Rotation rotation;
     const Stream *streams;
-    /* group: whether centres are zero, and 1 / ((2^bits - 1) / 2), rounded to binary32 */
-    int64_t zero_centre;
+    /* group: whether centers are zero, and 1 / ((2^bits - 1) / 2), rounded to binary32 */
+    int64_t zero_center;
     float per_middle;
     /* Whether norms are those of formats/norm_rule.py that keep products right. octahedral: the candidates per coordinate, 0 for all, 4 for
        two of levels that are so evenly spaced that a line tells which */

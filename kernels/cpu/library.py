@@ -126,7 +126,7 @@ class Encode(Structure):
         ("dtype", c_int64),
         ("rotation", Rotation),
         ("streams", POINTER(Stream)),
-        ("zero_centre", c_int64),
+        ("zero_center", c_int64),
         ("per_middle", c_float),
         *((name, c_int64) for name in ("unbiased", "candidates", "scaled")),
         ("bounds", Table * MAX_BOUNDS),

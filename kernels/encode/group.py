@@ -377,7 +377,7 @@ class GroupExtents(NamedTuple):
     value: Any
     low: Any
     high: Any
-    centre: Any
+    center: Any
     known: Any
 
 
@@ -398,11 +398,11 @@ def _group_extents(
     has_values = low <= high
     low = tl.where(has_values, low, 0.0)
     high = tl.where(has_values, high, 0.0)
-    centre = tl.zeros(low.shape, tl.float32)
+    center = tl.zeros(low.shape, tl.float32)
     if CONSTANTS.middle:
         # Halve the terms before adding them, because the sum could overflow.
-        centre = low * 0.5 + high * 0.5
-    return GroupExtents(value, low, high, centre, has_values)
+        center = low * 0.5 + high * 0.5
+    return GroupExtents(value, low, high, center, has_values)
 
 
 @triton.jit
@@ -417,12 +417,12 @@ def _measure_extremes(
     MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
     in_tensor = block.valid & (number * BLOCK + tl.arange(0, BLOCK)[None, :] < SHAPE.dim)
     extents = _group_extents(values[0], in_tensor, block, state, CONSTANTS, SHAPE)
-    scale = tl.maximum(extents.high - extents.centre, extents.centre - extents.low) * (1.0 / MIDDLE_STEPS)
-    flag_unless((scale <= _LARGEST) & (tl.abs(extents.centre) <= _LARGEST), block.flag)
+    scale = tl.maximum(extents.high - extents.center, extents.center - extents.low) * (1.0 / MIDDLE_STEPS)
+    flag_unless((scale <= _LARGEST) & (tl.abs(extents.center) <= _LARGEST), block.flag)
     extremes = block.tables[0] + (block.sequence * block.heads + block.head) * 3
     tl.atomic_max(extremes, _largest_key(scale))
-    tl.atomic_max(extremes + 1, _largest_key(tl.where(extents.known, extents.centre, float("-inf"))))
-    tl.atomic_max(extremes + 2, _largest_key(tl.where(extents.known, -extents.centre, float("-inf"))))
+    tl.atomic_max(extremes + 1, _largest_key(tl.where(extents.known, extents.center, float("-inf"))))
+    tl.atomic_max(extremes + 2, _largest_key(tl.where(extents.known, -extents.center, float("-inf"))))
     return (), state
 
 
@@ -442,16 +442,16 @@ def _quantize(
     extents = _group_extents(values[0], in_tensor, block, state, CONSTANTS, SHAPE)
     value = extents.value
     if CONSTANTS.ranged < 0:
-        centre = _round_to_half(extents.centre, block.flag)
+        center = _round_to_half(extents.center, block.flag)
     else:
-        centre_code, centre = _nearest_scale_code(extents.centre, state.chosen[2], state.chosen[3])
-    reach = tl.maximum(extents.high - centre.to(tl.float32), centre.to(tl.float32) - extents.low)
+        center_code, center = _nearest_scale_code(extents.center, state.chosen[2], state.chosen[3])
+    reach = tl.maximum(extents.high - center.to(tl.float32), center.to(tl.float32) - extents.low)
     if CONSTANTS.ranged < 0:
         scale = _round_to_half(tl.minimum(reach, 1e30) * (1.0 / MIDDLE_STEPS), block.flag)
-        pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | centre.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF | center.to(tl.int16, bitcast=True).to(tl.int32) << 16
     else:
         scale_code, scale = _nearest_scale_code(reach * (1.0 / MIDDLE_STEPS), state.chosen[0], state.chosen[1])
-        pair = (scale_code | centre_code << 8).to(tl.int16)
+        pair = (scale_code | center_code << 8).to(tl.int16)
     if CONSTANTS.along_tokens:
         groups = tl.cdiv(block.tokens, SIZE)
         group = block.first // SIZE + tl.arange(0, TOKENS // SIZE)[:, None]
@@ -463,12 +463,12 @@ def _quantize(
         tl.store(block.stored[0] + block.row * GROUPS + group, pair, block.valid & (group < GROUPS))
 
     inverse_scale = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), _SMALLEST))
-    offset = MIDDLE_STEPS - centre.to(tl.float32) * inverse_scale
+    offset = MIDDLE_STEPS - center.to(tl.float32) * inverse_scale
     steps = _group_values(value, CONSTANTS) * tl.expand_dims(inverse_scale, AXIS) + tl.expand_dims(offset, AXIS)
     code = tl.reshape(nearest_integer(steps, 2 * MIDDLE_STEPS), (TOKENS, BLOCK))
     if CONSTANTS.products >= 0:
         steps = _group_values(code, CONSTANTS).to(tl.float32) - MIDDLE_STEPS
-        decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(centre.to(tl.float32), AXIS)
+        decoded = steps * tl.expand_dims(scale.to(tl.float32), AXIS) + tl.expand_dims(center.to(tl.float32), AXIS)
         decoded = tl.where(in_tensor, tl.reshape(decoded, (TOKENS, BLOCK)), 0.0)
         squares = state.squares + tl.sum(value * value, 1)
         product = state.product + tl.sum(value * decoded, 1)

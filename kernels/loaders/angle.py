@@ -181,12 +181,12 @@ def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
     LARGEST: tl.constexpr = (1 << CONSTANTS.norm_bits) - 1
     if CONSTANTS.log:
         scale = step
-        centre = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
+        center = step * MIDDLE - tl.maximum(step * LARGEST, 0.0)
     else:
         inverse = ((254 - _divisor_exponent(words, LARGEST)) << 23).to(tl.float32, bitcast=True)
         scale = step * inverse
-        centre = (minimum + step * MIDDLE) * inverse
-    return scale, centre
+        center = (minimum + step * MIDDLE) * inverse
+    return scale, center
 
 
 @triton.constexpr_function
@@ -209,14 +209,14 @@ def _norm_affine_ptx(bits: int) -> str:
 def norm_affine_f16(words: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Compute ``norm_affine`` in binary16."""
     if FAST and CONSTANTS.log == 0 and len(words) == 1:
-        scale, centre = tl.inline_asm_elementwise(
+        scale, center = tl.inline_asm_elementwise(
             _norm_affine_ptx(CONSTANTS.norm_bits), "=&r,=&r,r,r", [words[0]], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        scale, centre = norm_affine(words, CONSTANTS)
+        scale, center = norm_affine(words, CONSTANTS)
         scale = scale.to(tl.float16)
-        centre = centre.to(tl.float16)
-    return scale, centre
+        center = center.to(tl.float16)
+    return scale, center
 
 
 @triton.jit
@@ -250,8 +250,8 @@ def decode(
 @triton.jit
 def load_norm_affine(loaded: tl.tuple, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tuple:
     """Compute ``norm_affine`` for the ranges in ``loaded``, as binary16 tensors that broadcast to a tile."""
-    scale, centre = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
-    return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(centre, TRANSPOSED)
+    scale, center = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    return broadcast_tokens(scale, TRANSPOSED), broadcast_tokens(center, TRANSPOSED)
 
 
 @triton.jit

@@ -190,11 +190,11 @@ def decode(
     AT: tl.constexpr = entry_offset_bit(CONSTANTS.bin_bits, SHARED, FAST)
     bins = stream_step_words(loaded, column_fields, 0, BINS, STEP, AT, TRANSPOSED, FAST)
     NORM: tl.constexpr = 16 * len(bins) + STEP // NORMS.count * CONSTANTS.norm_bits
-    scale, centre = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
+    scale, center = norm_affine_f16(loaded[CONSTANTS.range_place : CONSTANTS.range_place + 2 - CONSTANTS.half_range], CONSTANTS, FAST)
     scale = _spread_to_columns(scale, BINS, TRANSPOSED)
-    centre = _spread_to_columns(centre, BINS, TRANSPOSED)
+    center = _spread_to_columns(center, BINS, TRANSPOSED)
     planes = bins + (loaded[NORMS.stream + STEP % NORMS.count],)
-    return decode_pairs(planes, (scale, centre), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
+    return decode_pairs(planes, (scale, center), table, step_bit(BINS, STEP, AT), NORM, CONSTANTS, SHARED, FAST)
 
 
 @triton.jit

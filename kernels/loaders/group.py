@@ -307,24 +307,24 @@ def decode(
     KIND: tl.constexpr = CONSTANTS.kind
     PLANES: tl.constexpr = CONSTANTS.planes
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
-    scale_centre = loaded[PLANES + STEP]
-    scale, centre = split_scales(scale_centre, FAST)
+    scale_center = loaded[PLANES + STEP]
+    scale, center = split_scales(scale_center, FAST)
     if KIND == WITHIN_FIELDS or (KIND == ALONG_CHANNELS and PACKING.dual):
         COPIES: tl.constexpr = CONSTANTS.size if KIND == WITHIN_FIELDS else PACKING.width
         scale = repeat_columns(scale, COPIES, TRANSPOSED)
-        centre = repeat_columns(centre, COPIES, TRANSPOSED)
+        center = repeat_columns(center, COPIES, TRANSPOSED)
     elif KIND == ALONG_CHANNELS:
         scale = broadcast_tokens(scale, TRANSPOSED)
-        centre = broadcast_tokens(centre, TRANSPOSED)
-    elif len(scale_centre.shape) == 2:
+        center = broadcast_tokens(center, TRANSPOSED)
+    elif len(scale_center.shape) == 2:
         scale = broadcast_columns(scale, TRANSPOSED)
-        centre = broadcast_columns(centre, TRANSPOSED)
+        center = broadcast_columns(center, TRANSPOSED)
     if FIELDS_PER_TILE == 1:
-        value = affine_column(planes, scale, centre, STEP * BITS, BITS, middle_code(BITS), FAST)
+        value = affine_column(planes, scale, center, STEP * BITS, BITS, middle_code(BITS), FAST)
     else:
         STRIDE: tl.constexpr = CONSTANTS.field_stride
         words = step_words(planes, column_fields, 0, PACKING, 0, BITS, STEP, FIELDS_PER_TILE, STRIDE, PACKING.fields, TRANSPOSED, FAST)
-        value = affine(words, scale, centre, step_position(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
+        value = affine(words, scale, center, step_position(STEP, BITS, STRIDE), BITS, middle_code(BITS), FAST)
     return (value,)
 
 

@@ -26,7 +26,7 @@ _HOMES = {
 
 __all__ = ["Minifloats", "PageBuffer", "PageCodec", "PageGeometry", "PageLayout"]
 
-# Type checkers see the imports above; a module's __getattr__ would hide misspelt names from them.
+# Type checkers see the imports above; a module's __getattr__ would hide misspelled names from them.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

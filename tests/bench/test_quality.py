@@ -637,8 +637,8 @@ def test_narrow_axes_have_the_names_next_to_the_points() -> None:
 
 def test_every_codec_has_a_colour_of_its_own() -> None:
     assert set(picture.STYLES) == set(CODECS)
-    colours = [colour for colour, _ in (*picture.STYLES.values(), picture.OTHER)]
-    assert len(set(colours)) == len(colours)
+    colors = [color for color, _ in (*picture.STYLES.values(), picture.OTHER)]
+    assert len(set(colors)) == len(colors)
     assert [summary.family(recipe) for recipe in ("klt-1.75", "transform-0.6")] == ["klt", "transform"]
 
 

@@ -31,7 +31,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (report["match"]["tokens"], report["match"]["chunks"]) == (1024, 4)
     load = report["load"]
     assert load["tokens"] == 512
-    # 4-bit codes and a scale and a centre for 32 values, against 16 bits; the rest is the header.
+    # 4-bit codes and a scale and a center for 32 values, against 16 bits; the rest is the header.
     assert load["safetensors_bytes_per_token"] > 2 * 8 * 128 * 2 * 2
     assert 5 / 16 < load["bytes_per_token"] / load["safetensors_bytes_per_token"] < 5.5 / 16
     assert [row["name"] for row in load["rows"]][:2] == ["load", "read and digest"]

@@ -102,8 +102,8 @@ def _figure(quality: dict[str, Any], speeds: list[tuple[str, float, float]], dev
 
 def _plot_speeds(axes: Any, speeds: list[tuple[str, float, float]]) -> None:
     recipes, long, short = zip(*speeds, strict=True)
-    colours = [picture.STYLES[family(recipe)][0] for recipe in recipes]
-    axes.barh(recipes, long, color=colours, height=0.7, zorder=2, label=f"{LONG_TOKENS:,} tokens")
+    colors = [picture.STYLES[family(recipe)][0] for recipe in recipes]
+    axes.barh(recipes, long, color=colors, height=0.7, zorder=2, label=f"{LONG_TOKENS:,} tokens")
     dots = {"color": "#ffffff", "markeredgecolor": "#000000", "marker": "o", "linestyle": "none", "markersize": 5}
     axes.plot(short, recipes, **dots, zorder=3, label=f"{SHORT_TOKENS:,} tokens")
     axes.axvline(1, color="#000000", linewidth=0.8, zorder=4)

@@ -101,7 +101,7 @@ def test_presets_add_means_norms_and_raw_tokens_to_the_methods_of_papers() -> No
                 assert changed.keys() <= {"norm"}, name
 
 
-def test_symmetric_presets_have_centres_of_zero() -> None:
+def test_symmetric_presets_have_centers_of_zero() -> None:
     pairs = random_pairs(1, 40)
     for side in kvpack.pack(pairs, "turboquant-sym3-g4")[0].sides.values():
         assert not side.runs[0].streams["scales"][..., 1].any()

@@ -83,8 +83,8 @@ def test_directions_are_correctly_rounded(bins: int) -> None:
                 assert found == 0
                 continue
             gap = abs(Fraction(float(value)) - exact)
-            for neighbour in (numpy.nextafter(value, numpy.float32(2)), numpy.nextafter(value, numpy.float32(-2))):
-                assert gap <= abs(Fraction(float(neighbour)) - exact)
+            for neighbor in (numpy.nextafter(value, numpy.float32(2)), numpy.nextafter(value, numpy.float32(-2))):
+                assert gap <= abs(Fraction(float(neighbor)) - exact)
 
 
 @pytest.mark.parametrize("bins", [1000, 16384, 65536])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvpack.formats.base import DTYPE_BYTES, Layout
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
-from kvpack.formats.group import AXES, CENTRES, GROUP_SIZES, TOKEN_SCALES, Group
+from kvpack.formats.group import AXES, CENTERS, GROUP_SIZES, TOKEN_SCALES, Group
 from support.strategies import check_round_trip, codecs, contents, create, tensors
 
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]
@@ -142,10 +142,10 @@ def test_a_constant_group_decodes_exactly(value: float, axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_a_zero_centre_is_symmetric_and_keeps_the_largest_magnitude(axis: str) -> None:
+def test_a_zero_center_is_symmetric_and_keeps_the_largest_magnitude(axis: str) -> None:
     x = contents("gaussian", (1, 2, 33, 80), seed=4)
     for bits in range(1, 9):
-        symmetric, middle = (group(80, b=bits, g=8, axis=axis, centre=centre) for centre in reversed(CENTRES))
+        symmetric, middle = (group(80, b=bits, g=8, axis=axis, center=center) for center in reversed(CENTERS))
         assert symmetric == middle
         streams = symmetric.encode(x)
         assert not streams["scales"][..., 1].any()

@@ -52,7 +52,7 @@ def test_every_format_at_every_kind_of_values(kind: str, words: dict[str, str]) 
 
 @pytest.mark.parametrize("element", DTYPES)
 def test_elements_are_those_of_torch(element: str) -> None:
-    """Every code, and roundings of any value, of every middle between two elements, and of both neighbours of every middle."""
+    """Every code, and roundings of any value, of every middle between two elements, and of both neighbors of every middle."""
     every = torch.arange(256, dtype=torch.uint8)
     expected = every.view(DTYPES[element]).to(torch.float32)
     held = torch.isfinite(expected)

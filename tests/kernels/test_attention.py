@@ -198,7 +198,7 @@ def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -
 @pytest.mark.kernels
 @pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
 def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
-    """Scales and centres that a few columns share, within fields of whole groups or not."""
+    """Scales and centers that a few columns share, within fields of whole groups or not."""
     codec, other = codecs(f"group:b={bits},g={size},axis=channel", f"group:b={bits},g={size},axis=channel,token_scale=fp16", (dim, dim))
     check(Layer(random_side(codec, 2, (33, 70), 0, 1), random_side(other, 2, (103,), 0, 2)), 4, q_len=3)
 

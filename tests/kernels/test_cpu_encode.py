@@ -115,7 +115,7 @@ def test_any_group_is_encoded_to_the_same_bytes(data: st.DataObject) -> None:
         assert found is not None
         assert list(found) == list(expected)
         for name, stream in expected.items():
-            # Of a group of zeros of both signs, a centre may have either.
+            # Of a group of zeros of both signs, a center may have either.
             assert torch.equal(*(each.view(torch.int16) if each.dtype == torch.uint16 else each for each in (found[name], stream)))
 
 

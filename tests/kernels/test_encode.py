@@ -281,7 +281,7 @@ RECIPES = (
 )
 def test_values_are_refused_as_by_the_format(recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch) -> None:
     x = contents("gaussian", (1, 2, 40, 64), 0)
-    # Of either sign, so that a centre of a group does not make up for it.
+    # Of either sign, so that a center of a group does not make up for it.
     x[0, 1, 35, 63], x[0, 1, 35, 62] = value, -value if error is OutOfRange else 0.0
     messages = []
     for backend in dispatch.BACKENDS:

@@ -27,5 +27,5 @@ def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
             out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, CONSTANTS=Rows((width,)), TRANSPOSED=turned, WARPS=warps, FAST=fast,
             num_warps=warps,
         )  # fmt: skip
-        # An odd symbol that is the last one has a neighbour in its word.
+        # An odd symbol that is the last one has a neighbor in its word.
         assert torch.equal(out.cpu()[:, :symbols], given[:, :symbols])

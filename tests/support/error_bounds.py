@@ -93,7 +93,7 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
     tokens, dim = u.shape[2], u.shape[3]
     axis = 2 if codec.axis == "token" else 3
     pairs = codec.with_fp16_scales(streams)[1]["scales"].float()
-    scale, centre = (pairs[..., member].repeat_interleave(codec.size, axis)[:, :, :tokens, :dim] for member in (0, 1))
+    scale, center = (pairs[..., member].repeat_interleave(codec.size, axis)[:, :, :tokens, :dim] for member in (0, 1))
     factor = torch.ones(u.shape[0], 1, tokens)
     if codec.token_scale != "none":
         factor = streams["token_scale"].float()
@@ -106,9 +106,9 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
     if codec.scale_dtype == "u8":
         # A root is off by half a step and the rounding of the range; a scale that becomes too small clamps the codes at the ends.
         step, minimum = streams["scale_range"].float()[..., :2, None].unbind(-2)
-        root = (_group_max(codec, (scaled - centre).abs()) / middle).sqrt()
+        root = (_group_max(codec, (scaled - center).abs()) / middle).sqrt()
         off = step / 2 + 2.0**-10 * (minimum + 255 * step)
-        # The range of the scales does not foresee by how much a centre is rounded to binary16.
+        # The range of the scales does not foresee by how much a center is rounded to binary16.
         bound = bound + middle * (2 * root + off) * off + 2.0**-25
     lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale.startswith("fp16") else 2.0**-60
     return torch.where(factor > 0, bound * factor * (1 + 2.0**-20), lost)

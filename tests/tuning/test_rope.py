@@ -47,7 +47,7 @@ def small(name: str, **settings: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_pairs_of_neighbours_and_parts_of_heads() -> None:
+def test_pairs_of_neighbors_and_parts_of_heads() -> None:
     found = rope.find_ropes(small("CohereConfig", num_key_value_heads=1), TOKENS)
     assert [(one.pairing, len(one.frequencies)) for one in found if one] == [("neighbours", 8)] * 2
     found = rope.find_ropes(small("PhiConfig", num_key_value_heads=2), TOKENS)

@@ -315,7 +315,7 @@ def test_short_recipes() -> None:
     plain = uniform(places, "scalar:b=3", "scalar:b=3")
     assert recipe_clauses(plain) == ["kv=scalar:b=3"]
     assert recipe_clauses(plain | {(79, "k"): "raw", (79, "v"): "raw"}) == ["kv=scalar:b=3", "layers=79:kv=raw"]
-    # No two neighbours share a codec, and there are ten codecs: the longest recipe that a search finds.
+    # No two neighbors share a codec, and there are ten codecs: the longest recipe that a search finds.
     mixed = {place: f"group:b={1 + number % 5},g={32 if number % 2 else 128},rotation=hadamard" for number, place in enumerate(places)}
     assert len(recipe_text(mixed)) < 1500
     many = [(layer, side) for layer in range(2000) for side in "kv"]

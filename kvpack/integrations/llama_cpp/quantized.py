@@ -89,11 +89,11 @@ def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
         streams = {name: stream.cpu() for name, stream in pages[0].streams.items()}
         same = (codec.bits, codec.axis, codec.size, codec.rotation_kind, codec.token_scale, codec.scale_dtype)
         if same == (block.bits, "channel", BLOCK, "none", "fp16", "fp16") and codec.dim % BLOCK == 0:
-            scale, centre = streams["scales"][0].unbind(-1)
-            if torch.equal(_bits(scale), _bits(-2 * centre)) and bool((streams["token_scale"] == _HALF).all()):
+            scale, center = streams["scales"][0].unbind(-1)
+            if torch.equal(_bits(scale), _bits(-2 * center)) and bool((streams["token_scale"] == _HALF).all()):
                 (codes,) = codec.digits(streams)
                 codes = codes[0].to(torch.uint8).view(*scale.shape, BLOCK)
-                return torch.cat([(-centre)[..., None].contiguous().view(torch.uint8), _packed(codes, block)], -1)
+                return torch.cat([(-center)[..., None].contiguous().view(torch.uint8), _packed(codes, block)], -1)
     raise InvalidParameter(
         f"{where}: was {kind} in llama.cpp and has been converted to the codec {codec.id} since: kvpack writes back only the "
         "blocks that it read, because llama.cpp may have rotated them"

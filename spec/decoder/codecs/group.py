@@ -47,10 +47,10 @@ def group(entry: Mapping[str, Any]) -> Codec:
         u = []
         for j, c in enumerate(digits["codes"][0]):
             at = j if by_token else j // size
-            scale, centre = row["scales"][2 * at : 2 * at + 2]
+            scale, center = row["scales"][2 * at : 2 * at + 2]
             if scale_dtype:
-                scale, centre = decode_8_bits(row, 0, scale), decode_8_bits(row, 1, centre)
-            value = f32((c - m) * scale + centre)
+                scale, center = decode_8_bits(row, 0, scale), decode_8_bits(row, 1, center)
+            value = f32((c - m) * scale + center)
             u.append(value if token_scale == "none" else f32(value * row["token_scale"][0]))
         return u
 

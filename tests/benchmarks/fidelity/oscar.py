@@ -125,7 +125,7 @@ _RIVALS = {
 }
 """Sec. 5.1 and Table 1, groups of 32: a recipe, published bits and stored bits."""
 
-_CODES_NOTE = "INT2 and 2.5 bits count codes alone: a scale and a centre of 16 bits each for 32 values are 1.0 bit more, a norm 0.125"
+_CODES_NOTE = "INT2 and 2.5 bits count codes alone: a scale and a center of 16 bits each for 32 values are 1.0 bit more, a norm 0.125"
 _KIVI = {"KIVI-4": (4, 4.5), "KIVI-2": (2, 2.5)}
 _KIVI_NOTE = (
     "HQMQ counts 0.5 bits for scales and zeros of groups of 32; in binary16 they take 1.0, and 0.5 in groups of 64 or with 8 bits each"

@@ -127,7 +127,7 @@ def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
     dim = keys.shape[1] // 2
     angles = np.arange(TOKENS)[:, None, None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
     keys = keys.reshape(TOKENS, 2, dim)
-    # llama's converter orders channels for neighbours that are rotated together; others are rotated half a head apart.
+    # llama's converter orders channels for neighbors that are rotated together; others are rotated half a head apart.
     first, second = (slice(0, None, 2), slice(1, None, 2)) if arch == "llama" else (slice(0, dim // 2), slice(dim // 2, None))
     turned = np.empty_like(keys)
     turned[..., first] = keys[..., first] * np.cos(angles) - keys[..., second] * np.sin(angles)

@@ -1,4 +1,4 @@
-"""Plant what a neighbour may put in the place of an entry: in a folder or on a server."""
+"""Plant what a neighbor may put in the place of an entry: in a folder or on a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Involve two users: this one, and root or a neighbour who owns the folder, writes arbitrary data to it, or truncates loaded files.
+"""Involve two users: this one, and root or a neighbor who owns the folder, writes arbitrary data to it, or truncates loaded files.
 
 Folders need root, who becomes two users of no rights; a server needs nobody, for all its clients are equals.
 """
@@ -36,7 +36,7 @@ VICTIM = (0, 2)
 
 
 def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Plant ``count`` entries in turn, and let root and a neighbour do whatever they may."""
+    """Plant ``count`` entries in turn, and let root and a neighbor do whatever they may."""
     prepare()
     planted.prepare(*VICTIM)
     if place.server is not None:
@@ -123,7 +123,7 @@ def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> 
 
 
 def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
-    """Check a world-writable folder in which a neighbour has planted something: it is refused, or answers correctly."""
+    """Check a world-writable folder in which a neighbor has planted something: it is refused, or answers correctly."""
     shared = _fresh(place, ALICE, 0o777)
 
     def prepare_folder(note: Note) -> None:
@@ -205,7 +205,7 @@ def _root_collects(place: Place, cell: Cell, seed: int) -> None:
 
 
 def _folder_of_another(place: Place, cell: Cell) -> None:
-    """Check that a neighbour's folder of mode 0755 is refused, or that loaded data does not change when the neighbour changes his files."""
+    """Check that a neighbor's folder of mode 0755 is refused, or that loaded data does not change when the neighbor changes his files."""
     his = _fresh(place, BOB, 0o755)
 
     def readable(note: Note) -> None:
@@ -241,10 +241,10 @@ def _folder_of_another(place: Place, cell: Cell) -> None:
         for answer in loaded:
             note("hits", compare(*answer) > 0)
 
-    _as(BOB, his, cell, "a neighbour", readable)
+    _as(BOB, his, cell, "a neighbor", readable)
     notes = str(place.root / "notes-2")
 
-    def neighbour(note: Note) -> None:
+    def neighbor(note: Note) -> None:
         with open(go):
             pass
         os.setuid(BOB)
@@ -254,8 +254,8 @@ def _folder_of_another(place: Place, cell: Cell) -> None:
             with open(done, "w"):
                 pass
 
-    process = fork(neighbour, notes)
-    _as(ALICE, his, cell, "reading a neighbour's folder that is cut", hold)
+    process = fork(neighbor, notes)
+    _as(ALICE, his, cell, "reading a neighbor's folder that is cut", hold)
     os.waitpid(process, 0)
     read_notes(notes, cell)
 

@@ -24,7 +24,7 @@ from kvpack.formats.sidecars import WithSidecars
 from . import codecs, library
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from .codecs import CodecDescription
 
@@ -53,15 +53,6 @@ class Frame(Protocol):
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
         """Map sums ``[batch, kv_head, row, dim]`` of values from the coded frame to the original frame."""
-
-
-class Pages(Protocol):
-    """The pages of a side, in order; each page is a ``Frame``."""
-
-    @property
-    def stretches(self) -> Sequence[Stretch]: ...
-    def __getitem__(self, index: int) -> Any: ...
-    def __len__(self) -> int: ...
 
 
 class Side(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,49 +17,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-class Bus(Protocol):
-    """A sequence of copies that run in order. A mark is a point in that sequence."""
-
-    device: torch.device
-
-    def staging(self, nbytes: int) -> torch.Tensor:
-        """Allocate uninitialized host memory, uint8 ``[nbytes]``, as source or target of copies."""
-        ...
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy ``source`` to ``target``, which has the same shape and dtype; one of them must be staging memory.
-
-        Must be called within ``work``.
-        """
-        ...
-
-    def mark(self) -> Any:
-        """Return a mark for ``wait``, which then waits for all copies started so far."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Block until the copies before ``mark`` are done. Any thread may call it."""
-        ...
-
-    def follow(self) -> None:
-        """Make later copies wait for all work queued so far on the caller's stream."""
-        ...
-
-    def order(self, mark: Any) -> None:
-        """Make later work on the caller's stream wait for the copies before ``mark``, without blocking the host."""
-        ...
-
-    def work(self) -> AbstractContextManager[Any]:
-        """Return a context in which device work is queued in order with the copies."""
-        ...
-
-    def close(self) -> None:
-        """Make the caller's stream wait for all copies, so that it can reuse their memory."""
-        ...
-
-
 class StreamBus:
-    """A bus between pinned host memory and a CUDA device.
+    """A bus between pinned host memory and a CUDA device: a sequence of copies that run in order. A mark is a point in that sequence.
 
     Staging memory comes from PyTorch's caching allocator for pinned memory, which reuses memory only after copies from and to it are done.
     """
@@ -72,28 +31,39 @@ class StreamBus:
         self.follow()
 
     def staging(self, nbytes: int) -> torch.Tensor:
+        """Allocate uninitialized host memory, uint8 ``[nbytes]``, as source or target of copies."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start to copy ``source`` to ``target``, which has the same shape and dtype; one of them must be staging memory.
+
+        Must be called within ``work``.
+        """
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
+        """Return a mark for ``wait``, which then waits for all copies started so far."""
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
+        """Block until the copies before ``mark`` are done. Any thread may call it."""
         mark.synchronize()
 
     def follow(self) -> None:
+        """Make later copies wait for all work queued so far on the caller's stream."""
         self._stream.wait_stream(self._caller)
 
     def order(self, mark: Any) -> None:
+        """Make later work on the caller's stream wait for the copies before ``mark``, without blocking the host."""
         self._caller.wait_event(mark)
 
     def work(self) -> AbstractContextManager[Any]:
+        """Return a context in which device work is queued in order with the copies."""
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
     def close(self) -> None:
+        """Make the caller's stream wait for all copies, so that it can reuse their memory."""
         self._caller.wait_stream(self._stream)
 
 
@@ -132,3 +102,6 @@ class HostBus:
 
     def close(self) -> None:
         return
+
+
+Bus = StreamBus | HostBus

@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import stat
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded, MissingFile, Truncated
 from kvpack.runtime.mapping import populate
@@ -147,43 +147,6 @@ def _shown(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-class Source(Protocol):
-    """The bytes of a file, on disk or in memory."""
-
-    size: int
-
-    @property
-    def descriptor(self) -> int | None:
-        """File descriptor, or None if the bytes are in memory."""
-        ...
-
-    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return the current bytes ``[begin, end)`` of the file. Raises Truncated and MissingFile.
-
-        The bytes are copied to ``into``, which the caller can reuse, if it is large enough.
-        """
-        ...
-
-    def read_into(self, begin: int, memory: memoryview) -> None:
-        """Read bytes from ``begin`` on until ``memory`` is full. Raises Truncated and MissingFile."""
-        ...
-
-    def view(self, begin: int, end: int) -> memoryview:
-        """Return bytes ``[begin, end)`` as a view of the memory or of the mapped file. Raises Truncated and MissingFile."""
-        ...
-
-    def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Read bytes ``[begin, end)`` into memory in order, so that views do not wait, and yield the end of the bytes read so far.
-
-        Raises the errors of ``view``.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the file. Views stay valid."""
-        ...
-
-
 class InMemory:
     """The bytes of a file in memory. All results are views."""
 
@@ -233,7 +196,10 @@ class OnDisk:
         return self._descriptor
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return a copy of bytes ``[begin, end)``."""
+        """Return a copy of the current bytes ``[begin, end)`` of the file. Raises Truncated and MissingFile.
+
+        The bytes are copied to ``into``, which the caller can reuse, if it is large enough.
+        """
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
         self.read_into(begin, data)
@@ -245,7 +211,7 @@ class OnDisk:
         return self.read(0, self.size) if data is None else data
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Copy bytes from ``begin`` on into ``memory``."""
+        """Read bytes from ``begin`` on until ``memory`` is full. Raises Truncated and MissingFile."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         done = 0
@@ -259,7 +225,7 @@ class OnDisk:
             done += count
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return a writable view of bytes ``[begin, end)`` of the private mapping."""
+        """Return a writable view of bytes ``[begin, end)`` of the private mapping. Raises Truncated and MissingFile."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         if self._mapping is None:
@@ -275,7 +241,10 @@ class OnDisk:
         return self._mapping[begin:end]
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Map pages in several threads, in order. With views only, every page would wait for the disk."""
+        """Map pages in several threads, in order, and yield the end of the bytes mapped so far. Raises the errors of ``view``.
+
+        With views only, every page would wait for the disk.
+        """
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         memory = self.view(page, end)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) if end > page else 0
@@ -308,6 +277,10 @@ class OnDisk:
         return Truncated(
             f"had {self.size} bytes when it was opened, but ended at byte {size} when it was read: another process truncated it"
         )
+
+
+Source = InMemory | OnDisk
+"""The bytes of a file, in memory or on disk."""
 
 
 def _system_error(what: str, error: OSError | ValueError, remedy: str = "") -> MissingFile:

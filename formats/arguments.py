@@ -1,14 +1,18 @@
-"""Argument checks. Each message names the argument, its value and the expected type in one short line."""
+"""Argument checks, and the places that messages name. Each message names the argument, its value and the expected type in one short line.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import operator
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .errors import InvalidParameter, InvalidType
+from .errors import InvalidParameter, InvalidType, KvpackError
 from .lazy import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _MAX_SHOWN = 80
 """Maximum number of characters of a value that a message shows."""
@@ -31,6 +35,15 @@ def describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)} items"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator[None]:
+    """Prefix ``where`` to the messages of errors of this ``kind`` that are raised in the context."""
+    try:
+        yield
+    except kind as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def as_integer(value: Any, what: str) -> int:

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .arguments import prefix_errors
 from .balanced import Balanced
 from .base import Codec, Run, RunEncoder
 from .batch import take_rows
@@ -405,10 +406,8 @@ class _Steps:
             start = 0
             for block in self._run.blocks():
                 stop = start + block.shape[2]
-                try:
+                with prefix_errors(f"tokens {start} to {stop - 1}", OutOfRange):
                     after, _ = _apply_steps(steps, block, start)
-                except OutOfRange as error:
-                    raise OutOfRange(f"tokens {start} to {stop - 1}: {error}") from None
                 yield after
                 start = stop
 

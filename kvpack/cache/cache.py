@@ -20,7 +20,7 @@ from kvpack.coding.encoding import collected_misfits, warn_of_misfits
 from kvpack.coding.recipes import parse_recipe
 from kvpack.file import container
 from kvpack.file.inputs import joined
-from kvpack.formats.arguments import as_integer, check_callback, checked_device
+from kvpack.formats.arguments import as_integer, check_callback, checked_device, prefix_errors
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
 from .contents import contents_of
@@ -256,10 +256,8 @@ class Cache:
         rows = row_numbers(indices)
         layers = []
         for number, layer in enumerate(self.layers):
-            try:
+            with prefix_errors(f"layers[{number}]", OutOfBounds):
                 layers.append(layer.select(rows))
-            except OutOfBounds as error:
-                raise OutOfBounds(f"layers[{number}]: {error}") from None
         inputs = None if self.inputs is None else self.inputs.select(rows, self.start)
         offsets = None if self.position_offsets is None else tuple(self.position_offsets[row] for row in rows)
         states_at = MappingProxyType({position: select_states(states, rows) for position, states in self.states_at.items()})
@@ -400,9 +398,7 @@ def _join_layers(number: int, layers: Sequence[Layer]) -> Layer:
                 f"layers[{number}] has the states {list(first.states)} in one cache, but {list(second.states)} in the next: join caches "
                 "with the same states"
             )
-    try:
+    with prefix_errors(f"layers[{number}]", NotConsecutive):
         k, v = [layer.k for layer in layers if layer.k], [layer.v for layer in layers if layer.v]
         joined_k, joined_v = k[0].concat(*k[1:]) if k else None, v[0].concat(*v[1:]) if v else None
         return replace(layers[0], k=joined_k, v=joined_v, states=layers[-1].states)
-    except NotConsecutive as error:
-        raise NotConsecutive(f"layers[{number}]: {error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.file import container
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import PIECE_BYTES, path_text
-from kvpack.formats.arguments import as_integer, check_callback, check_flag, checked_device
+from kvpack.formats.arguments import as_integer, check_callback, check_flag, checked_device, prefix_errors
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.runtime.modes import float32_no_grad
 
@@ -30,7 +29,7 @@ from .stored import cache_of, layer_of, side_of, stored_streams
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy
 
@@ -156,7 +155,7 @@ def load(
     part = None if layers is None and tokens is None else _part(file, layers, tokens)
     cache = read(file, None if part is None else part.numbers, basis=basis, progress=progress)
     if part is not None and not part.has_all_tokens:
-        with _located(file.where):
+        with prefix_errors(file.where, OutOfBounds):
             cache = cache[:, part.start : part.stop]
     cache = cache if target.type == "cpu" else cache.to(target)
     return cache if recipe is None else _convert(cache, recipe, basis)
@@ -197,7 +196,7 @@ def read_to(
         _bind_header_bases(file, basis)
         part = _part(file, layers, tokens)
         loaded = [Layer(None, None)] * len(file.header.layers)
-        with _located(file.where):
+        with prefix_errors(file.where, OutOfBounds):
             for number, layer in load_layers(file, part, bus, progress=progress).items():
                 loaded[number] = layer
     cache = cache_of(file.header, loaded)
@@ -256,17 +255,8 @@ def read(
 
 
 def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> CachePart:
-    with _located(file.where):
+    with prefix_errors(file.where, OutOfBounds):
         return CachePart.of(file.header, layers, tokens)
-
-
-@contextlib.contextmanager
-def _located(where: str) -> Iterator[None]:
-    """Prefix messages of OutOfBounds raised in this context with the file name."""
-    try:
-        yield
-    except OutOfBounds as error:
-        raise OutOfBounds(f"{where}: {error}") from None
 
 
 def _bytes(tensor: torch.Tensor) -> numpy.ndarray:

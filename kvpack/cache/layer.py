@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.formats.arguments import as_integer, describe
+from kvpack.formats.arguments import as_integer, describe, prefix_errors
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
@@ -169,8 +169,6 @@ def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, 
         raise OutOfBounds(f"tokens [{start}:{stop}] were requested from layers[{number}], {fault}")
     if layer.states and stop != count:
         raise OutOfBounds(f"layers[{number}]: {_states_message(layer, f'tokens [{start}:{stop}] of {count} were requested')}")
-    try:
+    with prefix_errors(f"layers[{number}]", OutOfBounds):
         # The states after the last token belong to every range that ends there.
         return replace(replace(layer, states=MappingProxyType({}))[start:stop], states=layer.states)
-    except OutOfBounds as error:
-        raise OutOfBounds(f"layers[{number}]: {error}") from None

@@ -15,9 +15,9 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.file.container import prefix_errors
 from kvpack.file.header import layout_bytes
 from kvpack.file.payload import Span
+from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.base import DTYPE_BYTES
 
 from . import staged_reads

@@ -14,7 +14,8 @@ import torch
 from kvpack.file.front import other_format
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.file.user_files import OnDisk, open_regular
-from kvpack.formats.errors import InvalidParameter, KvpackError
+from kvpack.formats.arguments import prefix_errors
+from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -191,10 +192,8 @@ def _read(path: str, source: Source, begin: int, end: int) -> memoryview:
 
 
 def _read_into(path: str, source: Source, begin: int, memory: memoryview) -> None:
-    try:
+    with prefix_errors(path):
         source.read_into(begin, memory)
-    except KvpackError as error:
-        raise type(error)(f"{path}: {error}") from None
 
 
 def _check_shape(path: str, name: str, shape: list[int]) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from kvpack.file import container
 from kvpack.file.basis import FREQUENCIES, KEY_FRAMES, ROPE, VALUES
 from kvpack.file.user_files import OnDisk, open_regular, path_text
+from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.balanced_frames import BalancedFrames
 from kvpack.formats.basis import BasisRows, row_count
-from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded
+from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 from kvpack.formats.frames import Frames, Rope, SymbolTables
 from kvpack.formats.lazy import numpy, torch
 
@@ -56,10 +57,8 @@ class BasisFile:
         return hasher.digest()
 
     def _read(self, begin: int, memory: memoryview) -> None:
-        try:
+        with prefix_errors(self.where):
             self._source.read_into(begin, memory)
-        except KvpackError as error:
-            raise type(error)(f"{self.where}: {error}") from None
 
 
 @contextlib.contextmanager

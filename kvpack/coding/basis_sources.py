@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file.basis import SUFFIX
 from kvpack.file.user_files import open_error, path_text
+from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt
@@ -173,7 +174,5 @@ def _with_rows(number: int, codec: Codec, family: Klt | Transform, basis: Basis)
 
 def bind_bases(where: str, header: Header, source: Any) -> Header:
     """Return ``with_bases(header, source)``, and prefix its error messages with ``where``."""
-    try:
+    with prefix_errors(where):
         return with_bases(header, source)
-    except KvpackError as error:
-        raise type(error)(f"{where}: {error}") from None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from kvpack.errors import KvpackWarning, RoundedWarning
+from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.group import PER_HEAD
@@ -198,7 +199,7 @@ def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str,
     if not codec.changes_norms:
         return dispatch.norms(x)
     blocks = _blocks(codec, x)
-    with _naming_place(where):
+    with prefix_errors(where, OutOfRange):
         return codec.coded_norms(Run((*x.shape,), x.device, lambda: (_values(codec, x, *block, where) for block in blocks)), before)
 
 
@@ -277,7 +278,7 @@ def _encode_others(
     """
     with float32_no_grad(x.device):
         token, sequence = chosen.T.nonzero().unbind(1)
-        with _naming_place(where):
+        with prefix_errors(where, OutOfRange):
             raw_values = raw.encode_tokens(x, token, sequence)
         if not torch.isfinite(raw_values[VALUES]).all():
             check_finite(x, 0, where)
@@ -341,7 +342,7 @@ def _encode_in_blocks(
 
     def encode_block(start: int, stop: int) -> None:
         part = _values(codec, x, start, stop, where)
-        with _naming_place(f"{where}, tokens {start} to {stop - 1}"):
+        with prefix_errors(f"{where}, tokens {start} to {stop - 1}", OutOfRange):
             encoded = run.encode(part, start)
         for name, entry in layout.items():
             if entry.per == "token":
@@ -355,7 +356,7 @@ def _encode_in_blocks(
     with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
         begin = partial(codec.begin, kernel=dispatch.encode, watch=measure) if isinstance(codec, WithSidecars) else codec.begin
-        with _naming_place(where):
+        with prefix_errors(where, OutOfRange):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
             run = begin(given, before)
         for_each_block(encode_block, blocks, x.device)
@@ -389,14 +390,6 @@ def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) ->
         part = part.to(torch.float32)
         check_finite(part, start, where)
     return part
-
-
-@contextlib.contextmanager
-def _naming_place(where: str) -> Iterator[None]:
-    try:
-        yield
-    except OutOfRange as error:
-        raise OutOfRange(f"{where}: {error}") from None
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
-from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
+from kvpack.formats.arguments import prefix_errors
+from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.value_blocks import check_finite
 
 from . import basis
@@ -373,12 +374,3 @@ def _flat(name: str, array: Any) -> memoryview:
     if not view.c_contiguous:
         raise InvalidParameter(f"{name} is not C-contiguous")
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-@contextlib.contextmanager
-def prefix_errors(where: str) -> Iterator[None]:
-    """Prefix the message of each KvpackError with the file name ``where``."""
-    try:
-        yield
-    except KvpackError as error:
-        raise type(error)(f"{where}: {error}") from None

@@ -11,7 +11,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.coding.recipes import SIDES
-from kvpack.formats.arguments import as_integer, describe
+from kvpack.formats.arguments import as_integer, describe, prefix_errors
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
 from .layer import LiveLayer
@@ -47,10 +47,8 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
             raise InvalidParameter(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
         if x.dtype not in RAW_DTYPES.values():
             raise InvalidType(f"{where}: dtype {x.dtype}; expected bfloat16, float16 or float32")
-        try:
+        with prefix_errors(where, InvalidParameter):
             codec = recipe.codec(number, layers, name, x.shape[3], RAW_NAMES[x.dtype])
-        except InvalidParameter as error:
-            raise type(error)(f"{where}: {error}") from None
         sides[name] = Side(codec, (), x[:, :, :0].clone(), recipe.window)
     if not any(sides.values()):
         raise InvalidParameter(f"layers[{number}]: k and v are both None: pass keys, values or both")

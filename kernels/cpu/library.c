@@ -53,22 +53,22 @@ EXPORTED const char *kvpack_level_name(int64_t level) {
 }
 
 EXPORTED int64_t kvpack_sizes(int64_t structure) {
-    switch (structure) {
-        case 0: return sizeof(Codec);
-        case 1: return sizeof(Span);
-        case 2: return sizeof(Attend);
-        case 3: return sizeof(Unpack);
-        case 4: return sizeof(Encode);
-        case 5: return sizeof(Rans);
-        case 6: return sizeof(Join);
-        case 7: return sizeof(RansEncode);
-        case 8: return sizeof(Split);
-        case 9: return sizeof(Read);
-        case 10: return sizeof(RawSlots);
-        case 11: return sizeof(Sizes);
-        default: return 0;
-    }
+    static const size_t sizes[] = {sizeof(Codec), sizeof(Span),       sizeof(Attend), sizeof(Unpack), sizeof(Encode),   sizeof(Rans),
+                                   sizeof(Join),  sizeof(RansEncode), sizeof(Split),  sizeof(Read),   sizeof(RawSlots), sizeof(Sizes)};
+    return structure >= 0 && structure < (int64_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[structure] : 0;
 }
+
+/* A call of any kind, for the functions of its items: most divide its tokens into `parts`. */
+typedef struct {
+    const void *call;
+    const Level *level;
+    int64_t parts;
+    atomic_int *refused;
+} Job;
+
+static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* All items of a call, and each item's part of the softmax. */
 typedef struct {
@@ -84,8 +84,6 @@ static void attend_item(const void *context, int64_t number, char *memory) {
     work->level->attend(work->call, &work->item[number], memory, work->largest + number * ROW_SPACE, work->total + number * ROW_SPACE,
                         work->sums + number * ROW_SPACE * work->call->v_dim);
 }
-
-static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* The number of tokens per item, a multiple of MIN_TOKENS. */
 static int64_t tokens_at_once(const Span *span, int64_t others) {
@@ -167,67 +165,47 @@ EXPORTED int64_t kvpack_attend(const Attend *call) {
 /* Tokens per item of unpacking: enough tiles that finding their segment costs little. */
 enum { TOKENS_UNPACKED = 1024 };
 
-typedef struct {
-    const Unpack *call;
-    const Level *level;
-    int64_t parts;
-} Unpacking;
-
 static void unpack_item(const void *context, int64_t number, char *memory) {
-    const Unpacking *work = context;
-    const Unpack *call = work->call;
-    int64_t start = call->start + number % work->parts * TOKENS_UNPACKED, head = number / work->parts % call->heads;
-    int64_t stop = start + TOKENS_UNPACKED < call->stop ? start + TOKENS_UNPACKED : call->stop;
-    work->level->unpack(call, number / work->parts / call->heads, head, start, stop, memory);
+    const Job *job = context;
+    const Unpack *call = job->call;
+    int64_t start = call->start + number % job->parts * TOKENS_UNPACKED, head = number / job->parts % call->heads;
+    job->level->unpack(call, number / job->parts / call->heads, head, start, smaller_of(start + TOKENS_UNPACKED, call->stop), memory);
 }
 
 EXPORTED int64_t kvpack_unpack(const Unpack *call) {
-    Unpacking work = {call, level_of(call->level), ceiling(call->stop - call->start, TOKENS_UNPACKED)};
-    return kvpack_for_each(unpack_item, &work, work.parts * call->heads * call->batch, call->threads, work.level->unpack_bytes(call));
+    Job job = {call, level_of(call->level), ceiling(call->stop - call->start, TOKENS_UNPACKED), 0};
+    return kvpack_for_each(unpack_item, &job, job.parts * call->heads * call->batch, call->threads, job.level->unpack_bytes(call));
 }
 
 /* Tokens per item of encoding: whole token groups of any size. */
 enum { TOKENS_ENCODED = 512 };
 
-typedef struct {
-    const Encode *call;
-    const Level *level;
-    int64_t parts;
-    atomic_int *refused;
-} Encoding;
-
 static void encode_item(const void *context, int64_t number, char *memory) {
-    const Encoding *work = context;
-    const Encode *call = work->call;
-    int64_t start = number % work->parts * TOKENS_ENCODED, head = number / work->parts % call->heads;
-    int64_t stop = start + TOKENS_ENCODED < call->tokens ? start + TOKENS_ENCODED : call->tokens;
-    if (!atomic_load(work->refused) && !work->level->encode(call, number / work->parts / call->heads, head, start, stop, memory))
-        atomic_store(work->refused, 1);
+    const Job *job = context;
+    const Encode *call = job->call;
+    int64_t start = number % job->parts * TOKENS_ENCODED, stop = smaller_of(start + TOKENS_ENCODED, call->tokens);
+    int64_t head = number / job->parts % call->heads;
+    if (!atomic_load(job->refused) && !job->level->encode(call, number / job->parts / call->heads, head, start, stop, memory))
+        atomic_store(job->refused, 1);
 }
 
 EXPORTED int64_t kvpack_encode(const Encode *call) {
     atomic_int refused = 0;
-    Encoding work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_ENCODED), &refused};
-    int failed = kvpack_for_each(encode_item, &work, work.parts * call->heads * call->batch, call->threads, work.level->encode_bytes(call));
+    Job job = {call, level_of(call->level), ceiling(call->tokens, TOKENS_ENCODED), &refused};
+    int failed = kvpack_for_each(encode_item, &job, job.parts * call->heads * call->batch, call->threads, job.level->encode_bytes(call));
     return failed ? 1 : atomic_load(&refused) ? 2 : 0;
 }
 
-typedef struct {
-    const Encode *call;
-    const Level *level;
-    int64_t pages;
-} Measuring;
-
 static void measure_item(const void *context, int64_t number, char *memory) {
-    const Measuring *work = context;
-    int64_t heads = work->call->heads;
+    const Job *job = context;
+    const Encode *call = job->call;
     (void)memory;
-    work->level->measure(work->call, number / work->pages / heads, number / work->pages % heads, number % work->pages);
+    job->level->measure(call, number / job->parts / call->heads, number / job->parts % call->heads, number % job->parts);
 }
 
 EXPORTED int64_t kvpack_measure(const Encode *call) {
-    Measuring work = {call, level_of(call->level), ceiling(call->tokens, call->mean_tokens)};
-    return kvpack_for_each(measure_item, &work, work.pages * call->heads * call->batch, call->threads, 1);
+    Job job = {call, level_of(call->level), ceiling(call->tokens, call->mean_tokens), 0};
+    return kvpack_for_each(measure_item, &job, job.parts * call->heads * call->batch, call->threads, 1);
 }
 
 /* A token to be stored raw; the tokens with the lowest keys get slots. */
@@ -258,13 +236,6 @@ static float median_of(const float *norms, int64_t count, float *sorted) {
     qsort(sorted, count, sizeof(float), by_value);
     return sorted[(count - 1) / 2];
 }
-
-typedef struct {
-    const RawSlots *call;
-    const Level *level;
-} Choosing;
-
-static int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Heads of the tokens [first, stop), measured by those from `begin` on: `large` is 1 where a head's norm is above `high` times its median,
    else 0. `most` is the largest norm relative to the median of its head, `least` the least one, and 1 at least; `shared` asks for both,
@@ -310,13 +281,13 @@ static float misfit_of(const RawSlots *call, float norm, float median, float mos
 }
 
 static void choose_item(const void *context, int64_t layer, char *memory) {
-    const RawSlots *call = ((const Choosing *)context)->call;
+    const RawSlots *call = ((const Job *)context)->call;
     const float *of_heads = call->norms + layer * call->heads * call->tokens;
     Candidate *wanted = (Candidate *)memory;
     float *norms = (float *)(wanted + call->tokens), *large = norms + call->tokens, *most = large + call->page, *least = most + call->page;
     float *sorted = least + call->page;
     int64_t count = 0, lows = 0, *chosen = call->chosen + layer * call->slots;
-    ((const Choosing *)context)->level->norms(call, layer);
+    ((const Job *)context)->level->norms(call, layer);
     if (!call->low && !call->high && !call->shared && !call->grouped) return;
     for (int64_t t = 0; t < call->tokens; t++) {
         float squares = 0;
@@ -353,85 +324,64 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
 }
 
 EXPORTED int64_t kvpack_raw_slots(const RawSlots *call) {
-    Choosing work = {call, level_of(call->level)};
+    Job job = {call, level_of(call->level), 0, 0};
     int64_t bytes = (int64_t)sizeof(Candidate) * call->tokens + (int64_t)sizeof(float) * (call->tokens + 4 * call->page);
-    return kvpack_for_each(choose_item, &work, call->layers, call->threads, bytes);
+    return kvpack_for_each(choose_item, &job, call->layers, call->threads, bytes);
 }
 
 EXPORTED int64_t kvpack_has_large(const Sizes *call) { return level_of(call->level)->have_large(call); }
 
-typedef struct {
-    const Rans *call;
-    const Level *level;
-} Chunks;
-
 static void rans_item(const void *context, int64_t number, char *memory) {
-    const Chunks *work = context;
+    const Job *job = context;
+    const Rans *call = job->call;
+    int64_t first = MAX_CHUNKS * number;
     (void)memory;
-    int64_t first = MAX_CHUNKS * number, left = work->call->chunks - first;
-    work->level->rans(work->call, first, left < MAX_CHUNKS ? (int)left : MAX_CHUNKS);
+    job->level->rans(call, first, (int)smaller_of(MAX_CHUNKS, call->chunks - first));
 }
 
 EXPORTED int64_t kvpack_rans(const Rans *call) {
-    Chunks work = {call, level_of(call->level)};
-    return kvpack_for_each(rans_item, &work, ceiling(call->chunks, MAX_CHUNKS), call->threads, 1);
+    Job job = {call, level_of(call->level), 0, 0};
+    return kvpack_for_each(rans_item, &job, ceiling(call->chunks, MAX_CHUNKS), call->threads, 1);
 }
 
-typedef struct {
-    const RansEncode *call;
-    const Level *level;
-} CodedChunks;
-
 static void rans_encode_item(const void *context, int64_t number, char *memory) {
-    const CodedChunks *work = context;
+    const Job *job = context;
     (void)memory;
-    work->level->rans_encode(work->call, number);
+    job->level->rans_encode(job->call, number);
 }
 
 EXPORTED int64_t kvpack_rans_encode(const RansEncode *call) {
-    CodedChunks work = {call, level_of(call->level)};
-    return kvpack_for_each(rans_encode_item, &work, call->chunks, call->threads, 1);
+    Job job = {call, level_of(call->level), 0, 0};
+    return kvpack_for_each(rans_encode_item, &job, call->chunks, call->threads, 1);
 }
 
-typedef struct {
-    const Join *call;
-    const Level *level;
-    int64_t parts;
-} Joining;
-
 static void join_item(const void *context, int64_t number, char *memory) {
-    const Joining *work = context;
-    const Join *call = work->call;
-    int64_t start = number % work->parts * TOKENS_UNPACKED, stop = start + TOKENS_UNPACKED < call->tokens ? start + TOKENS_UNPACKED : call->tokens;
+    const Job *job = context;
+    const Join *call = job->call;
+    int64_t start = number % job->parts * TOKENS_UNPACKED;
     (void)memory;
-    work->level->join(call, number / work->parts, start, stop);
+    job->level->join(call, number / job->parts, start, smaller_of(start + TOKENS_UNPACKED, call->tokens));
 }
 
 EXPORTED int64_t kvpack_join(const Join *call) {
-    Joining work = {call, level_of(call->level), ceiling(call->tokens, TOKENS_UNPACKED)};
-    return kvpack_for_each(join_item, &work, work.parts * call->heads * call->batch, call->threads, 1);
+    Job job = {call, level_of(call->level), ceiling(call->tokens, TOKENS_UNPACKED), 0};
+    return kvpack_for_each(join_item, &job, job.parts * call->heads * call->batch, call->threads, 1);
 }
 
-typedef struct {
-    const Split *call;
-    const Level *level;
-    int64_t parts;
-} Splitting;
-
 static void split_item(const void *context, int64_t number, char *memory) {
-    const Splitting *work = context;
-    const Split *call = work->call;
-    int64_t start = number % work->parts * TOKENS_UNPACKED, stop = start + TOKENS_UNPACKED < call->tokens ? start + TOKENS_UNPACKED : call->tokens;
+    const Job *job = context;
+    const Split *call = job->call;
+    int64_t start = number % job->parts * TOKENS_UNPACKED;
     (void)memory;
     if (call->counts)
-        work->level->count(call, number);
+        job->level->count(call, number);
     else
-        work->level->split(call, number / work->parts, start, stop);
+        job->level->split(call, number / job->parts, start, smaller_of(start + TOKENS_UNPACKED, call->tokens));
 }
 
 EXPORTED int64_t kvpack_split(const Split *call) {
-    Splitting work = {call, level_of(call->level), call->counts ? 1 : ceiling(call->tokens, TOKENS_UNPACKED)};
-    return kvpack_for_each(split_item, &work, work.parts * call->heads * call->batch, call->threads, 1);
+    Job job = {call, level_of(call->level), call->counts ? 1 : ceiling(call->tokens, TOKENS_UNPACKED), 0};
+    return kvpack_for_each(split_item, &job, job.parts * call->heads * call->batch, call->threads, 1);
 }
 
 /* Adds words to a checksum of rows (spec/row.md): sum * X^words + the words times descending powers of X, modulo 2^64. */

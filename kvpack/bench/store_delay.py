@@ -22,8 +22,8 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import Identity
 from kvpack.output import print_table
 from kvpack.store import Store
-from kvpack.store.locations import shown_location
 from kvpack.store.page_store import PageStore
+from kvpack.store.redaction import shown_location
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -37,8 +37,9 @@ from kvpack.store.eviction import Evictor
 from kvpack.store.fitting import check_groups
 from kvpack.store.folder import Folder
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chunk_links, token_bytes
-from kvpack.store.locations import open_backend, shown_location
+from kvpack.store.locations import open_backend
 from kvpack.store.options import LocationOptions
+from kvpack.store.redaction import shown_location
 
 from . import store_delay
 

@@ -383,6 +383,7 @@ def _presets_for(dim: int, dtype: str) -> str:
     return f"; presets that support head dim {dim} are {', '.join(result.values())}" if result else ""
 
 
+@lru_cache(maxsize=256)
 def canonical_recorded_text(text: str) -> str:
     """Return the canonical text of the recipe recorded in a file, or ``text`` itself if it is not a recipe."""
     try:

@@ -13,8 +13,9 @@ from kvpack.store.counters import Counters
 from kvpack.store.encryption import Cipher
 from kvpack.store.entry_kind import Form
 from kvpack.store.key_files import read_key_file
-from kvpack.store.locations import open_existing, shown_location
+from kvpack.store.locations import open_existing
 from kvpack.store.options import LocationOptions
+from kvpack.store.redaction import shown_location
 
 if TYPE_CHECKING:
     import argparse

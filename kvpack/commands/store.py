@@ -411,8 +411,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
     from kvpack.store.key_files import read_key_file
-    from kvpack.store.locations import shown_location
     from kvpack.store.options import StoreOptions
+    from kvpack.store.redaction import shown_location
     from kvpack.store.store import CHUNK_TOKENS
     from kvpack.store.transfer import chunk_at, read_exported
 

@@ -19,6 +19,7 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.models import BOS, demo_text, load_model, transformers_library
 from kvpack.output import print_table
 from kvpack.runtime.modes import one_thread
+from kvpack.store.redaction import shown_location
 
 from .files import PROMPT_BYTES
 
@@ -48,7 +49,8 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
         rows.append({"process": name, **json.loads(process.stdout)})
         if progress:
             progress(number + 1, len(PROCESSES))
-    return {"store": location, "recipe": recipe, "processes": rows, "same": len({tuple(row["tokens"]) for row in rows}) == 1}
+    same = len({tuple(row["tokens"]) for row in rows}) == 1
+    return {"store": shown_location(location), "recipe": recipe, "processes": rows, "same": same}
 
 
 def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:

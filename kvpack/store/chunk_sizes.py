@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from .keys import ID_BYTES, chunk_key
-from .locations import shown_location
+from .redaction import shown_location
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ class OtherChunks:
 
     def look(self, ids: bytes, inputs: bytes) -> None:
         """Count and log entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""
-        sizes = [size for size in SIZES if size != self._chunk and size * ID_BYTES <= len(ids)]
-        if not self._tries_left or not sizes:
+        sizes = [size for size in SIZES if size != self._chunk]
+        if not self._tries_left or len(ids) < sizes[0] * ID_BYTES:
             return
         self._tries_left -= 1
         result = stored_sizes(self._backend, self._root, ids, inputs, sizes)

@@ -201,7 +201,21 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """Add ``labels`` to each metric in ``text``, which is in Prometheus' text format. Raises InvalidType and InvalidParameter."""
+    """Add ``labels`` to each metric in ``text``, which is in Prometheus' text format. Raises the errors of ``check_labels``."""
+    check_labels(labels)
+    if not labels:
+        return text
+    own_labels, lines = labels_text(labels), []
+    for line in text.splitlines():
+        name, sample = _SAMPLE.fullmatch(line).groups() if not line.startswith("#") else ("", "")  # type: ignore[union-attr]
+        lines.append(
+            line if not name else f"{name}{{{own_labels},{sample[1:]}" if sample.startswith("{") else f"{name}{{{own_labels}}}{sample}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
+    """Return ``labels``. Raises InvalidType for other types, and InvalidParameter for names that Prometheus or kvpack's metrics exclude."""
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
         raise InvalidType(f"labels is {describe(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:
@@ -213,15 +227,7 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
             raise InvalidParameter(
                 f"labels has the name {name!r:.80}, which is reserved or already used by kvpack's metrics: choose another"
             )
-    if not labels:
-        return text
-    own_labels, lines = labels_text(labels), []
-    for line in text.splitlines():
-        name, sample = _SAMPLE.fullmatch(line).groups() if not line.startswith("#") else ("", "")  # type: ignore[union-attr]
-        lines.append(
-            line if not name else f"{name}{{{own_labels},{sample[1:]}" if sample.startswith("{") else f"{name}{{{own_labels}}}{sample}"
-        )
-    return "\n".join(lines) + "\n"
+    return labels
 
 
 _SAMPLE = re.compile(r"(\w+)(.*)", re.DOTALL)

@@ -29,6 +29,11 @@ _TIME_SHARE = 64
 _SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
 
 
+def limit_ttl(ttl: int | None) -> int | None:
+    """Return ``ttl``, or ``MAX_TTL`` if that is shorter."""
+    return None if ttl is None else min(ttl, MAX_TTL)
+
+
 def pass_seconds(ttl: int) -> float:
     """Return the interval, in seconds, between complete searches for expired entries."""
     return min(max(ttl / 8, _SHORTEST_PASS), _LONGEST_PASS)
@@ -36,7 +41,7 @@ def pass_seconds(ttl: int) -> float:
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:
     """Return the access and modification times, in nanoseconds, for the file of an entry used at ``used_ns``."""
-    return used_ns + (0 if ttl is None else min(ttl, MAX_TTL) * SECOND_NS), used_ns
+    return used_ns + (limit_ttl(ttl) or 0) * SECOND_NS, used_ns
 
 
 def has_expired(status: os.stat_result) -> bool:

@@ -16,6 +16,7 @@ from .memory import Memory
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
 from .options import Tier
+from .redaction import shown_location
 from .redis import SCHEMES as REDIS_SCHEMES
 from .redis import Redis, is_redis
 from .tiers import Tiers
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 MEMORY = "memory://"
 _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_SECRETS = re.compile(r"//[^/@]*@")
 _TIER_LIST_OPTIONS = {"write_back"}
 """The options that only a list of tiers supports."""
 
@@ -73,7 +73,7 @@ def open_existing(location: str, counters: Counters, form: Form, options: Locati
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
     if _kind_of(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
         why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
-        raise MissingFile(f"{location}: {why}")
+        raise MissingFile(f"{shown_location(location)}: {why}")
     return open_backend(location, counters, form, options, skip_sweep=skip_sweep)
 
 
@@ -143,15 +143,10 @@ def _folder(location: Any) -> str:
         parts = urlsplit(path)
         if parts.netloc not in ("", "localhost"):
             raise InvalidParameter(
-                f"the location {path!r} names the host {parts.netloc!r}: a folder must be on this machine, as in file:///..."
+                f"the location {shown_location(path)!r} names the host {parts.hostname!r}: a folder must be on this machine, as in file:///..."
             )
         path = unquote(parts.path)
     if not path or "\0" in path:
         reason = "a path cannot contain a zero byte" if path else "it is empty; the current folder is '.'"
         raise InvalidParameter(f"the location {location!r:.200} is not the path of a folder: {reason}")
     return path
-
-
-def shown_location(location: Any) -> str:
-    """Return a location, or a text with URLs, without the users and passwords in it."""
-    return _SECRETS.sub("//***@", str(location))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpack.formats.errors import MissingPackage
 
+from .counters import check_labels
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -26,9 +28,13 @@ class Collector:
         self._lock = Lock()
 
     def add(self, store: MeteredStore, labels: Mapping[str, str] | None = None) -> None:
-        """Start collecting the metrics of ``store``, with ``labels`` that distinguish it from the other stores."""
+        """Start collecting the metrics of ``store``, with ``labels`` that distinguish it from the other stores.
+
+        Raises InvalidType and InvalidParameter for invalid labels, which would end every scrape.
+        """
+        labels = dict(check_labels(labels or {}))
         with self._lock:
-            self._stores.append((store, dict(labels or {})))
+            self._stores.append((store, labels))
 
     def remove(self, store: MeteredStore) -> None:
         """Stop collecting the metrics of ``store``."""

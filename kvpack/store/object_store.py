@@ -24,7 +24,7 @@ from kvpack.runtime.threads import in_parallel
 from .backend import FoundEntry, NoLease, OneTier, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard
 from .entry_kind import UNENCRYPTED, Kind
-from .expiry import MAX_TTL, pass_seconds
+from .expiry import limit_ttl, pass_seconds
 from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, UseLog, eviction_order, last_uses_in, merge_records, record_name
@@ -89,7 +89,7 @@ class ObjectStore(OneTier):
         self._counters, self._form, self._max_bytes = counters, form, max_bytes
         self._breaker = CircuitBreaker()
         self._guard = RequestGuard(self._breaker, counters, self._objects.errors, self._objects.refusals)
-        self._ttl = None if ttl is None else min(ttl, MAX_TTL)
+        self._ttl = limit_ttl(ttl)
         self._uses = UseLog(INTERVAL_SECONDS if ttl is None else min(INTERVAL_SECONDS, pass_seconds(ttl)))
         self._lock = Lock()
         self._expiry_lock = Lock()

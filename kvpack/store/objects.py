@@ -15,6 +15,7 @@ from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackag
 from kvpack.runtime.threads import in_parallel
 
 from .entry_kind import FRONT_BYTES, check_size
+from .redaction import shown_location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +77,7 @@ class Objects:
         """Raise InvalidParameter for an answer that no later request changes. A service that does not answer now may do so later."""
         try:
             # Whoever reads entries may make this request; without leave to list, a missing object is forbidden like any other.
-            self._obstore.get(self._store, _NO_OBJECT, options={"range": (0, 1)})
+            self._beginning(_NO_OBJECT, 1)
         except (*self.errors, ValueError) as error:
             if what := _REFUSALS.get(code := _code_of(error)):
                 raise InvalidParameter(f"the object store refuses the location with {code}: check {what}") from None
@@ -236,4 +237,5 @@ def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> An
     try:
         return from_url(url, **settings)
     except (BaseError, ValueError, TypeError) as error:
-        raise InvalidParameter(f"the location {url!r} or its storage_options are invalid: {str(error).splitlines()[0]}") from None
+        reason = shown_location(str(error).splitlines()[0])
+        raise InvalidParameter(f"the location {shown_location(url)!r} or its storage_options are invalid: {reason}") from None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 from .backend import MAX_ENTRY_BYTES
+from .redaction import shown_location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,12 +36,12 @@ class LocationOptions:
     """The seconds after which an unused entry expires."""
     timeout: float | None = None
     """Maximum number of seconds per request to a server."""
-    storage_options: Mapping[str, Any] | None = None
-    """Settings of obstore by name, for an object store."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Settings of obstore by name, for an object store. They may contain secrets."""
 
     def given(self) -> dict[str, Any]:
         """Return the options of the location that are not None. Raises InvalidParameter for an invalid count or timeout."""
-        given = {field.name: value for field in fields(LocationOptions) if (value := getattr(self, field.name)) is not None}
+        given = {option.name: value for option in fields(LocationOptions) if (value := getattr(self, option.name)) is not None}
         for name, minimum in _MINIMUMS.items():
             check_count(name, given.get(name, minimum), minimum)
         if self.timeout is not None:
@@ -54,7 +55,7 @@ class StoreOptions(LocationOptions):
 
     write_back: bool | None = None
     """True if all tiers except the first are written in the background."""
-    encryption: Mapping[str, bytes] | None = None
+    encryption: Mapping[str, bytes] | None = field(default=None, repr=False)
     """AES keys by id."""
     check_values: bool | None = None
     """True if every load checks the rules of the codecs in addition to digests."""
@@ -85,7 +86,7 @@ class StoreKeywords(TypedDict, total=False):
     max_entry_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tier(LocationOptions):
     """One location of a store with several tiers, with its own options.
 
@@ -100,6 +101,12 @@ class Tier(LocationOptions):
     """
 
     location: Any
+
+    def __repr__(self) -> str:
+        """Return the location and the options that are set, without secrets."""
+        options = {option.name: getattr(self, option.name) for option in fields(LocationOptions) if option.repr}
+        shown = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        return f"Tier({', '.join([repr(shown_location(self.location)), *shown])})"
 
 
 def check_count(name: str, value: Any, minimum: int) -> None:

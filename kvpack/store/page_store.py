@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count, groupby
+from itertools import compress, count, groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack
 
 from kvpack.coding.recipes import Recipe
@@ -25,9 +25,9 @@ from .encryption import decrypt_entry
 from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
-from .locations import shown_location
 from .open_store import check_identity, open_for_identity
 from .options import StoreOptions, check_count
+from .redaction import shown_location
 from .tiers import Tiers, prometheus_text
 
 if TYPE_CHECKING:
@@ -165,14 +165,13 @@ class PageStore:
     ) -> tuple[list[bool], list[bool]]:
         chain = self._entry_keys([*ancestors, *keys])
         first = len(chain) - len(keys)
-        stored = self._backend.present_each(chain[first:])
+        present = self._backend.present_each(chain[first:])
         self._counters.add("saves")
-        self._counters.add("present_chunks", sum(stored))
-        missing = [index for index, ok in enumerate(stored) if not ok]
-        put = set(missing)
-        now = time.time_ns()
-        if len(missing) < len(chain):
-            self._backend.touch([name for index, name in enumerate(chain) if index < first or stored[index - first]], now)
+        self._counters.add("present_chunks", sum(present))
+        missing = [index for index, ok in enumerate(present) if not ok]
+        stored, now = [*present], time.time_ns()
+        if used := [*chain[:first], *compress(chain[first:], present)]:
+            self._backend.touch(used, now)
         at_once = self._pages_per_batch(BATCH_ENTRIES)
         for begin in range(0, len(missing), at_once):
             numbers = missing[begin : begin + at_once]
@@ -182,7 +181,7 @@ class PageStore:
                 stored[index] = ok
             if results and not results[-1]:
                 break
-        return stored, [ok and index in put for index, ok in enumerate(stored)]
+        return stored, [ok and not before for ok, before in zip(stored, present, strict=True)]
 
     def _encode(
         self, numbers: Sequence[int], keys: Sequence[bytes], buffer_slots: Sequence[BufferSlot], names: Sequence[bytes]

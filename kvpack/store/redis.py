@@ -15,6 +15,7 @@ entries are counted again by scanning the server's keys before anything is put.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from itertools import groupby
@@ -26,7 +27,7 @@ from kvpack.formats.lazy import numpy
 
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, OneTier, StoredEntry
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
-from .expiry import MAX_TTL
+from .expiry import limit_ttl
 from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
 from .redis_answers import byte_strings, bytes_up_to, has_score, integer, scan_page, was_set
@@ -56,7 +57,7 @@ _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for one entry. For an entry that exists already, the script returns its front and size instead."""
 _NO_ANSWER = object()
 NOTED_SECONDS = 5.0
-"""Seconds for which a put does not note the use of a chain again that was noted up to the entry before it."""
+"""Seconds for which a put does not note the use of a chain again that was noted up to the entry before it: less for a short ``ttl``."""
 _MAX_TRIES = 8
 """Number of times that a put makes room before it gives up, because other writers use the room first."""
 _SPARE_BYTES = 2**20
@@ -83,11 +84,12 @@ class Redis(OneTier):
         ttl: int | None = None,
         timeout: float = 1.0,
     ) -> None:
-        self._counters, self._max_bytes, self._ttl = counters, max_bytes, None if ttl is None else min(ttl, MAX_TTL)
+        self._counters, self._max_bytes, self._ttl = counters, max_bytes, limit_ttl(ttl)
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = EntryCount(self._client, counters)
-        self._noted = b"", 0.0
+        self._noted = b"", -math.inf
+        """The last key of a chain whose use was noted, and the time when the use of its first entry was noted."""
 
     def present(self, keys: Sequence[bytes]) -> int:
         return next((index for index, is_present in enumerate(self.present_each(keys)) if not is_present), len(keys))
@@ -263,7 +265,7 @@ class Redis(OneTier):
             if not pending:
                 break
             groups = self._group_for_script(pending, entries, replaced)
-            answers = self._send(chain, groups, entries, replaced)
+            answers, noted = self._send(chain, groups, entries, replaced)
             results: dict[int, Any] = {}
             for group, answer in zip(groups, answers, strict=False):
                 results |= zip(group, answer[3] if answer and answer != [-1] else (), strict=False)
@@ -274,7 +276,7 @@ class Redis(OneTier):
                     results_by_position[position] = outcome
                 refused += [position] if outcome is False else []
                 if result == _STORED:
-                    self._noted = chain[position], time.monotonic()
+                    self._noted = chain[position], noted
                     self._counters.add("saved_chunks")
                     self._counters.add("saved_bytes", len(entries[position]))
             crowded = _REFUSED in results.values() and self._max_bytes is not None
@@ -326,20 +328,26 @@ class Redis(OneTier):
 
     def _send(
         self, chain: Sequence[bytes], groups: Sequence[Sequence[int]], entries: Mapping[int, bytes], replaced: set[int]
-    ) -> Sequence[Any]:
+    ) -> tuple[Sequence[Any], float]:
+        """Send the entries of ``groups``; return the replies, and when the use of the entries before them was last noted."""
         # The script gives an entry a use no later than that of the one before it, so that is noted first.
         before = groups[0][0]
         key, noted = self._noted
-        is_recent = before and chain[before - 1] == key and time.monotonic() - noted < NOTED_SECONDS
+        now = time.monotonic()
+        recent_seconds = NOTED_SECONDS if self._ttl is None else min(NOTED_SECONDS, self._ttl / 8)
+        is_recent = before and chain[before - 1] == key and now - noted < recent_seconds
         touches = [] if is_recent else self._touches(chain[:before])
         puts = [self._put_call(chain, group, entries, group[0] in replaced) for group in groups]
-        answers = self._client.call_each("put", [*touches, *puts])[len(touches) :]
+        results = self._client.call_each("put", [*touches, *puts])
+        answers = results[len(touches) :]
+        if not is_recent:
+            noted = -math.inf if None in results[: len(touches)] else now
         for answer in answers:
             if answer is not None and answer != [-1]:
                 self._count_evictions(answer[0], answer[1])
                 if answer[2]:
                     self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
-        return answers
+        return answers, noted
 
     def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, bytes], replaces: bool) -> Call:
         pairs = [argument for position in group for argument in (position + 1, entries[position])]

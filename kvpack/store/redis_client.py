@@ -217,6 +217,9 @@ def _check_url(url: str) -> None:
         parts = urlsplit(url)
     except ValueError as error:
         raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
+    if parts.scheme != "unix" and "@" in parts.path + parts.fragment + parts.query.partition("=")[0]:
+        # The rest of a password is not shown.
+        raise InvalidParameter("the user or the password of the location contains '/', '?' or '#': write %2F, %3F or %23 instead")
     for name in parse_qs(parts.query):
         if name not in _URL_OPTIONS and name not in _FIXED_OPTIONS:
             raise InvalidParameter(f"the location sets {name!r:.60}, which is not an option of such a connection: remove it from the URL")

@@ -31,23 +31,19 @@ class EntryFilter:
 
     def keys(self, catalog: Catalog) -> set[bytes]:
         """Return the keys of matching chunks and of the states after them. A filter by age only also matches engines' pages."""
-        chains = None if self.tenant is None else _tenant_keys(catalog, self.tenant)
-        # Older entries may name a preset.
-        recipes = {entry.recipe for entry in catalog.entries.values()}
-        recipes = {recipe for recipe in recipes if self.recipe in (None, canonical_recorded_text(recipe))}
-        chosen = {
-            key
-            for key, entry in catalog.entries.items()
-            if (chains is None or key in chains) and entry.recipe in recipes and self._matches(entry)
-        }
+        candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
+        chosen = {key for key in candidates if self._matches(catalog.entries[key])}
         chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}
         if self.model is self.recipe is self.tenant is None and self.used_before_ns is not None:
             chosen |= {key for key, page in catalog.pages.items() if page.used_ns < self.used_before_ns}
         return chosen
 
     def _matches(self, entry: ChunkEntry) -> bool:
-        return self.model in (None, entry.model.get("name", "")) and (
-            self.used_before_ns is None or entry.stored.used_ns < self.used_before_ns
+        # Older entries may name a preset.
+        return (
+            self.model in (None, entry.model.get("name", ""))
+            and (self.recipe is None or self.recipe == canonical_recorded_text(entry.recipe))
+            and (self.used_before_ns is None or entry.stored.used_ns < self.used_before_ns)
         )
 
 
@@ -72,13 +68,12 @@ def roots_of(identity: Identity) -> tuple[bytes, bytes]:
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
     """Remove the entries of ``keys`` and return the number removed. Pinned entries are removed, with their pins, only if ``pinned``."""
-    pins = backend.pins()
     to_remove = set(keys)
     if pinned:
-        for key in to_remove & {pin.key for pin in pins}:
+        for key in to_remove & {pin.key for pin in backend.pins()}:
             backend.unpin([key])
     else:
-        to_remove.difference_update(*(pin.chain for pin in pins))
+        to_remove -= backend.pinned()
     count = len(backend.delete(sorted(to_remove)))
     counters.add("deleted_entries", count)
     return count

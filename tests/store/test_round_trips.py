@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -181,6 +182,24 @@ def test_a_long_chain_is_noted_once_and_in_parts(server: Server, monkeypatch: py
         used = {entry.key: entry.used_ns for entry in engine._backend.list()}
         times = [used[key] for key in engine._entry_keys(KEYS)]
         assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("ttl", [None, 8])
+def test_the_use_of_a_chain_is_noted_again_during_a_long_put(ttl: int | None, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the beginning of a chain that is put for longer than its ``ttl`` expires before its end."""
+    now = [100.0]
+    monkeypatch.setattr(redis_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY, ttl=ttl) as engine:
+        backend: Any = engine._backend
+        noted: list[int] = []
+        real = backend._touches
+        monkeypatch.setattr(backend, "_touches", lambda chain: [noted.append(len(chain)), *real(chain)][1:])
+        step = (redis_module.NOTED_SECONDS if ttl is None else ttl / 8) * 0.4
+        for first in range(0, 24, 4):
+            backend.put_all(engine._entry_keys(KEYS[:24]), {first + at: [memoryview(bytes(100))] for at in range(4)}, 0)
+            now[0] += step
+    # The use of the entries before the thirteenth is noted, because the last note is old by then.
+    assert [count for count in noted if count] == [12]
 
 
 def test_an_entry_is_used_no_later_than_those_that_it_continues(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from kvpack.store import entries as entries_module
 from kvpack.store.counters import NAMES, LatencyHistogram
 from kvpack.store.encryption import Cipher
 from kvpack.store.keys import basis_keys
-from kvpack.store.metrics import register_metrics
+from kvpack.store.metrics import Collector, register_metrics
 from support.caches import dense, random_pairs
 from support.engine_stubs import parsed
 from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
@@ -457,6 +457,8 @@ def test_labels_that_metrics_have_are_refused(name: str, tmp_path: Path) -> None
     """One label twice makes the metrics of a whole process unreadable; some are there only after a fault."""
     with pytest.raises(InvalidParameter, match=f"the name '{name}', which is reserved or already used by kvpack's metrics: choose another"):
         open_store(tmp_path).prometheus({name: "x"})
+    with pytest.raises(InvalidParameter, match=f"the name '{name}'"):
+        Collector().add(open_store(tmp_path), {name: "x"})
 
 
 def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:

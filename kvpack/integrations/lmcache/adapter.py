@@ -26,6 +26,7 @@ from kvpack.store.metrics import shared_collector
 from kvpack.store.open_store import open_for_identity
 from kvpack.store.options import StoreOptions
 from kvpack.store.page_store import PageStore
+from kvpack.store.redaction import shown_location
 
 from .layouts import bytes_of, check_model, geometry_of, is_fused, key_bytes, others_of, pages_of, recipe_of
 
@@ -201,7 +202,8 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Return the counters of the stores, one per object shape, and the refused objects by operation and reason."""
         counters = [store.counters() for store in self._opened()]
         refused = self._refused.as_dict()["faults"]
-        return {"is_healthy": True, "type": "KvpackL2Adapter", "location": str(self._location), "stores": counters, "refused": refused}
+        location = shown_location(self._location)
+        return {"is_healthy": True, "type": "KvpackL2Adapter", "location": location, "stores": counters, "refused": refused}
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -1,0 +1,20 @@
+"""Hide the users, passwords and keys of URLs in text that people see."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_HIDDEN = "***"
+_QUERY_SECRETS = re.compile(r"([?&;][^=&;\s]*(?:user|pass|secret|token|key|credential|sig)[^=&;\s]*=)[^&\s]*", re.IGNORECASE)
+"""Query options such as ``?password=`` and ``&sig=``."""
+_USERS = re.compile(r"\b(rediss?://)\S*@|\b(unix://)\S*@(?=/)|(//)[^/?#\s]*@", re.IGNORECASE)
+"""Users and passwords. A password may contain any character, even where a URL does not allow it; the path of a Redis URL has no @."""
+
+
+def shown_location(location: Any) -> str:
+    """Return a location, or text with URLs, without the users, passwords and keys in it."""
+    if isinstance(location, (list, tuple)):
+        return f"[{', '.join(map(shown_location, location))}]"
+    text = _QUERY_SECRETS.sub(rf"\1{_HIDDEN}", str(location))
+    return _USERS.sub(lambda match: f"{next(filter(None, match.groups()))}{_HIDDEN}@", text)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from kvpack.kernels.tiles import addresses
+from kvpack.kernels.tiles.layers import keys_and_values
 
 from . import plan, segments
 from .prepared import MAX_ROWS, Options, PreparedCall, QueryShape
@@ -36,9 +37,7 @@ _prepared: WeakKeyDictionary[Layer, dict[Any, PreparedCall]] = WeakKeyDictionary
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
     """Return True if the split kernel supports the call: every segment has a tile loader, and each KV head has few query rows."""
-    k, v = layer.k, layer.v
-    assert k is not None
-    assert v is not None
+    k, v = keys_and_values(layer)
     blocks = -(-q.shape[1] // k.heads * q.shape[2] // MAX_ROWS)
     few = blocks <= MAX_SPLIT_ROW_BLOCKS or (blocks <= MAX_ROW_BLOCKS and blocks * k.tokens <= MAX_BLOCK_TOKENS)
     if not few or not q.device == k.device == v.device:
@@ -76,9 +75,7 @@ def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
 
 
 def _prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
-    k, v = layer.k, layer.v
-    assert k is not None
-    assert v is not None
+    k, v = keys_and_values(layer)
     batch, q_heads, q_len, dim = q.shape
     shape = QueryShape(batch, q_heads, q_len, dim, k.heads)
     position = k.tokens - shape.q_len

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from kvpack.kernels.tiles.layers import keys_and_values
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
 from . import append, plan, segments
@@ -37,12 +38,11 @@ class GrowingCall:
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
-        assert layer.k is not None
-        assert layer.v is not None
+        k, v = keys_and_values(layer)
         batch, q_heads, q_len, dim = q.shape
-        self._shape, self._options = QueryShape(batch, q_heads, q_len, dim, layer.k.heads), options._replace(lengths=True)
-        self._dual = self._shape.rows <= MAX_DUAL_ROWS and not any(segments.side_segments(side).outliers for side in (layer.k, layer.v))
-        self._dtype, self._dim_v = q.dtype, layer.v.dim
+        self._shape, self._options = QueryShape(batch, q_heads, q_len, dim, k.heads), options._replace(lengths=True)
+        self._dual = self._shape.rows <= MAX_DUAL_ROWS and not any(segments.side_segments(side).outliers for side in (k, v))
+        self._dtype, self._dim_v = q.dtype, v.dim
         self._prepare(self._plan_launches(layer))
 
     @staticmethod
@@ -80,9 +80,7 @@ class GrowingCall:
         return self._prepared(q, sink_logits, lengths, starts)
 
     def _plan_launches(self, layer: Layer) -> list[Launch]:
-        k, v = layer.k, layer.v
-        assert k is not None
-        assert v is not None
+        k, v = keys_and_values(layer)
         whole = 0, k.tokens
         return plan.plan_launches(k, v, 0, k.tokens, whole, self._shape.padded // self._shape.block, self._dual, growing=True)
 

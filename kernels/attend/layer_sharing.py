@@ -14,6 +14,7 @@ from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.sidecars import WithSidecars
 from kvpack.kernels.decode import tiles
 from kvpack.kernels.decode.tiles import FIRST_ADDRESS
+from kvpack.kernels.tiles.layers import keys_and_values
 from kvpack.kernels.tiles.work import STREAM_INTEGERS
 
 from . import segments
@@ -111,10 +112,8 @@ class WorkTables:
     """The concatenated work tables of a call's token blocks, without addresses; ``bind`` adds those of any layer like ``layer``."""
 
     def __init__(self, layer: Layer) -> None:
-        assert layer.k is not None
-        assert layer.v is not None
         self._ends, self._streams, first = [], [], 0
-        for side in (layer.k, layer.v):
+        for side in keys_and_values(layer):
             loader, indices = tiles.find_loader(side.runs[0].codec), []
             for page in side.runs:
                 # Each page may have its streams in a different order.
@@ -124,7 +123,7 @@ class WorkTables:
             self._ends.append(numpy.cumsum([page.tokens for page in side.runs]))
             # Indices of the streams that the loader reads, among all streams of a layer: ``[page, stream]``.
             self._streams.append(numpy.array(indices, numpy.int64))
-        self._source_addresses = _addresses(layer.k.runs, layer.v.runs)
+        self._source_addresses = _addresses(*(side.runs for side in keys_and_values(layer)))
         self._rows = numpy.zeros(0, numpy.int64)
         """All tables, with stream addresses set to 0."""
         self._address_positions = self._stream_indices = self._rows
@@ -155,9 +154,7 @@ class WorkTables:
 
         The tables of all layers of the same model and kind are built together.
         """
-        assert layer.k is not None
-        assert layer.v is not None
-        k, v = layer.k.runs, layer.v.runs
+        k, v = (side.runs for side in keys_and_values(layer))
         table = self._device_tables.get(k)
         if table is None or table[0]() is not v:
             kinds = _kinds_of(k, v)

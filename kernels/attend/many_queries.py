@@ -17,6 +17,7 @@ import torch
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.tiles import addresses
+from kvpack.kernels.tiles.layers import keys_and_values
 
 from . import flash, layer_sharing, scratch
 from .prepared import Options
@@ -73,9 +74,7 @@ _templates: dict[Any, ManyQueriesCall | None] = {}
 
 def supports(q: torch.Tensor, layer: Layer) -> bool:
     """Return True if these kernels support ``q`` and ``layer``: on one device, with 16-bit queries and head dims up to ``MAX_DIM``."""
-    k, v = layer.k, layer.v
-    assert k is not None
-    assert v is not None
+    k, v = keys_and_values(layer)
     return q.device == k.device == v.device and q.dtype in DTYPES and max(k.dim, v.dim) <= MAX_DIM
 
 
@@ -154,9 +153,7 @@ class ManyQueriesCall:
     """A prepared call of ``attend`` for queries like ``q``: everything that does not depend on their values is computed once."""
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
-        assert layer.k is not None
-        assert layer.v is not None
-        k, v = layer.k, layer.v
+        k, v = keys_and_values(layer)
         self._sides: tuple[Side, ...] = k, v
         self._tables: layer_sharing.WorkTables | None = None
         self._table: tuple[torch.Tensor, int] | None = None
@@ -196,11 +193,9 @@ class ManyQueriesCall:
 
     def bind(self, layer: Layer) -> ManyQueriesCall:
         """Return a copy of this template that attends to ``layer``."""
-        assert layer.k is not None
-        assert layer.v is not None
         assert self._tables is not None
         call = self._copy()
-        call._sides, call._table = (layer.k, layer.v), self._tables.bind(layer, self._device)
+        call._sides, call._table = keys_and_values(layer), self._tables.bind(layer, self._device)
         return call
 
     def _copy(self) -> ManyQueriesCall:

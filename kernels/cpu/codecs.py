@@ -73,20 +73,19 @@ def describe(codec: Codec) -> CodecDescription | None:
     if isinstance(codec, WithSidecars):
         return _describe_sidecars(codec)
     describe_family = FAMILIES.get(type(codec))
-    if describe_family is None or codec.dim > MAX_DIM:
+    packings = codec.packings().values()
+    if describe_family is None or codec.dim > MAX_DIM or len(packings) > library.MAX_PACKINGS:
         return None
-    return describe_family(codec)
+    return None if any(len(packing.bases) > library.MAX_DIGITS for packing in packings) else describe_family(codec)
 
 
-def _create_struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec | None:
-    """Create the C struct of ``codec`` with the fields that all families share, or None if it has too many packings or digits.
+def _create_struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec:
+    """Create the C struct of ``codec`` with the fields that all families share.
 
     ``values`` maps each stream of numbers to its count per token and its dtype.
     """
     result = library.Codec()
     packings = codec.packings()
-    if len(packings) > library.MAX_PACKINGS or any(len(packing.bases) > library.MAX_DIGITS for packing in packings.values()):
-        return None
     result.family = library.FAMILIES.index(codec.id)
     result.dim, result.token_group = codec.dim, codec.token_group
     result.packings = len(packings)
@@ -125,9 +124,10 @@ def _plane_streams(codec: Codec) -> list[str]:
 
 
 def _finish(
-    result: library.Codec | None, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
+    result: library.Codec, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
 ) -> CodecDescription | None:
-    if result is None or len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
+    """Complete ``result`` with the names of all streams and the tables; return None if C has no room for these."""
+    if len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
         return None
     names = (*_plane_streams(codec), *streams)
     result.streams = len(names)
@@ -154,8 +154,6 @@ def _describe_group(codec: Group) -> CodecDescription | None:
     if codec.token_scale != "none":
         values["token_scale"] = (1, TOKEN_SCALE_DTYPES[codec.token_scale])
     result, streams = _create_struct(codec, values), list(values)
-    if result is None:
-        return None
     result.size, result.token_scale = codec.size, codec.token_scale != "none"
     planes = len(_plane_streams(codec))
     if codec.axis == "token":
@@ -169,8 +167,6 @@ def _describe_group(codec: Group) -> CodecDescription | None:
 
 def _describe_scalar(codec: Scalar) -> CodecDescription | None:
     result = _create_struct(codec, {"norm": (1, _NORMS[codec.norm])})
-    if result is None:
-        return None
     channels = [channel for part in codec.channel_sets for channel in part.channels]
     channel_array = (ctypes.c_int32 * len(channels))(*channels)
     result.channels = channel_array
@@ -180,8 +176,6 @@ def _describe_scalar(codec: Scalar) -> CodecDescription | None:
 
 def _describe_octahedral(codec: Octahedral) -> CodecDescription | None:
     result = _create_struct(codec, {"norm": (1, _NORMS[codec.norm])})
-    if result is None:
-        return None
     result.direct, result.index_bits = codec.arrangement == "direct", 2 * (codec.b_dir - 1)
     result.norm_with_index, result.norm_levels = norm_extends_index(codec.b_dir, codec.b_norm), 1 << codec.b_norm
     result.digit_bits = result.index_bits + (codec.b_norm if result.norm_with_index else 0)
@@ -195,8 +189,6 @@ def _describe_angle(codec: Angle) -> CodecDescription | None:
     stored = codec.norm == "fp32"
     name, numbers = ("norm", (codec.dim // 2, "F32")) if stored else ("range", (2, NORMS[codec.range]))
     result = _create_struct(codec, {name: numbers})
-    if result is None:
-        return None
     packings = codec.packings()
     result.direct, result.factored = "symbol" in packings, "angle_high" in packings
     result.norm_kind, result.norm_levels, result.bins = ANGLE_NORMS.index(codec.norm), 1 << codec.norm_bits, codec.bins
@@ -210,7 +202,7 @@ def _describe_angle(codec: Angle) -> CodecDescription | None:
 
 def _describe_polar(codec: Polar) -> CodecDescription | None:
     result = _create_struct(codec, {"radius": (codec.radii, NORMS[codec.norm])})
-    if result is None or len(codec.levels) > library.MAX_PACKINGS:
+    if len(codec.levels) > library.MAX_PACKINGS:
         return None
     result.levels, result.radii = len(codec.levels), codec.radii
     tables: list[torch.Tensor] = []
@@ -229,8 +221,6 @@ def _describe_polar(codec: Polar) -> CodecDescription | None:
 
 def _describe_quaternion(codec: Quaternion) -> CodecDescription | None:
     result = _create_struct(codec, {"scale": (1, NORMS[codec.norm])})
-    if result is None:
-        return None
     packings = codec.packings()
     result.direct, result.factored = "symbol" in packings, "codeword_high" in packings
     result.highest = 2**codec.radius_bits - 1
@@ -243,8 +233,6 @@ def _describe_minifloat(codec: Minifloat) -> CodecDescription | None:
     names = {"block_scales": (codec.blocks, "U8")} if codec.granularity == "block" else {}
     scale = "scale" if codec.granularity == "token" else codec.run_scale
     result = _create_struct(codec, names | ({} if scale is None else {scale: (1, "F32" if names else NORMS[codec.scale_dtype])}))
-    if result is None:
-        return None
     if names:
         result.size, result.scale_kind = codec.block, 1 + (codec.run_scale is not None)
     element = codec.format
@@ -261,8 +249,6 @@ _ALL_TOKENS = 1 << 62
 def _describe_klt(codec: Klt) -> CodecDescription | None:
     gain = GAIN_DTYPES[codec.gain]
     result = _create_struct(codec, {} if gain is None else {"gain": (1, gain)})
-    if result is None:
-        return None
     offsets, matrix_offset = _basis_offsets(codec)
     streams = [*([] if gain is None else ["gain"]), BASIS]
     result.size, result.scales_stream, result.matrix_place = _ALL_TOKENS, len(_plane_streams(codec)) + len(streams) - 1, matrix_offset
@@ -345,16 +331,12 @@ CHUNK_RANGES = "chunk_places"
 
 def _describe_lossless(codec: Lossless) -> CodecDescription | None:
     result = _create_struct(codec, {})
-    if result is None:
-        return None
     result.fraction_bits, result.chunk_stream = FLOAT_FORMATS[codec.dtype].fraction_bits, len(_plane_streams(codec))
     return _finish(result, codec, ["frequencies", "states", CHUNK_RANGES, "words"], [])
 
 
 def _describe_trellis(codec: Trellis) -> CodecDescription | None:
     result = _create_struct(codec, {"norm": (1, _NORMS[codec.norm])})
-    if result is None:
-        return None
     result.index_bits, result.digit_bits = codec.state_bits, codec.bits
     return _finish(result, codec, ["norm"], [window_values(codec.table, "cpu")])
 

@@ -64,3 +64,10 @@ class Layer(Protocol):
     def k(self) -> Side | None: ...
     @property
     def v(self) -> Side | None: ...
+
+
+def keys_and_values(layer: Layer) -> tuple[Side, Side]:
+    """Return the keys and the values of ``layer``, which has both."""
+    assert layer.k is not None
+    assert layer.v is not None
+    return layer.k, layer.v

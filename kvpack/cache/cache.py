@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy
 import torch
@@ -26,7 +26,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive,
 from .contents import contents_of
 from .conversion import convert_layers
 from .layer import Layer, slice_layer
-from .packed_objects import explain_errors, refuse_pickle
+from .packed_objects import PackedObject, explain_errors
 from .rows import row_numbers
 from .states import select_states, states_of, with_states
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @explain_errors
 @dataclass(frozen=True, eq=False, repr=False)
-class Cache:
+class Cache(PackedObject):
     """A packed KV cache: one Layer per model layer, with a record of the inputs that the values were computed from.
 
     ``cache[i]`` is layer i, and ``cache[:, a:b]`` contains tokens ``[a, b)`` of every layer. A cache is immutable: every method returns a
@@ -105,15 +105,6 @@ class Cache:
                 f"the cache has {batch} sequences, but its inputs have token ids for {len(rows)}: pass inputs= with token ids for every "
                 "sequence, in order, or inputs=None"
             )
-
-    def __copy__(self) -> Cache:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Cache:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle(self)
 
     def __repr__(self) -> str:
         ranges = {self.positions(number) for number, layer in enumerate(self) if layer.sides} - {(self.start, self.stop)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from kvpack.formats.arguments import as_integer, describe, prefix_errors
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 
-from .packed_objects import explain_errors, refuse_pickle
+from .packed_objects import PackedObject, explain_errors
 from .rows import check_rows, row_numbers
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 @explain_errors
 @dataclass(frozen=True, eq=False)
-class Layer:
+class Layer(PackedObject):
     """The packed keys and values of one model layer; either may be absent.
 
     ``layer[a:b]`` contains tokens ``[a, b)``.
@@ -54,15 +54,6 @@ class Layer:
     def __post_init__(self) -> None:
         if self.skipped and (self.skipped < 0 or not self.sides):
             raise InvalidParameter(f"skipped is {self.skipped}, expected at least 0, and exactly 0 for a layer without keys and values")
-
-    def __copy__(self) -> Layer:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Layer:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle(self)
 
     @property
     def sides(self) -> dict[str, Side]:

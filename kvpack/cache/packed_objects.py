@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from kvpack.formats.errors import InvalidParameter
 
@@ -42,8 +42,16 @@ _MESSAGE = (
 )
 
 
-def refuse_pickle(value: object) -> NoReturn:
-    """Raise InvalidParameter, because packed caches and their parts cannot be pickled."""
-    raise InvalidParameter(
-        f"a packed {type(value).__name__} cannot be pickled: write it with kvpack.save(cache, path) and read it with kvpack.load(path)"
-    )
+class PackedObject:
+    """Base class of immutable caches and their parts, whose copies are the same object, and which cannot be pickled."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidParameter(
+            f"a packed {type(self).__name__} cannot be pickled: write it with kvpack.save(cache, path) and read it with kvpack.load(path)"
+        )

@@ -186,7 +186,39 @@ class CodecSummary(NamedTuple):
     error_spread: float
 
 
-class Codec(ABC):
+class EntryStreams:
+    """What codecs and sidecars do for streams with one row per entry: by default nothing, because they have none."""
+
+    @property
+    def bases_needed(self) -> frozenset[bytes]:
+        """SHA-256 of each basis that a reader needs to decode the values."""
+        return frozenset()
+
+    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
+        return {}
+
+    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``.
+
+        If an entry covers ``tokens_per_row`` tokens, it counts once for all of them: integers ``[row, batch]``.
+        """
+        return {}
+
+    def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
+        return {}
+
+    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
+        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``. Unused entries are dropped."""
+        return {}
+
+    def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``, in that order."""
+        return {}
+
+
+class Codec(EntryStreams, ABC):
     """Interface of all codecs, with parameters bound to one head dim: a codec family (``CodecFamily``), alone or with sidecars.
 
     A codec maps values ``[batch, kv_head, token, dim]`` to named tensors, its streams, and back. Encoding may change the frame first: the
@@ -265,11 +297,6 @@ class Codec(ABC):
     @property
     def features(self) -> frozenset[str]:
         """Required features of a file with this codec, for parameters that the first readers of version 1 do not support."""
-        return frozenset()
-
-    @property
-    def bases_needed(self) -> frozenset[bytes]:
-        """SHA-256 of each basis that a reader needs to decode the values."""
         return frozenset()
 
     @property
@@ -407,29 +434,6 @@ class Codec(ABC):
         ``original``.
         """
         return self.rotation.forward(q)
-
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
-        return {}
-
-    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``.
-
-        If an entry covers ``tokens_per_row`` tokens, it counts once for all of them: integers ``[row, batch]``.
-        """
-        return {}
-
-    def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
-        return {}
-
-    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``. Unused entries are dropped."""
-        return {}
-
-    def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``, in that order."""
-        return {}
 
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Return the name, dtype and shape of every stored stream. A code stream is stored as one array per plane.

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from .base import EntryStreams
 from .errors import InvalidParameter
 from .raw import DTYPES
 from .value_blocks import check_finite
@@ -45,7 +46,7 @@ class RunStep:
     encode: Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-class Sidecar(ABC):
+class Sidecar(EntryStreams, ABC):
     """Base class of sidecars, with parameters bound to one head dim.
 
     Every concrete subclass is a frozen dataclass whose first field is ``dim``. A field with ``compare=False`` and a default affects only
@@ -86,21 +87,8 @@ class Sidecar(ABC):
         """Bits per value, as the source paper counts them."""
         return 0.0
 
-    @property
-    def bases_needed(self) -> frozenset[bytes]:
-        """SHA-256 of each basis that a reader needs to decode the values."""
-        return frozenset()
-
     def layout(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         """Return the name, dtype and shape of each of the sidecar's streams, in stored order."""
-        return {}
-
-    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``."""
-        return {}
-
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
         return {}
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
@@ -119,18 +107,6 @@ class Sidecar(ABC):
         """Raise InvalidPayload for errors that are visible only if the number of tokens in each run is known. ``check`` must have passed.
         """
         return
-
-    def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
-        return {}
-
-    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``. Unused entries are dropped."""
-        return {}
-
-    def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``."""
-        return {}
 
 
 class KeptTokens(Sidecar):

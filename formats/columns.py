@@ -87,7 +87,7 @@ def default_fields(symbols: int, bases: Sequence[int]) -> int:
 
 @lru_cache(1 << 10)
 def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
-    allowed = [f for f in range(1, min(symbols, MAX_FIELDS) + 1) if _fits(bases, f)]
+    allowed = [f for f in range(1, min(symbols, MAX_FIELDS) + 1) if _column_fits(bases, f)]
     candidates = [Columns(symbols, bases, f) for f in allowed]
     if not candidates:
         raise InvalidParameter(f"one symbol with the bases {list(bases)} does not fit in a column: use smaller bases")
@@ -95,7 +95,7 @@ def _default_fields(symbols: int, bases: tuple[int, ...]) -> int:
     return best.fields
 
 
-def _fits(bases: Sequence[int], fields: int) -> bool:
+def _column_fits(bases: Sequence[int], fields: int) -> bool:
     # A header may claim any number of fields: never compute a power for more fields than a column can have.
     if fields > MAX_FIELDS:
         return False
@@ -143,7 +143,7 @@ class Columns:
             raise InvalidParameter(f"{text}: the number of fields is {self.fields}, expected 1 to {MAX_FIELDS}")
         if len(self.alphabets) != len(self.bases) or not all(1 <= a <= b for a, b in zip(self.alphabets, self.bases, strict=True)):
             raise InvalidParameter(f"{text}: the alphabets are {list(self.alphabets)}, expected one per base, from 1 to the base")
-        if not _fits(self.bases, self.fields):
+        if not _column_fits(self.bases, self.fields):
             raise InvalidParameter(
                 f"{text}: the column is too wide, expected at most {MAX_COLUMN_BYTES} bytes if every base is a power of two, otherwise at "
                 "most 2^53 values: use fewer fields"

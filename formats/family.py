@@ -65,7 +65,7 @@ class CodecFamily(Codec):
     @classmethod
     def check_value(cls, name: str, value: int) -> None:
         """Raise InvalidParameter unless ``value`` is in the declared range of the parameter ``name``."""
-        check_range(cls.id, name, value, *_declared(cls)[name]["range"])
+        check_range(cls.id, name, value, *_declared_fields(cls)[name]["range"])
 
     @classmethod
     def option(cls, options: Options, name: str, default: Any, word: str | None = None, *, omitted: str | None = "") -> Any:
@@ -84,7 +84,7 @@ class CodecFamily(Codec):
         Raises:
             InvalidParameter: The option is missing or its value is not allowed.
         """
-        values, word = _declared(cls)[name], word or name
+        values, word = _declared_fields(cls)[name], word or name
         if "range" in values:
             return options.integer(word, default, *values["range"], omitted=omitted)
         text = options.choice(word, str(default), tuple(map(str, values["known"])), omitted=omitted)
@@ -130,7 +130,7 @@ class CodecFamily(Codec):
         expected = {field.name for field in fields}
         if set(params) != expected:
             faults = (("missing", expected - set(params)), ("unknown", set(params) - expected))
-            text = " and ".join(f"{fault} parameters {_listed(names)}" for fault, names in faults if names)
+            text = " and ".join(f"{fault} parameters {_list_names(names)}" for fault, names in faults if names)
             raise InvalidParameter(f"codec {cls.id}: {text}")
         values = {}
         for field in fields:
@@ -152,7 +152,7 @@ def _stored_fields(codec: type[Codec]) -> list[dataclasses.Field[Any]]:
 
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
-def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
+def _declared_fields(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
     """Return the metadata of every parameter with declared values, by name."""
     fields = dataclasses.fields(codec)  # type: ignore[arg-type]
     return {field.name: field.metadata for field in fields if field.metadata.keys() & {"range", "known"}}
@@ -160,9 +160,9 @@ def _declared(codec: type[Codec]) -> dict[str, Mapping[str, Any]]:
 
 @lru_cache(maxsize=MAX_CACHED_TABLES)
 def _declared_checks(codec: type[Codec]) -> tuple[list[tuple[str, int, int]], list[tuple[str, tuple[Any, ...]]]]:
-    """Return the ranges and choices of ``_declared``. They are cached because files may have thousands of codecs."""
-    ranges = [(name, *values["range"]) for name, values in _declared(codec).items() if "range" in values]
-    return ranges, [(name, values["known"]) for name, values in _declared(codec).items() if "known" in values]
+    """Return the ranges and choices of ``_declared_fields``. They are cached because files may have thousands of codecs."""
+    ranges = [(name, *values["range"]) for name, values in _declared_fields(codec).items() if "range" in values]
+    return ranges, [(name, values["known"]) for name, values in _declared_fields(codec).items() if "known" in values]
 
 
 def _type_name(field: dataclasses.Field[Any]) -> str:
@@ -172,7 +172,7 @@ def _type_name(field: dataclasses.Field[Any]) -> str:
     return "Fields" if field.type == Fields else getattr(field.type, "__name__", str(field.type))
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     return ", ".join(name if name.isprintable() else repr(name) for name in sorted(names))
 
 

@@ -142,7 +142,7 @@ class Group(CodecFamily):
     def _scales_and_centers(self, run: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for block in run.blocks():
             if block.numel():
-                grouped = self._grouped(self._divide_by_token_scale(block)[0])
+                grouped = self._group_values(self._divide_by_token_scale(block)[0])
                 low, high = grouped.amin(self._member_axis), grouped.amax(self._member_axis)
                 center = self._center(low, high)
                 yield self._scale(low, high, center), center
@@ -154,7 +154,7 @@ class Group(CodecFamily):
 
     def _encode(self, x: torch.Tensor, chosen_range: torch.Tensor | None) -> dict[str, torch.Tensor]:
         u, streams = self._divide_by_token_scale(x)
-        grouped, dim = self._grouped(u), self._member_axis
+        grouped, dim = self._group_values(u), self._member_axis
         low, high = grouped.amin(dim), grouped.amax(dim)
         # The scale is measured from the stored center, so that rounding the center costs range and not accuracy.
         if chosen_range is None:
@@ -170,10 +170,10 @@ class Group(CodecFamily):
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]
         if streams and self.norm_rule == "unbiased":
-            streams = {"token_scale": self._unbiased(streams["token_scale"], u, self._values(codes, scale, center))}
+            streams = {"token_scale": self._unbiased_scales(streams["token_scale"], u, self._values(codes, scale, center))}
         return self.pack("codes", codes) | {"scales": torch.stack([stored_scale, stored_center], -1)} | streams
 
-    def _unbiased(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    def _unbiased_scales(self, factor: torch.Tensor, u: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Return the token scales that norm_rule=unbiased stores for tokens ``u``, which are already divided by ``factor``."""
         pairs = ((u, u), (u, decoded), (decoded, decoded))
         squares, product, length = ((a * b).sum(self._token_scale_axes, keepdim=True)[..., 0] for a, b in pairs)
@@ -204,7 +204,7 @@ class Group(CodecFamily):
 
     @property
     def _member_axis(self) -> int:
-        """Axis of the result of ``_grouped`` that runs over the members of a group."""
+        """Axis of the result of ``_group_values`` that runs over the members of a group."""
         return 3 if self.axis == "token" else 4
 
     def with_fp16_scales(self, streams: Mapping[str, torch.Tensor]) -> tuple[Group, dict[str, torch.Tensor]]:
@@ -238,7 +238,7 @@ class Group(CodecFamily):
     def _middle(self) -> float:
         return ((1 << self.bits) - 1) / 2
 
-    def _grouped(self, u: torch.Tensor) -> torch.Tensor:
+    def _group_values(self, u: torch.Tensor) -> torch.Tensor:
         """Arrange values in groups of tokens ``[batch, head, group, size, dim]`` or of channels ``[batch, head, token, group, size]``.
 
         A partial last group repeats its last member, which changes neither its minimum nor its maximum.
@@ -258,7 +258,7 @@ class Group(CodecFamily):
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
         """Decode ``codes`` with these scales and centers, without the token scale."""
         dim = self._member_axis
-        grouped = self._grouped(codes.to(torch.float32, copy=True).sub_(self._middle))
+        grouped = self._group_values(codes.to(torch.float32, copy=True).sub_(self._middle))
         grouped = grouped.mul_(scale.unsqueeze(dim)).add_(center.unsqueeze(dim))
         return grouped.flatten(dim - 1, dim).narrow(dim - 1, 0, codes.shape[dim - 1])
 

@@ -135,7 +135,7 @@ class Scalar(CodecFamily):
         unit, norm = normalize_rows(rows, self.rotation)
         codes = self._nearest_codes(unit) if self.rounding == "nearest" else self._best_codes(unit)
         if self.norm_rule == "unbiased":
-            norm = unbiased_norm(norm, unit, self._decoded(codes), TOKEN_NORMS[self.norm])
+            norm = unbiased_norm(norm, unit, self._decode_unit(codes), TOKEN_NORMS[self.norm])
         return self.pack_digits(*codes) | {"norm": norm}
 
     def _nearest_codes(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -163,10 +163,10 @@ class Scalar(CodecFamily):
 
     def _closeness(self, unit: torch.Tensor, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the product of each row of ``unit`` with the values of its ``codes``, and the sum of the squares of these, ``[row]``."""
-        decoded = self._decoded(codes)
+        decoded = self._decode_unit(codes)
         return (unit * decoded).sum(-1), decoded.square().sum(-1)
 
-    def _decoded(self, codes: list[torch.Tensor]) -> torch.Tensor:
+    def _decode_unit(self, codes: list[torch.Tensor]) -> torch.Tensor:
         """Return the values of ``codes`` at norm 1, float32 ``[row, dim]``."""
         return self._unit(tuple(code.to(torch.int32) for code in codes))
 
@@ -180,7 +180,7 @@ class Scalar(CodecFamily):
         values = []
         for codes, table in zip(digits, self._tables, strict=True):
             values.append(signed_values(table, codes.device).index_select(0, codes.reshape(-1)).view(-1, codes.shape[-1]))
-        return values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _order(self.channel_sets, values[0].device))
+        return values[0] if self.bits_high == 0 else torch.cat(values, -1).index_select(-1, _positions(self.channel_sets, values[0].device))
 
     @property
     def _tables(self) -> tuple[bytes, ...]:
@@ -259,6 +259,6 @@ def _channels(part: ChannelSet) -> torch.Tensor:
 
 
 @cache_per_device
-def _order(parts: tuple[ChannelSet, ...]) -> torch.Tensor:
+def _positions(parts: tuple[ChannelSet, ...]) -> torch.Tensor:
     """Return, for each channel, its position in the concatenated channels of ``parts``."""
     return torch.tensor([channel for part in parts for channel in part.channels], dtype=torch.int64).argsort()

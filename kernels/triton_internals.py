@@ -277,9 +277,9 @@ class LaunchChain:
         for launch, places in self._launches[first:]:
             launch(*[(place if isinstance(place, torch.Tensor) else given[place], skipped) for place, skipped in places])
         if not self._kept and all(launch.kept for launch, _ in self._launches):
-            self._keep(given)
+            self._cache_addresses(given)
 
-    def _keep(self, given: Sequence[torch.Tensor]) -> None:
+    def _cache_addresses(self, given: Sequence[torch.Tensor]) -> None:
         """Cache the addresses of fixed tensors; addresses that each call passes follow an address of 0."""
         kept = []
         for launch, places in self._launches:

@@ -61,7 +61,7 @@ def _has_weights(folder: Path, pattern: str) -> bool:
 def _download(name: str, weights: bool, revision: str | None) -> Path:
     hub = _library(name)
     reason = "it has no config.json, or no weights"
-    refusals: tuple[type[Exception], ...] = (OSError, ValueError, *_unreachable(hub))
+    refusals: tuple[type[Exception], ...] = (OSError, ValueError, *_network_errors(hub))
     try:
         # One attempt with a timeout: downloads retry several times, and each of their requests may wait for minutes.
         hub.HfApi().model_info(name, revision=revision, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
@@ -79,7 +79,7 @@ def _download(name: str, weights: bool, revision: str | None) -> Path:
     )
 
 
-def _unreachable(hub: Any) -> tuple[type[Exception], ...]:
+def _network_errors(hub: Any) -> tuple[type[Exception], ...]:
     """Return what requests raise without a network: errors of the HTTP library, which depends on huggingface_hub's version."""
     error = hub.errors.HfHubHTTPError
     return tuple(base for base in error.__mro__ if base.__name__ == "HTTPError")

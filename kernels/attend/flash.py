@@ -152,7 +152,7 @@ def _merge_launch(
 
 
 @triton.jit
-def _widened(values: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+def _widen(values: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
     if WIDE:
         values = values.to(tl.float32)
     return values
@@ -226,7 +226,7 @@ def _attend(
         begin = tl.maximum(begin, (start_token - first_token) // TOKENS * TOKENS)
     q_address = q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + row.to(tl.int64)[:, None] * q_row + channel[None, :]
     valid_row = (row < queries)[:, None]
-    query = _widened(tl.load(q_address, valid_row & (channel < DIM)[None, :], 0.0), WIDE)
+    query = _widen(tl.load(q_address, valid_row & (channel < DIM)[None, :], 0.0), WIDE)
     k_base = k + batch.to(tl.int64) * k_batch + (head // group).to(tl.int64) * k_head
     v_base = v + batch.to(tl.int64) * v_batch + (head // group).to(tl.int64) * v_head
     # The online softmax stays in registers, in float32, for the whole loop: maximum and total [row], sums [row, channel].
@@ -239,7 +239,7 @@ def _attend(
         token = start + tl.arange(0, TOKENS)
         in_range = token < end
         keys = tl.load(k_base + token.to(tl.int64)[None, :] * k_token + channel[:, None], in_range[None, :] & (channel < DIM)[:, None], 0.0)
-        scores = tl.dot(query, _widened(keys, WIDE)) * scale
+        scores = tl.dot(query, _widen(keys, WIDE)) * scale
         if SOFTCAP:
             # This form of tanh may overflow to infinity, but never yields NaN.
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores / softcap * (2.0 * LOG2_E))))
@@ -262,7 +262,7 @@ def _attend(
         values = tl.load(
             v_base + token.to(tl.int64)[:, None] * v_token + v_channel[None, :], in_range[:, None] & (v_channel < V_DIM)[None, :], 0.0
         )
-        value = value * rescale[:, None] + tl.dot(_widened(weights.to(values.dtype), WIDE), _widened(values, WIDE))
+        value = value * rescale[:, None] + tl.dot(_widen(weights.to(values.dtype), WIDE), _widen(values, WIDE))
         largest = new_largest
     offset = (batch.to(tl.int64) * heads + head) * queries + row
     safe = tl.where(total > 0, total, 1.0)

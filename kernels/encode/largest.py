@@ -32,14 +32,14 @@ def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> tor
     block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))
     result = torch.zeros(batch, heads if per_head else 1, 1, dtype=torch.int32, device=x.device)
     launch(
-        _largest, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, result,
+        _largest_kernel, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, result,
         DIM=dim, CHANNELS=channels, ALIGNED=max(1, origins.aligned // x.element_size()), BLOCK_TOKENS=block, PER_HEAD=per_head, warps=WARPS,
     )  # fmt: skip
     return result.view(torch.float32)
 
 
 @triton.jit
-def _largest(
+def _largest_kernel(
     x: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,

@@ -93,18 +93,18 @@ class Plan:
         registers = tuple(sorted({place.register for own in places for place in own}))
         steps = byte_selectors(places, registers)
         at = [field * bits % 8 + (0 if steps else 8 * own[0].byte) for own, (_, field) in zip(places, symbols, strict=True)]
-        numbers = tuple(self._number(_row(step)) for step in steps)
-        position = self._number(_row(at))
+        numbers = tuple(self._constant_index(_row(step)) for step in steps)
+        position = self._constant_index(_row(at))
         odd, parity = numbers, -1
         halves = [number for number, register in enumerate(registers) if self._registers[register].parity >= 0]
         if not self._keys and len(halves) == 1:
             parity = self._registers[registers[halves[0]]].parity
-            odd = tuple(self._number(_row(select_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
+            odd = tuple(self._constant_index(_row(select_upper_half(step, number, halves[0]))) for number, step in enumerate(steps, 1))
         entries: tuple[int, ...] = ()
         if not self._keys and bits == 1 and not steps:
             kind = SELECT.value
             zero, ones = (torch.cat([self._bits[run][:, code : code + 1] for run in runs], 1) for code in (0, 1))
-            entries = self._number(zero), self._number(zero ^ ones)
+            entries = self._constant_index(zero), self._constant_index(zero ^ ones)
         self.tiles.append(Tile(kind, registers, bits, position, numbers, odd, parity, entries=entries))
         self._runs.append(() if entries else tuple(runs))
         for run in {*self._runs[-1]}:
@@ -125,9 +125,9 @@ class Plan:
             if runs:
                 first = [self._used[run, tile.kind == LOOK_UP_PAIRS.value] for run in runs]
                 same = len({*first}) == 1
-                self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._number(_row(first)))
+                self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._constant_index(_row(first)))
 
-    def _number(self, values: torch.Tensor) -> int:
+    def _constant_index(self, values: torch.Tensor) -> int:
         """Return the number of a constant ``values``, int32 ``[head or 1, column]``; add the constant if it is new."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):

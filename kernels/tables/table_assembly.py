@@ -103,7 +103,7 @@ def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> 
     mask = ((1 << bits) - 1) * 4 * copies
 
     def place(name: str, word: int, rotation: int, first: int) -> str:
-        return f"""or.b32 first, lane, ${first}; {_moved(name, f"${word}", f"${rotation}", multiplied)}
+        return f"""or.b32 first, lane, ${first}; {_move_word(name, f"${word}", f"${rotation}", multiplied)}
             lop3.b32 {name}, {name}, {mask}, first, 0xEA; add.u32 {name}, {name}, base; ld.shared.b32 {name}, [{name} + {offset}];"""
 
     return f"""{{
@@ -114,7 +114,7 @@ def column_lookup_ptx(bits: int, offset: int, copies: int, multiplied: bool) -> 
 
 
 @triton.constexpr_function
-def _moved(name: str, word: str, by: str, multiplied: bool) -> str:
+def _move_word(name: str, word: str, by: str, multiplied: bool) -> str:
     return f"mul.lo.u32 {name}, {word}, {by};" if multiplied else f"shf.r.wrap.b32 {name}, {word}, {word}, {by};"
 
 
@@ -130,7 +130,7 @@ def pair_lookup_ptx(bits: int, joint: bool, offset: int, copies: int, multiplied
     start = f"""{{
         .reg .b32 lane, base, low, high;
         mov.u32 lane, %laneid; and.b32 lane, lane, {copies - 1}; shl.b32 lane, lane, 2; mov.u32 base, kvpack_tables; or.b32 lane, lane, $3;
-        {_moved("low", "$1", "$2", multiplied)}"""
+        {_move_word("low", "$1", "$2", multiplied)}"""
     if joint:
         return f"""{start} lop3.b32 low, low, {((1 << 2 * bits) - 1) * unit}, lane, 0xEA; {load.format("low")} mov.b32 $0, low; }}"""
     mask = ((1 << bits) - 1) * unit

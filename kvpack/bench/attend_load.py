@@ -28,7 +28,7 @@ Q_HEADS, HEADS, DIM = 32, 8, 128
 
 def run(repeats: int) -> list[dict[str, Any]]:
     """Return one row per recipe as JSON values: process time over many runs and over one, and wall time with busy and with idle cores."""
-    return [{"recipe": recipe, **_pages(recipe, repeats, PAGES), **_busy(recipe, repeats, BUSY_TOKENS)} for recipe in RECIPES]
+    return [{"recipe": recipe, **_pages(recipe, repeats, PAGES), **_keep_busy(recipe, repeats, BUSY_TOKENS)} for recipe in RECIPES]
 
 
 def _layer(recipe: str, tokens: int, seed: int) -> Layer:
@@ -52,7 +52,7 @@ def _pages(recipe: str, repeats: int, pages: int) -> dict[str, Any]:
     return {"pages": pages, "many_pages_s": of_many, "one_page_s": of_one}
 
 
-def _busy(recipe: str, repeats: int, tokens: int) -> dict[str, Any]:
+def _keep_busy(recipe: str, repeats: int, tokens: int) -> dict[str, Any]:
     call = partial(kvpack.attend, _query(), _layer(recipe, tokens, 0))
     with _threads(1):
         (idle,) = time_interleaved([call], repeats)

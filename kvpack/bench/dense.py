@@ -40,7 +40,7 @@ def _save(tensors: Tensors, path: str) -> None:
     torch.save(tensors, path)
 
 
-def _dump(tensors: Tensors, path: str) -> None:
+def _write_tensors(tensors: Tensors, path: str) -> None:
     with open(path, "wb") as file:
         pickle.dump(tensors, file, protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -72,7 +72,7 @@ def _decompress(path: str) -> Tensors:
 WAYS = (
     Way("safetensors", save_file, _load_and_clone),
     Way("torch.save", _save, torch.load),
-    Way("pickle", _dump, _undump),
+    Way("pickle", _write_tensors, _undump),
     Way("zstd", _compress, _decompress),
 )
 """Ways to store dense tensors. The first one, safetensors, is the reference."""

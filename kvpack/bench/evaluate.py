@@ -140,7 +140,7 @@ def evaluate(
     places, sizes = _window_starts(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)
     try:
-        result = _measured(model, places, sizes, parsed, progress)
+        result = _measure(model, places, sizes, parsed, progress)
     finally:
         # The previous attention is restored when the last reference is released.
         model.set_attn_implementation("kvpack")  # type: ignore[operator]
@@ -199,7 +199,7 @@ def _name(recipe: str | os.PathLike[str] | Recipe) -> str:
     return recipe.text if isinstance(recipe, Recipe) else str(recipe)
 
 
-def _measured(
+def _measure(
     model: Any, places: Sequence[tuple[Text, int]], sizes: Mapping[str, int], recipes: Mapping[str, Recipe], progress: Progress | None
 ) -> tuple[list[float], list[Forgotten], list[list[Measured]]]:
     exact_losses: list[float] = []

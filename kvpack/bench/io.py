@@ -77,7 +77,7 @@ def source(model: str | None, text: str | None, tokens: int | None, synthetic: s
     if synthetic is not None or (model is None and text is None):
         return _synthetic(synthetic or DEFAULT_SYNTHETIC)
     with model_folder(model) as folder:
-        return _prefilled(folder, text, tokens)
+        return _prefill_source(folder, text, tokens)
 
 
 def _synthetic(words: str) -> Source:
@@ -94,7 +94,7 @@ def _gaussian(shape: list[int], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
-def _prefilled(folder: Path, path: str | None, tokens: int | None) -> Source:
+def _prefill_source(folder: Path, path: str | None, tokens: int | None) -> Source:
     model = load_model(folder)
     text = read_text(path, folder, vocabulary(model))
     ids = [*text.start, *text.ids]
@@ -153,7 +153,7 @@ def run(
             ways += _dense(cache, peer, paths[peer.name])
         for number, recipe in enumerate(dict.fromkeys(recipes)):
             paths[recipe] = os.path.join(temporary, f"packed-{number}.kvpack")
-            ways += _packed(cache, recipe, paths[recipe])
+            ways += _packed_file(cache, recipe, paths[recipe])
         removals = [None if way.writes is None else partial(_remove, way.writes) for way in ways]
         seconds = time_interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
         sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
@@ -192,7 +192,7 @@ def _dense(cache: Source, way: dense.Way, path: str) -> list[_Operation]:
     return [*ways, _Operation(way.name, ATTEND, attend)] if way is dense.WAYS[0] else ways
 
 
-def _packed(cache: Source, recipe: str, path: str) -> list[_Operation]:
+def _packed_file(cache: Source, recipe: str, path: str) -> list[_Operation]:
     packed = kvpack.pack(cache.pairs, recipe)
     kvpack.save(packed, path)
     loaded = kvpack.load(path)

@@ -57,12 +57,12 @@ def run(
             kvpack.save(kvpack.pack(cache.pairs, recipe), path)
             size = os.path.getsize(path)
             ways: dict[str, Callable[[], float]] = {
-                LOAD: _timed(lambda: kvpack.load(path)),
-                COPY: _timed(lambda: kvpack.load(path, copy=True)),
-                RING: _timed(lambda: _read_staged(path)),
+                LOAD: _time_call(lambda: kvpack.load(path)),
+                COPY: _time_call(lambda: kvpack.load(path, copy=True)),
+                RING: _time_call(lambda: _read_staged(path)),
             }
             if target.type != "cpu":
-                ways[f"load to {target}"] = _timed(lambda: _load_to(path, target))
+                ways[f"load to {target}"] = _time_call(lambda: _load_to(path, target))
             if shutil.which("fio") is not None:
                 ways = {DISK: lambda: _fio(path), **ways}
             seconds: dict[str, list[float]] = {name: [] for name in (*ways, AGAIN)}
@@ -71,7 +71,7 @@ def run(
                     drop(path)
                     seconds[name].append(way())
                 kvpack.load(path)
-                seconds[AGAIN].append(_timed(lambda: kvpack.load(path))())
+                seconds[AGAIN].append(_time_call(lambda: kvpack.load(path))())
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             for name, median in medians.items():
                 of_fio = medians[DISK] / median if DISK in medians else None
@@ -95,7 +95,7 @@ def drop(path: str) -> None:
         os.close(descriptor)
 
 
-def _timed(call: Callable[[], object]) -> Callable[[], float]:
+def _time_call(call: Callable[[], object]) -> Callable[[], float]:
     def seconds() -> float:
         started = time.perf_counter()
         result = call()

@@ -201,7 +201,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
         # Torch operations, which a graph cannot hold.
         seconds = whole = eager = median_seconds(lambda: kvpack.attend(q, layer))
     else:
-        layers = [layer, *(_copied(layer) for _ in range(_copies(size) - 1))]
+        layers = [layer, *(_copy_layer(layer) for _ in range(_copies(size) - 1))]
         seconds = graph_seconds([_after_rotation(q, one_layer) for one_layer in layers])
         calls = [partial(kvpack.attend, q, one_layer) for one_layer in layers]
         whole, eager = graph_seconds(calls), eager_seconds(calls)
@@ -224,7 +224,7 @@ def _copies(size: int) -> int:
     return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / size)))
 
 
-def _copied(layer: Layer) -> Layer:
+def _copy_layer(layer: Layer) -> Layer:
     sides = []
     for side in layer.sides.values():
         pages = [replace(page, streams={name: stream.clone() for name, stream in page.streams.items()}) for page in side.runs]

@@ -55,7 +55,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
     pairs = [(_random_word(6, _CHARACTERS, generator), _random_word(8, _CHARACTERS, generator)) for _ in range(LINES)]
     lines = [text.encode(f"\n[[key {key} = {value}]]\n") for key, value in pairs]
     places = sorted(torch.randint(len(ids) - LINES * LINE_BYTES + 1, (LINES,), generator=generator).tolist())
-    return _planted(ids, lines, places, [(text.encode(f"\n[[key {key} = "), text.encode(value)) for key, value in pairs])
+    return _insert_lines(ids, lines, places, [(text.encode(f"\n[[key {key} = "), text.encode(value)) for key, value in pairs])
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
@@ -63,10 +63,10 @@ def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Gene
     key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")
-    return _planted(ids, [line], [round(depth * (len(ids) - len(line)))], [(question, text.encode(f" {key}"))])
+    return _insert_lines(ids, [line], [round(depth * (len(ids) - len(line)))], [(question, text.encode(f" {key}"))])
 
 
-def _planted(
+def _insert_lines(
     ids: Sequence[int], lines: Sequence[Sequence[int]], places: Sequence[int], questions: Sequence[tuple[list[int], list[int]]]
 ) -> Prompt:
     kept = ids[: len(ids) - sum(map(len, lines))]

@@ -298,7 +298,7 @@ class _Measurement:
             self.of_peers = [[] for _ in self.peers]
             read = [self._windows(part, path) for part in self.parts]
             exact_answers, answers = self._answer_needles(path)
-            written = self._generated(path)
+            written = self._generated_divergences(path)
         (begun, exact_losses, forgotten, measured), *others = read
         recalls = [None if not self.sizes.needles else recall(result) for result in answers]
         recipes = list(zip(self.names, measured, recalls, strict=True))
@@ -361,7 +361,7 @@ class _Measurement:
             length = tokens.shape[1]
             make_asked = partial(NeedleAnswer.of, length, prompt.depths)
             # Copy the cache for each question, because it may grow in place.
-            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed_cache(self.model, _copied(pairs))))  # noqa: B023
+            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed_cache(self.model, _copy_pairs(pairs))))  # noqa: B023
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)
@@ -369,7 +369,7 @@ class _Measurement:
                 self._step()
         return exact_answers, result
 
-    def _generated(self, path: str) -> list[generated.GenerationEffect] | None:
+    def _generated_divergences(self, path: str) -> list[generated.GenerationEffect] | None:
         if not self.sizes.generated:
             return None
         prompt = self._on_device(window(self.long, 0, generated.PROMPT - len(self.long.start)))
@@ -392,7 +392,7 @@ class _Measurement:
             self.progress(self.done, read * (1 + len(self.recipes)) + self.sizes.windows * len(self.peers))
 
 
-def _copied(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(k.clone(), v.clone()) for k, v in pairs]
 
 

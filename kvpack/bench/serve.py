@@ -93,7 +93,7 @@ def run(
     if dtype is not None and dtype not in DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     with one_thread() if device == "cpu" else nullcontext():
-        report = _measured(shape, recipes, contexts, prefixes, layers, folder, device, dtype, compiled, progress)
+        report = _measure(shape, recipes, contexts, prefixes, layers, folder, device, dtype, compiled, progress)
     if out is not None:
         try:
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def run(
     return report
 
 
-def _measured(
+def _measure(
     shape: str,
     recipes: Sequence[str] | None,
     contexts: Sequence[tuple[int, int]] | None,

@@ -34,15 +34,15 @@ def peers(model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], token
     def static() -> Any:
         if any(keys.shape[2] != tokens for keys, _ in states):
             raise InvalidParameter("some layers keep only a window of the tokens, which a StaticCache does not support")
-        return _filled(library.StaticCache(config=model.config, max_cache_len=tokens + room), states)
+        return _fill(library.StaticCache(config=model.config, max_cache_len=tokens + room), states)
 
     def quantized(backend: str) -> Any:
-        return _filled(library.QuantizedCache(backend, model.config), states)
+        return _fill(library.QuantizedCache(backend, model.config), states)
 
     return {STATIC: static, **{f"QuantizedCache, {backend}": partial(quantized, backend) for backend in BACKENDS}}
 
 
-def _filled(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _fill(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     for number, (k, v) in enumerate(states):
         cache.update(k, v, number)
     return cache

@@ -64,12 +64,12 @@ def run(location: str, delay_ms: float | None = None) -> dict[str, Any]:
     check(location, delay_ms)
     kind = urlsplit(location).scheme
     delay = DELAYS_MS[kind] if delay_ms is None else delay_ms
-    with _delayed(location, kind, delay / 1000) as (relay, relayed, options):
-        times, requests = _measured(relay, relayed, options, PAGES[kind])
+    with _delayed_store(location, kind, delay / 1000) as (relay, relayed, options):
+        times, requests = _measure(relay, relayed, options, PAGES[kind])
     return {"delay_ms": delay, "pages": PAGES[kind], "ms": times, "requests": requests}
 
 
-def _measured(
+def _measure(
     relay: _Relay, location: str, options: dict[str, Any], count: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, int]]]:
     """Return the time of each call in milliseconds, and its number of requests."""
@@ -124,7 +124,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _delayed(location: str, kind: str, seconds: float) -> Iterator[tuple[_Relay, str, dict[str, Any]]]:
+def _delayed_store(location: str, kind: str, seconds: float) -> Iterator[tuple[_Relay, str, dict[str, Any]]]:
     """Run a relay inside the context; yields it, the location behind it, and the options of a store there."""
     address = _server_address(location)
     assert address is not None
@@ -169,9 +169,9 @@ class _Relay:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+            threading.Thread(target=self._serve_client, args=(client,), daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve_client(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError), socket.create_connection(self._address) as server:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -205,7 +205,7 @@ def _send_late(late: queue.SimpleQueue[tuple[float, bytes]], server: socket.sock
                 break
             time.sleep(max(0.0, due - time.monotonic()))
             server.sendall(data)
-    _shut(server)
+    _shut_down(server)
 
 
 def _answer(server: socket.socket, client: socket.socket, waiting: threading.Event) -> None:
@@ -214,9 +214,9 @@ def _answer(server: socket.socket, client: socket.socket, waiting: threading.Eve
         while data := server.recv(_PIECE):
             waiting.clear()
             client.sendall(data)
-    _shut(client)
+    _shut_down(client)
 
 
-def _shut(end: socket.socket) -> None:
+def _shut_down(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)

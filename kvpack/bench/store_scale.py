@@ -160,7 +160,7 @@ class _Scale:
         """Add entries until there are ``entries``, and return the number added."""
         backend = open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())
         existing, put = backend.size()[0], 0
-        like = [_EntryTemplate(self._named(number)) for number in range(CHUNKS)]
+        like = [_EntryTemplate(self._chunk_keys(number)) for number in range(CHUNKS)]
         numbers = range(existing // CHUNKS, -(-entries // CHUNKS))
         # Add the first prefix through the backend, which counts the folder.
         for number in numbers[:1] if isinstance(backend, Directory) else numbers:
@@ -211,11 +211,11 @@ class _Scale:
     def match(self) -> dict[str, float]:
         """Return the times of looking up prefixes of 10 and of 100 chunks, each once."""
         with self._store() as store:
-            return {f"match {count} chunks": self._looked(store.match, count) for count in (10, 100)}
+            return {f"match {count} chunks": self._time_lookups(store.match, count) for count in (10, 100)}
 
     def load(self) -> dict[str, float]:
         with self._store() as store:
-            return {f"load {count} chunks": self._looked(lambda ids: store.load(ids)[0], count) for count in (10, 100)}
+            return {f"load {count} chunks": self._time_lookups(lambda ids: store.load(ids)[0], count) for count in (10, 100)}
 
     def stats(self) -> dict[str, float]:
         with self._store() as store:
@@ -234,7 +234,7 @@ class _Scale:
 
         Evictor._try_round = timed  # type: ignore[method-assign]
         try:
-            taken, _ = self._saves(0)
+            taken, _ = self._time_saves(0)
         finally:
             Evictor._try_round = real  # type: ignore[method-assign]
         results = {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
@@ -268,10 +268,10 @@ class _Scale:
     def _chunk(self, number: int) -> kvpack.Cache:
         return replace(self._one, start=CHUNK * number)
 
-    def _named(self, number: int) -> kvpack.Cache:
+    def _chunk_keys(self, number: int) -> kvpack.Cache:
         return replace(self._chunk(number), model=self._identity.header_model, recipe=self._identity.recipe)
 
-    def _looked(self, look: Callable[[Any], int], count: int) -> float:
+    def _time_lookups(self, look: Callable[[Any], int], count: int) -> float:
         prompts = [_ids(number)[: CHUNK * count] for number in range(LOOKUPS)]
         taken = [_milliseconds(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
@@ -286,7 +286,7 @@ class _Scale:
         with closing(open_backend(self._location, Counters(), UNENCRYPTED, LocationOptions())) as backend:
             return backend.largest_budget() if isinstance(backend, Directory) else backend.size()[1]
 
-    def _saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
+    def _time_saves(self, worker: int, budget: int | None = None) -> tuple[list[float], int]:
         """Return the time of each save in ms, and the number of chunks that were not stored, which cost nothing."""
         taken = []
         with self._store(max_bytes=self._budget() if budget is None else budget) as store:
@@ -307,7 +307,7 @@ class _Scale:
             waits: list[float] = []
             with _timed_waits(waits):
                 before = resource.getrusage(resource.RUSAGE_SELF)
-                _, refused = self._saves(worker, budget)
+                _, refused = self._time_saves(worker, budget)
                 after = resource.getrusage(resource.RUSAGE_SELF)
             results.put(((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / SAVES, waits, refused))
 

@@ -36,7 +36,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
                 call()
     seconds = []
     for replay in range(_REPLAYS + 1):
-        elapsed = _elapsed(graph.replay)
+        elapsed = _device_seconds(graph.replay)
         if replay:
             seconds.append(elapsed / (rounds * len(calls)))
     return statistics.median(seconds)
@@ -57,7 +57,7 @@ def eager_seconds(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(seconds[1:])
 
 
-def _elapsed(call: Callable[[], object]) -> float:
+def _device_seconds(call: Callable[[], object]) -> float:
     """Return the time in seconds that the device needs for ``call``."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
@@ -69,7 +69,7 @@ def _elapsed(call: Callable[[], object]) -> float:
 
 def median_seconds(call: Callable[[], object]) -> float:
     """Return the median time in seconds of three calls, after a warm-up call."""
-    return statistics.median([_elapsed(call) for _ in range(4)][1:])
+    return statistics.median([_device_seconds(call) for _ in range(4)][1:])
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
@@ -80,7 +80,7 @@ def repeated_seconds(call: Callable[[], object]) -> float:
             call()
 
     call()
-    return statistics.median([_elapsed(run) for _ in range(4)][1:]) / _CALLS_IN_A_ROW
+    return statistics.median([_device_seconds(run) for _ in range(4)][1:]) / _CALLS_IN_A_ROW
 
 
 def queued_seconds(call: Callable[[], object]) -> float | None:

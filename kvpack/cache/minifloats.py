@@ -144,7 +144,7 @@ class Minifloats:
             "head": ((heads,), (batch, heads, 1)),
             "token": ((batch, heads, tokens),),
         }
-        shape = next((name for name in (*shapes, None) if name is None or self._matches(name, shapes[name])), None)
+        shape = next((name for name in (*shapes, None) if name is None or self._matches_granularity(name, shapes[name])), None)
         if shape is None:
             requested = f"per {self.granularity}" if self.granularity in shapes else "per tensor, head or token"
             raise InvalidParameter(
@@ -153,7 +153,7 @@ class Minifloats:
             )
         return shape, _SCALES[self.scales.dtype]
 
-    def _matches(self, granularity: str, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    def _matches_granularity(self, granularity: str, shapes: tuple[tuple[int, ...], ...]) -> bool:
         return self.granularity in (None, granularity) and tuple(self.scales.shape) in shapes
 
     @cached_property

@@ -329,7 +329,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
 
     @cached_property
-    def _continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
+    def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
         """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
@@ -342,14 +342,14 @@ class PackedRuns(Sequence[PackedRun]):
         """Return the number of tokens in each run of ``merged()``."""
         if len(self) == 1:
             return (self.tokens,)
-        last = numpy.append(~self._continues, True)[: len(self)]
+        last = numpy.append(~self._joinable, True)[: len(self)]
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> PackedRuns:
         """Return the same tokens in as few runs as possible and one stretch. More than one stretch is copied."""
-        if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._continues.any())):
+        if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._joinable.any())):
             return self
-        first, last = numpy.append(True, ~self._continues), numpy.append(~self._continues, True)
+        first, last = numpy.append(True, ~self._joinable), numpy.append(~self._joinable, True)
         kept, template = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
         streams = {}
         with float32_no_grad(next(iter(template.streams.values())).device):

@@ -310,9 +310,9 @@ class Recipe:
         if not 0 <= as_integer(layers, "layers") <= MAX_LAYERS:
             raise InvalidParameter(f"layers is {describe(layers)}, expected an integer from 0 to {MAX_LAYERS}")
         sides = [(layer, side) for layer in range(layers) for side in SIDES]
-        return tuple(dtype for dtype in EXACT_DTYPES if all(self._keeps(layer, layers, side, dim, dtype) for layer, side in sides))
+        return tuple(dtype for dtype in EXACT_DTYPES if all(self._keeps_values(layer, layers, side, dim, dtype) for layer, side in sides))
 
-    def _keeps(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
+    def _keeps_values(self, layer: int, layers: int, side: str, dim: int, dtype: str) -> bool:
         try:
             exact = self.codec(layer, layers, side, dim, dtype).exact_dtype
         except (InvalidType, MissingBasis):
@@ -430,7 +430,7 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
         raise InvalidType(f"a recipe must be text, such as 'kvpack-3', but got a {type(recipe).__name__}")
     named = None if recipe in PRESETS else split_path(recipe, PRESETS)
     if named is None:
-        return _parsed(str(recipe), (*CODECS.values(), *SIDECARS.values()))
+        return _parse_cached(str(recipe), (*CODECS.values(), *SIDECARS.values()))
     path, added = named
     clauses = read_clauses(path)
     try:
@@ -443,6 +443,6 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str, classes: tuple[type, ...]) -> Recipe:
+def _parse_cached(text: str, classes: tuple[type, ...]) -> Recipe:
     """Parse ``text``, and reuse the result, because consecutive caches often have the same recipe and can share its codecs."""
     return Recipe(text)

@@ -72,13 +72,13 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
             return None
         sizes = coded
     excluded = None if kept is None or not kept.any() else kept[:, None]
-    suspects = exceeds_usual(_without(sizes, excluded), spread or CODED_SPREAD)
+    suspects = exceeds_usual(_mask_excluded(sizes, excluded), spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
     excluded = given <= 0 if excluded is None else (given <= 0) | excluded
     # Sizes relative to the norm are imprecise if sizes are powers of two.
-    larger = exceeds_usual(_without(sizes / given, excluded), 1.0 if spread else CODED_SPREAD)
+    larger = exceeds_usual(_mask_excluded(sizes / given, excluded), 1.0 if spread else CODED_SPREAD)
     if larger is None or not (suspects := suspects & larger).any():
         return None
     result = torch.zeros_like(given)
@@ -86,7 +86,7 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
         decoded = dispatch.decode(codec, _slice(codec, streams, start, stop))
         error = torch.linalg.vector_norm(decoded.sub_(x[:, :, start:stop]), dim=3)
         part = slice(start, stop)
-        errors = (_without(size, excluded[:, :, part]) for size in (error, error / given[:, :, part]))
+        errors = (_mask_excluded(size, excluded[:, :, part]) for size in (error, error / given[:, :, part]))
         factors = torch.minimum(*(size / usual_norms(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
         result[:, :, part] = torch.where(suspects[:, :, part], factors, result[:, :, part])
     return result
@@ -106,7 +106,7 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
     if run_fits(sample, least):
         return None
     sizes = sizes_of(sample)
-    sizes = _without(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
+    sizes = _mask_excluded(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
     # Tokens after the last full page are omitted, because they may be too few.
     page = min(sizes.shape[2], PAGE_TOKENS // step)
     pages = sizes[:, :, : sizes.shape[2] // page * page].reshape(*sizes.shape[:2], -1, page)
@@ -143,7 +143,7 @@ def sizes_of(x: torch.Tensor) -> torch.Tensor:
     return dispatch.norms(x) / math.sqrt(x.shape[3])
 
 
-def _without(sizes: torch.Tensor, excluded: torch.Tensor | None) -> torch.Tensor:
+def _mask_excluded(sizes: torch.Tensor, excluded: torch.Tensor | None) -> torch.Tensor:
     return sizes if excluded is None else sizes.masked_fill(excluded, torch.nan)
 
 

@@ -236,7 +236,7 @@ def _note(path: str, text: str) -> _UnpackedInfo:
                 raise InvalidParameter(f"{path}: kvpack.unpacked: {error}") from None
             undetermined = _parse_undetermined(path, note.get("undetermined"))
             offsets = _offsets(path, note.get("position_offsets"))
-            hidden = _hidden(path, note.get("hidden", []))
+            hidden = _parse_hidden(path, note.get("hidden", []))
             match start:
                 case int() if type(start) is int:
                     return _UnpackedInfo(model, start, None, metadata, undetermined, offsets, hidden)
@@ -269,7 +269,7 @@ def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
     return pairs
 
 
-def _hidden(path: str, listed: Any) -> tuple[Hidden, ...]:
+def _parse_hidden(path: str, listed: Any) -> tuple[Hidden, ...]:
     """Return the ranges of hidden tokens in the metadata. Raises InvalidParameter if they have another form."""
     for token_range in listed if isinstance(listed, list) else [listed]:
         match token_range:

@@ -111,7 +111,7 @@ def _run_checks(callback: Callable[[int, int], None] | None) -> tuple[dict[str, 
     checks: list[tuple[str, Callable[[], str]]] = [(f"{_FILES_ON}the CPU", lambda: _files("cpu"))]
     if torch.cuda.is_available():
         checks.append((f"{_FILES_ON}{torch.cuda.get_device_name()}", lambda: _files("cuda")))
-    checks += [("a damaged file is refused", _damage), ("a store in a folder", _store)]
+    checks += [("a damaged file is refused", _check_damage), ("a store in a folder", _store)]
     if _version("transformers") is not None:
         checks.append(("a model continues a file", _model))
     results = []
@@ -176,7 +176,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def _damage() -> str:
+def _check_damage() -> str:
     import kvpack
 
     with tempfile.TemporaryDirectory(prefix="kvpack-doctor-") as folder:

@@ -245,7 +245,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
         print_table(
             "pins",
             ["key", "owner", "chunks", "until"],
-            ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _until(pin["until"])] for pin in pins),
+            ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _until_text(pin["until"])] for pin in pins),
             left=2,
         )
     return store.exit_code()
@@ -255,7 +255,7 @@ def _pin(pin: Pin) -> dict[str, Any]:
     return {"key": pin.key.hex(), "owner": pin.owner, "chunks": len(pin.chain), "until": pin.until}
 
 
-def _until(until: int | None) -> str:
+def _until_text(until: int | None) -> str:
     return "unpinned" if until is None else f"{datetime.datetime.fromtimestamp(min(until, _LAST_TIME), datetime.UTC):%Y-%m-%d %H:%M} UTC"
 
 

@@ -57,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(line)
     for folder in folders:
-        results.append(_clean(folder, arguments))
+        results.append(_remove_unfinished(folder, arguments))
     if arguments.json:
         print_json(results)
     return worst_exit_code(codes)
 
 
-def _clean(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def _remove_unfinished(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Remove the unfinished files of dead writers from ``folder``, and report them."""
     from kvpack.file.atomic import remove_dead
 

@@ -75,7 +75,7 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
         raise InvalidParameter(f"arrays: missing {', '.join(missing) or 'none'}, not in the layout {', '.join(unknown) or 'none'}")
     stored, tensors = {}, []
     for name, layout in contents.layouts.items():
-        raw = _flat(name, arrays[name])
+        raw = _flat_bytes(name, arrays[name])
         if len(raw) != layout_bytes(layout):
             raise InvalidParameter(f"{name} has {len(raw)} bytes, expected {layout_bytes(layout)} for {layout.dtype} {list(layout.shape)}")
         frame = compress_frame(raw) if compress else None
@@ -369,7 +369,7 @@ class File:
         return entry
 
 
-def _flat(name: str, array: Any) -> memoryview:
+def _flat_bytes(name: str, array: Any) -> memoryview:
     view = memoryview(array)
     if not view.c_contiguous:
         raise InvalidParameter(f"{name} is not C-contiguous")

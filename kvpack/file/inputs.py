@@ -84,7 +84,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
-            raise InvalidParameter(f"token_ids must be bytes, {ID_BYTES} for each id, but got {_described(self.token_ids)}")
+            raise InvalidParameter(f"token_ids must be bytes, {ID_BYTES} for each id, but got {_check_token_ids(self.token_ids)}")
         if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
             raise InvalidParameter(f"undetermined is {describe(self.undetermined)}, expected a tuple of nonempty strings")
         if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):
@@ -98,7 +98,7 @@ class Inputs:
         if not _is_tuple(self.hidden, tuple) or not all(len(span) == 3 and _is_tuple(span, int) for span in self.hidden):
             raise InvalidParameter(f"hidden is {describe(self.hidden)}, expected a tuple of (sequence, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
-            lengths = ", ".join(map(_described, self.rows))
+            lengths = ", ".join(map(_check_token_ids, self.rows))
             raise InvalidParameter(f"rows must all have the same length, a multiple of {ID_BYTES} bytes (one id), but got {lengths}")
         if not all(row.startswith(self.token_ids) for row in self.rows):
             raise InvalidParameter("token_ids must be the ids with which all rows begin, but one row begins with others")
@@ -162,7 +162,7 @@ class Inputs:
             return self.before
         if self.tokens < start:
             return None
-        return _following(self.before or (b"",), tuple(ids[: start * ID_BYTES] for ids in self.known))
+        return _append_ids(self.before or (b"",), tuple(ids[: start * ID_BYTES] for ids in self.known))
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
         """Return the inputs of the sequences ``indices``, in that order, of a cache whose first token is at position ``first``."""
@@ -254,7 +254,7 @@ class Inputs:
             known = tuple((inputs.token_ids + rows[at : at + size])[:limit] for at in range(12, len(rows), size))
             if len(set(known)) > 1:
                 items = list(zip(inputs.undetermined, inputs.starts, strict=True))
-                differ = [] if _differ(inputs) else _common_ids(known, start)[2]
+                differ = [] if _sequences_differ(inputs) else _common_ids(known, start)[2]
                 inputs = _joined_inputs(inputs.token_ids, [*items, *differ], known)
             else:
                 inputs = replace(inputs, token_ids=known[0])
@@ -334,7 +334,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
     Those have the known ``ids``, given per sequence, and follow the ids in ``beginning.before``. ``beginning.earlier`` has the digests of
     all of them.
     """
-    joined_ids = _following(beginning.before or (b"",), ids)
+    joined_ids = _append_ids(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)
     # Both end just before the part's first token.
     size = min(len(before[0]), len(joined_ids[0]))
@@ -350,7 +350,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
     for known, earlier in ((joined_ids, inputs.earlier), (before, beginning.earlier)):
         # Digests are of all ids from position 0 on.
         if len(known[0]) == position * ID_BYTES:
-            all_known = _following(known, inputs.known)
+            all_known = _append_ids(known, inputs.known)
             for end, digests in earlier.items():
                 if end * ID_BYTES <= len(all_known[0]):
                     _check_digests([hashlib.sha256(row[: end * ID_BYTES]).digest() for row in all_known], digests, number, end)
@@ -369,7 +369,7 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number
             )
 
 
-def _following(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
+def _append_ids(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
     """Return the ids of each row ``before`` a token, followed by those from it on."""
     count = max(len(before), len(ids))
     return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
@@ -390,7 +390,7 @@ def rows_differ(start: int, stop: int) -> str:
     return f"{'tokens' if stop - start > 1 else 'token'} {start}{f' to {stop - 1}' if stop - start > 1 else ''} {ROWS_DIFFER}"
 
 
-def _differ(inputs: Inputs) -> bool:
+def _sequences_differ(inputs: Inputs) -> bool:
     return any(text.endswith(ROWS_DIFFER) for text in inputs.undetermined)
 
 
@@ -423,5 +423,5 @@ def _is_tuple(value: object, kind: type) -> bool:
     return isinstance(value, tuple | list) and all(isinstance(item, kind) for item in value)
 
 
-def _described(token_ids: object) -> str:
+def _check_token_ids(token_ids: object) -> str:
     return f"{len(token_ids)} bytes" if isinstance(token_ids, bytes) else f"a {type(token_ids).__name__}"

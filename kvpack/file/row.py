@@ -62,7 +62,7 @@ class RowLayout(NamedTuple):
     @property
     def payload(self) -> int:
         """Offset of the first stream in bytes."""
-        return _aligned(FRAME_BYTES + len(self.description))
+        return _align(FRAME_BYTES + len(self.description))
 
     @property
     def pads(self) -> list[tuple[int, int]]:
@@ -75,10 +75,10 @@ class RowLayout(NamedTuple):
 def row_layout(contents: Contents) -> RowLayout:
     """Return the layout of the row for a page with ``contents``. Raises LimitExceeded."""
     description = pack_contents(contents)
-    places, end = {}, _aligned(FRAME_BYTES + len(description))
+    places, end = {}, _align(FRAME_BYTES + len(description))
     for name, layout in contents.layouts.items():
         places[name] = end, end + layout_bytes(layout)
-        end = _aligned(places[name][1])
+        end = _align(places[name][1])
     if end > MAX_ROW_BYTES:
         raise LimitExceeded(f"the row of a page takes {end} bytes, but at most {MAX_ROW_BYTES} are allowed: use pages of fewer tokens")
     return RowLayout(end, description, places)
@@ -112,10 +112,10 @@ def write_checksum(row: memoryview) -> None:
 
 def checksum(row: memoryview) -> int:
     """Return the checksum of a whole row, in which the 8 bytes of the checksum itself count as zeros."""
-    return _added(row[32:], _added(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
+    return _add_words(row[32:], _add_words(row[:24], 0) * MULTIPLIER * MULTIPLIER & _MASK)
 
 
-def _added(data: memoryview, sum_: int) -> int:
+def _add_words(data: memoryview, sum_: int) -> int:
     result = compiled(data, sum_)
     if result is not None:
         return result
@@ -184,7 +184,7 @@ def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespac
         raise InvalidHeader(f"{where}: has the key {frame.key.hex()}, expected {key.hex()}")
 
 
-def _aligned(at: int) -> int:
+def _align(at: int) -> int:
     return -(-at // ALIGNMENT) * ALIGNMENT
 
 

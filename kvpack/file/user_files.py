@@ -38,7 +38,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 def path_text(path: Any) -> str:
     """Return ``path`` as text. An empty path appears as ``''`` in messages. Raises InvalidType if it is not a path."""
     if not isinstance(path, str | bytes | os.PathLike):
-        raise InvalidType(f"a path must be text or os.PathLike, such as 'prompt.kvpack', but got {_shown(path)}")
+        raise InvalidType(f"a path must be text or os.PathLike, such as 'prompt.kvpack', but got {_show_value(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
     if len(data) > _MAX_PATH or (isinstance(path, bytes) and b"\0" in data):
         raise InvalidType(f"{len(data)} bytes are not a path: pass the path of a file, such as 'prompt.kvpack', not its contents")
@@ -143,7 +143,7 @@ def _check_kind(where: str, mode: int, what: str) -> None:
         raise MissingFile(f"{where or repr(where)}: is {kind}, expected {what}", filename=where, number=number)
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -221,7 +221,7 @@ class OnDisk:
             except OSError as error:
                 raise _system_error("read", error) from None
             if not count:
-                raise self._truncated(begin + done)
+                raise self._truncated_error(begin + done)
             done += count
 
     def view(self, begin: int, end: int) -> memoryview:
@@ -236,7 +236,7 @@ class OnDisk:
             except (OSError, ValueError) as error:
                 raise _system_error("mapped", error, ": read it into memory instead with kvpack.load(path, copy=True)") from None
             if mapping is None:
-                raise self._truncated(current_size)
+                raise self._truncated_error(current_size)
             self._mapping = memoryview(mapping)
         return self._mapping[begin:end]
 
@@ -260,7 +260,7 @@ class OnDisk:
                 yield from done
         except OSError as error:
             current_size = os.fstat(self._descriptor).st_size
-            raise (self._truncated(current_size) if current_size < end else _system_error("read", error)) from None
+            raise (self._truncated_error(current_size) if current_size < end else _system_error("read", error)) from None
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -273,7 +273,7 @@ class OnDisk:
 
     __del__ = close
 
-    def _truncated(self, size: int) -> Truncated:
+    def _truncated_error(self, size: int) -> Truncated:
         return Truncated(
             f"had {self.size} bytes when it was opened, but ended at byte {size} when it was read: another process truncated it"
         )

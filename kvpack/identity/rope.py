@@ -30,7 +30,7 @@ def rope_text(config: Any) -> str:
 
 def same_up_to(config: Any) -> int | None:
     """Return the length in tokens up to which sequences of a model with ``config`` have the same frequencies; None for any length."""
-    limits = (_limit(config, rope) for rope in _maps(getattr(config, "rope_parameters", None)))
+    limits = (_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -47,13 +47,13 @@ def longest_sequence(rope: str) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def _maps(settings: Any) -> Iterator[dict[str, Any]]:
+def _rope_maps(settings: Any) -> Iterator[dict[str, Any]]:
     """Yield the maps within ``settings`` that name a RoPE type: a single one, or one per layer type."""
     if isinstance(settings, dict):
         if "rope_type" in settings:
             yield settings
         for value in settings.values():
-            yield from _maps(value)
+            yield from _rope_maps(value)
 
 
 def _limit(config: Any, rope: dict[str, Any]) -> int | None:

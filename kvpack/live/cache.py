@@ -262,7 +262,7 @@ class LiveCache:
         self._settled_layer(layer)
         if not self._known:
             self._known = True
-            both = (candidate.sides for candidate in self._chosen(None) if len(candidate.sides) == len(SIDES))
+            both = (candidate.sides for candidate in self._selected_layers(None) if len(candidate.sides) == len(SIDES))
             warm_up([(sides["k"].runs, sides["v"].runs) for sides in both], live.device)
         result = live.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
@@ -293,7 +293,7 @@ class LiveCache:
 
         It is 0 while a long update waits to be encoded, and if a layer's keys and values have packed different numbers of tokens.
         """
-        rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._chosen(None))
+        rooms = (0 if layer.pending_tokens or layer.is_uneven else layer.room - layer.raw_tokens for layer in self._selected_layers(None))
         return min(rooms, default=0)
 
     @property
@@ -324,12 +324,12 @@ class LiveCache:
     def replayed(self, tokens: int) -> None:
         """Report that a replay of a CUDA graph has added ``tokens`` tokens to every layer."""
         tokens = as_integer(tokens, "tokens")
-        for layer in self._chosen(None):
+        for layer in self._selected_layers(None):
             layer.raw_tokens += tokens
 
     def save_tail(self) -> Callable[[], None]:
         """Save the newest token of every layer's raw tail, and return a function that restores it after it has been overwritten."""
-        restores = [layer.save_tail() for layer in self._chosen(None)]
+        restores = [layer.save_tail() for layer in self._selected_layers(None)]
 
         def restore_tail() -> None:
             for restore in restores:
@@ -387,14 +387,14 @@ class LiveCache:
         """Keep the first ``tokens`` tokens of every layer, or of one. Raises OutOfBounds for tokens that have been dropped."""
         tokens = as_integer(tokens, "tokens")
         self._settle()
-        chosen = self._chosen(layer)
+        chosen = self._selected_layers(layer)
         if tokens and not chosen:
             where = "the cache" if layer is None else f"layers[{layer}]"
             raise OutOfBounds(f"{where}: truncate({tokens}) of a layer that has seen no tokens")
         for live in chosen:
             if not live.seen - live.tokens <= tokens <= live.seen:
                 raise OutOfBounds(f"{live.name}: truncate({tokens}) of a layer that has the tokens [{live.seen - live.tokens}:{live.seen}]")
-        self._each(lambda live: live.truncate(tokens), layer)
+        self._change_layers(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
         """Make a sliding-window layer keep tokens outside its window until ``truncate``, so that it can be truncated further back."""
@@ -410,7 +410,7 @@ class LiveCache:
 
     def reset(self, layer: int | None = None) -> None:
         """Drop all tokens of every layer, or of one. The next tokens may have another batch size. Raises OutOfBounds."""
-        self._each(LiveLayer.reset, layer)
+        self._change_layers(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
         """Keep the rows ``indices`` of the batch, in that order, in every layer or in one; an index may repeat.
@@ -418,9 +418,9 @@ class LiveCache:
         Raises OutOfBounds or InvalidParameter.
         """
         rows = row_numbers(indices)
-        for live in self._chosen(layer):
+        for live in self._selected_layers(layer):
             check_rows(rows, live.batch)
-        self._each(lambda live: live.select(torch.tensor(rows, dtype=torch.int64, device=live.device)), layer)
+        self._change_layers(lambda live: live.select(torch.tensor(rows, dtype=torch.int64, device=live.device)), layer)
         for number in range(self._count) if layer is None else [layer]:
             self._steps[number] = None
         self.launches += 1
@@ -429,10 +429,10 @@ class LiveCache:
         """Return a copy of this live cache on ``device``. Raises InvalidParameter for an invalid device."""
         return self._continue_with(self.freeze().to(checked_device(device)))
 
-    def _chosen(self, layer: int | None) -> list[LiveLayer]:
+    def _selected_layers(self, layer: int | None) -> list[LiveLayer]:
         return [live for live in (self._layers if layer is None else [self._layer_or_none(layer)]) if live is not None]
 
-    def _each(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
+    def _change_layers(self, change: Callable[[LiveLayer], None], layer: int | None = None) -> None:
         self._settle()
         for number in range(self._count) if layer is None else [layer]:
             live = self._layer_or_none(number)

@@ -76,7 +76,7 @@ class LiveLayer:
     @property
     def is_due(self) -> bool:
         """True if ``roll`` would encode tokens of the tail."""
-        return self._whole(self.raw_tokens) > 0
+        return self._encodable_tokens(self.raw_tokens) > 0
 
     @property
     def tokens(self) -> int:
@@ -99,7 +99,7 @@ class LiveLayer:
 
         Raises InvalidParameter or InvalidType, without adding anything, if they do not continue the layer or, on the CPU, are not finite.
         """
-        given = self._checked(k, v)
+        given = self._check_tensors(k, v)
         self.commit()
         tokens = next((x.shape[2] for x in given.values()), 0)
         if self.raw_tokens + tokens > self.room:
@@ -234,7 +234,7 @@ class LiveLayer:
         # No later query sees these tokens, so they are dropped without being encoded.
         dropped = min(tokens, max(0, unseen - self.older_tokens)) // self.window * self.window
         # Dropped tokens include all tokens before the tail, so keys and values end at the same token.
-        whole = max(dropped, self._windows(tokens)) if dropped else self._whole(tokens)
+        whole = max(dropped, self._windows(tokens)) if dropped else self._encodable_tokens(tokens)
         with float32_no_grad(self.device), self._update_both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
             places = {first: self._place(first, values.get("k")) for first in set(firsts.values())}
@@ -282,7 +282,7 @@ class LiveLayer:
         streams = side.encode(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
         return streams, packed, x[:, :, packed:]
 
-    def _whole(self, tokens: int) -> int:
+    def _encodable_tokens(self, tokens: int) -> int:
         """Return the number of the ``tokens`` raw tokens that can be encoded: whole windows, or enough to complete both token groups."""
         if self.is_uneven:
             rests = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
@@ -317,14 +317,14 @@ class LiveLayer:
         first = min(self._count_unseen(self.raw_tokens), *(side.packed_tokens for side in self.sides.values()))
         if first < self.window:
             return
-        first = self._aligned(first)
+        first = self._last_boundary(first)
         older = self.older_tokens
         for side in self.sides.values():
             side.keep(first, older)
         self.skipped += first
         self.version += 1
 
-    def _aligned(self, token: int) -> int:
+    def _last_boundary(self, token: int) -> int:
         """Return the last token up to ``token`` at which both the keys and the values can begin.
 
         Kernels stay the same if it is whole windows after the beginning of a page, which is not always possible for both.
@@ -349,7 +349,7 @@ class LiveLayer:
         tail = self.sides[name].tail[:, :, : self.raw_tokens]
         return tail if pending is None else torch.cat([tail, pending], 2)
 
-    def _checked(self, k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def _check_tensors(self, k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, torch.Tensor]:
         given: dict[str, torch.Tensor] = {}
         for name, x in (("k", k), ("v", v)):
             where = f"{self.name}.{name}"

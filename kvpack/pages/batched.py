@@ -71,7 +71,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
             if lost is not None and (lost[0] > 1).any():
                 if raw.high_norm:
                     result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
-                    encoded = encode_all(lane.plain, result.codec_input, _where(lane))
+                    encoded = encode_all(lane.plain, result.codec_input, _lane_name(lane))
                     count = result.left_out[:, 0].sum()
                 else:
                     count += (lost[0] > 1).sum()
@@ -146,7 +146,7 @@ def _measure(
             k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
             gather(keys, slots, k)
         norms = norms_per_head(k.to(geometry.computed_dtype))
-    return x, norms, misfits_of(lane.plain, x, lane.shared, _where(lane)) if lane.shared else None
+    return x, norms, misfits_of(lane.plain, x, lane.shared, _lane_name(lane)) if lane.shared else None
 
 
 def _encode(
@@ -157,7 +157,7 @@ def _encode(
     It is ``x``, the values of pages, or ``x`` with the tokens that stay raw replaced. ``excesses`` ignores the tokens ``chosen``, if given.
     """
     coded = room_for_norms(lane.plain, x)
-    encoded = encode_all(lane.plain, codec_input, _where(lane), coded=coded)
+    encoded = encode_all(lane.plain, codec_input, _lane_name(lane), coded=coded)
     return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_per_head, x)), coded, chosen))
 
 
@@ -174,7 +174,7 @@ def _count_without_room(
     return result if lost is None else result + (lost > 1).sum((1, 2))
 
 
-def _where(lane: Lane) -> str:
+def _lane_name(lane: Lane) -> str:
     return f"layers[{lane.first}].{lane.side}"
 
 

@@ -91,13 +91,13 @@ class HostPages:
             self._left_out.add(*left_out.tolist())
             return None
 
-        outcomes = self._each(encode, len(slots))
+        outcomes = self._map(encode, len(slots))
         self._left_out.warn(self._left_out.costly)
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
         """Return the error of each row; None for a valid row."""
-        return self._each(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
+        return self._map(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
@@ -114,17 +114,17 @@ class HostPages:
                     lane.decode(row[: plan.layout.nbytes], slots[number], threads)
             return error
 
-        return self._each(decode, len(slots))
+        return self._map(decode, len(slots))
 
-    def _each(self, work: Callable[[int, int], Outcome], count: int) -> list[Outcome]:
+    def _map(self, work: Callable[[int, int], Outcome], count: int) -> list[Outcome]:
         workers = min(self._threads, count)
         # Use all threads for a single page, and one thread per page for several.
-        run = partial(_isolated, work, self._threads if count == 1 else 1)
+        run = partial(_run_isolated, work, self._threads if count == 1 else 1)
         if workers < 2:
             return [run(number) for number in range(count)]
         return list(self._own.pool.map(run, range(count)))
 
 
-def _isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:
+def _run_isolated(work: Callable[[int, int], Outcome], threads: int, number: int) -> Outcome:
     with float32_no_grad(CPU), single_threaded():
         return work(number, threads)

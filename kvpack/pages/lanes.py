@@ -313,7 +313,7 @@ class _BoundLane:
             streams = self._streams(row, number)
             if isinstance(lane.codec, Opaque):
                 streams["bytes"].copy_(x.view(torch.uint8)[None])
-            elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored(x.dtype):
+            elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored_name(x.dtype):
                 streams["values"].copy_(x[None])
             else:
                 x = x.to(lane.geometry.computed_dtype)[None]
@@ -458,5 +458,5 @@ def address_of(row: memoryview) -> int:
     return int(numpy.frombuffer(row, numpy.uint8).ctypes.data)
 
 
-def _stored(dtype: torch.dtype) -> str:
+def _stored_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}.get(dtype, "")

@@ -141,7 +141,7 @@ class PageLayout:
 
         Raises InvalidParameter and OutOfBounds for slots and a staging that do not fit.
         """
-        for number, slot in enumerate(self._checked(pool, slots, staging)):
+        for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
             for side, place in self.places.items():
                 values = bits_of(pool[slot])[place]
                 for layer, target in enumerate(staging.sides[side]):
@@ -152,14 +152,14 @@ class PageLayout:
 
         Raises InvalidParameter and OutOfBounds for slots and a staging that do not fit.
         """
-        chosen = self._checked(pool, slots, staging, written=True)
+        chosen = self._check_arguments(pool, slots, staging, written=True)
         with torch.inference_mode():
             for number, slot in enumerate(chosen):
                 for side, place in self.places.items():
                     values = torch.stack([bits_of(source)[number] for source in staging.sides[side]])
                     bits_of(pool)[slot].index_put_((place,), values)
 
-    def _checked(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
+    def _check_arguments(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
         """Check ``pool`` and ``staging``, which must have a slot for each of ``slots``, and return the slots as integers."""
         self._check_pool(pool)
         if not isinstance(staging, PageBuffer):

@@ -56,7 +56,7 @@ def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
     for number, tensor in enumerate(tensors):
         if shares_with_itself(tensor):
             return number, number
-    folded = _fold(tensors)
+    folded = _fold_pools(tensors)
     if folded is not None and not shares_with_itself(folded):
         return None
     order = sorted(range(len(tensors)), key=lambda number: tensors[number].begin)
@@ -69,7 +69,7 @@ def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
     return None
 
 
-def _fold(tensors: list[Strided]) -> Strided | None:
+def _fold_pools(tensors: list[Strided]) -> Strided | None:
     """Combine equally shaped tensors at equal distances into one with another axis, such as the layers of one pool."""
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None

@@ -143,7 +143,7 @@ class Index:
 
         with self._guard(), self._transaction() as connection:
             if connection is not None:
-                number = None if about is None else self._text_ids.get(about) or self._about(connection, about)
+                number = None if about is None else self._text_ids.get(about) or self._text_id(connection, about)
                 with self._update_folder(connection, key[0]):
                     once()
                     self._replace(connection, key, size, used_ns, number)
@@ -214,7 +214,7 @@ class Index:
                     return
                 folder = self._note(connection, "next") % 256
                 self._set_note(connection, "next", folder + 1)
-            state, names = self._folder_state(folder), {_number(key) for key in self._folder.keys_in(folder)}
+            state, names = self._folder_state(folder), {_row_id(key) for key in self._folder.keys_in(folder)}
             rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
             # A subfolder that changed meanwhile is checked again when its turn comes.
             if rows != names and state == self._folder_state(folder):
@@ -281,8 +281,8 @@ class Index:
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
-            current = {text: self._about(connection, text) for text in {text for _, text in texts}}
-            connection.executemany("UPDATE entries SET about = ? WHERE id = ?", [(current[text], _number(key)) for key, text in texts])
+            current = {text: self._text_id(connection, text) for text in {text for _, text in texts}}
+            connection.executemany("UPDATE entries SET about = ? WHERE id = ?", [(current[text], _row_id(key)) for key, text in texts])
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
@@ -399,7 +399,7 @@ class Index:
             except OSError:
                 continue
             else:
-                number = None if about is None else self._about(connection, about)
+                number = None if about is None else self._text_id(connection, about)
                 self._replace(connection, key, status.st_size, status.st_mtime_ns, number)
             statement = "UPDATE folders SET node = ?, changed = ? WHERE (folder, node, changed) = (?, ?, ?)"
             connection.execute(statement, (*after, key[0], *before))
@@ -436,7 +436,7 @@ class Index:
         """List a subfolder. Raises OSError."""
         state = self._folder_state(folder)
         entries = self._folder.entries_of(folder)
-        return FolderListing(state, {_number(key): (key[_NUMBER_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
+        return FolderListing(state, {_row_id(key): (key[_NUMBER_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
 
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
         """Make a subfolder's rows match its entries, and return True if they do afterward. Rows that are correct are not written.
@@ -479,17 +479,17 @@ class Index:
 
     def _replace(self, connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None) -> None:
         self._drop(connection, key)
-        connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (_number(key), key[_NUMBER_BYTES:], size, used_ns, about))
+        connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (_row_id(key), key[_NUMBER_BYTES:], size, used_ns, about))
         self._count(connection, key[0], 1, size, self._folder.cost(size))
 
-    def _about(self, connection: sqlite3.Connection, text: str) -> int:
+    def _text_id(self, connection: sqlite3.Connection, text: str) -> int:
         connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
         return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
 
     def _drop(self, connection: sqlite3.Connection, key: bytes) -> None:
-        row = connection.execute("SELECT size FROM entries WHERE id = ?", (_number(key),)).fetchone()
+        row = connection.execute("SELECT size FROM entries WHERE id = ?", (_row_id(key),)).fetchone()
         if row is not None:
-            connection.execute("DELETE FROM entries WHERE id = ?", (_number(key),))
+            connection.execute("DELETE FROM entries WHERE id = ?", (_row_id(key),))
             self._count(connection, key[0], -1, -row[0], -self._folder.cost(row[0]))
 
     def _count(self, connection: sqlite3.Connection, folder: int, *changes: int) -> None:
@@ -514,7 +514,7 @@ def _boot_number() -> int:
     return int.from_bytes(boot_id(), "big", signed=True)
 
 
-def _number(key: bytes) -> int:
+def _row_id(key: bytes) -> int:
     """Return the number of a key's row, which fits SQLite's signed integers."""
     return int.from_bytes(key[:_NUMBER_BYTES], "big") - 2**63
 

@@ -121,12 +121,12 @@ class Objects:
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
         """Return an object's bytes, or the first ``max_bytes`` + 1 if it is larger; None if it is missing."""
-        data = self._beginning(name, max_bytes + 1)
+        data = self._read_beginning(name, max_bytes + 1)
         return None if data is None else data[0]
 
     def read_front(self, name: str) -> Data | None:
         """Return an object's bytes as ``read`` does, but with zeros in place of the bytes after the header of a kvpack file."""
-        result = self._beginning(name, _FRONT_BYTES)
+        result = self._read_beginning(name, _FRONT_BYTES)
         if result is None:
             return None
         beginning, size, tag = result
@@ -141,10 +141,10 @@ class Objects:
 
     def read_prefix(self, name: str) -> tuple[bytes, int] | None:
         """Return an object's first bytes, which are enough to determine its kind, and its size; None if it does not exist."""
-        data = self._beginning(name, FRONT_BYTES)
+        data = self._read_beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
 
-    def _beginning(self, name: str, count: int) -> tuple[bytes, int, str | None] | None:
+    def _read_beginning(self, name: str, count: int) -> tuple[bytes, int, str | None] | None:
         """Return the first ``count`` bytes of an object, its size and its entity tag; None if it does not exist."""
         self._check_process()
         try:

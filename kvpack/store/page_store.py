@@ -268,15 +268,15 @@ class PageStore:
     def finished(self) -> list[Job]:
         """Return the submitted jobs that have finished since the last call, without waiting."""
         with self._lock:
-            done = [job for job in self._running.values() if job.done]
+            done = [job for job in self._unfinished_jobs.values() if job.done]
             for job in done:
-                del self._running[job.number]
+                del self._unfinished_jobs[job.number]
         return done
 
     def drain(self) -> None:
         """Wait until every submitted job is done. After that, the store reads and writes no slot."""
         with self._lock:
-            jobs = list(self._running.values())
+            jobs = list(self._unfinished_jobs.values())
         for job in jobs:
             # Errors are raised later, by ``Job.results``.
             job._future.exception()
@@ -393,7 +393,7 @@ class PageStore:
         given, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
             job = Job(next(self._jobs), kind, given, self._threads[kind].pool.submit(self._run_counted, kind, run, given, places))
-            self._running[job.number] = job
+            self._unfinished_jobs[job.number] = job
         return job
 
     def _run_counted(
@@ -407,7 +407,7 @@ class PageStore:
             raise
 
     @property
-    def _running(self) -> dict[int, Job]:
+    def _unfinished_jobs(self) -> dict[int, Job]:
         """The unfinished jobs that this process has submitted. A forked child must not wait for its parent's jobs."""
         return self._submitted.setdefault(os.getpid(), {})
 

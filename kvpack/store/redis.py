@@ -184,7 +184,7 @@ class Redis(OneTier):
         return [stored.get(position, False) for position in entries]
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        answers = self._client.call_each("touch", self._touches(chain))
+        answers = self._client.call_each("touch", self._touch_calls(chain))
         if answers and None not in answers:
             self._noted = chain[-1], time.monotonic()
 
@@ -320,7 +320,7 @@ class Redis(OneTier):
             for _, same in groupby(batch, lambda position: position in replaced)
         ]
 
-    def _touches(self, chain: Sequence[bytes]) -> Sequence[Call]:
+    def _touch_calls(self, chain: Sequence[bytes]) -> Sequence[Call]:
         """Return the calls of a script that note the use of a chain, each of which takes the server a short time."""
         # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)

@@ -25,7 +25,7 @@ class NotRedis(Exception):
 def integer(answer: Any) -> int:
     """Check that the reply is an integer from 0 to 2^53."""
     if type(answer) is not int or not 0 <= answer <= _MAX_INTEGER:
-        raise _unexpected(answer, "an integer from 0 to 2^53")
+        raise _unexpected_reply(answer, "an integer from 0 to 2^53")
     return answer
 
 
@@ -39,7 +39,7 @@ def bytes_up_to(max_bytes: int) -> Callable[[Any], bytes]:
 
     def check(answer: Any) -> bytes:
         if type(answer) is not bytes or len(answer) > max_bytes:
-            raise _unexpected(answer, f"at most {max_bytes} bytes")
+            raise _unexpected_reply(answer, f"at most {max_bytes} bytes")
         return answer
 
     return check
@@ -50,7 +50,7 @@ def byte_strings(answer: Any) -> list[bytes]:
     result = _check_list(answer, "a list of bytes")
     for item in result:
         if type(item) is not bytes:
-            raise _unexpected(answer, "a list of bytes")
+            raise _unexpected_reply(answer, "a list of bytes")
     return result
 
 
@@ -58,7 +58,7 @@ def member_list(answer: Any) -> list[bytes]:
     """Check that the reply is a list of keys."""
     result = byte_strings(answer)
     if any(len(key) != KEY_BYTES for key in result):
-        raise _unexpected(answer, f"keys of {KEY_BYTES} bytes")
+        raise _unexpected_reply(answer, f"keys of {KEY_BYTES} bytes")
     return result
 
 
@@ -66,7 +66,7 @@ def sizes_and_uses(answer: Any) -> list[float]:
     """Check that the reply alternates sizes and last uses. A use is a number as text; empty text becomes 0."""
     result = _check_list(answer, "sizes and times")
     if len(result) % 2:
-        raise _unexpected(answer, "alternating sizes and times")
+        raise _unexpected_reply(answer, "alternating sizes and times")
     pairs = zip(result[::2], result[1::2], strict=True)
     return [number for size, used in pairs for number in (float(integer(size)), _parse_number(used))]
 
@@ -79,7 +79,7 @@ def two_integers(answer: Any) -> list[int]:
 def sum_progress(answer: Any) -> int:
     """Check that the reply is 0, 1 or -1."""
     if type(answer) is not int or not -1 <= answer <= 1:
-        raise _unexpected(answer, "0, 1 or -1")
+        raise _unexpected_reply(answer, "0, 1 or -1")
     return answer
 
 
@@ -87,14 +87,14 @@ def count_page(answer: Any) -> tuple[bytes, int]:
     """Check the reply of the script that counts entries; return its cursor, as text, and a number."""
     result = _check_list(answer, "a cursor and a number", 2)
     if type(result[0]) is not bytes or not result[0].isdigit() or len(result[0]) > _CURSOR_DIGITS:
-        raise _unexpected(answer, "a cursor")
+        raise _unexpected_reply(answer, "a cursor")
     return result[0], integer(result[1])
 
 
 def was_set(answer: Any) -> bool:
     """Check the reply to SET NX; return True if the key was set."""
     if answer is not None and answer is not True and answer != b"OK":
-        raise _unexpected(answer, "OK or nothing")
+        raise _unexpected_reply(answer, "OK or nothing")
     return answer is not None
 
 
@@ -128,27 +128,27 @@ def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
 def scan_page(answer: Any, cursor: int) -> tuple[int, Sequence[bytes]]:
     """Check the reply to a SCAN from ``cursor``; return the next cursor and the names."""
     if type(answer) is not tuple or len(answer) != 2 or type(answer[0]) is not int or answer[0] < 0:
-        raise _unexpected(answer, "a cursor and names")
+        raise _unexpected_reply(answer, "a cursor and names")
     if answer[0] == cursor != 0:
-        raise _unexpected(answer, "a cursor other than the request's")
+        raise _unexpected_reply(answer, "a cursor other than the request's")
     return answer[0], byte_strings(answer[1])
 
 
 def _check_list(answer: Any, what: str, count: int | None = None) -> list[Any]:
     if type(answer) is not list or (count is not None and len(answer) != count):
-        raise _unexpected(answer, what)
+        raise _unexpected_reply(answer, what)
     return answer
 
 
 def _parse_number(answer: Any) -> float:
     if type(answer) is not bytes or len(answer) > 64:
-        raise _unexpected(answer, "a number as text")
+        raise _unexpected_reply(answer, "a number as text")
     try:
         result = float(answer or 0)
     except ValueError:
-        raise _unexpected(answer, "a number as text") from None
+        raise _unexpected_reply(answer, "a number as text") from None
     return result if result == result else 0.0
 
 
-def _unexpected(answer: Any, expected: str) -> NotRedis:
+def _unexpected_reply(answer: Any, expected: str) -> NotRedis:
     return NotRedis(f"the server replied {answer!r:.80}, expected {expected}: it is not Redis, or another program has changed its keys")

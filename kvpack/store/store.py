@@ -189,7 +189,7 @@ class Store:
         if cache is None and self._counters.fault_count == faults:
             self._other_chunk_sizes.look(ids, digests[0] if digests else b"")
         if cache is not None and str(device) != "cpu":
-            cache = self._move(cache, device)
+            cache = self._move_cache(cache, device)
         if cache is None:
             return 0, None
         self._counters.add("hit_tokens", cache.tokens)
@@ -424,7 +424,7 @@ class Store:
         """Return True if a sequence of ``ids`` and one more token has the same rotary frequencies as every shorter one."""
         return self._max_sequence is None or len(ids) // ID_BYTES < self._max_sequence
 
-    def _move(self, cache: Cache, device: torch.device | str) -> Cache | None:
+    def _move_cache(self, cache: Cache, device: torch.device | str) -> Cache | None:
         """Copy the cache to ``device``; count the fault and return None if the device lacks memory."""
         import torch
 

@@ -77,7 +77,7 @@ class Tiers:
         result: list[FoundEntry | None] = [None] * len(keys)
         for tier, backend in enumerate(self._backends):
             missing = [index for index, entry in enumerate(result) if entry is None and beyond[index] < tier]
-            with self._timed(backend, "load") if missing else nullcontext():
+            with self._time_operation(backend, "load") if missing else nullcontext():
                 entries = backend.find_each([keys[index] for index in missing], [-1] * len(missing), max_bytes) if missing else ()
             for index, entry in zip(missing, entries, strict=True):
                 result[index] = None if entry is None else FoundEntry(entry.data, tier)
@@ -130,7 +130,7 @@ class Tiers:
 
     def touch(self, chain: Sequence[bytes], now_ns: int, *, queried: int = 0) -> None:
         for tier, backend in enumerate(self._backends):
-            if chain and (tier <= queried or self._due(tier, chain[-1])):
+            if chain and (tier <= queried or self._is_due(tier, chain[-1])):
                 backend.touch(chain, now_ns)
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -198,12 +198,12 @@ class Tiers:
             lines += counts.histogram(name, {"tier": str(tier)})
         return "\n".join(lines) + "\n"
 
-    def _timed(self, backend: Backend, operation: str) -> AbstractContextManager[None]:
+    def _time_operation(self, backend: Backend, operation: str) -> AbstractContextManager[None]:
         index = next(index for index, other in enumerate(self._backends) if other is backend)
         return self._tier_counters[index].timed(operation)
 
     def _timed_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
-        with self._timed(backend, "load"):
+        with self._time_operation(backend, "load"):
             return backend.get(keys)
 
     def _put_below(self, chain: Sequence[bytes], data: Data, now_ns: int) -> bool:
@@ -215,7 +215,7 @@ class Tiers:
         """Put entries into all ``backends``, and return True for each entry that any of them has stored."""
         answers = []
         for backend in backends if entries else ():
-            with self._timed(backend, "save"):
+            with self._time_operation(backend, "save"):
                 answers.append(backend.put_all(chain, entries, now_ns))
         return [any(results) for results in zip(*answers, strict=True)] if answers else [False] * len(entries)
 
@@ -243,7 +243,7 @@ class Tiers:
             else:
                 return
 
-    def _due(self, tier: int, key: bytes) -> bool:
+    def _is_due(self, tier: int, key: bytes) -> bool:
         now = time.monotonic()
         with self._lock:
             if now - self._noted.get((tier, key), -NOTE_SECONDS) < NOTE_SECONDS:

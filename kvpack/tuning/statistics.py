@@ -93,7 +93,7 @@ class KeyMoments:
 
         ``queries`` are already summed.
         """
-        counted = _counted(k)
+        counted = _encoded_tokens(k)
         x = k[0].to(torch.float64)[:, counted]
         before = x if rope is None else rope.rotate(k[0].to(torch.float32), 0, back=True).to(torch.float64)[:, counted]
         count = torch.tensor(float(rows), dtype=torch.float64, device="cpu")
@@ -158,7 +158,7 @@ class Statistics:
         added too. Raises InvalidParameter if predictions are not finite, or depend on no pair.
         """
         generator = torch.Generator().manual_seed(seed)
-        raw = [~_counted(k) for k, _ in pairs]
+        raw = [~_encoded_tokens(k) for k, _ in pairs]
         for number, share in enumerate(attention_shares(model, tokens, pairs, raw)):
             _add(self.shares, str(number), torch.tensor(share, dtype=torch.float64, device="cpu"))
         count = pairs[0][0].shape[2]
@@ -273,7 +273,7 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
     sums[name] = values if name not in sums else sums[name] + values
 
 
-def _counted(k: torch.Tensor) -> torch.Tensor:
+def _encoded_tokens(k: torch.Tensor) -> torch.Tensor:
     """Return a mask, bool ``[token]``, of the tokens in keys ``[1, kv_head, token, dim]`` that caches do not keep raw."""
     raw = RAW.choose(norms_per_head(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)

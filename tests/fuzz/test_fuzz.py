@@ -193,7 +193,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "padding is not checked": ("row", leave_out(host, "check_row_matches")),
     "payloads are not checked": ("entry", leave_out(entries, "check_payload")),
     "rows of a basis crash": ("basis", crash(bases, "read_rows")),
-    "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_number", lambda _, text: int(text))),
+    "counts are not checked": ("prompt-cache", lambda patch: patch.setattr(prompt_caches, "_parse_integer", lambda _, text: int(text))),
     "a word crashes": ("recipe", crash(rules, "create_codec")),
     "a clause crashes": ("recipe-file", crash(recipes, "read_clauses")),
     "a command crashes": ("command", crash(container, "open_file")),

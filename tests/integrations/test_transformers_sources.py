@@ -96,7 +96,7 @@ def test_generate_refuses_another_source(name: str, tmp_path: Path) -> None:
     # The refused cache goes on with its own source.
     assert torch.equal(generated(model, one, past, ids), generated(model, one, begun=ids))
     for source in (one, other):
-        with pytest.raises(InvalidParameter, match=r"come from different sources.* pair the two caches that were saved together"):
+        with pytest.raises(InvalidParameter, match=r"come from different sources.* pair caches that were saved together"):
             generated(model, source, loaded(model, tmp_path, "one", "other"), ids)
 
 

@@ -67,7 +67,7 @@ OTHER_FUNCTIONS = {
     "source_for",
     "for_heads",
     "inverse",
-    "_flat",
+    "_flat_bytes",
 }
 """Functions that encode, make codecs for recipes, write files, and take bases: no reader calls them."""
 OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}

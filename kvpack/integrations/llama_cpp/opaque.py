@@ -64,7 +64,7 @@ def opaque_layer(
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
     """Return True if all layers of ``cache`` are from ``opaque_layer``. Raises InvalidParameter if only some are, or for a ``dtype``."""
-    result = [_named(layer).keys() >= {"k"} for layer in cache]
+    result = [_cell_types(layer).keys() >= {"k"} for layer in cache]
     if any(result) and not all(result):
         raise InvalidParameter(
             f"layer {result.index(False)} has no blocks of llama.cpp among its states, but layer {result.index(True)} has: "
@@ -95,7 +95,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
 
     Raises InvalidParameter, naming the layer.
     """
-    named, result = _named(layer), []
+    named, result = _cell_types(layer), []
     if (
         layer.sides
         or named.keys() != ({"k"} if latents else {"k", "v"})
@@ -120,7 +120,7 @@ def opaque_blocks(number: int, layer: Layer, transposed: bool, latents: bool) ->
     return cells.pop(), result
 
 
-def _named(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
+def _cell_types(layer: Layer) -> dict[str, tuple[str, torch.Tensor]]:
     """Return the type and the cells of the keys and of the values of a layer from ``opaque_layer``."""
     result = {}
     for name, state in layer.states.items():

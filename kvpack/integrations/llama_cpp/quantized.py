@@ -93,7 +93,7 @@ def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
             if torch.equal(_bits(scale), _bits(-2 * center)) and bool((streams["token_scale"] == _HALF).all()):
                 (codes,) = codec.digits(streams)
                 codes = codes[0].to(torch.uint8).view(*scale.shape, BLOCK)
-                return torch.cat([(-center)[..., None].contiguous().view(torch.uint8), _packed(codes, block)], -1)
+                return torch.cat([(-center)[..., None].contiguous().view(torch.uint8), _pack_blocks(codes, block)], -1)
     raise InvalidParameter(
         f"{where}: was {kind} in llama.cpp and has been converted to the codec {codec.id} since: kvpack writes back only the "
         "blocks that it read, because llama.cpp may have rotated them"
@@ -116,7 +116,7 @@ def _codes(data: torch.Tensor, kind: Kind) -> torch.Tensor:
     return codes | (data[..., place // 8] >> (place % 8) & 1) << 4
 
 
-def _packed(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
+def _pack_blocks(codes: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Pack codes ``[..., channel]`` to the bytes of blocks after d."""
     if kind.bits == 8:
         return codes ^ 0x80

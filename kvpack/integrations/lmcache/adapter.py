@@ -148,7 +148,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Start storing objects. Existing objects are kept, and an object that is rejected does not affect the others."""
-        return self._submit("store", lambda: self._stored(keys, objects), L2StoreResult(False, 0))
+        return self._submit("store", lambda: self._store_objects(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         with self._lock:
@@ -157,25 +157,25 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
         """Start looking up objects, without locking: one that is evicted before it is loaded is a miss."""
-        return self._submit("lookup", lambda: self._found(keys, group_layout_descs), Bitmap(len(keys)))
+        return self._submit("lookup", lambda: self._lookup_result(keys, group_layout_descs), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        return self._popped("lookup", task_id)
+        return self._pop_task("lookup", task_id)
 
     def submit_unlock(self, keys: list[Any]) -> None:
         """Do nothing, because objects are never locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Start loading objects. An object that is damaged or rejected does not affect the others."""
-        return self._submit("load", lambda: self._loaded(keys, objects), Bitmap(len(keys)))
+        return self._submit("load", lambda: self._load_objects(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:
-        return self._popped("load", task_id)
+        return self._pop_task("load", task_id)
 
     def delete(self, keys: list[Any]) -> None:
         """Remove objects of every layout, including those stored by other processes or before a restart."""
         names = [key_bytes(key) for key in keys]
-        if sum(store.delete(names) for store in self._opened()) < len(names):
+        if sum(store.delete(names) for store in self._open_stores()) < len(names):
             self._delete_unopened(names)
         self._accounts.deleted(keys)
 
@@ -200,7 +200,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def report_status(self) -> dict[str, Any]:
         """Return the counters of the stores, one per object shape, and the refused objects by operation and reason."""
-        counters = [store.counters() for store in self._opened()]
+        counters = [store.counters() for store in self._open_stores()]
         refused = self._refused.as_dict()["faults"]
         location = shown_location(self._location)
         return {"is_healthy": True, "type": "KvpackL2Adapter", "location": location, "stores": counters, "refused": refused}
@@ -232,11 +232,11 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._pool.submit(run)
         return number
 
-    def _popped(self, kind: str, number: int) -> Any:
+    def _pop_task(self, kind: str, number: int) -> Any:
         with self._lock:
             return self._done[kind].pop(number, None)
 
-    def _opened(self) -> list[PageStore]:
+    def _open_stores(self) -> list[PageStore]:
         with self._lock:
             return list(self._stores.values())
 
@@ -244,7 +244,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Return, for each object, True if it is stored in any layout, or if a store could not answer."""
         result = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
-        for store in self._opened():
+        for store in self._open_stores():
             before = store.counters()["faults"]
             present = store.present(names)
             if store.counters()["faults"] != before:
@@ -282,7 +282,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                     collector.add(store, {"adapter": str(self._number), "shape": shape_text})
             return self._stores[identity, geometry]
 
-    def _stored(self, keys: list[Any], objects: list[Any]) -> Any:
+    def _store_objects(self, keys: list[Any], objects: list[Any]) -> Any:
         new: dict[Any, int] = {}
 
         def put(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
@@ -290,13 +290,13 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             new.update({keys[number]: store.codec.nbytes for number, is_new in zip(numbers, put_now, strict=True) if is_new})
             return stored
 
-        stored = self._each("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
+        stored = self._map_objects("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
         self._accounts.stored(new)
         if self._max_bytes is not None:
             self._accounts.look(OBJECTS_PER_LOOK * len(new))
         return L2StoreResult(all(stored), sum(new.values()))
 
-    def _found(self, keys: list[Any], layouts: Any) -> Any:
+    def _lookup_result(self, keys: list[Any], layouts: Any) -> Any:
         def store_of(number: int) -> tuple[PageStore, None] | None:
             layout = layouts.get(keys[number].object_group_id)
             return None if layout is None or len(layout.shapes) != 1 else (self._store_of(layout.shapes[0], layout.dtypes[0]), None)
@@ -304,15 +304,15 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         def find(store: PageStore, numbers: list[int], _: Any) -> list[bool]:
             return store.present([key_bytes(keys[number]) for number in numbers])
 
-        result = self._each("lookup", keys, store_of, find)
+        result = self._map_objects("lookup", keys, store_of, find)
         self._accounts.missed([key for key, present in zip(keys, result, strict=True) if not present])
         return _bitmap(result)
 
-    def _loaded(self, keys: list[Any], objects: list[Any]) -> Any:
+    def _load_objects(self, keys: list[Any], objects: list[Any]) -> Any:
         def load(store: PageStore, numbers: list[int], pages: list[PageBuffer]) -> list[bool]:
             return store.get_into([key_bytes(keys[number]) for number in numbers], pages, [0] * len(numbers))
 
-        loaded = self._each("load", keys, lambda number: self._page_of(keys[number], objects[number]), load)
+        loaded = self._map_objects("load", keys, lambda number: self._page_of(keys[number], objects[number]), load)
         self._notify_keys_accessed([key for key, success in zip(keys, loaded, strict=True) if success])
         self._accounts.missed([key for key, success in zip(keys, loaded, strict=True) if not success])
         return _bitmap(loaded)
@@ -323,7 +323,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         store = self._store_of(given.tensor.shape, given.tensor.dtype)
         return store, pages_of(store.codec.geometry, given.tensor)
 
-    def _each(
+    def _map_objects(
         self,
         kind: str,
         keys: list[Any],

@@ -63,7 +63,7 @@ def import_prompt_cache(
     states); and the errors of ``kvpack.pack``.
     """
     where = path_text(path)
-    arrays, file = tensor_files.read(where, lambda names, metadata: _checked(where, names, metadata))
+    arrays, file = tensor_files.read(where, lambda names, metadata: _parse_metadata(where, names, metadata))
     states = []
     for number, name in enumerate(file.classes):
         parts = {part: arrays[f"{number}.{part}"] for part in range(10) if f"{number}.{part}" in arrays}
@@ -120,7 +120,7 @@ def export_prompt_cache(
     return write_file(where, tensor_files.pieces(tensors, metadata))
 
 
-def _checked(where: str, names: list[str], metadata: dict[str, str]) -> _File:
+def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _File:
     """Parse the metadata. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
     newer = metadata.get("2.0") == ""
     of_texts, of_classes = ("0.", "1.") if newer else ("1.", "2.")
@@ -159,7 +159,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
             raise InvalidParameter(f"{where}: has seen {seen} tokens and holds {length}")
         return keys[:, :, :seen], values[:, :, :seen], 0
     if texts:
-        keep, window, seen, place = (_number(where, texts[part]) for part in range(4))
+        keep, window, seen, place = (_parse_integer(where, texts[part]) for part in range(4))
     else:
         seen, keep, window, place = (_count(where, parts, part, None) for part in range(2, 6))
     skipped = max(0, seen - length)
@@ -192,10 +192,10 @@ def _count(where: str, parts: dict[int, torch.Tensor], part: int, default: int |
     if array is None or array.numel() != 1 or not is_integer:
         raise InvalidParameter(f"{where}: part {part} of its state is {'missing' if array is None else 'not an integer'}")
     # PyTorch cannot convert a uint64 of 2^63 or more to int.
-    return _number(where, str(int(array.numpy().item())))
+    return _parse_integer(where, str(int(array.numpy().item())))
 
 
-def _number(where: str, text: str) -> int:
+def _parse_integer(where: str, text: str) -> int:
     if not _COUNT.fullmatch(text) or int(text) > MAX_TOKENS:
         raise InvalidParameter(f"{where}: a count of its state is {text!r:.40}, expected an integer from 0 to {MAX_TOKENS}")
     return int(text)

@@ -186,16 +186,16 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return self._kv.set(keys, host_indices, _bytes(getattr(extra_info, "prefix_keys", None) or ()))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copying()
+        _copy_context()
 
     def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copying()
+        _copy_context()
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copying()
+        _copy_context()
 
     def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> NoReturn:
-        _copying()
+        _copy_context()
 
     def get_stats(self) -> Any:
         """Return the pages and GB/s of each call for SGLang's collector of storage metrics, and report kvpack's own counters."""
@@ -259,12 +259,12 @@ class Pool:
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
         """Load pages into the pool; return True for each key whose page was loaded."""
-        with self._timed("load", len(keys)):
+        with self._time_operation("load", len(keys)):
             return self._get(keys, host_indices)
 
     def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
         """Store pages of the pool; return True for each key whose page is stored now."""
-        with self._timed("save", len(keys)):
+        with self._time_operation("save", len(keys)):
             return self._set(keys, host_indices, ancestors)
 
     def take_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -275,7 +275,7 @@ class Pool:
         return result[0], result[1]
 
     @contextmanager
-    def _timed(self, kind: str, pages: int) -> Iterator[None]:
+    def _time_operation(self, kind: str, pages: int) -> Iterator[None]:
         begun = time.perf_counter()
         yield
         if pages:
@@ -427,5 +427,5 @@ def _bytes(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]
 
 
-def _copying() -> NoReturn:
+def _copy_context() -> NoReturn:
     raise InvalidParameter('kvpack packs pages in the host pool itself: set "interface_v1": 1 in the extra config')

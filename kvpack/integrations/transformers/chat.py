@@ -70,7 +70,7 @@ class Chat:
         template: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.messages: list[Message] = [_checked(message) for message in messages]
+        self.messages: list[Message] = [_check_message(message) for message in messages]
         if store is not None and not isinstance(store, Store):
             raise InvalidType(
                 f"store is {describe(store)}, expected a kvpack.Store, such as kvpack.Store('chats', kvpack.Identity.of(model, 'kvpack-4'))"
@@ -138,8 +138,8 @@ class Chat:
         max_new_tokens (default: 512), do_sample or streamer. Nothing changes if it raises. Raises InvalidParameter if the template refuses
         the messages, and as KvpackCache does.
         """
-        messages = self._with(message)
-        _, ids = self._rendered(messages, reply=True)
+        messages = self._append_message(message)
+        _, ids = self._render(messages, reply=True)
         written = self._generate(ids, {"max_new_tokens": MAX_REPLY_TOKENS, **options})
         reply: str = self.tokenizer.decode(written, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": reply}]
@@ -147,8 +147,8 @@ class Chat:
 
     def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
         """Compute the cache of ``message`` without a reply, and return the number of tokens; later text is appended to the message."""
-        messages = self._with(message)
-        _, ids = self._rendered(messages, reply=False)
+        messages = self._append_message(message)
+        _, ids = self._render(messages, reply=False)
         # The token that generate returns has no keys and values yet.
         self._generate(ids, {"max_new_tokens": 1, "do_sample": False})
         self.messages = messages
@@ -167,7 +167,7 @@ class Chat:
             metadata |= self._metadata(cache)
         return save(cache, path, metadata=metadata, **options)
 
-    def _with(self, message: Any) -> list[Message]:
+    def _append_message(self, message: Any) -> list[Message]:
         """Return the messages so far, followed by the new ones in ``message``."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}
@@ -175,13 +175,13 @@ class Chat:
                 between = "\n\n" if self._has_template else ""
                 return [*self.messages[:-1], {**last, "content": f"{last['content']}{between}{message}"}]
             return [*self.messages, {"role": "user", "content": message}]
-        return [*self.messages, *map(_checked, [message] if isinstance(message, Mapping) else message)]
+        return [*self.messages, *map(_check_message, [message] if isinstance(message, Mapping) else message)]
 
     @property
     def _has_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def _rendered(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
+    def _render(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
         """Render the conversation as text and as token ids; with ``reply``, up to where the model's next reply begins."""
         from jinja2 import TemplateError
 
@@ -232,12 +232,12 @@ class Chat:
 
     def _metadata(self, cache: Cache) -> dict[str, Value]:
         """Return a file's metadata with the messages. Parts that occur in the token ids are stored as ranges of them."""
-        text, _ = self._rendered(self.messages, reply=False)
+        text, _ = self._render(self.messages, reply=False)
         tokens = _Tokens(self.tokenizer, text, cache.token_ids[0].tolist(), special=not self._has_template)
         try:
             digest = _digest(self.messages)
-            stored = json.dumps([_stored(message, tokens) for message in self.messages], ensure_ascii=False)
-            parts = _cut(stored, MAX_STRING_BYTES)
+            stored = json.dumps([_store_message(message, tokens) for message in self.messages], ensure_ascii=False)
+            parts = _split_text(stored, MAX_STRING_BYTES)
         except (TypeError, ValueError) as error:
             raise InvalidParameter(
                 f"messages are kept as JSON, which cannot hold these ({error}): save(path, messages=False) leaves them out"
@@ -281,7 +281,7 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
     names = sorted(name for name in metadata if name.startswith(CHAT) and name not in (CHAT_MESSAGES, _DIGEST))
     ids = cache.token_ids[0].tolist()
     try:
-        found = [_restored(message, ids, tokenizer) for message in json.loads("".join(str(metadata[name]) for name in names))]
+        found = [_restore_message(message, ids, tokenizer) for message in json.loads("".join(str(metadata[name]) for name in names))]
     except (ValueError, TypeError, LookupError, AttributeError):
         found = []
     if _digest(found) != metadata.get(_DIGEST):
@@ -319,7 +319,7 @@ class _Tokens:
         last = next((n for n in reversed(count) if self._ends[n] <= self.at), None)
         if first is None or last is None or last < first:
             return [content]
-        middle = _decoded(self.tokenizer, self.ids[first : last + 1])
+        middle = _decode(self.tokenizer, self.ids[first : last + 1])
         offset = content.find(middle, max(0, len(content) - kept)) if middle else -1
         return [content] if offset < 0 else [*filter(None, (content[:offset], [first, last + 1], content[offset + len(middle) :]))]
 
@@ -336,20 +336,20 @@ def _longest_ending(content: str, text: str, at: int) -> int:
     return low
 
 
-def _stored(message: Message, tokens: _Tokens) -> Message:
+def _store_message(message: Message, tokens: _Tokens) -> Message:
     content = message.get("content")
     return {**message, "content": {_SPANS: tokens.parts(content)}} if isinstance(content, str) and content else message
 
 
-def _restored(message: Message, ids: list[int], tokenizer: Any) -> Message:
+def _restore_message(message: Message, ids: list[int], tokenizer: Any) -> Message:
     content = message.get("content")
     if not isinstance(content, dict):
         return message
-    parts = (part if isinstance(part, str) else _decoded(tokenizer, ids[slice(*part)]) for part in content[_SPANS])
+    parts = (part if isinstance(part, str) else _decode(tokenizer, ids[slice(*part)]) for part in content[_SPANS])
     return {**message, "content": "".join(parts)}
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
+def _decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -357,7 +357,7 @@ def _digest(messages: list[Message]) -> str:
     return hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
 
 
-def _cut(text: str, size: int) -> list[str]:
+def _split_text(text: str, size: int) -> list[str]:
     """Split ``text`` into parts of at most ``size`` bytes of UTF-8."""
     parts, data = [], text.encode()
     while data:
@@ -367,7 +367,7 @@ def _cut(text: str, size: int) -> list[str]:
     return parts
 
 
-def _checked(message: Any) -> Message:
+def _check_message(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidType(f"a message is {describe(message)}, expected a dict such as {{'role': 'user', 'content': 'Hello'}}")
     return dict(message)

@@ -38,7 +38,7 @@ def attention(
     if isinstance(key, PackedStates):
         key.cache.check_attention(module)
         if attention_mask is not None and starts is None:
-            k, v = _masked(key, attention_mask, query.shape[2])
+            k, v = _mask_tokens(key, attention_mask, query.shape[2])
             return _plain(module, query, k, v, attention_mask, options)
     elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
@@ -123,7 +123,7 @@ def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.view(-1)
 
 
-def _masked(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
+def _mask_tokens(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
     """Return dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter if it covers tokens not in the layer."""
     k, v = states.decoded()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)

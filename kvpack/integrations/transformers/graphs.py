@@ -162,7 +162,7 @@ class StepGraphs:
             # Run the same step again: its token is still in the tail.
             live.adjust_length(-1)
             graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(snapshot.now, model))
-            if not _same(graph.replayed(cache, step, self._number), expected):
+            if not _same_values(graph.replayed(cache, step, self._number), expected):
                 raise _GraphRefused("a captured step gives different results, so it depends on more than token ids and positions")
         except BaseException as error:
             live.adjust_length(tokens - live.seen(self._number))
@@ -427,7 +427,7 @@ def _check_model(model: torch.nn.Module, device: torch.device) -> None:
         raise _GraphRefused(f"{hooked or 'the model'} has forward hooks, which a replay would skip")
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_values(one: Any, other: Any) -> bool:
     """Return True if two outputs have the same values, bit for bit."""
     if type(one) is not type(other) or one.keys() != other.keys():
         return False

@@ -214,9 +214,9 @@ class Recording:
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         past = cache_in(arguments)
         for cache in _parts(past) if self._passes.idle else ():
-            record, computed = self._of(cache)
+            record, computed = self._record_of_cache(cache)
             if record.tokens and not (computed.unchanged(cache) and _tokens(cache) == record.tokens):
-                _follow(record, computed, cache, _tokens(cache))
+                _update_record(record, computed, cache, _tokens(cache))
         self._passes.enter(module, arguments, _tokens(past))
 
     def encoded(self, sources: Sources) -> None:
@@ -231,18 +231,18 @@ class Recording:
         if ended is None:
             return
         for cache in _parts(past):
-            record, computed = self._of(cache)
+            record, computed = self._record_of_cache(cache)
             tokens = _tokens(cache)
             if tokens < record.tokens:
                 # A hook has dropped tokens during the pass.
-                _follow(record, computed, cache, tokens)
+                _update_record(record, computed, cache, tokens)
                 continue
             if ended.start > record.tokens:
                 record.add(ended.start - record.tokens, None)
             record.add(tokens - record.tokens, None if output is None else ended)
             computed.add(cache, tokens)
 
-    def _of(self, cache: TransformersCache) -> tuple[Record, Computed]:
+    def _record_of_cache(self, cache: TransformersCache) -> tuple[Record, Computed]:
         if cache not in self._records:
             self._records[cache] = Record(None, 0), Computed()
         return self._records[cache]
@@ -253,28 +253,28 @@ class Recording:
         They describe the keys and values that passes computed. If the cache was changed since, other than by dropping its newest tokens or
         selecting rows, they are marked as undetermined. Raises InvalidParameter for a cache that no recorded pass was over.
         """
-        record, computed = self._known(past_key_values)
+        record, computed = self._known_record(past_key_values)
         inputs = record.inputs
         assert inputs is not None
         return replace(inputs, sums=computed.sums(record.tokens))
 
     def keep_states(self, past_key_values: TransformersCache) -> None:
         """Keep a copy of the states of recurrent and convolution layers after the newest token, in host memory."""
-        record, computed = self._known(past_key_values)
+        record, computed = self._known_record(past_key_values)
         states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_states(past_key_values))
         if any(states):
             computed.states[record.tokens] = states
 
     def states_at(self, past_key_values: TransformersCache) -> dict[int, States]:
         """Return the kept states, for the argument ``states_at`` of ``kvpack.pack``; empty if rows were selected since."""
-        return dict(self._known(past_key_values)[1].states)
+        return dict(self._known_record(past_key_values)[1].states)
 
-    def _known(self, past: TransformersCache) -> tuple[Record, Computed]:
+    def _known_record(self, past: TransformersCache) -> tuple[Record, Computed]:
         """Return the current record of a cache. Raises InvalidParameter for a cache without a recorded pass."""
         known = self._records.get(past) if isinstance(past, TransformersCache) else None
         if known is None:
             raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")
-        _follow(*known, past, _tokens(past))
+        _update_record(*known, past, _tokens(past))
         return known
 
 
@@ -333,7 +333,7 @@ def _tokens(past: Any) -> int:
     return int(past.get_seq_length()) if isinstance(past, TransformersCache) else 0
 
 
-def _follow(record: Record, computed: Computed, cache: TransformersCache, tokens: int) -> None:
+def _update_record(record: Record, computed: Computed, cache: TransformersCache, tokens: int) -> None:
     """Update a record to the current state of its cache, which has ``tokens`` tokens.
 
     Meanwhile, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If values have
@@ -387,7 +387,7 @@ class _WatchedMethod:
     def __reduce__(self) -> NoReturn:
         refuse_pickled_model()
 
-    def _alive(self) -> PreTrainedModel:
+    def _live_model(self) -> PreTrainedModel:
         alive = self._owner()
         assert alive is not None
         return alive
@@ -403,7 +403,7 @@ class _WatchedPrepareInputs(_WatchedMethod):
     name = "prepare_inputs_for_generation"
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        alive, past = self._alive(), cache_in(kwargs)
+        alive, past = self._live_model(), cache_in(kwargs)
         for passes in _passes_over_tokens(past):
             passes.check_generate(alive, input_ids, kwargs)
         if kwargs.get("is_first_iteration", False):
@@ -424,7 +424,7 @@ class _WatchedPrefill(_WatchedMethod):
     name = "_prefill"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alive = self._alive()
+        alive = self._live_model()
         given = self.__signature__.bind(*args, **kwargs).arguments
         ids, config, arguments = given["input_ids"], given["generation_config"], given["model_kwargs"]
         with ExitStack() as chunks:
@@ -443,7 +443,7 @@ class _WhisperSegments(_WatchedMethod):
     name = "generate_with_fallback"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alive = self._alive()
+        alive = self._live_model()
         given = self.__signature__.bind(*args, **kwargs).arguments
         past = cache_in(given["kwargs"])
         if _passes_over_tokens(past):
@@ -463,7 +463,7 @@ class _WatchedPreparePositions(_WatchedMethod):
     name = "_prepare_position_ids_for_generation"
 
     def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        alive = self._alive()
+        alive = self._live_model()
         for passes in _passes_over_tokens(cache_in(model_kwargs)):
             passes.prepare_positions({"inputs": inputs_tensor, **model_kwargs})
         return type(alive)._prepare_position_ids_for_generation(alive, inputs_tensor, model_kwargs)
@@ -478,7 +478,7 @@ class _WatchedPrepareCache(_WatchedMethod):
     name = "_prepare_cache_for_generation"
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        alive, past = self._alive(), cache_in(model_kwargs)
+        alive, past = self._live_model(), cache_in(model_kwargs)
         prepare = type(alive)._prepare_cache_for_generation
         if not isinstance(past, EncoderDecoderCache) or not hasattr(past.cross_attention_cache, "passes"):
             return prepare(alive, generation_config, model_kwargs, *args, **kwargs)

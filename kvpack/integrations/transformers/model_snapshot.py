@@ -49,12 +49,12 @@ class ModelSnapshot:
         ]
         self._code = _Code(result)
         self._held = list(self._objects())
-        self._found = self._now()
+        self._found = self._current_values()
 
     def unchanged(self) -> bool:
         """Return True if nothing has changed since, except values in place."""
         try:
-            return self._now() == self._found and all(map(is_, self._objects(), self._held))
+            return self._current_values() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
             # An attribute was removed.
             return False
@@ -76,7 +76,7 @@ class ModelSnapshot:
         values = (attributes(module) for attributes, module in self._own)
         return chain.from_iterable(chain(map(dict.values, self._parts), map(dict.values, self._settings), values, self._code.objects()))
 
-    def _now(self) -> tuple[Any, ...]:
+    def _current_values(self) -> tuple[Any, ...]:
         return (
             list(map(torch.Tensor.data_ptr, self._tensors)),
             list(map(type, self._modules)),
@@ -126,7 +126,7 @@ class _Code:
         if isinstance(value, property):
             return (function for function in (value.fget, value.fset, value.fdel) if function is not None)
         if isinstance(value, FunctionType):
-            return self._called(value)
+            return self._called_objects(value)
         place = value.__module__ if isinstance(value, type) else type(value).__module__
         self._note(place, value)
         if not isinstance(value, type) or not issubclass(value, torch.nn.Module):
@@ -135,7 +135,7 @@ class _Code:
         # Every class attribute with code: functions, properties, and static and class methods.
         return [member for member in vars(value).values() if callable(member) or isinstance(member, (property, staticmethod, classmethod))]
 
-    def _called(self, function: FunctionType) -> Iterator[Any]:
+    def _called_objects(self, function: FunctionType) -> Iterator[Any]:
         names = function.__globals__
         place = str(names.get("__name__"))
         self._note(place, function)

@@ -90,7 +90,7 @@ class ExpectedLayers:
         for number, layer in enumerate(self._layers):
             self._check_layer(number, layer)
         self._check_takes_cache()
-        return self._held
+        return self._layers_held
 
     def states(self, layers: int) -> list[int]:
         """Return, for each of the first ``layers`` layers, the number of states of each kind, 0 for a layer without any."""
@@ -110,7 +110,7 @@ class ExpectedLayers:
             )
         if self._own_cache:
             raise InvalidParameter(f"{self.name} accepts only its own cache, a {self._own_cache}: run it without a KvpackCache")
-        if not any(self._held):
+        if not any(self._layers_held):
             raise InvalidParameter(
                 f"{self.name} has no layer with keys and values, so there is nothing to pack: run it without a KvpackCache"
             )
@@ -121,7 +121,7 @@ class ExpectedLayers:
             )
 
     @property
-    def _held(self) -> list[bool]:
+    def _layers_held(self) -> list[bool]:
         return [isinstance(layer, CacheLayerMixin) for layer in self._layers]
 
     def _check_layer(self, number: int, layer: Any) -> None:

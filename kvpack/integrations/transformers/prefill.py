@@ -92,13 +92,13 @@ def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: i
     cache.passes.check_ids(ids, ids.shape[1] - start)
     device, arguments = execution_device(model), _arguments(model, cache)
     with torch.no_grad():
-        for stop in _ends(start, ids.shape[1], every, chunk if cache.keeps_states else None):
+        for stop in _pass_ends(start, ids.shape[1], every, chunk if cache.keeps_states else None):
             model(ids[:, start:stop].to(device), **arguments)
             cache.keep_states()
             start = stop
 
 
-def _ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
+def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int]:
     """Return the ends of the passes that compute the tokens from ``start`` to ``stop``."""
     ends = {*range((start // every + 1) * every, stop, every), stop}
     if chunk is not None and stop // chunk * chunk > start:

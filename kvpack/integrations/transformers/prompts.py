@@ -40,7 +40,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
             "the cache does not hold the token ids that it was computed from, so no prompt can be compared with it: "
             "save a KvpackCache of the model, or pack with inputs="
         )
-    others = _others(inputs)
+    others = _other_inputs(inputs)
     if 0 in others:
         raise InvalidParameter(f"{others[0]}: token ids do not determine the cache, so no prompt can be compared with it")
     known = ids_of(inputs)
@@ -53,7 +53,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     return int(differing[0]) if len(differing) else longest
 
 
-def _others(inputs: Inputs) -> dict[int, str]:
+def _other_inputs(inputs: Inputs) -> dict[int, str]:
     """Return the inputs that token ids and a mask do not determine, by the position of their first token.
 
     The ids of each row are compared, as far as they are known, and the next pass must provide the mask that hid padding.
@@ -68,7 +68,7 @@ def check_rows_known(cache: Cache) -> None:
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
         given = "give prompt= with the ids of each row, and the tokens that are known to be theirs are kept, or "
-        if 0 in _others(inputs):
+        if 0 in _other_inputs(inputs):
             given = ""
         raise InvalidParameter(
             f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {given}write "

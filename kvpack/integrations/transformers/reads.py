@@ -41,12 +41,12 @@ def reads_states(model: torch.nn.Module) -> bool:
 
     Passing that attention an option of ``WITHOUT_COUNTERPART`` counts as such a use.
     """
-    return any(read.states for read in _readings(model))
+    return any(read.states for read in _analyses(model))
 
 
 def omits_window(model: torch.nn.Module) -> bool:
     """Return True if a module of ``model`` calls the set attention without the option ``sliding_window``, so that only its mask has one."""
-    return any(read.no_window for read in _readings(model))
+    return any(read.no_window for read in _analyses(model))
 
 
 class _StateUse(NamedTuple):
@@ -59,9 +59,9 @@ class _StateUse(NamedTuple):
     no_window: bool
 
 
-def _readings(model: torch.nn.Module) -> Iterator[_StateUse]:
+def _analyses(model: torch.nn.Module) -> Iterator[_StateUse]:
     classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
-    return (_reading(function) for kind in classes for function in _functions(kind))
+    return (_analyze(function) for kind in classes for function in _functions(kind))
 
 
 def _functions(kind: type) -> Iterable[FunctionType]:
@@ -72,7 +72,7 @@ def _functions(kind: type) -> Iterable[FunctionType]:
 
 
 @lru_cache(maxsize=4096)
-def _reading(function: Any) -> _StateUse:
+def _analyze(function: Any) -> _StateUse:
     if "update" not in function.__code__.co_names:
         return _StateUse(False, False)
     # Faster than inspect.getsource, which first searches all modules.
@@ -92,7 +92,7 @@ def _reading(function: Any) -> _StateUse:
         and node.id in names
         and isinstance(node.ctx, ast.Load)
         and node.lineno > first
-        and not _only_passes(list(_above(node, parents)), updates)
+        and not _only_passes(list(_ancestors(node, parents)), updates)
         for node in ast.walk(tree)
     )
     biased = any(not options.isdisjoint(WITHOUT_COUNTERPART) for options in given)
@@ -124,7 +124,7 @@ def _is_attention(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == _ATTENTION
 
 
-def _above(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+def _ancestors(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
     while node in parents:
         node = parents[node]
         yield node

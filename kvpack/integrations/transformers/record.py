@@ -176,7 +176,7 @@ class Record:
             rows = [row.tobytes() for row in self._ids.numpy().astype("<u4")]
         token_ids = self._ids[0, :same].numpy().astype("<u4").tobytes()
         notes, starts = tuple(text for text, _ in texts), tuple(start for _, start in texts)
-        return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden()), first=0, count=self.tokens)
+        return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden_ranges()), first=0, count=self.tokens)
 
     def shown(self, mask: Any, tokens: int) -> str | None:
         """Describe the hidden tokens that a pass of ``tokens`` tokens with this attention mask would see, and what to do; None without any.
@@ -208,7 +208,7 @@ class Record:
         if not len(hidden):
             return None
         row, token = hidden[0].tolist()
-        stretches = self._hidden()
+        stretches = self._hidden_ranges()
         zeros = "; ".join(f"attention_mask[{row}, {start}:{stop}] = 0" for row, start, stop in stretches[:_SHOWN])
         more = f", and 0 for the others of the {len(stretches)} ranges in cache.packed.inputs.hidden" if len(stretches) > _SHOWN else ""
         return (
@@ -217,7 +217,7 @@ class Record:
             f"attention_mask = torch.ones({rows}, {self.tokens} + new); {zeros}{more}"
         )
 
-    def _hidden(self) -> list[Hidden]:
+    def _hidden_ranges(self) -> list[Hidden]:
         """Return the ranges of hidden tokens of each row."""
         if self._visible is None:
             return []
@@ -234,7 +234,7 @@ class Record:
             self._visible = None
             self._findings = [finding for finding in self._findings if finding.what != PADDED]
 
-    def _see(self, start: int, stop: int, seen: Pass) -> list[str]:
+    def _record_mask(self, start: int, stop: int, seen: Pass) -> list[str]:
         """Record which of the tokens ``[start:stop]`` the mask of their pass hid, and return the notes about them."""
         mask = seen.visible
         if mask is not None and mask.shape[1] != stop:
@@ -258,7 +258,7 @@ class Record:
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True
-            result = [NOT_RECORDED] if seen is None else [*seen.undetermined(stop - start), *self._see(start, stop, seen)]
+            result = [NOT_RECORDED] if seen is None else [*seen.undetermined(stop - start), *self._record_mask(start, stop, seen)]
             if self._visible is not None and self._visible.shape[1] < stop:
                 self._visible = torch.nn.functional.pad(self._visible, (0, stop - self._visible.shape[1]), value=True)
             if seen is not None and (not start or self._adapters is None):

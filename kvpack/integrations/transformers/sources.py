@@ -109,13 +109,13 @@ def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
         if (row := differing(known[0], sources)) is not None:
             raise InvalidParameter(
                 f"the caches of self-attention and cross-attention come from different sources: row {row} of one depends on an encoder's "
-                f"{_named(known[0], row)}, and of the other on {_named(sources, row)}: pair the two caches that were saved together"
+                f"{_source_name(known[0], row)}, and of the other on {_source_name(sources, row)}: pair caches that were saved together"
             )
     if known and (row := differing(known[0], given)) is not None:
         raise InvalidParameter(
             f"the encoder was given another source than the caches were computed from: row {row} now has an encoder's "
-            f"{_named(given, row)}, and the caches depend on {_named(known[0], row)}: pass the source of the caches, or compute the "
-            f"other one into {_EMPTY}. Only if it is the same source, encoded elsewhere, write "
+            f"{_source_name(given, row)}, but the caches depend on {_source_name(known[0], row)}: pass that source, or compute "
+            f"the other one into {_EMPTY}. Only if it is the same source, encoded elsewhere, write "
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model) for both caches, which skips comparing sources, ids and masks"
         )
     unknown = [tracker for tracker in filled if not tracker.record.sources]
@@ -130,7 +130,7 @@ def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
         tracker.told_source = True
 
 
-def _named(sources: Sources, row: int) -> str:
+def _source_name(sources: Sources, row: int) -> str:
     source = sources[min(row, len(sources) - 1)]
     return f"input {source.input} and output {source.output}" if source.input else f"output {source.output}"
 

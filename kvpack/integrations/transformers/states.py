@@ -73,14 +73,14 @@ class CapturedLength(PackedLength):
     __hash__ = int.__hash__
 
     def __add__(self, other: int) -> Any:
-        return self._with(int(self) + other)
+        return self._with_tokens(int(self) + other)
 
     __radd__ = __add__
 
     def __sub__(self, other: int) -> Any:
-        return self._with(int(self) - other)
+        return self._with_tokens(int(self) - other)
 
-    def _with(self, tokens: Any) -> Any:
+    def _with_tokens(self, tokens: Any) -> Any:
         if type(tokens) is not int:
             return tokens
         result = type(self)(tokens)

@@ -239,7 +239,7 @@ class Tracking:
         few = seen.ids is not None and seen.ids.shape[1] == 1
         if self._state.has_other_weights(few=few) and self._first.weights and (current := named(model)).fields:
             self._state, self._latest = ModelState(outermost(model)), current
-            self._changed = self._differing()
+            self._changed = self._changed_fields()
             self.changes += 1
         if self._changed:
             seen.note(f"were computed after the model's {self._changed} changed")
@@ -254,10 +254,10 @@ class Tracking:
         if weights_now(model) != self._latest.weights:
             self.record.note(self._verified, "may have been computed after the model's weights changed")
             self._state, self._latest = ModelState(outermost(model)), named(model)
-            self._changed = self._differing()
+            self._changed = self._changed_fields()
         self._verified = self.record.tokens
 
-    def _differing(self) -> str:
+    def _changed_fields(self) -> str:
         """Return the fields in which the model's name differs from that at the first token; empty if none differ."""
         assert self._first is not None
         assert self._latest is not None

@@ -81,7 +81,7 @@ class Group:
 
 def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     """Return the groups that vLLM offloads, in its order. Raises InvalidParameter for a group with layers of several sizes."""
-    return [_group(vllm_config, group) for group in _offloaded(kv_cache_config)]
+    return [_group(vllm_config, group) for group in _groups_of(kv_cache_config)]
 
 
 def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) -> None:
@@ -114,7 +114,7 @@ def block_places(kv_cache_config: Any) -> list[list[int]]:
         for number, layer in enumerate(tensor.layers)
     }
     groups = [
-        [(placed[name], page) for name, page in _page_bytes(group).items() if name in placed] for group in _offloaded(kv_cache_config)
+        [(placed[name], page) for name, page in _page_bytes(group).items() if name in placed] for group in _groups_of(kv_cache_config)
     ]
     if any(stride != page for layers in groups for (_, stride), page in layers):
         return [[address for (address, _), _ in layers] for layers in groups]
@@ -140,7 +140,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
     ``kv_caches`` are vLLM's, by layer name: ``[block, head, token, K and V]``, or ``[block, K or V, token, head, channel]``. Attention may
     have smaller blocks than the cache, and the strides of its tensor are those of its own blocks.
     """
-    for group, kept in zip(groups, _offloaded(kv_cache_config), strict=True):
+    for group, kept in zip(groups, _groups_of(kv_cache_config), strict=True):
         if group.kind != "attention":
             continue
         heads, tokens, dim, row = group.heads, group.tokens, group.dim, 2 * group.dim
@@ -160,7 +160,7 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
                 )
 
 
-def _offloaded(kv_cache_config: Any) -> list[Any]:
+def _groups_of(kv_cache_config: Any) -> list[Any]:
     """Return the groups that vLLM offloads, in its order."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 

@@ -79,7 +79,7 @@ class TierMetrics:
         self._stores, self._tier, self._changes = stores, tier, [Changes(store) for store in stores]
         self._sizing = ThreadPoolExecutor(1, thread_name_prefix="kvpack-vllm-size")
         self._sizes: Future[Mapping[str, Any]] | None = None
-        self._asked = float("-inf")
+        self._last_request = float("-inf")
 
     def close(self) -> None:
         self._sizing.shutdown()
@@ -107,8 +107,8 @@ class TierMetrics:
                 for name in ("entries", "bytes"):
                     stats.set_gauge(TIER + name, self._sizes.result()[name], (self._tier,))
             self._sizes = None
-        if self._sizes is None and time.monotonic() - self._asked > SIZES_EVERY:
-            self._asked = time.monotonic()
+        if self._sizes is None and time.monotonic() - self._last_request > SIZES_EVERY:
+            self._last_request = time.monotonic()
             self._sizes = self._sizing.submit(self._stores[0].stats)
 
 

@@ -105,7 +105,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 codec = self._codecs[part.group]
                 rows = torch.empty(len(part.blocks), codec.nbytes, dtype=torch.uint8, device=self._device)
                 parts.append((part, rows, codec.start_encode(self._pages[part.group], part.blocks, rows, keys=part.keys)))
-        self._running.append(_Transfer(job_id, parts, self._stored, self._stream))
+        self._running.append(_Transfer(job_id, parts, self._copy_rows_out, self._stream))
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
@@ -118,7 +118,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 for row, source in zip(rows, part.rows, strict=True):
                     row.copy_(source, non_blocking=True)
                 parts.append((part, rows, codec.start_decode(rows, self._pages[part.group], part.blocks, keys=part.keys)))
-        self._running.append(_Transfer(job_id, parts, self._loaded, self._stream))
+        self._running.append(_Transfer(job_id, parts, self._copy_rows_in, self._stream))
         return True
 
     def get_finished(self) -> list[Any]:
@@ -163,7 +163,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
-    def _stored(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
+    def _copy_rows_out(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
         """Copy rows to host memory. A page that could not be encoded leaves no valid row, so that loading it fails later."""
         for place in part.absent:
             # Erase the remains of an earlier chunk, so that they are not copied to other tiers.
@@ -174,7 +174,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
                 target.copy_(row, non_blocking=True)
         self._count("encoded", "refused", outcomes)
 
-    def _loaded(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
+    def _copy_rows_in(self, part: GroupPart, rows: torch.Tensor, job: PageJob) -> None:
         outcomes = job.outcomes()
         self._count("decoded", "damaged", outcomes)
         self._failed |= {block for block, outcome in zip(part.blocks, outcomes, strict=True) if outcome is not None}

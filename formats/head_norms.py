@@ -70,7 +70,7 @@ def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
 
 def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return the mask of ``exceeds_usual``, also if there are none, without waiting for a device."""
+    """Return the mask of ``exceeds_usual``, even if it has no True, without waiting for a device."""
     medians = usual_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 

@@ -125,7 +125,7 @@ def show(report: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _delayed_store(location: str, kind: str, seconds: float) -> Iterator[tuple[_Relay, str, dict[str, Any]]]:
-    """Run a relay inside the context; yields it, the location behind it, and the options of a store there."""
+    """Run a relay inside the context; yields the relay, the relayed location, and the options of a store there."""
     address = _server_address(location)
     assert address is not None
     assert address.hostname is not None

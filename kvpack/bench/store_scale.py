@@ -328,7 +328,7 @@ def _timed_waits(waits: list[float]) -> Iterator[None]:
 
     It is the time from the entry's first failed round until it has room, without its own rounds.
 
-    Rounds that an entry tries once it has room make it wait for nobody.
+    An entry that has room after its own rounds does not wait for others.
     """
     real_round, real_reserve, real_keep = Evictor._try_round, Evictor.reserve, Evictor._keep_room
     begun: list[float] = []

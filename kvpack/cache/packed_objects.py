@@ -18,7 +18,7 @@ class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
 
 
 def explain_errors(cls: type[Class]) -> type[Class]:
-    """Decorate the frozen dataclass ``cls`` so that its errors tell transformers users which object to pass to a model."""
+    """Decorate the frozen dataclass ``cls`` so that its errors name the object that transformers users must pass to a model."""
     set_attribute: Any = cls.__setattr__
 
     def refuse_access(self: object, name: str) -> NoReturn:

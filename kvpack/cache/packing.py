@@ -107,7 +107,7 @@ def pack(
         MissingBasis: The recipe needs a basis.
         MissingFile: The recipe file does not exist.
 
-    Issues a KvpackWarning about tokens or channels that lose precision; it says which option avoids that.
+    Issues a KvpackWarning about tokens or channels that lose precision; the warning names an option that avoids this.
 
     >>> cache = kvpack.pack(past, "octopus-3", model="llama")
     >>> cache

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     description = (
         "List the presets, or the given recipes, with two counts of bits per value: nominal bits as the papers count them, "
         "and bits in the file, which count all bytes of a cache of the given shape. KL is the loss that was measured on a real model of "
-        "head dim 64, for presets of kvpack's published measurement, and the next column says what keys a recipe is not for."
+        "head dim 64, for presets of kvpack's published measurement, and the next column names keys that break a recipe."
     )
     parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=description)
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: all presets)")

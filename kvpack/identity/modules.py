@@ -1,4 +1,4 @@
-"""List the modules of a transformers model, and tell its own modules from those of adapters and of PyTorch's wrappers.
+"""List the modules of a transformers model, without modules of adapters and PyTorch's wrappers.
 
 PEFT is recognized by its class names, so it need not be installed.
 """

@@ -1,7 +1,7 @@
 """Threads for concurrent calls, without waiting for threads to start.
 
 ``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread, and forever if memory runs out before the thread runs.
-Here, a call that no thread has started yet is made by the thread that requests its result.
+Here, the thread that requests a result makes the call itself if no other thread has started it.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Backend(Protocol):
 
     @property
     def private(self) -> bool:
-        """True if nobody but this user can have written the entries, so that checking digests is enough."""
+        """True if only this user can have written the entries, so that checking digests is enough."""
 
     @property
     def parts(self) -> Sequence[Backend]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Pages = PageBuffer | Sequence[PageBuffer]
 
 _MAX_PAGES_PER_REQUEST = 1024
-"""Maximum number of pages that one request asks for, however small they are."""
+"""Maximum number of pages in one request, even of small pages."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ HOLDS = PREFIX + b"holds"
 USED = PREFIX + b"used"
 KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting", PREFIX + b"summed", HOLDS]
 
-# KEYS in all: used, sizes, bytes, pins, counted, counting, summed, holds. Members of the sets are keys of 32 bytes.
+# KEYS of all scripts: used, sizes, bytes, pins, counted, counting, summed, holds. Members of the sets are 32-byte keys.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
 
 BEGIN = (
@@ -44,7 +44,7 @@ local function size_of(key)
     local size = redis.call('HGET', KEYS[2], key)
     if not size then return 0 end
     if string.match(size, '^%d+$') and #size <= 15 then return tonumber(size) end
-    -- Another program has changed it: all is counted again.
+    -- Another program has changed the size, so count everything again.
     redis.call('DEL', KEYS[3], KEYS[7])
     known, copied = false, false
     return 0
@@ -90,7 +90,7 @@ local function sound()
 end
 """
 
-# ``pinned_until`` is when the last pin of a key ends, in seconds since 1970, or nothing.
+# ``pinned_until`` returns the end of a key's last pin in seconds since 1970, or nil.
 PINNED = """
 local function keys_of(text, ends, finish)
     for at = 1, #text, 32 do
@@ -101,7 +101,7 @@ end
 
 local pins
 local function add_hold(field, hold, now)
-    -- Whatever is no pin holds nothing.
+    -- Ignore values that are not pins.
     if #hold < 18 or string.sub(hold, 1, 8) ~= 'kvphold1' then return end
     local finish = 0
     for at = 16, 9, -1 do finish = 256 * finish + string.byte(hold, at) end
@@ -145,9 +145,9 @@ local function touch(chain, seconds, before, now)
 end
 """
 
-# Removes what was used longest ago, except what is kept or pinned, until what is counted fits below ``most``: at most a page of entries.
-# ``first`` is how many of the oldest are known to be kept. Returns 1 if it fits, 0 if nothing more can go, 3 at the end of the page,
-# then entries evicted, their bytes, and ``first``.
+# Evict the least recently used entries, except kept and pinned ones, until the total is at most ``most``: up to one page of entries.
+# ``first`` is the number of oldest entries known to be kept. Returns 1 if the total fits, 0 if nothing more can be evicted, 3 at the
+# end of the page, then the number of evicted entries, their bytes, and ``first``.
 EVICT = """
 local PAGE, STEP = 200, 20
 
@@ -173,10 +173,10 @@ local function evict(most, kept, first)
 end
 """
 
-# ARGV: chain, most bytes or '', seconds to live or '', '1' to replace what is there, bytes of a front, then the place
-# in the chain, from 1 on, and the bytes of each entry. Returns {-1} where nothing can be said of what is stored, else {entries
-# evicted, their bytes, an error of the server or '', {result, ...}}: 1 for an entry that is stored, 0 for one that finds no room, 3
-# where more must be evicted first, {front, bytes} of what is there already. After 0 and 3 no other entry is tried.
+# ARGV: chain, maximum bytes or '', seconds to live or '', '1' to replace existing entries, size of a front, then for each entry its
+# position in the chain, from 1 on, and its bytes. Returns {-1} if the counts are invalid, else {number of evicted entries, their
+# bytes, the server's error or '', {result, ...}}. A result is 1 for a stored entry, 0 for one that does not fit, 3 if more must be
+# evicted first, and {front, size} for an existing entry. The first 0 or 3 ends the call.
 PUT = (
     BEGIN
     + SOUND
@@ -196,7 +196,7 @@ local function put(place, entry_bytes)
         return {redis.call('GETRANGE', entry(key), 0, ARGV[5] - 1), there}
     end
     if most and #entry_bytes > most then return 0 end
-    -- Counted before it is there: an entry that nobody counts would never go. A server without memory refuses this first write.
+    -- Count the entry before writing it: an uncounted entry would never be evicted. Without memory, the server rejects this write.
     count(key, #entry_bytes, now)
     if most then
         keys_of(string.sub(chain, 32 * noted + 1, 32 * place), kept, 1)
@@ -215,7 +215,7 @@ local function put(place, entry_bytes)
         message = done.err
         return 0
     end
-    -- No later than those that it continues, whose use its writer has noted.
+    -- The last use must be before that of the entries that this one continues.
     local used = now - place
     local parent = place > 1 and tonumber(redis.call('ZSCORE', KEYS[1], string.sub(chain, 32 * place - 63, 32 * place - 32)) or '')
     used = math.min(used, (parent or used + 1) - 1, (last or used + 1) - 1)
@@ -234,7 +234,7 @@ return {evicted, bytes, message, results}
 """
 )
 
-# ARGV: most bytes, chain to keep, how many of the oldest are known to be kept. Returns as ``evict``.
+# ARGV: maximum bytes, chain to keep, number of oldest entries known to be kept. Returns the result of ``evict``.
 ROOM = (
     BEGIN
     + PINNED
@@ -246,10 +246,10 @@ return {evict(tonumber(ARGV[1]), kept, tonumber(ARGV[3]))}
 """
 )
 
-# ARGV: a part of a chain, seconds to live or '', how many keys of the chain are before it.
+# ARGV: part of a chain, seconds to live or '', number of the chain's keys before it.
 USE = BEGIN + PINNED + TOUCH + "touch(ARGV[1], ARGV[2], tonumber(ARGV[3]), microseconds()) return 1"
 
-# ARGV: the name of a pin, its bytes, its chain, and its end in seconds since 1970. Entries that expire do not before then.
+# ARGV: the name of a pin, its bytes, its chain, and its end in seconds since 1970. Its entries do not expire before then.
 PIN = (
     BEGIN
     + """
@@ -268,7 +268,7 @@ return 1
 """
 )
 
-# ARGV: keys, one after the other. Returns those of the entries that there were.
+# ARGV: concatenated keys. Returns the keys of the entries that existed.
 DELETE = (
     BEGIN
     + """
@@ -281,14 +281,14 @@ return removed
 """
 )
 
-# ARGV: a key, the token of the holder of its lease. Ends the lease, unless another has it.
+# ARGV: a key, the token of its lease's holder. Ends the lease unless it has another holder.
 RELEASE = """
 local name = '{kvpack}:lease:' .. ARGV[1]
 if redis.call('TYPE', name).ok ~= 'string' or redis.call('GET', name) ~= ARGV[2] then return 0 end
 return redis.call('DEL', name)
 """
 
-# ARGV: keys, one after the other. Forgets those of entries that are gone, and returns how many were counted.
+# ARGV: concatenated keys. Removes the keys of missing entries from the counts, and returns the number removed.
 FORGET = (
     BEGIN
     + """
@@ -304,7 +304,7 @@ return gone
 """
 )
 
-# ARGV: keys, one after the other. Returns for each the bytes of its entry, 0 for what is none, and its last use or ''; changes nothing.
+# ARGV: concatenated keys. Returns for each key the size of its entry, or 0, and its last use, or ''. Changes nothing.
 LOOK = (
     NAMES
     + """
@@ -319,11 +319,11 @@ return found
 """
 )
 
-# Returns {entries, bytes}, or {-1} where the numbers make no sense.
+# Returns {entries, bytes}, or {-1} if the counts are invalid.
 SIZE = BEGIN + SOUND + "if not sound() then return {-1} end return {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('GET', KEYS[3]))}"
 
-# ARGV: what to scan ('sizes', then 'used', then 'names' of the server), the cursor, how many in a page. Counts the entries there as they
-# are now, and forgets those that are gone. Returns the next cursor, and how many were counted and gone.
+# ARGV: what to scan ('sizes', then 'used', then the server's 'names'), the cursor, the page size. Counts the current sizes of these
+# entries and removes missing ones. Returns the next cursor, and the numbers of counted and of missing entries.
 RECOUNT = (
     BEGIN
     + """
@@ -363,9 +363,9 @@ return {page[1], gone}
 """
 )
 
-# ARGV: 1 to begin to sum the sizes, 2 to begin after a scan of all names, unless others have begun; 0 to go on; how many in a page;
-# 1 to take a sum as it is that was counted in the last minutes, and that nobody but these scripts has changed since.
-# Returns 0 until all are summed, then 1; -1 if nothing can be said of what is stored.
+# ARGV: 1 to start summing the sizes, 2 to start after a scan of all names, unless another client has started; 0 to continue; the page
+# size; 1 to accept a sum from the last minutes that only these scripts have changed since.
+# Returns 0 until all are summed, then 1; -1 if the counts are invalid.
 SUM = (
     BEGIN
     + SOUND
@@ -399,7 +399,7 @@ for at = 1, #fields / 2 do
 end
 for first = 1, #keys, 1000 do
     local last = math.min(first + 999, #keys)
-    -- One call for many; servers before 6.2 do not have it.
+    -- One call for many keys. Servers before 6.2 do not support it.
     local counted = redis.pcall('SMISMEMBER', KEYS[5], unpack(keys, first, last))
     if counted.err then
         counted = {}
@@ -419,7 +419,7 @@ if page[1] == '0' then
         redis.call('PEXPIRE', KEYS[7], 2 * KEPT_MS)
         return stop(1)
     end
-    -- A program that does not follow a count in pages has changed entries meanwhile.
+    -- A program that does not support counting in pages has changed entries in the meantime.
     local tries = tonumber(redis.call('HGET', KEYS[6], 'tries') or '') or 0
     if tries >= TRIES then
         redis.call('SET', KEYS[3], string.format('%.0f', math.max(total, tonumber(redis.call('GET', KEYS[3]) or '') or 0)))

@@ -66,7 +66,7 @@ class Store:
         chunk: Tokens per chunk, a multiple of the recipe's token groups.
         lease: Seconds for which a ``load`` that does not find the whole prefix leases the first missing chunk, so that several workers
             compute a prefix only once: others that request it wait until this store saves it or is closed. Use the time that the
-            longest prompt takes. A holder that dies delays them by at most ``lease``; a folder notices at once. None: nobody waits.
+            longest prompt takes. A holder that dies delays them by at most ``lease``; a folder notices immediately. None: no waiting.
         max_bytes: Budget for all entries at the location, of all writers; the least recently used are evicted first. Folders are measured
             in blocks, as the disk does. While another store uses a folder with a larger budget, this one evicts nothing.
         ttl: Seconds after which an entry expires unless a store saves or loads it; the last user decides. Pinned entries stay. ``save`` and

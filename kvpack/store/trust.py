@@ -84,7 +84,7 @@ class Trust:
 
     @property
     def private(self) -> bool:
-        """True if this user owns the folder and trusts no group, so that nobody else can change its files."""
+        """True if this user owns the folder and trusts no group, so that no other user can change its files."""
         return self.owner == self._user and self.trusted_group is None
 
     @property

@@ -319,7 +319,7 @@ def test_a_model_that_cannot_be_named_is_not_taken_for_any_other(tmp_path: Path)
     KvpackCache.of(cache, unknown).release()
     with KvpackCache(unknown, "raw") as past, torch.inference_mode():
         unknown(IDS, past_key_values=past)
-        with pytest.warns(KvpackWarning, match=f"the cache cannot name its model, so nothing notices if another one continues it: .*{why}"):
+        with pytest.warns(KvpackWarning, match=f"the cache cannot record its model, so a wrong one would not be noticed: .*{why}"):
             assert not past.packed.model
 
 

@@ -228,7 +228,7 @@ def test_a_source_that_is_not_known_is_told_once(tmp_path: Path) -> None:
         old = Inputs(cache.inputs.token_ids, ("tokens 0 to 8 depend on what an encoder was given",))
         parts.append(dataclasses.replace(cache, inputs=old if part == "self" else None))
     past = EncoderDecoderCache(*(KvpackCache.of(cache, model, dense=True) for cache in parts))
-    with pytest.warns(kvpack.KvpackWarning, match="does not say what its model's encoder was given") as told:
+    with pytest.warns(kvpack.KvpackWarning, match="does not record the encoder's input, so a wrong source would not be noticed") as told:
         assert torch.equal(generated(model, A, past, ids), generated(model, A, begun=ids))
     assert len(told) == 1
     # A later pass makes the first tokens' source no better known.

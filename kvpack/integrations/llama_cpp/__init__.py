@@ -4,7 +4,7 @@
     export_slot(cache, "again.bin", dtype="fp16")
 
 Read and written is version 3 of the files, as llama.cpp 0c1e57098 (vendored in llama-cpp-python 0.3.36) has it. llama.cpp itself is not
-needed. README.md next to this file says what is refused.
+needed. README.md in this folder lists the unsupported files.
 """
 
 from .caches import export_slot, import_slot

@@ -3,7 +3,7 @@
     cache = import_prompt_cache("prompt.safetensors", "octopus-4")
     export_prompt_cache(cache, "again.safetensors", dtype="bf16")
 
-mlx itself is not needed. README.md next to this file says what is refused.
+mlx itself is not needed. README.md in this folder lists the unsupported files.
 """
 
 from .prompt_caches import export_prompt_cache, import_prompt_cache

@@ -72,7 +72,7 @@ class KvpackCache(PassCalls):
     longrope). The cache must contain its token ids, for each row of a batch, and depend on nothing else except padding.
 
     Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused with
-    a message that says which mask to pass. ``packed.inputs.hidden`` lists them.
+    an error that names the mask to pass. ``packed.inputs.hidden`` lists them.
 
     With ``keep_all``, layers with a sliding window keep the tokens that no later one attends to, so that a ``Store`` takes the whole prompt
     and ``crop`` can return to any token. Passes are as fast, but the cache and its file are larger.

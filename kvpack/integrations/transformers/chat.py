@@ -55,7 +55,7 @@ class Chat:
 
     ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains its
     other arguments. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the conversation,
-    and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, also for another recipe than
+    and every reply is saved there. ``recipe`` defaults to the store's, or kvpack-4. Raises InvalidParameter, also for a recipe other than
     the store's, and InvalidType for anything but messages or a store.
     """
 

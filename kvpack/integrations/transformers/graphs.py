@@ -1,4 +1,4 @@
-"""Run the decode steps of a model over a KvpackCache as CUDA graphs, which are captured and replayed behind the model's ``forward``."""
+"""Run a model's decode steps over a KvpackCache as CUDA graphs, which a replaced ``forward`` captures and replays."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
 
 EAGER_STEPS, DEFAULT_EAGER_STEPS = 1, 4
-"""Steps of one kind before the one that is captured, too: kernels are compiled and prepared by then, and no update is under way.
+"""Number of consecutive steps of one kind that run normally before a capture, so that kernels are compiled and prepared.
 
-A capture takes what some replays gain: where nobody asked for graphs, short rows of steps go without.
+A capture costs as much time as several replays save. Graphs by default therefore start later, so that short series have none.
 """
 
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}
 _MORE = {"output_attentions", "output_hidden_states"}
 _SETTINGS = {"logits_to_keep", "return_dict", "use_cache", *_MORE}
-"""Arguments of a step that a graph supports: tensors, of which it has copies, and settings that it was captured with. Arguments that
-request more outputs are not set.
+"""Arguments that a captured step may have: tensors, which are copied into the graph, and settings, which are constants of the graph.
+Arguments that request more outputs must not be set.
 """
 
 _CAPTURES = threading.Lock()
@@ -57,9 +57,9 @@ class StepGraphs:
     """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs; layer ``number`` has tokens.
 
     A step is a pass of one new token for each sequence, with only token ids, positions and a mask of padding on the left. The first steps
-    of a series run normally; then one is captured. The capture is given a wrong cache length, and its first replay must return the same
-    result as the step without a graph, bit for bit: so a model whose step depends on values on the host gets no graph, and a KvpackWarning
-    says so. Any other pass ends the series, and the graph with it.
+    of a series run normally; then one is captured. The capture sees a wrong cache length, and its first replay must return the same
+    result as the step without a graph, bit for bit. A model whose step depends on values on the host therefore gets no graph, which a
+    KvpackWarning reports. Any other pass ends the series, and the graph with it.
 
     Unless the user requested graphs (``asked``), only models whose code is all from PyTorch and transformers get them, without warnings.
     """
@@ -70,7 +70,7 @@ class StepGraphs:
         self._eager, self._launches = 0, -1
         self._graph: _Graph | None = None
         self.refused: str | None = None
-        """Why there are no graphs; None while there may be."""
+        """Reason why there are no graphs; None as long as they are possible."""
         self.captured: CapturedStep | None = None
         """The step that is being captured; None if there is none."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """A flag for one warning that a model receives decoded keys and values. ``told`` is True after it, or if decoding was requested."""
+    """State of the warning that a model receives decoded keys and values: ``told`` is True after it, or if decoding was requested."""
 
     def __init__(self, told: bool) -> None:
         self.told = told

@@ -76,7 +76,7 @@ class Tracking:
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
         self.told_source = False
-        """True if a warning has told that it is not known what an encoder was given for the cache's tokens."""
+        """True after the warning that the encoder's input is unknown for the cache's tokens."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(
@@ -211,7 +211,7 @@ class Tracking:
         if not self._is_new or self._first is None:
             return None
         if self._first.unnamed:
-            told = "the cache cannot name its model, so nothing notices if another one continues it"
+            told = "the cache cannot record its model, so a wrong one would not be noticed"
             warnings.warn(f"{told}: {self._first.unnamed}", KvpackWarning, 4)
         return self._first.fields
 

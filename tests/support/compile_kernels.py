@@ -5,8 +5,8 @@
 Triton's interpreter takes programs that its compiler refuses: constants that are given two values, tuples without names, variables of a
 loop that change their shape. Launches only compile here, so results are memory as it was. Calls are those with the fewest and the most
 options, which are not what loaders differ by, or with ``--every`` all that differ in code. With ``--quick``, the first launch of each
-kernel is compiled to machine code, with what loaders hold of assembly, and the others up to Triton's layouts. It prints the most
-registers of a thread and shared memory of a program of each kernel, beside what the chip has, and what failed.
+kernel is compiled to machine code, with what loaders hold of assembly, and the others up to Triton's layouts; a step in a window has
+most of the options then, and capped queries have all with ``--every``. It prints the most registers of a thread and shared memory of a program of each kernel, beside what the chip has, and what failed.
 """
 
 from __future__ import annotations
@@ -193,10 +193,10 @@ def packed(recipe: str) -> Layer:
 def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
     lengths, starts = torch.full((2,), TOKENS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     scale = DIM**-0.5
-    calls = {
-        "a query": (1, Options(scale)),
-        "capped queries in a window, lengths and starts": (9, Options(scale, softcap=5.0, sliding_window=70, lengths=True, starts=True)),
-    }
+    calls = {"a query": (1, Options(scale))}
+    if every or not compiled.quick:
+        capped = Options(scale, softcap=5.0, sliding_window=70, lengths=True, starts=True)
+        calls["capped queries in a window, lengths and starts"] = (9, capped)
     if every:
         calls |= {"a query, lengths": (1, Options(scale, lengths=True)), "a query, starts": (1, Options(scale, starts=True))}
     for what, (q_len, options) in calls.items():

@@ -78,20 +78,20 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, layers: int, pa
 
 @pytest.mark.filterwarnings("ignore::kvpack.KvpackWarning")
 @pytest.mark.parametrize(
-    ("name", "recipe", "padding"),
+    ("name", "layers", "recipe", "padding"),
     [
-        ("Llama", "kv=group:b=4,g=8;tail=16", None),
-        ("Gemma-3", "kv=group:b=4,g=8;tail=16", "left"),
-        ("Gemma-2", "raw", "right"),
-        ("GPT-OSS", "raw", "right"),
+        ("Llama", 1, "kv=group:b=4,g=8;tail=16", None),
+        ("Gemma-3", 2, "kv=group:b=4,g=8;tail=16", "left"),
+        ("Gemma-2", 1, "raw", "right"),
+        ("GPT-OSS", 1, "raw", "right"),
     ],
 )
-def test_a_model_over_packed_layers_is_one_graph(name: str, recipe: str, padding: str | None) -> None:
+def test_a_model_over_packed_layers_is_one_graph(name: str, layers: int, recipe: str, padding: str | None) -> None:
     """With padding or without, and with windows that slide: of 12 tokens, which the passes fill and leave.
 
     The model's forward is that of caches whose steps may be replayed.
     """
-    model = model_of(name)
+    model = model_of(name, num_hidden_layers=layers)
     eager, compiled = (KvpackCache(model, recipe, graphs=True) for _ in "ab")
     assert "forward" in vars(model)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
@@ -105,7 +105,7 @@ def test_a_model_over_packed_layers_is_one_graph(name: str, recipe: str, padding
 @pytest.mark.filterwarnings("ignore:.*which share")
 def test_padding_in_a_graph_may_differ_from_pass_to_pass() -> None:
     """None, on the left, on the right of the first pass, and in its middle, through the same code."""
-    model = model_of("Mistral")
+    model = model_of("Mistral", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
     for hidden in (slice(0, 0), slice(0, 5), slice(0, 20), slice(15, 20), slice(7, 9)):
@@ -145,7 +145,7 @@ def test_a_copied_mask_of_other_padding_is_refused() -> None:
 
 def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
     """Of what the token ids do not determine, and of passes that end in an error."""
-    model = model_of("Llama")
+    model = model_of("Llama", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     found = []
     for call in (model, run):
@@ -162,7 +162,7 @@ def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*which share")
 def test_steps_are_compiled_once_for_all_steps_and_caches() -> None:
-    model = model_of("Llama")
+    model = model_of("Llama", num_hidden_layers=1)
     run = torch.compile(model, backend="eager")
     stats = torch._dynamo.utils.counters["stats"]
     logits(run, KvpackCache(model, "kv=group:b=4,g=8;tail=16"), "left")

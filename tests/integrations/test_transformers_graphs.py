@@ -58,7 +58,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 @pytest.mark.kernels
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded on the left"])
 def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
-    model = model_of("Llama", **SIZES).to(DEVICE)
+    model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     prompt, mask = ids(2, 6), torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, : 3 if padded else 0] = 0
     options = {"max_new_tokens": 7, "do_sample": False, "attention_mask": mask}
@@ -79,7 +79,7 @@ def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
     caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
     for cache in caches:
         device.cache, found = cache, []
-        for step, count in enumerate([5, *[1] * 14, 3, *[1] * 3]):
+        for step, count in enumerate([5, *[1] * 9, 3, *[1] * 3]):
             found.append(model(ids(2, count, step), past_key_values=cache).logits)
         cache.crop(-2)
         found += [model(ids(2, 1, step), past_key_values=cache).logits for step in range(3)]
@@ -89,7 +89,7 @@ def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     same(caches[1], caches[0])
     assert device.captured >= 3
-    assert device.replayed > 14
+    assert device.replayed > 9
 
 
 @pytest.mark.kernels
@@ -98,15 +98,16 @@ def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, m
     monkeypatch.setattr(side, "MIN_WINDOWS", 2)
     sizes = ONE_LAYER | ({"sliding_window": 12} if name == "Mistral" else {})
     model, logits = model_of(name, **sizes).to(DEVICE), []
+    counts = [5, *[1] * (28 if name == "Mistral" else 20)]
     caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
     for cache in caches:
         device.cache = cache
-        logits.append([model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([5, *[1] * 28])])
+        logits.append([model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate(counts)])
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     same(caches[1], caches[0])
     assert (caches[1].live.skipped(0) > 0) == (name == "Mistral")
     assert device.captured >= 2
-    assert device.replayed > 16
+    assert device.replayed > 10
 
 
 @pytest.mark.kernels
@@ -221,8 +222,8 @@ def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device
 @pytest.mark.parametrize("used", [True, False])
 def test_numbers_are_drawn_as_without_graphs(used: bool, device: Device) -> None:
     """A replay would draw others."""
-    model = model_of("Llama", **SIZES).to(DEVICE)
-    mlp = model.model.layers[1].mlp
+    model = model_of("Llama", **ONE_LAYER).to(DEVICE)
+    mlp = model.model.layers[0].mlp
     own, logits = mlp.forward, []
     mlp.forward = lambda x: own(x) + torch.rand_like(x) * used
     for graphs_too in (False, True):
@@ -354,7 +355,7 @@ def test_every_change_of_a_model_is_seen(name: str) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["a weight elsewhere", "a hook", "an attribute"] if INTERPRETED else CHANGES)
+@pytest.mark.parametrize("name", ["a weight elsewhere"] if INTERPRETED else CHANGES)
 def test_a_model_that_changed_between_steps_is_not_replayed(name: str, device: Device) -> None:
     """Values that change in place are where they were."""
     found = []

@@ -150,7 +150,7 @@ FOREIGN = {
 }
 
 
-REPLAYED = ("a weight", "a function of a module") if INTERPRETED else tuple(FOREIGN)
+REPLAYED = ("a function of a module",) if INTERPRETED else tuple(FOREIGN)
 """What the kernels run for; the interpreter takes seconds for each."""
 
 

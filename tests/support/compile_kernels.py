@@ -5,8 +5,9 @@
 Triton's interpreter takes programs that its compiler refuses: constants that are given two values, tuples without names, variables of a
 loop that change their shape. Launches only compile here, so results are memory as it was. Calls are those with the fewest and the most
 options, which are not what loaders differ by, or with ``--every`` all that differ in code. With ``--quick``, the first launch of each
-kernel is compiled to machine code, with what loaders hold of assembly, and the others up to Triton's layouts; a step in a window has
-most of the options then, and capped queries have all with ``--every``. It prints the most registers of a thread and shared memory of a program of each kernel, beside what the chip has, and what failed.
+kernel is compiled to machine code, with what loaders hold of assembly, and the others up to Triton's layouts; a step in a window has most
+of the options then, and capped queries have all with ``--every``. It prints the most registers of a thread and shared memory of a program
+of each kernel, beside what the chip has, and what failed.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Objects:
         """Raise InvalidParameter for an answer that no later request changes. A service that does not answer now may do so later."""
         try:
             # Whoever reads entries may make this request; without leave to list, a missing object is forbidden like any other.
-            self._beginning(_NO_OBJECT, 1)
+            self._read_beginning(_NO_OBJECT, 1)
         except (*self.errors, ValueError) as error:
             if what := _REFUSALS.get(code := _code_of(error)):
                 raise InvalidParameter(f"the object store refuses the location with {code}: check {what}") from None

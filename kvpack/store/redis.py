@@ -336,7 +336,7 @@ class Redis(OneTier):
         now = time.monotonic()
         recent_seconds = NOTED_SECONDS if self._ttl is None else min(NOTED_SECONDS, self._ttl / 8)
         is_recent = before and chain[before - 1] == key and now - noted < recent_seconds
-        touches = [] if is_recent else self._touches(chain[:before])
+        touches = [] if is_recent else self._touch_calls(chain[:before])
         puts = [self._put_call(chain, group, entries, group[0] in replaced) for group in groups]
         results = self._client.call_each("put", [*touches, *puts])
         answers = results[len(touches) :]

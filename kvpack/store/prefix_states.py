@@ -13,7 +13,7 @@ from .entry_kind import check_size
 from .loading import FAULTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.states import States, StatesAt
@@ -66,29 +66,27 @@ class PrefixStates:
                 keys = keys[:-1]
         return None
 
-    def save(self, states: StatesAt, chain: Sequence[bytes], first: int, now_ns: int) -> int:
-        """Store ``states`` (by position) after the chunks of a stored chain; return the last position whose states are stored now."""
-        ends = {position: first + position // self._reader.chunk for position in sorted(states)}
-        ends = {position: end for position, end in ends.items() if end <= len(chain)}
-        can_open = self._loader.can_open_states([chain[end - 1] for end in ends.values()])
+    def save(self, states: StatesAt, chain: Sequence[bytes], places: Mapping[int, int], now_ns: int) -> int:
+        """Store ``states`` (by position) after chunks that are stored; return the last position whose states are stored now.
+
+        ``places`` maps positions, ascending, to the places of their states in ``chain``, each after that of its chunk.
+        """
+        can_open = self._loader.can_open_states([chain[place - 1] for place in places.values()])
         last = 0
-        for (position, end), is_stored in zip(ends.items(), can_open, strict=True):
-            if is_stored or self._put(states[position], chain[:end], position, now_ns):
+        for (position, place), is_stored in zip(places.items(), can_open, strict=True):
+            if is_stored or self._put(states[position], chain[: place + 1], position, now_ns):
                 last = position
-        if can_open and can_open[-1]:
-            # The next prompt resumes from the last states. They count as the chain's last entry, and so are evicted before its chunks.
-            self._backend.touch([*chain[: ends[last]], states_key(chain[ends[last] - 1])], now_ns)
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store the states after the last chunk of ``chain``; return True if they are stored now."""
-        key = states_key(chain[-1])
+        """Store the states whose key is the last of ``chain``, after that of their chunk; return True if they are stored now."""
+        chunk, key = chain[-2:]
         try:
-            pieces = state_entries.to_pieces(states, chain[-1], position, self._reader.model, self._reader.recipe)
+            pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)
             if self._cipher is not None:
                 pieces = self._cipher.encrypt(key, pieces)
             check_size(f"the states of {key.hex()}", sum(map(len, pieces)), self._reader.max_bytes)
         except FAULTS as error:
             self._counters.fault("encode", error)
             return False
-        return self._backend.put([*chain, key], pieces, now_ns)
+        return self._backend.put(chain, pieces, now_ns)

@@ -271,16 +271,30 @@ class Store:
         end = next((index for index, present in still_present if present), len(links))
         # Ancestors must be evicted last, so their use is recorded first.
         now = time.time_ns()
-        chain = [*self._leading_keys, *keys]
-        first = len(self._leading_keys)
-        self._backend.touch(chain[: first + stored], now)
+        chain, places = self._chain(keys, states)
+        self._backend.touch(chain[: places[stored]], now)
         for batch in self._batches([n for n in range(stored, end) if not readable.get(n, False)], links, cache):
-            put = self._backend.put_all(chain, {first + index: pieces for index, pieces in batch.items()}, now)
+            put = self._backend.put_all(chain, {places[index]: pieces for index, pieces in batch.items()}, now)
             readable |= zip(batch, put, strict=True)
             if not all(put):
                 break
         stored = sum(takewhile(bool, (readable.get(index, False) for index in range(end))))
-        return stored * self.chunk if self._states is None else self._states.save(states, chain[: first + stored], first, now)
+        if self._states is None:
+            return stored * self.chunk
+        # The states after a chunk are the last entry before the next chunk.
+        ends = {position: places[position // self.chunk] - 1 for position in sorted(states) if position <= stored * self.chunk}
+        return self._states.save(states, chain, ends, now)
+
+    def _chain(self, keys: Sequence[bytes], states: StatesAt) -> tuple[list[bytes], list[int]]:
+        """Return the keys of all entries of a prefix, and the places in them of each chunk and of the end.
+
+        States follow their chunk, so that they are evicted after the next chunk and before their own.
+        """
+        chain, places = [*self._leading_keys], []
+        for index, key in enumerate(keys, 1):
+            places.append(len(chain))
+            chain += [key, states_key(key)] if index * self.chunk in states else [key]
+        return chain, [*places, len(chain)]
 
     def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
         """Encode the entries of chunks, and yield them in batches for one request each, up to the first chunk that cannot be encoded."""

@@ -192,11 +192,19 @@ def test_states_that_hold_tokens_or_other_sequences_are_refused(tmp_path: Path) 
         state_entries.StatesFields.of(file)
 
 
-def test_states_are_evicted_before_their_prefix(tmp_path: Path) -> None:
+LOADED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 5), (5,), (4,), (3,), (2,), (1,), (0,)]
+"""Chunks, and those that states follow: the end, which nobody used, then the states before its middle, then those that were loaded."""
+SAVED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 2), (4, 2), (3, 2), (2, 2), (2,), (1,), (0,)]
+"""From the end on: what is left can be resumed as long as any states are."""
+
+
+@pytest.mark.parametrize(("loads", "expected"), [(True, LOADED), (False, SAVED)], ids=["loaded", "saved"])
+def test_states_are_evicted_before_their_prefix(loads: bool, expected: list[tuple[int, ...]], tmp_path: Path) -> None:
     """Every time that room is made, what is left is chunks from the first on, and states after some of them."""
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, stateful(TOKENS, ends(2, 5, 7)))
-        store.load(IDS[: 5 * CHUNK])
+        if loads:
+            store.load(IDS[: 5 * CHUNK])
         keys = store.keys(IDS)
         size = store.stats()["bytes"]
     seen = []
@@ -212,8 +220,19 @@ def test_states_are_evicted_before_their_prefix(tmp_path: Path) -> None:
             assert store.stats()["bytes"] <= size
             seen.append((chunks, *held))
             size = store.stats()["bytes"] - 1
-    # The end of the prefix, which nobody used, then the states before its middle, then the states of the prefix that was loaded.
-    assert seen == [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 5), (5,), (4,), (3,), (2,), (1,), (0,)]
+    assert seen == expected
+
+
+def test_a_prefix_that_is_saved_again_is_used(tmp_path: Path) -> None:
+    """All of its entries, the states in its middle too, are newer than those of another prefix."""
+    other = prompt(8, seed=3)
+    with open_store(tmp_path, STATEFUL) as store:
+        for ids in (IDS, other, IDS):
+            store.save(ids, stateful(TOKENS, ends(2, 5, 7)))
+        keys = [store.keys(ids) for ids in (IDS, other)]
+        used = {entry.key: entry.used_ns for entry in store._backend.list()}
+    names = [[*chunks[:7], *(states_key(chunks[count - 1]) for count in (2, 5, 7))] for chunks in keys]
+    assert min(used[key] for key in names[0]) > max(used[key] for key in names[1])
 
 
 def test_pins_hold_states(tmp_path: Path) -> None:

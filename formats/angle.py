@@ -49,6 +49,7 @@ class Angle(CodecFamily):
     """
 
     id: ClassVar[str] = "angle"
+    stores_directions: ClassVar[bool] = True
 
     dim: int = field(metadata=in_range(2, MAX_DIM))
     bins: int = field(metadata=in_range(2, MAX_BINS))

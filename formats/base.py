@@ -184,6 +184,7 @@ class CodecSummary(NamedTuple):
     shared_scales: frozenset[str]
     changes_norms: bool
     error_spread: float
+    direction_spread: float
 
 
 class EntryStreams:
@@ -276,6 +277,15 @@ class Codec(EntryStreams, ABC):
     def error_spread(self) -> float:
         """Largest ratio of a token's ``error_sizes`` to the usual one among ordinary tokens. 0 if errors are proportional to the coded
         norm.
+        """
+        return 0.0
+
+    @property
+    def direction_spread(self) -> float:
+        """Largest ratio of a token's error, relative to its norm in the coded frame, to the usual one among ordinary tokens.
+
+        0 for codecs whose errors depend on the sizes of values. Those of the others depend on directions, and no stream shows them, so
+        encoders measure them.
         """
         return 0.0
 
@@ -472,6 +482,7 @@ class Codec(EntryStreams, ABC):
             self.shared_scales,
             self.changes_norms,
             self.error_spread,
+            self.direction_spread,
         )
 
     @cached_property

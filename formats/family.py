@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Codec, Fields, check_choice, check_range
 from .errors import InvalidParameter
+from .norm_rule import error_spread
 from .tables import MAX_CACHED_TABLES
 from .token_norms import norm_features
 
@@ -51,6 +52,13 @@ class CodecFamily(Codec):
     >>> kvpack.formats.codec_class("raw")(64, "bf16").params()
     {'id': 'raw', 'dim': 64, 'dtype': 'bf16'}
     """
+
+    stores_directions: ClassVar[bool] = False
+    """True if tokens are stored as numbers in proportion to their norms, and codes for their directions (``direction_spread``)."""
+
+    @property
+    def direction_spread(self) -> float:
+        return error_spread(self.nominal_bits, self.dim) if self.stores_directions else 0.0
 
     def __post_init__(self) -> None:
         """Raise InvalidParameter for a parameter outside its declared values. Subclasses add checks that involve several parameters."""

@@ -59,6 +59,7 @@ class Octahedral(CodecFamily):
     """
 
     id: ClassVar[str] = "octahedral"
+    stores_directions: ClassVar[bool] = True
 
     dim: int = field(metadata=in_range(SMALLEST_DIM, MAX_DIM))
     b_dir: int = field(metadata=in_range(1, 8))

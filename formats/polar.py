@@ -60,6 +60,7 @@ class Polar(CodecFamily):
     """
 
     id: ClassVar[str] = "polar"
+    stores_directions: ClassVar[bool] = True
 
     dim: int = field(metadata=in_range(2, MAX_DIM))
     bits: str

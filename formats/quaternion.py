@@ -50,6 +50,7 @@ class Quaternion(CodecFamily):
     """
 
     id: ClassVar[str] = "quaternion"
+    stores_directions: ClassVar[bool] = True
 
     dim: int = field(metadata=in_range(1, MAX_DIM))
     secondary: int = field(metadata=in_range(1, MAX_SECONDARY))

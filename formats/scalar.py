@@ -61,6 +61,7 @@ class Scalar(CodecFamily):
     """
 
     id: ClassVar[str] = "scalar"
+    stores_directions: ClassVar[bool] = True
 
     dim: int = field(metadata=in_range(SMALLEST_DIM, MAX_DIM))
     bits: int = field(metadata=in_range(1, 8))

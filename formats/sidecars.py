@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Streams = Mapping[str, torch.Tensor]
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-    Kernel = Callable[[Codec, torch.Tensor], dict[str, torch.Tensor] | None]
+    Kernel = Callable[[Codec, torch.Tensor, int], dict[str, torch.Tensor] | None]
     Observer = Callable[[torch.Tensor, int], None]
 
 _SAFE_MAGNITUDE = 2.0**100
@@ -132,6 +132,10 @@ class WithSidecars(Codec):
         # Large chunks are stored separately, so the remaining sizes are ordinary.
         return 0.0 if self.frame_parts else self.codec.error_spread
 
+    @property
+    def direction_spread(self) -> float:
+        return self.codec.direction_spread
+
     def error_sizes(self, streams: Streams) -> torch.Tensor:
         return self.codec.error_sizes(streams)
 
@@ -215,8 +219,8 @@ class WithSidecars(Codec):
     def begin(self, run: Run, before: Streams | None, kernel: Kernel | None = None, watch: Observer | None = None) -> RunEncoder:
         """Begin a run as in ``Codec.begin``.
 
-        ``kernel(codec, block)`` returns the codec's streams, or None if the codec must encode the block itself. ``watch(block, start)`` is
-        called with each block of the codec's input; ``start`` is the number of its first token.
+        ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself.
+        ``watch(block, start)`` is called with each block of the codec's input. ``start`` is the number of a block's first token.
         """
         steps, run_streams = self._begin_steps(run, before, self.kept_tokens)
         inner = self.codec.begin(steps.run(), before)
@@ -226,7 +230,7 @@ class WithSidecars(Codec):
             if watch:
                 watch(block, start)
             # Only the codec's own encoder knows the results computed for the whole run.
-            result = kernel(self.codec, block) if kernel and not inner.streams else None
+            result = kernel(self.codec, block, start) if kernel and not inner.streams else None
             streams = inner.encode(block, start) if result is None else result
             streams |= self._sketches(block, {**inner.streams, **streams}, run_streams | taken) | taken
             if x.numel() and not x.abs().amax().item() < _SAFE_MAGNITUDE:

@@ -54,6 +54,7 @@ class Trellis(CodecFamily):
     """
 
     id: ClassVar[str] = "trellis"
+    stores_directions: ClassVar[bool] = True
 
     dim: int = field(metadata=in_range(1, MAX_DIM))
     bits: int = field(metadata=in_range(1, MAX_BITS))

@@ -5,6 +5,7 @@ typedef struct {
     int64_t tokens;
     float *tile;     /* [dim, and three rows of zeros][HALF_TILE] in the coded frame */
     float *norm;     /* [HALF_TILE] */
+    float *errors;   /* [HALF_TILE], relative to the norms */
     uint16_t *words; /* as in Loaded */
     float *numbers;  /* as in Loaded */
     float *spare;    /* two tiles */
@@ -146,4 +147,19 @@ INLINE vf unbiased_factor(vf norm, vf product, vf decoded, vf squares, int64_t d
     vi kept = (product > 0.f) & (squares * decoded <= 2.f * product * product) & (norm < norm_limit(dtype));
     vf factor = -larger(-(norm * (squares / choose(kept, product, splat(1)))), splat(-largest_norm(dtype)));
     return choose(kept, factor, norm);
+}
+
+/* The error of `factor` d relative to |u|. */
+INLINE vf relative_error(vf factor, vf product, vf decoded, vf squares) {
+    vf error = squares - 2.f * factor * product + factor * factor * decoded;
+    return square_root(larger(error, splat(0)) / choose(squares > 0.f, squares, splat(INFINITY)));
+}
+
+/* Stores the factors of LANES tokens x = `norm` u from token `t` on, where u decodes to d, and their errors relative to |x|. `product` is
+   <u, d>, `decoded` |d|^2 and `squares` |u|^2. */
+INLINE void store_factors(const Encode *call, const Encoded *out, int64_t t, vf norm, vf product, vf decoded, vf squares) {
+    vf factor = call->unbiased ? unbiased_factor(norm, product, decoded, squares, call->codec->values[0].dtype) : norm;
+    store(out->numbers + t, factor);
+    vf error = relative_error(factor / choose(norm > 0.f, norm, splat(INFINITY)), product, decoded, squares);
+    store(out->errors + t, choose(norm > 0.f, error, splat(0)));
 }

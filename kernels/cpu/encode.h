@@ -119,10 +119,12 @@ static int encode_item(const Encode *call, int64_t batch, int64_t head, int64_t 
         out->tokens = (count + LANES - 1) / LANES * LANES;
         const char *x = row_of(&call->x, batch, head, start);
         read_tile(call, batch, head, start, count, out);
-        if (call->norms) memcpy(call->norms + (batch * call->heads + head) * call->tokens + start, out->norm, sizeof(float) * count);
         if (!norms_fit(call, x, count, out)) return 0;
         memset(out->words, 0, 2 * HALF_TILE * codec->columns);
         if (!encode_tile(call, out)) return 0;
+        int64_t row = (batch * call->heads + head) * call->tokens + start;
+        if (call->norms) memcpy(call->norms + row, out->norm, sizeof(float) * count);
+        if (call->errors) memcpy(call->errors + row, out->errors, sizeof(float) * count);
         write_streams(call, out, batch, head, start, count);
     }
     return 1;

@@ -105,22 +105,24 @@ def encode(
     before: Mapping[str, torch.Tensor] | None = None,
     threads: int | None = None,
     level: int = 0,
-    coded: torch.Tensor | None = None,
+    norms: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x``, which ``supports`` accepts, to streams; return None if ``formats/`` must encode or reject some of its values.
 
-    ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec that
-    changes norms, ``coded``, contiguous float32 ``[batch, kv_head, token]``, receives ``codec.coded_norms``. Raises MemoryError.
+    ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec with
+    ``direction_spread``, ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``, receive ``codec.coded_norms`` and the
+    errors of tokens relative to them. Raises MemoryError.
     """
     if isinstance(codec, WithSidecars):
-        return _encode_centered(codec, x, threads, level, coded)
+        return _encode_centered(codec, x, threads, level, norms, errors)
     known: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
         scale = _compute_run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level)
         if scale is None:
             return None
         known[codec.run_scale] = scale
-    return _encode(codec, x, known, None, threads, level)
+    return _encode(codec, x, known, None, threads, level, norms, errors)
 
 
 def encodes_in_one_call(codec: Codec) -> bool:
@@ -135,7 +137,8 @@ def _encode(
     means: tuple[torch.Tensor, int] | None,
     threads: int | None,
     level: int,
-    coded: torch.Tensor | None = None,
+    norms: torch.Tensor | None = None,
+    errors: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` to streams, some of which are ``known`` already; return None if ``formats/`` must encode or reject some values.
 
@@ -154,8 +157,10 @@ def _encode(
     call.streams = (library.Stream * len(names))(*map(library.Stream.describe, map(argument_streams.__getitem__, names)))
     if means is not None:
         call.means, call.mean_tokens = library.Stream.describe(means[0]), means[1]
-    if coded is not None:
-        call.norms = coded.data_ptr()
+    if norms is not None:
+        call.norms = norms.data_ptr()
+    if errors is not None:
+        call.errors = errors.data_ptr()
     return streams if library.run("encode", call, "encode") != REFUSED else None
 
 
@@ -193,7 +198,7 @@ def _compute_run_scale(
 
 
 def _encode_centered(
-    codec: WithSidecars, x: torch.Tensor, threads: int | None, level: int, coded: torch.Tensor | None
+    codec: WithSidecars, x: torch.Tensor, threads: int | None, level: int, norms: torch.Tensor | None, errors: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``KeyMean.begin`` and the codec."""
     (key_mean,) = codec.sidecars
@@ -203,7 +208,7 @@ def _encode_centered(
         return None
     mean_streams = key_mean.encode_means(codec.rotation.forward(mean))
     vectors = codec.rotation.inverse(key_mean.vectors(mean_streams)).contiguous()
-    streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level, coded)
+    streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level, norms, errors)
     return None if streams is None else streams | mean_streams
 
 

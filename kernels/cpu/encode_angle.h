@@ -112,7 +112,6 @@ static int angle_encode(const Encode *call, const Encoded *out) {
                 if (codec->norm_kind == NORM_LOG) norm = power_of_two(norm);
             }
             store_int(bin + t, found);
-            if (!call->unbiased) continue;
             /* Relative to the largest, no square overflows. */
             vf scale = 1.f / larger(load(most + t), splat(0x1p-126f));
             directions_of(codec, found, &cosine, &sine);
@@ -123,8 +122,12 @@ static int angle_encode(const Encode *call, const Encoded *out) {
         }
         add_pair(codec, out, i, bin, code);
     }
-    for (int64_t t = 0; t < out->tokens; t += LANES)
-        store(factors + t, unbiased_factor(splat(1), load(product + t), load(squares + t), load(sum + t), F32));
+    for (int64_t t = 0; t < out->tokens; t += LANES) {
+        vf factor = splat(1);
+        if (call->unbiased) factor = unbiased_factor(factor, load(product + t), load(squares + t), load(sum + t), F32);
+        store(out->errors + t, relative_error(factor, load(product + t), load(squares + t), load(sum + t)));
+        store(factors + t, factor);
+    }
     if (call->unbiased) keep_products(codec, out, factors);
     return 1;
 }

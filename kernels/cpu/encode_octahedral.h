@@ -127,11 +127,8 @@ INLINE void encode_triplets(const Encode *call, const Encoded *out, int candidat
             put_digit(&places.sign, t, places.joined ? found | signs << (int32_t)codec->digit_bits : signs);
         }
     }
-    for (int64_t t = 0; t < out->tokens; t += LANES) {
-        vf norm = load(out->norm + t);
-        if (call->unbiased) norm = unbiased_factor(norm, load(product + t), load(squares + t), splat(1), codec->values[0].dtype);
-        store(out->numbers + t, norm);
-    }
+    for (int64_t t = 0; t < out->tokens; t += LANES)
+        store_factors(call, out, t, load(out->norm + t), load(product + t), load(squares + t), splat(1));
 }
 
 /* The candidates and levels of presets are compile-time constants; others are known at run time. */

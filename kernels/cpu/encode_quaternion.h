@@ -90,9 +90,6 @@ static void quaternion_encode(const Encode *call, const Encoded *out) {
         }
         add_chunk(codec, out, i, codeword, radius);
     }
-    for (int64_t t = 0; t < out->tokens; t += LANES) {
-        vf scale = load(most + t);
-        if (call->unbiased) scale = unbiased_factor(scale, load(product + t), load(squares + t), load(sum + t), codec->values[0].dtype);
-        store(out->numbers + t, scale);
-    }
+    for (int64_t t = 0; t < out->tokens; t += LANES)
+        store_factors(call, out, t, load(most + t), load(product + t), load(squares + t), load(sum + t));
 }

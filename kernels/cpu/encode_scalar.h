@@ -69,9 +69,6 @@ static void scalar_encode(const Encode *call, const Encoded *out) {
             add_digit(out, packing, words, 0, i, code);
         }
     }
-    for (int64_t t = 0; t < out->tokens; t += LANES) {
-        vf norm = load(out->norm + t);
-        if (call->unbiased) norm = unbiased_factor(norm, load(product + t), load(squares + t), splat(1), codec->values[0].dtype);
-        store(out->numbers + t, norm);
-    }
+    for (int64_t t = 0; t < out->tokens; t += LANES)
+        store_factors(call, out, t, load(out->norm + t), load(product + t), load(squares + t), splat(1));
 }

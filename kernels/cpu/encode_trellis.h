@@ -102,7 +102,6 @@ static void trellis_encode(const Encode *call, const Encoded *out) {
             store_words(word, load_words(word) | (symbol & 0xffff));
             if (at % 16 + bits > 16) store_words(word + HALF_TILE, load_words(word + HALF_TILE) | symbol >> 16);
         }
-        if (call->unbiased) norm = unbiased_factor(norm, product, squares, splat(1), codec->values[0].dtype);
-        store(out->numbers + t, norm);
+        store_factors(call, out, t, norm, product, squares, splat(1));
     }
 }

@@ -177,8 +177,9 @@ typedef struct {
     /* key_mean: float [batch, kv_head, page, dim], what is taken from the tokens of each page of mean_tokens, a multiple of 16; without data,
        nothing. kvpack_measure writes them: of minifloat, one largest magnitude instead of the means */
     Stream means;
-    /* If there, float [batch][kv_head][token]: the norms of what is encoded by a codec that stores norms. */
-    float *norms;
+    /* If there, float [batch][kv_head][token], where the codec stores directions: the norms of what is encoded, and its errors relative to them
+       (the stored number's rounding apart). */
+    float *norms, *errors;
     int64_t mean_tokens, threads, level;
 } Encode;
 

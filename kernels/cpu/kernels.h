@@ -117,7 +117,7 @@ static void unpack_in(const Unpack *call, int64_t batch, int64_t head, int64_t s
 static int64_t encode_bytes(const Encode *call) {
     const Codec *codec = call->codec;
     int64_t of_groups = larger_of(codec->size + 4, 6 * TOKENS_OF_GROUPS) * (codec->dim + LANES);
-    int64_t tile = HALF_TILE * ((codec->dim + 3) + 1 + codec->numbers + 2 * codec->dim) + HALF_TILE * codec->columns / 2;
+    int64_t tile = HALF_TILE * ((codec->dim + 3) + 2 + codec->numbers + 2 * codec->dim) + HALF_TILE * codec->columns / 2;
     return 4 * larger_of(of_groups, tile) + search_bytes(codec) + (int64_t)sizeof(Encoded) + 128;
 }
 
@@ -127,7 +127,8 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     out->spare = (float *)aligned(memory + sizeof(Encoded));
     out->tile = out->spare + 2 * codec->dim * HALF_TILE;
     out->norm = out->tile + (codec->dim + 3) * HALF_TILE;
-    out->numbers = out->norm + HALF_TILE;
+    out->errors = out->norm + HALF_TILE;
+    out->numbers = out->errors + HALF_TILE;
     out->words = (uint16_t *)(out->numbers + codec->numbers * HALF_TILE);
     out->space = aligned((char *)(out->words + HALF_TILE * codec->columns));
     return encode_item(call, batch, head, start, stop, out);

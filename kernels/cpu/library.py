@@ -131,7 +131,7 @@ class Encode(Structure):
         *((name, c_int64) for name in ("unbiased", "candidates", "scaled")),
         ("bounds", Table * MAX_BOUNDS),
         ("means", Stream),
-        ("norms", c_void_p),
+        *((name, c_void_p) for name in ("norms", "errors")),
         *((name, c_int64) for name in ("mean_tokens", "threads", "level")),
     )
 

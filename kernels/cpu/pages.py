@@ -66,17 +66,17 @@ class Encoder:
         self._call, names, self._kept = encode.create_call(codec, (layers, heads, tokens), dtype)
         self._streams = [(streams[name], stride) for name in names]
 
-    def run(self, values: PageValues, row: int, threads: int) -> bool:
+    def run(self, values: PageValues, row: int, threads: int, errors: int = 0) -> bool:
         """Encode ``values`` to the packed row at address ``row``; return False if ``formats/`` must encode or reject some values.
 
-        Raises MemoryError.
+        ``errors``, unless 0, is the address of those of ``encode.encode``, one after another for all layers. Raises MemoryError.
         """
         call = library.Encode.from_buffer_copy(self._call)
         call.x = library.Stream(*values)
         streams = (library.Stream * len(self._streams))()
         for index, (location, stride) in enumerate(self._streams):
             streams[index] = library.Stream(row + location.offset, stride, location.head, location.row)
-        call.streams, call.threads = streams, threads
+        call.streams, call.threads, call.errors = streams, threads, errors
         return library.run("encode", call, "encode") != encode.REFUSED
 
 

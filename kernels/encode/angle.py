@@ -15,7 +15,7 @@ from kvpack.formats.columns import next_power_of_two
 
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, unbiased_factor
+from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, store_errors, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
@@ -114,11 +114,17 @@ def angle_and_norm(first: tl.tensor, second: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
-def _unbiased_norm_factor(projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr) -> tl.tensor:
-    """Return the factor ``[token, 1]`` by which norm_rule=unbiased multiplies each token's norms."""
+def _norm_factor(
+    block: tl.tuple, projected: tl.tensor, decoded: tl.tensor, squares: tl.tensor, RULE: tl.constexpr, SHAPE: tl.constexpr
+) -> tl.tensor:
+    """Return the factor ``[token, 1]`` by which norm_rule multiplies each token's norms, and store the tokens' errors."""
     product = tl.sum(projected * decoded, 1)[:, None]
-    one = tl.zeros(product.shape, tl.float32) + 1.0
-    return unbiased_factor(one, squares, product, tl.sum(decoded * decoded, 1)[:, None], float("inf"), RULE)
+    sum_of_squares = tl.sum(decoded * decoded, 1)[:, None]
+    factor = tl.zeros(product.shape, tl.float32) + 1.0
+    if RULE > 0:
+        factor = unbiased_factor(factor, squares, product, sum_of_squares, float("inf"), RULE)
+    store_errors(block, factor, squares, product, sum_of_squares, SHAPE)
+    return factor
 
 
 @triton.jit
@@ -143,13 +149,13 @@ def _quantize(
     flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
     pair = tl.arange(0, SYMBOLS)[None, :]
     is_pair = pair < DIM // 2
-    if RULE > 0:
+    if RULE > 0 or SHAPE.measured:
         # Project each pair onto the direction to which its bin decodes; padding has norm 0.
         projected = norm * tl.cos((turn * BINS - bins - 0.5) * (2 * _PI / BINS))
         squares = tl.sum(norm * norm, 1)[:, None]
     if NORM == "fp32":
-        if RULE > 0:
-            norm = norm * _unbiased_norm_factor(projected, norm, squares, RULE)
+        if RULE > 0 or SHAPE.measured:
+            norm = norm * _norm_factor(block, projected, norm, squares, RULE, SHAPE)
         tl.store(norms + row * (DIM // 2) + pair, norm, valid & is_pair)
         digits = (bins,)
     else:
@@ -168,11 +174,11 @@ def _quantize(
         low = stored_low.to(tl.float32)
         steps = (norm - low) * (tl.where(step > 0, 1.0, 0.0) / tl.where(step > 0, step, 1.0))
         code = nearest_integer(steps, STEPS)
-        if RULE > 0:
+        if RULE > 0 or SHAPE.measured:
             decoded = low + step * code.to(tl.float32)
             if NORM == "log":
                 decoded = tl.exp2(decoded)
-            factor = _unbiased_norm_factor(projected, tl.where(is_pair, decoded, 0.0), squares, RULE)
+            factor = _norm_factor(block, projected, tl.where(is_pair, decoded, 0.0), squares, RULE, SHAPE)
             if NORM == "log":
                 low = low + tl.log2(factor)
             else:

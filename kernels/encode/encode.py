@@ -34,13 +34,15 @@ class Encoding(NamedTuple):
     run: Callable[[], bool]
 
 
-def encode(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
+def encode(
+    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
+) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
-    ``before`` contains the streams of the preceding tokens, if any. Returns None if ``formats/`` must encode ``x``, because the kernels do
-    not support the codec, its options or some values.
+    ``before`` contains the streams of the preceding tokens, if any, and ``errors`` is that of ``Output``. Returns None if ``formats/`` must
+    encode ``x``, because the kernels do not support the codec, its options or some values.
     """
-    encoding = prepare(codec, x, before)
+    encoding = prepare(codec, x, before, errors)
     if encoding is None or not encoding.run() or encoding.flag.item():
         return None
     return encoding.streams
@@ -51,7 +53,9 @@ def supports_bf16_products(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None) -> Encoding | None:
+def prepare(
+    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
+) -> Encoding | None:
     """Prepare ``encode`` and allocate its streams; return None if there is no kernel for the codec and device, or if ``x`` is empty.
 
     Streams with one row for all tokens are copied from ``before``, or are 0 without it.
@@ -68,4 +72,4 @@ def prepare(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | 
             allocate = torch.zeros if layout.per == "run" else torch.empty
             streams[name] = allocate(layout.shape, dtype=_DTYPES[layout.dtype], device=x.device)
     flag = torch.zeros(1, dtype=torch.int32, device=x.device)
-    return Encoding(streams, flag, partial(encoder, codec, x, create_output(codec, streams, flag)))
+    return Encoding(streams, flag, partial(encoder, codec, x, create_output(codec, streams, flag, None, errors)))

@@ -35,22 +35,30 @@ class Output(NamedTuple):
     """The memory to which an encoder writes: a codec's ``streams``, and views of the code ``planes`` that kernels write to.
 
     ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag are those of the first
-    batch entry.
+    batch entry. ``errors``, float32 ``[batch, kv_head, token]``, receives the errors of tokens relative to their norms, if it is given and
+    the codec has ``direction_spread``.
     """
 
     streams: Mapping[str, torch.Tensor]
     planes: tuple[torch.Tensor, ...]
     flag: torch.Tensor
     origins: Origins | None = None
+    errors: torch.Tensor | None = None
 
 
-def create_output(codec: Codec, streams: Mapping[str, torch.Tensor], flag: torch.Tensor, origins: Origins | None = None) -> Output:
+def create_output(
+    codec: Codec,
+    streams: Mapping[str, torch.Tensor],
+    flag: torch.Tensor,
+    origins: Origins | None = None,
+    errors: torch.Tensor | None = None,
+) -> Output:
     """Create the ``Output`` with ``streams`` of ``codec``; a plane of bytes is viewed as uint8."""
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
         planes += words if packing.column_bytes % 2 == 0 else [*words[:-1], words[-1].view(torch.uint8)]
-    return Output(streams, tuple(planes), flag, origins)
+    return Output(streams, tuple(planes), flag, origins, errors)
 
 
 class Quantizer(NamedTuple):
@@ -87,7 +95,7 @@ class EncodeShape(NamedTuple):
 
     There are ``blocks`` blocks of ``block`` symbols with ``coordinates`` coordinates each; ``symbols`` counts the symbols of all levels.
     Matrix products split each value into ``parts`` numbers of type ``operand``, and are scaled by ``scale``. Digits are packed to
-    ``streams``, which is empty for a quantizer without digits.
+    ``streams``, which is empty for a quantizer without digits. ``measured`` is True if the errors of tokens are stored.
     """
 
     dim: int
@@ -101,6 +109,7 @@ class EncodeShape(NamedTuple):
     blocks: int
     tokens: int
     streams: tuple[StreamPacking, ...]
+    measured: bool
 
 
 class TokenBlock(NamedTuple):
@@ -108,7 +117,7 @@ class TokenBlock(NamedTuple):
 
     ``token`` (indices in the sequence), ``row`` (indices over all heads) and ``valid`` are ``[token, 1]``. ``rows`` are the values
     ``[token, channel]``, or pointers to them if nothing is rotated. The sequence's index is ``batch`` in the ``stored`` streams of scales,
-    and ``sequence`` in ``tables``.
+    and ``sequence`` in ``tables``. ``errors`` are the addresses of the tokens' errors, ``[token, 1]``, if they are measured.
     """
 
     rows: Any
@@ -124,6 +133,7 @@ class TokenBlock(NamedTuple):
     stored: Any
     tables: Any
     flag: Any
+    errors: Any
 
 
 def encode_rows(
@@ -160,11 +170,12 @@ def encode_rows(
     launch(
         _encode, x.shape[0] * x.shape[1] * -(-x.shape[2] // tokens), x.device,
         *arguments, coordinate_matrices(codec.rotation, coordinates, symbols, block, x) if rotated else None, plan.places, output.planes,
-        tuple(stored), tuple(tables) or (output.flag,), output.flag,
+        tuple(stored), tuple(tables) or (output.flag,), output.flag, output.flag if output.errors is None else output.errors,
         ALIGNED=constants["ALIGNED"], QUANTIZER=quantizer,
         SHAPE=EncodeShape(
             constants["DIM"], constants["PADDED_DIM"], constants["PARTS"], constants["OPERAND"], rotation_scale(codec.rotation),
             coordinates, symbols + padding, block, symbols // block, tokens, plan.streams if packs else (),
+            output.errors is not None,
         ), warps=warps, fusion=fusion,
     )  # fmt: skip
     return True
@@ -193,6 +204,7 @@ def _encode(
     stored: tl.tuple,
     tables: tl.tuple,
     flag: tl.tensor,
+    errors: tl.tensor,
     ALIGNED: tl.constexpr,
     QUANTIZER: tl.constexpr,
     SHAPE: tl.constexpr,
@@ -226,7 +238,8 @@ def _encode(
         rows = x + batch * batch_stride + head * head_stride + token * token_stride
     else:
         rows = load_rows(x, batch_stride, head_stride, token_stride, channel_stride, batch, head, token, valid, DIM, PADDED_DIM)
-    block = TokenBlock(rows, token, row, valid, first, head, batch, sequence, heads, tokens, stored, tables, flag)
+    errors += (sequence * heads + head) * tokens + token
+    block = TokenBlock(rows, token, row, valid, first, head, batch, sequence, heads, tokens, stored, tables, flag, errors)
     state = ()
     if QUANTIZER.begin is not None:
         state = QUANTIZER.begin(block, CONSTANTS, SHAPE)

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 from triton import language as tl
 
-from .rows import MAX_SQUARE, MIN_SQUARE, compute_norms, norm_byte_bounds, norm_limit, norm_rule_limit, store_norms, unbiased_factor
+from .rows import (
+    MAX_SQUARE,
+    MIN_SQUARE,
+    compute_norms,
+    norm_byte_bounds,
+    norm_limit,
+    norm_rule_limit,
+    store_errors,
+    store_norms,
+    unbiased_factor,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +86,9 @@ def end_norms(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: 
     norm = state.norm
     if RULE > 0:
         norm = unbiased_factor(norm, 1.0, state.product, state.decoded, LIMIT, RULE)
+    # Of a token of zeros everything is 0.
+    squares = tl.where(state.norm > 0, 1.0, 0.0)
+    store_errors(block, norm / tl.where(state.norm > 0, state.norm, 1.0), squares, state.product, state.decoded, SHAPE)
     if LOG8 < 0:
         store_norms(block.stored[0], norm, block.row, block.valid, None, LIMIT)
     else:

@@ -135,7 +135,7 @@ def _quantize(
         if CONSTANTS.length:
             radius = tl.sqrt(u * u + v * v + w * w)
     level = find_level(radius * state.factor, block.tables[2], NORM_LEVELS)
-    if CONSTANTS.norms.rule > 0:
+    if CONSTANTS.norms.rule > 0 or SHAPE.measured:
         decoded = look_up_entry(level, block.tables[3], NORM_LEVELS)
         decoded = tl.where(number * BLOCK + tl.arange(0, BLOCK)[None, :] < CONSTANTS.triplets, decoded, 0.0)
         state = add_decoded(state, best * state.factor, decoded)

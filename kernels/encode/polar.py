@@ -21,7 +21,7 @@ from kvpack.formats.tables import cache_per_device
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, angle_and_norm
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .rows import MAX_PRODUCTS, find_level, flag_unless, norm_limit, norm_rule_limit, unbiased_factor
+from .rows import MAX_PRODUCTS, find_level, flag_unless, norm_limit, norm_rule_limit, store_errors, unbiased_factor
 
 if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
@@ -155,7 +155,7 @@ def _project_pairs(first: tl.tensor, second: tl.tensor, code: tl.tensor, directi
 class PolarState(NamedTuple):
     """State of one level: its radii, and the projections of each radius's values onto their decoded direction.
 
-    Projections are only computed if the norm rule needs them. Above the first level, fields are flat, ``[token * pair]``.
+    Projections are only computed if the norm rule or the errors need them. Above the first level, fields are flat, ``[token * pair]``.
     """
 
     radius: Any
@@ -175,7 +175,7 @@ def _quantize(
     flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
     code = tl.minimum((polar[0] * BINS).to(tl.int32), BINS - 1)
     product = radius
-    if CONSTANTS.rule > 0:
+    if CONSTANTS.rule > 0 or SHAPE.measured:
         product = _project_pairs(values[0] * SCALE, values[1] * SCALE, code, block.tables[1])
     return (code,), PolarState(radius, product)
 
@@ -192,7 +192,7 @@ def _quantize_level(block: tl.tuple, state: tl.tuple, LEVEL: tl.constexpr, CONST
     radius = _prevent_recomputation(polar[1], COMPILED)
     code = _prevent_recomputation(find_level(polar[0], block.tables[0] + (LEVEL - 1) * _MAX_ANGLES, ANGLES), COMPILED)
     product = radius
-    if CONSTANTS.rule > 0:
+    if CONSTANTS.rule > 0 or SHAPE.measured:
         pair = tl.split(tl.reshape(state.product, (TOKENS * PAIRS, 2)))
         product = _prevent_recomputation(_project_pairs(pair[0], pair[1], code, block.tables[1] + LEVEL * 2 * _MAX_ANGLES), COMPILED)
     return (_widen_tile(code, PAIRS),), PolarState(radius, product)
@@ -209,10 +209,14 @@ def _store_radii(block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAP
     RULE: tl.constexpr = CONSTANTS.rule
     radius = tl.reshape(state.radius, (TOKENS, WIDTH))
     flag_unless(radius < LIMIT, block.flag)
-    if RULE > 0:
-        product = tl.reshape(state.product, (TOKENS, WIDTH)) / tl.where(radius > 0, radius, 1.0)
-        radius = unbiased_factor(radius, 1.0, product, 1.0, LIMIT, RULE)
     index = tl.arange(0, WIDTH)[None, :]
+    if RULE > 0 or SHAPE.measured:
+        length = radius
+        product = tl.reshape(state.product, (TOKENS, WIDTH)) / tl.where(radius > 0, radius, 1.0)
+        if RULE > 0:
+            radius = unbiased_factor(length, 1.0, product, 1.0, LIMIT, RULE)
+        squares = tl.sum(length * length, 1)[:, None]
+        store_errors(block, 1.0, squares, tl.sum(length * product * radius, 1)[:, None], tl.sum(radius * radius, 1)[:, None], SHAPE)
     radii = block.stored[0]
     stored = tl.where(radius < LIMIT, radius, 0.0).to(radii.dtype.element_ty)
     tl.store(radii + block.row * RADII + index, stored, block.valid & (index < RADII))

@@ -18,7 +18,7 @@ from kvpack.formats.quaternion_search import UNITS
 
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, unbiased_factor
+from .rows import MAX_PRODUCTS, flag_unless, nearest_integer, norm_limit, norm_rule_limit, store_errors, unbiased_factor
 
 if TYPE_CHECKING:
     import torch
@@ -151,12 +151,17 @@ def _quantize(
     a, b, c, d = _rotate_by_conjugate(w, i, j, k, tl.load(chosen), tl.load(chosen + 1), tl.load(chosen + 2), tl.load(chosen + 3))
     codeword = winner * _UNITS + _nearest_unit(a, b, c, d)
 
-    if RULE > 0:
+    if RULE > 0 or SHAPE.measured:
         # The largest product with a codeword is the projection onto it; radii decode to code / STEPS times the scale.
         relative = tl.where(scale > 0, SCALE, 0.0) / tl.where(scale > 0, scale, 1.0)
         decoded = code.to(tl.float32) * (1.0 / STEPS)
         product = tl.sum(best * relative * decoded, 1)[:, None]
         squares = tl.sum((radius * (relative / SCALE)) * (radius * (relative / SCALE)), 1)[:, None]
-        scale = unbiased_factor(scale, squares, product, tl.sum(decoded * decoded, 1)[:, None], LIMIT, RULE)
+        sum_of_squares = tl.sum(decoded * decoded, 1)[:, None]
+        factor = scale
+        if RULE > 0:
+            factor = unbiased_factor(scale, squares, product, sum_of_squares, LIMIT, RULE)
+        store_errors(block, factor / tl.where(scale > 0, scale, 1.0), squares, product, sum_of_squares, SHAPE)
+        scale = factor
     tl.store(scales + block.row, scale.to(scales.dtype.element_ty), block.valid)
     return (codeword, code), state

@@ -206,7 +206,7 @@ def multiply_coordinates(
     PARTS: tl.constexpr,
     OPERAND: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply ``rows`` ``[token, PADDED_DIM]`` by matrix ``number`` of ``coordinate_matrices``: float32 ``[token, BLOCK]``."""
+    """Multiply ``rows`` ``[token, PADDED_DIM]`` by matrix ``index`` of ``coordinate_matrices``: float32 ``[token, BLOCK]``."""
     address = matrix + index * PADDED_DIM * BLOCK + tl.arange(0, PADDED_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     factor = tl.load(address).to(OPERAND)
     if PARTS == 1:
@@ -266,6 +266,19 @@ def unbiased_factor(
     """Compute ``formats.norm_rule.unbiased_factor`` for tiles of one shape."""
     is_close = (product > 0) & (2 * product * product >= squares * decoded) & (norm < LIMIT)
     return tl.where(is_close, tl.minimum(norm * (squares / tl.where(is_close, product, 1.0)), RULE), norm)
+
+
+@triton.jit
+def store_errors(
+    block: tl.tuple, factor: tl.tensor, squares: tl.tensor, product: tl.tensor, decoded: tl.tensor, SHAPE: tl.constexpr
+) -> None:
+    """Store the errors of tokens u that decode to ``factor`` d, relative to |u|, if they are measured.
+
+    ``squares`` is |u|^2, ``product`` <u, d> and ``decoded`` |d|^2, ``[token, 1]`` each.
+    """
+    if SHAPE.measured:
+        error = tl.maximum(squares - 2 * factor * product + factor * factor * decoded, 0.0)
+        tl.store(block.errors, tl.sqrt_rn(error / tl.where(squares > 0, squares, float("inf"))), block.valid)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ def _quantize(
     """Return the codes of a block of channels and the updated state. With two widths, every channel is encoded in both."""
     magnitude = tl.abs(values[0]) * state.factor
     digits, decoded = _encode_magnitudes(values[0], magnitude, block, number, CONSTANTS, SHAPE)
-    if CONSTANTS.norms.rule > 0:
+    if CONSTANTS.norms.rule > 0 or SHAPE.measured:
         state = add_decoded(state, magnitude, decoded)
     return digits, state
 

@@ -14,6 +14,7 @@ import torch
 import triton
 from triton import language as tl
 
+from kvpack.formats.norm_rule import relative_errors
 from kvpack.kernels.bitpack.columns import launch
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
         return False
     for name, stream in codec.encode_with(x.to(torch.float32), nearest_path, ROWS).items():
         output.streams[name].copy_(stream)
+    if output.errors is not None:
+        output.errors.copy_(relative_errors(codec, output.streams, x.to(torch.float32)))
     return True
 
 

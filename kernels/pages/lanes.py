@@ -99,8 +99,11 @@ def supports_rows(rows: torch.Tensor) -> bool:
     return not (rows.data_ptr() % STREAM_ALIGNMENT or rows.stride(0) % STREAM_ALIGNMENT or rows.stride(1) != 1)
 
 
-def encode(lane: PageSide, job: PageJob) -> bool:
-    """Write the streams of one side to all rows of ``job``; return False if the kernels do not support the call."""
+def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
+    """Write the streams of one side to all rows of ``job``; return False if the kernels do not support the call.
+
+    ``errors``, float32 ``[page and layer, kv_head, token]``, receives the errors of tokens relative to their norms (``encode.Output``).
+    """
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)
@@ -115,7 +118,7 @@ def encode(lane: PageSide, job: PageJob) -> bool:
     row = first.shape[3] * first.element_size()
     if encoder is None or row > MAX_ROW_BYTES or first.dtype not in DTYPES.values() or not supports_bf16_products(first.device):
         return False
-    return encoder(codec, x, create_output(codec, streams, job.status, origins))
+    return encoder(codec, x, create_output(codec, streams, job.status, origins, errors))
 
 
 def decode(lane: PageSide, job: PageJob) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -44,18 +44,31 @@ BACKENDS = ("torch", "triton", "cpu")
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 """Environment variable that disables inline PTX in the kernels if it is 0."""
 
+class TokenSizes(NamedTuple):
+    """Tensors for what encoders measure of tokens in the coded frame, contiguous float32 ``[batch, kv_head, token]``; None if not needed.
+
+    ``norms`` are ``codec.coded_norms``, and ``errors`` the norms of the tokens' errors relative to these, which only codecs with
+    ``direction_spread`` have. ``errors`` may ignore the rounding of stored norms.
+    """
+
+    norms: torch.Tensor | None = None
+    errors: torch.Tensor | None = None
+
+
+UNMEASURED = TokenSizes()
+
+
 _C_KERNELS = "the C kernels, which are missing or outdated (to build them, reinstall kvpack with a C compiler)"
 
 
 def encode(
-    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, coded: torch.Tensor | None = None
+    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, sizes: TokenSizes = UNMEASURED
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` with a kernel and return the streams.
 
     Returns None if the codec itself must encode: if no kernels run, if they do not support the codec, or if ``x`` has values that the codec
-    may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. For a codec that changes norms, ``coded``,
-    contiguous float32 ``[batch, kv_head, token]``, is filled with ``codec.coded_norms`` unless the result is None. Raises the errors of
-    ``uses_triton`` and ``uses_c``.
+    may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. Unless the result is None, the tensors in
+    ``sizes`` are filled. Raises the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -63,14 +76,14 @@ def encode(
 
         if isinstance(codec, Lossless) and lossless.supports_encoding(codec, x):
             return lossless.encode(codec, x, before)
-        return c_encode.encode(codec, x, before, coded=coded) if c_encode.supports(codec, x) else None
+        return c_encode.encode(codec, x, before, norms=sizes.norms, errors=sizes.errors) if c_encode.supports(codec, x) else None
     if not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode
 
-    streams = encode.encode(codec, x, before)
-    if coded is not None and streams is not None:
-        coded.copy_(codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([x.float()])), before))
+    streams = encode.encode(codec, x, before, sizes.errors)
+    if sizes.norms is not None and streams is not None:
+        sizes.norms.copy_(codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([x.float()])), before))
     return streams
 
 

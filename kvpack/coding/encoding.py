@@ -33,6 +33,7 @@ from kvpack.formats.head_norms import (
     shared_scale_factors,
     widening_factors,
 )
+from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import VALUES, RawPositions, add_misfits, replace_tokens
 from kvpack.formats.sidecars import WithSidecars
@@ -42,6 +43,7 @@ from kvpack.runtime.modes import float32_no_grad
 
 from . import dispatch
 from .blocks import for_each_block
+from .dispatch import UNMEASURED, TokenSizes
 from .token_errors import EncodedRun, crowding, own_errors
 
 if TYPE_CHECKING:
@@ -179,10 +181,10 @@ def encode(
     if raw is not None:
         return _encode_with_raw_tokens(codec, raw, x, where, before, position, norms)
     with float32_no_grad(x.device):
-        coded = room_for_norms(codec, x)
-        streams = encode_all(codec, x, where, before, position, coded)
+        sizes = room_for_sizes(codec, x)
+        streams = encode_all(codec, x, where, before, position, sizes)
         given = cache(partial(dispatch.norms, x))
-        _report_misfit(_losses(EncodedRun(codec, x, streams, given, coded)), where)
+        _report_misfit(_losses(EncodedRun(codec, x, streams, given, sizes)), where)
     return streams
 
 
@@ -209,16 +211,16 @@ def encode_all(
     where: str,
     before: Mapping[str, torch.Tensor] | None = None,
     position: int | None = None,
-    coded: torch.Tensor | None = None,
+    sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
     """Encode as ``encode`` does, but with a codec that stores no tokens raw by position, and without warnings about tokens.
 
-    If the codec changes norms, ``codec.coded_norms`` are written to ``coded``, contiguous float32 ``[batch, kv_head, token]``.
+    The tensors in ``sizes`` are filled.
     """
     with float32_no_grad(x.device):
-        streams = dispatch.encode(codec, x, before, coded)
+        streams = dispatch.encode(codec, x, before, sizes)
     if streams is None:
-        streams = _encode_in_blocks(codec, x, where, before, position, coded)
+        streams = _encode_in_blocks(codec, x, where, before, position, sizes)
     kept = codec.summary.exact_dtype
     if kept is not None and RAW_NAMES[x.dtype] not in EXACT_DTYPES[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
         names = f"{RAW_NAMES[x.dtype]} values as {kept}"
@@ -242,9 +244,9 @@ def _encode_with_raw_tokens(
         chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
         if shared and raw.high_norm and not plain.summary.changes_norms:
             chosen = add_misfits(chosen, misfit_scores(given(), shared))
-        coded = room_for_norms(plain, x)
+        sizes = room_for_sizes(plain, x)
         try:
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
         except OutOfRange:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
             large = exceeds_usual(given(), raw.high_norm) if raw.high_norm else None
@@ -252,8 +254,8 @@ def _encode_with_raw_tokens(
             if more is None or not more.any():
                 raise
             chosen = chosen | more
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, coded)
-        losses = _losses(EncodedRun(plain, x, streams, given, coded, chosen))
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
+        losses = _losses(EncodedRun(plain, x, streams, given, sizes, chosen))
         kept = chosen
         if losses and raw.high_norm:
             kept = add_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
@@ -270,9 +272,9 @@ def _encode_others(
     where: str,
     before: Mapping[str, torch.Tensor] | None,
     position: int | None,
-    coded: torch.Tensor | None = None,
+    sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x`` with the tokens ``chosen``, bool ``[batch, token]``, stored raw, and fill ``coded`` as ``encode_all`` does.
+    """Encode ``x`` with the tokens ``chosen``, bool ``[batch, token]``, stored raw, and fill ``sizes`` as ``encode_all`` does.
 
     Raises the errors of ``encode``.
     """
@@ -287,11 +289,11 @@ def _encode_others(
         if not plain.summary.entries and not plain.summary.has_run_rows:
             # Rows of tokens can be replaced, which is faster than copying all values without the raw tokens.
             with contextlib.suppress(OutOfRange):
-                streams = encode_all(plain, x, where, before, position, coded)
-                _encode_groups_again(plain, x, chosen, streams, where, before, coded)
+                streams = encode_all(plain, x, where, before, position, sizes)
+                _encode_groups_again(plain, x, chosen, streams, where, before, sizes)
         if streams is None:
             rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
-            streams = encode_all(plain, rest, where, before, position, coded)
+            streams = encode_all(plain, rest, where, before, position, sizes)
     streams |= raw_values
     return {name: streams[name] for name in codec.row_layouts}
 
@@ -303,9 +305,9 @@ def _encode_groups_again(
     streams: dict[str, torch.Tensor],
     where: str,
     before: Mapping[str, torch.Tensor] | None,
-    coded: torch.Tensor | None,
+    sizes: TokenSizes,
 ) -> None:
-    """Encode again the token groups with ``chosen`` tokens, bool ``[batch, token]``, but without these, into ``streams`` and ``coded``."""
+    """Encode again the token groups with ``chosen`` tokens, bool ``[batch, token]``, but without these, into ``streams`` and ``sizes``."""
     group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
@@ -314,10 +316,12 @@ def _encode_groups_again(
     places = places[places < tokens]
     chosen_here = chosen[:, places]
     token, sequence = chosen_here.T.nonzero().unbind(1)
-    norms = None if coded is None else torch.empty(*x.shape[:2], len(places), dtype=torch.float32, device=x.device)
-    encoded = encode_all(codec, replace_tokens(x[:, :, places], token, sequence, chosen_here, group), where, before, coded=norms)
-    if coded is not None and norms is not None:
-        coded[:, :, places] = norms
+    rest = replace_tokens(x[:, :, places], token, sequence, chosen_here, group)
+    sizes_here = room_for_sizes(codec, rest)
+    encoded = encode_all(codec, rest, where, before, sizes=sizes_here)
+    for target, source in zip(sizes, sizes_here, strict=True):
+        if target is not None and source is not None:
+            target[:, :, places] = source
     for name, entry in codec.row_layouts.items():
         rows = torch.unique(places // entry.tokens_per_row)
         # Some versions of PyTorch cannot index uint16 on some devices.
@@ -333,7 +337,7 @@ def _encode_in_blocks(
     where: str,
     before: Mapping[str, torch.Tensor] | None,
     position: int | None,
-    coded: torch.Tensor | None,
+    sizes: TokenSizes,
 ) -> dict[str, torch.Tensor]:
     batch, heads, tokens, dim = x.shape
     layout = codec.layout(batch, heads, tokens)
@@ -344,18 +348,31 @@ def _encode_in_blocks(
         part = _values(codec, x, start, stop, where)
         with prefix_errors(f"{where}, tokens {start} to {stop - 1}", OutOfRange):
             encoded = run.encode(part, start)
+        if sizes.errors is not None and not isinstance(codec, WithSidecars):
+            sizes.errors[:, :, start:stop] = relative_errors(codec, encoded, part)
         for name, entry in layout.items():
             if entry.per == "token":
                 streams[name][:, :, start // entry.tokens_per_row : -(-stop // entry.tokens_per_row)] = encoded[name]
         entries[start] = {name: encoded[name] for name, entry in layout.items() if entry.per == "entry"}
 
     def measure(block: torch.Tensor, start: int) -> None:
-        if coded is not None:
-            coded[:, :, start : start + block.shape[2]] = dispatch.norms(block)
+        if sizes.norms is not None:
+            sizes.norms[:, :, start : start + block.shape[2]] = dispatch.norms(block)
+
+    def encode_inner(inner: Codec, block: torch.Tensor, start: int) -> dict[str, torch.Tensor] | None:
+        if sizes.errors is None:
+            return dispatch.encode(inner, block)
+        errors = torch.empty(block.shape[:3], dtype=torch.float32, device=block.device)
+        encoded = dispatch.encode(inner, block, sizes=TokenSizes(errors=errors))
+        if encoded is None:
+            encoded = inner.encode(block)
+            errors = relative_errors(inner, encoded, block)
+        sizes.errors[:, :, start : start + block.shape[2]] = errors
+        return encoded
 
     with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
-        begin = partial(codec.begin, kernel=dispatch.encode, watch=measure) if isinstance(codec, WithSidecars) else codec.begin
+        begin = partial(codec.begin, kernel=encode_inner, watch=measure) if isinstance(codec, WithSidecars) else codec.begin
         with prefix_errors(where, OutOfRange):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
             run = begin(given, before)
@@ -428,19 +445,19 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     )
 
 
-def room_for_norms(codec: Codec, x: torch.Tensor) -> torch.Tensor | None:
-    """Return an uninitialized tensor for the norms that ``codec`` encodes of ``x``, without raw tokens; None if they are not needed."""
+def room_for_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
+    """Return uninitialized tensors for what is needed of the sizes that ``codec``, without raw tokens, encodes of ``x``."""
     summary = codec.summary
-    if not summary.changes_norms or (summary.error_spread and not summary.shared_scales):
-        return None
-    return torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
+    needs_norms = summary.changes_norms and (not summary.error_spread or bool(summary.shared_scales))
+    needed = needs_norms, summary.direction_spread > 0
+    return TokenSizes(*(torch.empty(x.shape[:3], dtype=torch.float32, device=x.device) if one else None for one in needed))
 
 
 def _losses(run: EncodedRun) -> list[Loss]:
     """Return the losses of the tokens of ``run``: what they lose themselves, and what they cost others."""
     shared, losses = run.codec.summary.shared_scales, losses_of(run)
     if shared:
-        measured = run.norms() if run.coded is None else run.coded
+        measured = run.norms() if run.sizes.norms is None else run.sizes.norms
         # In most runs no scale is too large.
         if TOKENS in shared and (factors := widening_factors(measured, shared)).any():
             losses.insert(0, Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))

@@ -14,16 +14,22 @@ import torch
 from kvpack.formats.head_norms import PAGE_TOKENS, exceeds_usual, has_large_size, usual_norms
 
 from . import dispatch
+from .dispatch import UNMEASURED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from kvpack.formats.base import Codec
 
+    from .dispatch import TokenSizes
+
     Streams = Mapping[str, torch.Tensor]
 
 CODED_SPREAD = 1.4
 """Norms of what maps and means leave of ordinary tokens are less than this many times the usual one."""
+
+_DIRECTION_MARGIN = 0.9
+"""Margin for errors in the coded frame, which a channel scale makes larger or smaller."""
 
 _SAMPLED, _LEAST_SAMPLES = 32, 4
 """One in ``_SAMPLED`` tokens is enough to estimate the usual size of values, but short runs use at least ``_LEAST_SAMPLES``."""
@@ -38,7 +44,7 @@ class EncodedRun:
         x: The values, ``[batch, kv_head, token, dim]``.
         streams: The encoded streams.
         norms: Returns the norms of ``x``, ``[batch, kv_head, token]``.
-        coded: Norms of what was encoded, for codecs that change norms and have no ``error_sizes``.
+        sizes: What the encoder measured.
         kept: Raw tokens, bool ``[batch, token]``, which are not measured.
     """
 
@@ -46,7 +52,7 @@ class EncodedRun:
     x: torch.Tensor
     streams: Streams
     norms: Callable[[], torch.Tensor]
-    coded: torch.Tensor | None = None
+    sizes: TokenSizes = UNMEASURED
     kept: torch.Tensor | None = None
 
 
@@ -56,31 +62,16 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
     Counts the smaller one of two factors: that of the error, and that of the error relative to the token's norm. So neither large nor small
     tokens are reported for their norm alone.
     """
-    codec, x, streams, coded, kept = run.codec, run.x, run.streams, run.coded, run.kept
-    spread = codec.summary.error_spread
-    if x.shape[2] < 3 or (not spread and coded is None):
-        # Two tokens are too few for an outlier.
+    codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
+    # Two tokens are too few for an outlier.
+    if x.shape[2] < 3 or not may_lose(codec, streams, run.sizes, x.device):
         return None
-    # Raw tokens were replaced by small values, so they cannot hide others.
-    if spread:
-        if not dispatch.has_large_error(codec, streams, spread, x.device):
-            return None
-        sizes = codec.error_sizes(streams)
-    else:
-        assert coded is not None
-        if not has_large_size(coded, CODED_SPREAD):
-            return None
-        sizes = coded
-    excluded = None if kept is None or not kept.any() else kept[:, None]
-    suspects = exceeds_usual(_mask_excluded(sizes, excluded), spread or CODED_SPREAD)
+    by_size, by_direction = _suspects_by_size(run), _suspects_by_direction(run)
+    suspects = by_size if by_direction is None else by_direction if by_size is None else by_size | by_direction
     if suspects is None:
         return None
     given = run.norms()
-    excluded = given <= 0 if excluded is None else (given <= 0) | excluded
-    # Sizes relative to the norm are imprecise if sizes are powers of two.
-    larger = exceeds_usual(_mask_excluded(sizes / given, excluded), 1.0 if spread else CODED_SPREAD)
-    if larger is None or not (suspects := suspects & larger).any():
-        return None
+    excluded = given <= 0 if kept is None else (given <= 0) | kept[:, None]
     result = torch.zeros_like(given)
     for start, stop in _measured_ranges(codec, suspects):
         decoded = dispatch.decode(codec, _slice(codec, streams, start, stop))
@@ -89,7 +80,57 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
         errors = (_mask_excluded(size, excluded[:, :, part]) for size in (error, error / given[:, :, part]))
         factors = torch.minimum(*(size / usual_norms(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
         result[:, :, part] = torch.where(suspects[:, :, part], factors, result[:, :, part])
+    if by_direction is not None:
+        # Ordinary tokens also have directions that the codec approximates worse than others.
+        ordinary = result <= codec.summary.direction_spread
+        result.masked_fill_(ordinary if by_size is None else ordinary & ~by_size, 0.0)
     return result
+
+
+def may_lose(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
+    """Return False if ``own_errors`` is None for a run of these streams, which are on ``device``, and these sizes."""
+    summary = codec.summary
+    if sizes.errors is not None and has_large_size(sizes.errors, _DIRECTION_MARGIN * summary.direction_spread):
+        return True
+    if summary.error_spread:
+        return dispatch.has_large_error(codec, streams, summary.error_spread, device)
+    return sizes.norms is not None and has_large_size(sizes.norms, CODED_SPREAD)
+
+
+def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
+    """Return a mask, bool ``[batch, kv_head, token]``, of tokens whose error may be large because of their size or their scales.
+
+    The result is None if there are none.
+    """
+    codec, kept = run.codec, run.kept
+    spread = codec.summary.error_spread
+    sizes = codec.error_sizes(run.streams) if spread else run.sizes.norms
+    if sizes is None:
+        return None
+    # Raw tokens were replaced by small values, so they cannot hide others.
+    excluded = None if kept is None or not kept.any() else kept[:, None]
+    suspects = exceeds_usual(_mask_excluded(sizes, excluded), spread or CODED_SPREAD)
+    if suspects is None:
+        return None
+    given = run.norms()
+    excluded = given <= 0 if excluded is None else (given <= 0) | excluded
+    # Sizes relative to the norm are imprecise if sizes are powers of two.
+    larger = exceeds_usual(_mask_excluded(sizes / given, excluded), 1.0 if spread else CODED_SPREAD)
+    return None if larger is None or not (suspects := suspects & larger).any() else suspects
+
+
+def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
+    """Return a mask, bool ``[batch, kv_head, token]``, of tokens whose directions the codec may approximate badly.
+
+    The result is None if there are none.
+    """
+    if run.sizes.errors is None:
+        return None
+    suspects = exceeds_usual(run.sizes.errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
+    if suspects is None or run.kept is None:
+        return suspects
+    suspects &= ~run.kept[:, None]
+    return suspects if suspects.any() else None
 
 
 def crowding(run: EncodedRun) -> torch.Tensor | None:

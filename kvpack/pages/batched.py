@@ -15,12 +15,14 @@ import torch
 
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_norms
+from kvpack.coding.dispatch import UNMEASURED, TokenSizes
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_sizes
 from kvpack.coding.token_errors import EncodedRun
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
 from kvpack.formats.key_mean import KeyMean
+from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, put_slots, store_in_slots
 from kvpack.formats.sidecars import WithSidecars
@@ -88,13 +90,24 @@ def can_lose(lane: Lane) -> bool:
     return lane.measured or lane.watched is not None
 
 
+def room_for_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
+    """Return an uninitialized tensor for the errors of ``lanes.encode`` in ``pages`` pages; None if they are not needed."""
+    if not lane.plain.summary.direction_spread:
+        return None
+    return torch.empty(pages * lane.count, lane.geometry.heads, lane.geometry.tokens, dtype=torch.float32, device=device)
+
+
 def suspects(
-    lane: Lane, norms: Callable[[], torch.Tensor], key_norms: Callable[[], torch.Tensor], rows: torch.Tensor
+    lane: Lane,
+    norms: Callable[[], torch.Tensor],
+    key_norms: Callable[[], torch.Tensor],
+    rows: torch.Tensor,
+    errors: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return a mask of the pages in which ``count_losses`` may find tokens, bool ``[page]``, without waiting for the device.
 
     ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of its
-    values and of the keys, ``[page and layer, kv_head, token]``.
+    values and of the keys, ``[page and layer, kv_head, token]``. ``errors`` are those that ``lanes.encode`` wrote.
     """
     codec, watched = lane.plain, lane.watched
     found = []
@@ -102,6 +115,8 @@ def suspects(
         found += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
     if HEADS in lane.shared:
         found.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
+    if errors is not None:
+        found.append(mark_large(errors, codec.summary.direction_spread))
     if lane.measured:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
@@ -122,7 +137,8 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
     for first, some in _slot_batches(lane, slots, torch.float32):
         x, key_norms, misfits = _measure(lane, layers, keys, some, rows.device)
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows[first : first + len(some)]).items()}
-        lost = excesses(EncodedRun(lane.plain, x, streams, cache(partial(norms_per_head, x))))
+        sizes = TokenSizes(errors=relative_errors(lane.plain, streams, x)) if lane.plain.summary.direction_spread else UNMEASURED
+        lost = excesses(EncodedRun(lane.plain, x, streams, cache(partial(norms_per_head, x)), sizes))
         result += _count_without_room(lane, x, key_norms, misfits, lost)
     return result
 
@@ -156,9 +172,9 @@ def _encode(
 
     It is ``x``, the values of pages, or ``x`` with the tokens that stay raw replaced. ``excesses`` ignores the tokens ``chosen``, if given.
     """
-    coded = room_for_norms(lane.plain, x)
-    encoded = encode_all(lane.plain, codec_input, _lane_name(lane), coded=coded)
-    return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_per_head, x)), coded, chosen))
+    sizes = room_for_sizes(lane.plain, x)
+    encoded = encode_all(lane.plain, codec_input, _lane_name(lane), sizes=sizes)
+    return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_per_head, x)), sizes, chosen))
 
 
 def _count_without_room(

@@ -184,9 +184,10 @@ class DevicePages:
                     keys, key_norms = given.layers, norms
                 assert keys is not None
                 assert key_norms is not None
-                if lanes.encode(given, job):
+                errors = batched.room_for_errors(lane, len(slots), self._device)
+                if lanes.encode(given, job, errors):
                     if batched.can_lose(lane):
-                        suspects |= batched.suspects(lane, norms, key_norms, rows)
+                        suspects |= batched.suspects(lane, norms, key_norms, rows, errors)
                         measured.append((lane, given.layers, keys))
                     continue
                 if not batched.supports(lane.codec):

@@ -14,10 +14,11 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_norms
-from kvpack.coding.token_errors import CODED_SPREAD, EncodedRun, run_fits, sample_step
+from kvpack.coding.dispatch import TokenSizes
+from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_sizes
+from kvpack.coding.token_errors import EncodedRun, may_lose, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import TOKENS, has_large_size, norms_per_head
+from kvpack.formats.head_norms import TOKENS, norms_per_head
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -93,7 +94,7 @@ class Lane:
     def measured(self) -> bool:
         """True if tokens may lose precision because maps, means or scales do not fit them."""
         summary = self.plain.summary
-        return summary.changes_norms or summary.has_run_rows or summary.error_spread > 0
+        return summary.changes_norms or summary.has_run_rows or summary.error_spread > 0 or summary.direction_spread > 0
 
     @cached_property
     def slots(self) -> int:
@@ -206,8 +207,8 @@ class _BoundLane:
         rest = (
             {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
         )
-        norms = self._encode(slot, row, threads, rest)
-        misfits = self._misfits(slot, row, norms, used)
+        sizes = self._encode(slot, row, threads, rest)
+        misfits = self._misfits(slot, row, sizes, used)
         if misfits is not None:
             more, lost = self._with_misfits(used, misfits)
             left_out = left_out + lost
@@ -239,34 +240,27 @@ class _BoundLane:
         token, left_out = choose_slot_tokens(raw, norms, codec.token_group, lane.slots, misfits)
         return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
 
-    def _misfits(self, slot: int, row: memoryview, norms: Sequence[torch.Tensor], used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    def _misfits(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
 
-        ``norms`` are those that ``_encode`` returned. The result is that of ``excesses``, ``[2, layer, token]``.
+        ``sizes`` are those that ``_encode`` returned. The result is that of ``excesses``, ``[2, layer, token]``.
         """
         lane = self._lane
         if not lane.measured:
             return None
         dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
-        coded, streams = torch.cat(list(norms)) if norms else None, _RowStreams(lane, row)
-        least = lane.plain.min_sizes(streams)
+        streams = _RowStreams(lane, row)
         # The exact computation needs a copy of the page.
-        if least is None:
-            spread = lane.plain.summary.error_spread
-            if coded is None:
-                fits = not spread or not dispatch.has_large_error(lane.plain, streams, spread, self._tensors[0].device)
-            else:
-                fits = not has_large_size(coded, CODED_SPREAD)
-        else:
-            sample = torch.cat([tensor[slot, :, :: sample_step(tokens)].to(dtype)[None] for tensor in self._tensors])
-            fits = coded is None and run_fits(sample, least)
-        if fits:
-            return None
+        if not may_lose(lane.plain, streams, sizes, self._tensors[0].device):
+            least = lane.plain.min_sizes(streams)
+            sample = () if least is None else [tensor[slot, :, :: sample_step(tokens)].to(dtype)[None] for tensor in self._tensors]
+            if least is None or run_fits(torch.cat(sample), least):
+                return None
         x = torch.cat([tensor[slot].to(dtype)[None] for tensor in self._tensors])
         kept = torch.zeros(lane.count, tokens, dtype=torch.bool, device=x.device)
         for number, places in used.items():
             kept[number, places] = True
-        return excesses(EncodedRun(lane.plain, x, streams, cache(partial(dispatch.norms, x)), coded, kept))
+        return excesses(EncodedRun(lane.plain, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
 
     def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> tuple[dict[int, torch.Tensor], Counts]:
         """Add the worst ``misfits`` for which there is room to the ``used`` tokens; return them, and the counts of the others, ``[2]``."""
@@ -297,17 +291,19 @@ class _BoundLane:
         streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)
         streams[VALUES][0, 0, : len(tokens)] = values
 
-    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> TokenSizes:
         """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``.
 
-        Returns the norms of the encoded vectors of each layer, ``[1, kv_head, token]``, if the codec changes norms and C does not code all
-        layers.
+        Returns the sizes of the layers' tokens as those of a batch.
         """
+        lane = self._lane
         if self._encoders is not None and not rest:
             address = address_of(row)
-            if all(self._run_encoder(stretch, slot, address, threads) for stretch in self._stretches):
-                return []
-        lane, result = self._lane, list[torch.Tensor]()
+            shape = lane.count, lane.geometry.heads, lane.geometry.tokens
+            errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain.summary.direction_spread else None
+            if all(self._run_encoder(stretch, slot, address, threads, errors) for stretch in self._stretches):
+                return TokenSizes(errors=errors)
+        result = list[TokenSizes]()
         for number, tensor in enumerate(self._tensors):
             x, layer = rest[number][0] if number in rest else tensor[slot], lane.first + number
             streams = self._streams(row, number)
@@ -317,12 +313,12 @@ class _BoundLane:
                 streams["values"].copy_(x[None])
             else:
                 x = x.to(lane.geometry.computed_dtype)[None]
-                coded = room_for_norms(lane.plain, x)
-                encoded = encode_all(lane.plain, x, f"layers[{layer}].{lane.side}", coded=coded)
-                result += [] if coded is None else [coded]
+                sizes = room_for_sizes(lane.plain, x)
+                encoded = encode_all(lane.plain, x, f"layers[{layer}].{lane.side}", sizes=sizes)
+                result.append(sizes)
                 for name, stream in encoded.items():
                     streams[name].copy_(stream)
-        return result
+        return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
         """Decode a checked row to ``slot``. Raises MemoryError."""
@@ -384,8 +380,9 @@ class _BoundLane:
         _, _, address, per_slot, strides = stretch
         return PageValues(address + slot * per_slot, *strides)
 
-    def _run_encoder(self, stretch: Any, slot: int, address: int, threads: int) -> bool:
-        result: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads)
+    def _run_encoder(self, stretch: Any, slot: int, address: int, threads: int, errors: torch.Tensor | None) -> bool:
+        at = 0 if errors is None else errors[stretch[0]].data_ptr()
+        result: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads, at)
         return result
 
     def _run_decoder(self, stretch: Any, slot: int, address: int, threads: int) -> None:

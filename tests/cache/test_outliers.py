@@ -155,6 +155,39 @@ def test_a_token_that_maps_and_means_do_not_fit_is_raw_or_named(recipe: str, fac
         kvpack.pack([(far_from_the_others(14.0),) * 2], f"{recipe};raw=4,0.6")
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "octahedral:b=3",
+        "octahedral:b=2,norm=log8,mean=32",
+        "scalar:b=4,norm_rule=norm",
+        "scalar:b=3,rounding=scaled,mean=128,channel_scale=fp16",
+        "polar:b=4",
+        "octahedral:b=3,qjl=fp16",
+    ],
+)
+def test_a_token_whose_direction_its_codec_fits_badly_is_raw_or_named(recipe: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stored number shows it: a rotation that gathers a token in one coordinate leaves its norm as it was."""
+    monkeypatch.setenv(dispatch.VARIABLE, kernels)
+    ordinary = torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(4))
+    given = kvpack.pack([(ordinary, ordinary)], f"k={recipe};v=raw")[0].k
+    assert given is not None
+    k = ordinary.clone()
+    coordinate = torch.zeros(1, 1, 1, 64)
+    coordinate[..., 5] = 8
+    k[0, 1, 137] = given.codec.rotation.inverse(coordinate)[0, 0, 0]
+    with pytest.warns(KvpackWarning, match=r"layers\[0\].k: in 1 of 300 .* token 137 of sequence 0, head 1 has \d.* times the usual error"):
+        kvpack.pack([(k, k)], f"k={recipe};v=raw")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvpack.pack([(ordinary, ordinary)], f"k={recipe};v=raw")
+        side = kvpack.pack([(k, k)], f"k={recipe};v=raw;raw=0,0,4")[0].k
+    assert side is not None
+    assert torch.equal(side.unpack(torch.float32)[0, :, 137], k[0, :, 137].to(torch.bfloat16).float())
+    assert side.runs[0].streams["raw_positions"].shape[2] == 1
+
+
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize("tokens", [128, 300])

@@ -14,7 +14,9 @@ import kvpack
 from kvpack.coding import dispatch
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
+from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.lloyd_max import direction_table
+from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.octahedral_search import codebook_directions
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
@@ -269,9 +271,15 @@ def test_codes_and_scales_are_those_of_formats(codec_id: str, dim: int, words: s
     assert cpu_encode.supports(codec, x)
     expected = codec.encode(x.float())
     for level in range(len(library.levels())):
-        found = cpu_encode.encode(codec, x, level=level)
+        norms, errors = torch.full((2, 2, 2, 300), torch.nan)
+        found = cpu_encode.encode(codec, x, level=level, norms=norms, errors=errors)
         assert found is not None
         assert_close_codes(codec, x, found, expected)
+        torch.testing.assert_close(norms, norms_per_head(x), rtol=1e-5, atol=0)
+        # Errors ignore that norms are rounded, and include channels that fill the last chunk.
+        padded = dim % {"octahedral": 3, "quaternion": 4}.get(codec_id, 1)
+        atol = 0.08 if padded else 0.03 if "log" in words else 3e-3
+        torch.testing.assert_close(errors, relative_errors(codec, found, x), rtol=0.02, atol=atol)
 
 
 def assert_close_codes(codec: Codec, x: torch.Tensor, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

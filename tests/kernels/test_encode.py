@@ -18,6 +18,7 @@ from kvpack.coding import dispatch, triton_version
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.formats.columns import Columns
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
+from kvpack.formats.norm_rule import relative_errors
 from support.caches import random_pairs
 from support.encode_columns_kernel import pack
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
@@ -26,8 +27,6 @@ from support.sidecar_recipes import relative_error
 from support.strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvpack.formats.base import Codec
 
 DISTORTION = 1e-3
@@ -136,12 +135,12 @@ def values(dim: int, dtype: str, batch: int = 1, tokens: int = 33) -> torch.Tens
     return x.to(getattr(torch, dtype))
 
 
-def encoded(codec: Codec, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
+def encoded(codec: Codec, x: torch.Tensor, errors: torch.Tensor | None = None) -> dict[str, torch.Tensor] | None:
     """What the kernels make of ``x`` as a view into a larger buffer of ones, neither contiguous nor aligned."""
     from kvpack.kernels.encode import encode
 
     with torch.device(DEVICE):
-        streams = encode.encode(codec, poisoned(x))
+        streams = encode.encode(codec, poisoned(x), errors=errors)
     return None if streams is None else {name: stream.cpu() for name, stream in streams.items()}
 
 
@@ -183,6 +182,15 @@ def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dt
         else:
             torch.testing.assert_close(streams[name], stream, rtol=2e-3 if stream.dtype == torch.float16 else 1e-5, atol=1e-6)
     assert squared_error(codec, x, streams) == pytest.approx(squared_error(codec, x, expected), rel=DISTORTION)
+    if codec.direction_spread:
+        errors = torch.full(x.shape[:3], torch.nan, device=DEVICE)
+        measured = encoded(codec, x, errors)
+        assert measured is not None
+        assert all(torch.equal(bits(measured[name]), bits(stream)) for name, stream in streams.items())
+        # Errors ignore that norms are rounded, and include channels that fill the last chunk.
+        padded = dim % {"octahedral": 3, "quaternion": 4}.get(codec_id, 1)
+        atol = 0.08 if padded else 0.03 if "log" in words else 3e-3
+        torch.testing.assert_close(errors.cpu(), relative_errors(codec, streams, x), rtol=0.02, atol=atol)
 
 
 @pytest.mark.kernels
@@ -317,9 +325,9 @@ def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.Monk
 
     calls = []
 
-    def recorded(codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    def recorded(codec: Codec, x: torch.Tensor, *arguments: Any) -> dict[str, torch.Tensor] | None:
         calls.append((codec.id, x.shape[2]))
-        return original(codec, x, before)
+        return original(codec, x, *arguments)
 
     original = encode.encode
     monkeypatch.setattr(encode, "encode", recorded)

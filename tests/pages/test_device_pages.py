@@ -164,6 +164,25 @@ def test_tokens_that_lose_precision_are_raw_or_counted_as_on_the_host(tokens: in
     assert codec.raw_tokens_left_out == 1
 
 
+@pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,rounding=scaled;v=raw", "k=polar:b=4;v=raw"])
+def test_a_token_whose_direction_its_codec_fits_badly_is_counted(recipe: str) -> None:
+    """The kernels that encode pages measure the errors."""
+    geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64, dtype="fp32")
+    pages, (k, _) = on_device(geometry, 3)
+    codec = PageCodec(recipe, geometry)
+    rows = torch.zeros(3, codec.nbytes, dtype=torch.uint8, device=DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert codec.encode_into(pages, [0, 1, 2], rows) == [None] * 3
+    assert codec.raw_tokens_left_out == 0
+    coordinate = torch.zeros(1, 1, 1, 64)
+    coordinate[..., 5] = 8
+    k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0].to(DEVICE)
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ"):
+        assert codec.encode_into(pages, [2, 1], rows[:2]) == [None, None]
+    assert codec.raw_tokens_left_out == 1
+
+
 CASES = (
     [(WIDE, recipe) for recipe in EXACT]
     + [(SMALL, recipe) for recipe in CLOSE + TOGETHER + BY_HOST]

@@ -759,3 +759,21 @@ def test_a_codec_goes_on_in_a_fork() -> None:
         child.start()
         assert results.get(timeout=60) == ([None] * 2, rows)
         child.join()
+
+
+@pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,mean=32;v=raw"])
+def test_a_token_whose_direction_its_codec_fits_badly_is_named(recipe: str) -> None:
+    """Pages without room for raw tokens count it; pages of ordinary tokens warn of nothing."""
+    geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
+    pages, (k, _) = filled(geometry, 2)
+    codec = PageCodec(recipe, geometry)
+    rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert codec.encode_into(pages, [0, 1], rows) == [None, None]
+    coordinate = torch.zeros(1, 1, 1, 64)
+    coordinate[..., 5] = 8
+    k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0]
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ"):
+        assert codec.encode_into(pages, [0, 1], rows) == [None, None]
+    assert codec.raw_tokens_left_out == 1

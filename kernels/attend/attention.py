@@ -45,22 +45,6 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
     return segments.side_segments(k).supported and segments.side_segments(v).supported
 
 
-def attend(
-    q: torch.Tensor,
-    layer: Layer,
-    scale: float,
-    causal: bool = True,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sink_logits: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run ``kvpack.attend``, with its checked arguments, over a layer that ``supports`` accepts."""
-    options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
-    return prepare(q, layer, options)(q, sink_logits, lengths, starts)
-
-
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> PreparedCall:
     """Prepare softmax(scale q k^T) v over a layer that ``supports`` accepts, for queries like ``q``; cached with the layer.
 

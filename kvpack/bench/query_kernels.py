@@ -38,13 +38,19 @@ CHECKED_QUERIES = 64
 """Number of queries whose results are compared with float32."""
 
 
+def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
+    """Run ``kvpack.attend`` by the kernels that decode all tokens first."""
+    from kvpack.kernels.attend import many_queries
+    from kvpack.kernels.attend.prepared import Options
+
+    return many_queries.prepare(q, layer, Options(q.shape[3] ** -0.5))(q)
+
+
 def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUERIES) -> dict[str, Any]:
     """Measure ``recipes`` for each number of queries in ``queries``, and return a JSON-serializable report.
 
     Requires a CUDA device. Raises InvalidParameter.
     """
-    from kvpack.kernels.attend import many_queries
-
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(heads: int, tokens: int) -> torch.Tensor:
@@ -63,7 +69,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
             seconds = repeated_seconds(partial(kvpack.attend, q, layer))
             best = min(peers[count].values())
             # Few queries use the packed bytes; for comparison, also measure decoding first.
-            decoded = repeated_seconds(partial(many_queries.attend, q, layer, shape.dim**-0.5)) if attention_kernels(q, layer) else seconds
+            decoded = repeated_seconds(partial(_attend_decoded, q, layer)) if attention_kernels(q, layer) else seconds
             rows.append(
                 {
                     "recipe": recipe,

@@ -20,6 +20,7 @@ from kvpack.coding import dispatch
 from kvpack.formats.group import Group
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.kernel_calls import attend_by
 from support.random_sides import TOLERANCE, check, codecs, exact, random_side
 from support.strategies import poisoned
 
@@ -504,7 +505,7 @@ def test_streams_of_any_strides() -> None:
     from kvpack.kernels.attend import attention
 
     there = Layer(*(Side(side.codec, side.runs, side.tail.to(DEVICE)) for side in layer.sides.values()))
-    found = attention.attend(q.to(DEVICE), there, 64**-0.5, True, None, None).cpu()
+    found = attend_by(attention, q.to(DEVICE), there, 64**-0.5, True, None, None).cpu()
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
@@ -523,7 +524,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         else:
             assert name not in ("codes.0", "symbol.0", "index.0")
     there = side.to(DEVICE)
-    assert torch.isfinite(attention.attend(torch.randn(1, 1, 1, 64, device=DEVICE), Layer(there, there), 0.1, True, None, None)).all()
+    assert torch.isfinite(attend_by(attention, torch.randn(1, 1, 1, 64, device=DEVICE), Layer(there, there), 0.1)).all()
 
 
 @pytest.mark.scenario

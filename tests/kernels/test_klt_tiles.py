@@ -18,6 +18,7 @@ from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.sidecars import WithSidecars
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.kernel_calls import attend_by
 from support.klt_bases import random_rows, with_widths_of_heads
 from support.random_sides import check, codecs, exact, random_side
 
@@ -202,7 +203,7 @@ def test_many_queries() -> None:
     k, v = klt(32, bytes([4, 1])), klt(32, bytes([1, 3]), "v")
     layer = Layer(*(side.to(DEVICE) for side in sides(k, v, (50, 33), 9)))
     q = torch.randn(1, 4, 40, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
-    found = many_queries.attend(q, layer, 32**-0.5)
+    found = attend_by(many_queries, q, layer, 32**-0.5)
     expected = exact(q.cpu().to(torch.float32), Layer(*(side.to("cpu") for side in layer.sides.values())))
     assert (found.cpu().to(torch.float64) - expected).norm() <= 6e-3 * expected.norm()
 

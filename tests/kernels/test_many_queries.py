@@ -21,6 +21,7 @@ from kvpack.coding import dispatch
 from kvpack.coding.recipes import parse_recipe
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
+from support.kernel_calls import attend_by
 from support.random_sides import codecs, exact, random_side
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRETED else 8e-3}
@@ -39,7 +40,8 @@ def check(layer: Layer, q_heads: int, q_len: int, dtype: torch.dtype = torch.flo
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     assert many_queries.supports(q.to(DEVICE), there)
     logits, lengths, starts = mode.get("sink_logits"), mode.get("lengths"), mode.get("starts")
-    found = many_queries.attend(
+    found = attend_by(
+        many_queries,
         q.to(DEVICE), there, mode.get("scale", layer.k.dim**-0.5), mode.get("causal", True), mode.get("softcap"),
         mode.get("sliding_window"), None if logits is None else torch.tensor(logits),
         None if lengths is None else torch.tensor(lengths, device=DEVICE),
@@ -247,12 +249,12 @@ def test_layers_that_lie_alike_share_what_is_prepared(recipe: str, shared: bool,
     monkeypatch.setattr(many_queries, "_templates", {})
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     layers = [layer(1, 64, 32), layer(2, 64, 32), layer(3, 96), layer(4, 64, 32, tail=6), layer(5, 64, 32)]
-    found = [many_queries.attend(q, each, 0.125) for each in layers]
+    found = [attend_by(many_queries, q, each, 0.125) for each in layers]
     assert len(made) == (3 if shared else 5)
     monkeypatch.setattr(many_queries, "_calls", {})
     for each, out in zip(layers, found, strict=True):
         many_queries._templates.clear()
-        assert torch.equal(many_queries.attend(q, each, 0.125), out)
+        assert torch.equal(attend_by(many_queries, q, each, 0.125), out)
 
 
 @pytest.mark.scenario
@@ -285,13 +287,13 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
     gc.collect()
     assert not any(there() for there in gone)
     for each, out in zip(layers, expected, strict=True):
-        assert torch.equal(many_queries.attend(q, each, 0.125), out)
+        assert torch.equal(attend_by(many_queries, q, each, 0.125), out)
     # Of both kinds, the first layer has what was prepared for it.
     assert [held is tables[0][0] for held, _ in tables] == [True, True, False]
     assert tables[0][1] != tables[1][1]
     # Keys of one layer, and values of another.
     mixed = Layer(layers[3].k, layers[1].v)
-    assert torch.equal(many_queries.attend(q, mixed, 0.125), many_queries.ManyQueriesCall(q, mixed, many_queries.Options(0.125))(q))
+    assert torch.equal(attend_by(many_queries, q, mixed, 0.125), many_queries.ManyQueriesCall(q, mixed, many_queries.Options(0.125))(q))
 
 
 @pytest.mark.scenario
@@ -313,7 +315,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
 
     q = torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(DEVICE)
     for each in map(layer, (1, 2, 3)):
-        assert torch.equal(many_queries.attend(q, each, 0.125), many_queries.ManyQueriesCall(q, each, many_queries.Options(0.125))(q))
+        assert torch.equal(attend_by(many_queries, q, each, 0.125), many_queries.ManyQueriesCall(q, each, many_queries.Options(0.125))(q))
 
 
 @pytest.mark.scenario

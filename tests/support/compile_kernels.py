@@ -213,8 +213,9 @@ def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
             step = partial(lambda options, given: growing.GrowingCall(q, layer, options)(q, lengths, None, given), options, given)
             compiled.attempt(f"{recipe}: a step, {options}", step)
     many = torch.randn(2, 4 * HEADS, 300, DIM).to(torch.bfloat16)
-    compiled.attempt(f"{recipe}: many queries", lambda: many_queries.attend(many, layer, scale))
-    compiled.attempt(f"{recipe}: many queries, capped", lambda: many_queries.attend(many, layer, scale, softcap=5.0, starts=starts))
+    compiled.attempt(f"{recipe}: many queries", lambda: many_queries.prepare(many, layer, Options(scale))(many))
+    capped = Options(scale, softcap=5.0, starts=True)
+    compiled.attempt(f"{recipe}: many queries, capped", lambda: many_queries.prepare(many, layer, capped)(many, None, None, starts))
 
 
 def code(layer: Layer, recipe: str, compiled: Compiled) -> None:

@@ -20,6 +20,7 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.sidecars import WithSidecars
 from kvpack.formats.token_norms import LOG8, encode_norms
 from support.interpreter import DEVICE
+from support.kernel_calls import attend_by
 from support.minifloat_digits import block_scales, finite, largest
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch
     assert attention.supports(q.to(DEVICE), there)
     scale = mode.get("scale", layer.k.dim**-0.5)
     logits, lengths, starts = mode.get("sink_logits"), mode.get("lengths"), mode.get("starts")
-    found = attention.attend(
+    found = attend_by(
+        attention,
         q.to(DEVICE),
         there,
         scale,

@@ -1,0 +1,31 @@
+"""Attention by one module of ``kvpack.kernels.attend``, whatever ``kvpack.attend`` would choose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
+    from kvpack import Layer
+
+
+def attend_by(
+    kernels: ModuleType,
+    q: torch.Tensor,
+    layer: Layer,
+    scale: float,
+    causal: bool = True,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    sink_logits: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+) -> Any:
+    """Attend by the call that ``kernels``, either ``attention`` or ``many_queries``, prepares and keeps with the layer."""
+    from kvpack.kernels.attend.prepared import Options
+
+    options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)
+    return kernels.prepare(q, layer, options)(q, sink_logits, lengths, starts)

@@ -24,12 +24,15 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=lambda item: item.hex()))
 
 
-def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None], arguments: argparse.Namespace) -> None:
-    """Print a report as JSON if ``--json`` is set; otherwise call ``show``."""
+def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] | str, arguments: argparse.Namespace) -> int:
+    """Print a report as JSON if ``--json`` is set; otherwise call ``show``, or print it if it is text. Returns the exit code 0."""
     if arguments.json:
         print_json(report)
+    elif isinstance(show, str):
+        print(show)
     else:
         show(report)
+    return 0
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:

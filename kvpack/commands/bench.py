@@ -238,8 +238,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
             arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback,
             dtype=arguments.dtype, compiled=arguments.compiled,
         )  # fmt: skip
-    print_report(report, serve_tables.show, arguments)
-    return 0
+    return print_report(report, serve_tables.show, arguments)
 
 
 def _add_store(kinds: Any) -> None:
@@ -291,8 +290,7 @@ def run_store(arguments: argparse.Namespace) -> int:
         recipe = arguments.recipe or store_scale.RECIPE
         with progress("put entries", arguments) as callback:
             scale = store_scale.run(arguments.location, entries, recipe, arguments.row, callback, delay_ms=arguments.delay)
-        print_report(scale, store_scale.show, arguments)
-        return 0
+        return print_report(scale, store_scale.show, arguments)
     for name in ("row", "delay"):
         if getattr(arguments, name) is not None:
             raise InvalidParameter(f"--{name} is set without --location: add --location with the store to measure")
@@ -306,8 +304,7 @@ def run_store(arguments: argparse.Namespace) -> int:
             folder=arguments.folder,
             progress=callback,
         )
-    print_report(report, store.show, arguments)
-    return 0
+    return print_report(report, store.show, arguments)
 
 
 def run_io(arguments: argparse.Namespace) -> int:
@@ -323,8 +320,7 @@ def run_io(arguments: argparse.Namespace) -> int:
             report = io_cold.run(
                 cache, arguments.recipe, repeats=arguments.repeats, folder=arguments.folder, device=arguments.device, progress=callback
             )
-        print_report(report, io_cold.show, arguments)
-        return 0
+        return print_report(report, io_cold.show, arguments)
     recipes = arguments.recipe or list(io.RECIPES)
     for recipe in recipes:
         parse_recipe(recipe)
@@ -337,8 +333,7 @@ def run_io(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             progress=callback,
         )
-    print_report(report, io.show, arguments)
-    return 0
+    return print_report(report, io.show, arguments)
 
 
 def run_quality(arguments: argparse.Namespace) -> int:
@@ -365,8 +360,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
         recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
         inputs = (model, arguments.text, recipes, settings)
         report = quality.run(*inputs, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
-    print_report(quality.rounded(report), quality.show, arguments)
-    return 0
+    return print_report(quality.rounded(report), quality.show, arguments)
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:
@@ -382,8 +376,7 @@ def run_kernels(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             progress=callback,
         )
-    print_report(report, kernels.show, arguments)
-    return 0
+    return print_report(report, kernels.show, arguments)
 
 
 def run_attend(arguments: argparse.Namespace) -> int:
@@ -394,5 +387,4 @@ def run_attend(arguments: argparse.Namespace) -> int:
         report = attend.run(
             arguments.tokens or attend.TOKENS, arguments.recipe or attend.RECIPES, repeats=arguments.repeats, progress=callback
         )
-    print_report(report, attend.show, arguments)
-    return 0
+    return print_report(report, attend.show, arguments)

@@ -83,5 +83,4 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with progress("calibrate", arguments) as callback:
         report = calibrate.run(arguments.model, arguments.text, arguments.out, settings, dtype=arguments.rows, progress=callback)
-    print_report(report, calibrate.show, arguments)
-    return 0
+    return print_report(report, calibrate.show, arguments)

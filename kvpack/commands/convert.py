@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.output import add_json, print_json, printable, progress
+from kvpack.output import add_json, print_report, printable, progress
 
 from .outputs import add_force, check_output
 
@@ -104,7 +104,5 @@ def save(cache: Cache, arguments: argparse.Namespace) -> None:
 def report_saved(cache: Cache, size: int, arguments: argparse.Namespace) -> None:
     """Report the size of the file written to ``arguments.output``."""
     bits = 8 * size / cache.values if cache.values else 0.0
-    if arguments.json:
-        print_json({"file": arguments.output, "bytes": size, "values": cache.values, "bits_per_value": bits, "recipe": cache.recipe})
-    else:
-        print(f"{arguments.output}: {size:,} bytes, {bits:.2f} bits per value")
+    report = {"file": arguments.output, "bytes": size, "values": cache.values, "bits_per_value": bits, "recipe": cache.recipe}
+    print_report(report, f"{arguments.output}: {size:,} bytes, {bits:.2f} bits per value", arguments)

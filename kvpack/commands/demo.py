@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpack.output import add_json, print_json, progress
+from kvpack.output import add_json, print_report, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -30,8 +30,4 @@ def run(arguments: argparse.Namespace) -> int:
     recipes = arguments.recipe or list(demo.RECIPES)
     with progress("demo", arguments) as callback:
         report = demo.run(recipes, arguments.out, progress=callback)
-    if arguments.json:
-        print_json(report)
-    else:
-        demo.show(report)
-    return 0
+    return print_report(report, demo.show, arguments)

@@ -21,7 +21,7 @@ from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import to_bytes
 from kvpack.formats.errors import InvalidParameter, KvpackError
-from kvpack.output import add_json, print_json, progress
+from kvpack.output import add_json, print_report, progress
 
 from .convert import RECIPE_HELP, add_basis, add_writing, parse_recipe_option, save
 from .outputs import add_force, check_output
@@ -78,11 +78,8 @@ def unpack(arguments: argparse.Namespace) -> int:
         tensors = _dense(cache, arguments.dtype, callback)
     with progress("write", arguments) as callback:
         size = write_file(arguments.output, tensor_files.pieces(tensors, _metadata(cache)), progress=callback)
-    if arguments.json:
-        print_json({"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens})
-    else:
-        print(f"{arguments.output}: {size:,} bytes")
-    return 0
+    report = {"file": arguments.output, "bytes": size, "dtype": arguments.dtype, "layers": len(cache), "tokens": cache.tokens}
+    return print_report(report, f"{arguments.output}: {size:,} bytes", arguments)
 
 
 def pack(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack import __version__
-from kvpack.output import add_json, print_json, print_table, printable, progress
+from kvpack.output import add_json, print_report, print_table, printable, progress
 
 if TYPE_CHECKING:
     import argparse
@@ -73,10 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         "kvpack": __version__, "python": platform.python_version(), "system": platform.platform(),
         "packages": packages, "engines": engines, "variables": variables, "kernels": kernels, "checks": checks, "advice": advice,
     }  # fmt: skip
-    if arguments.json:
-        print_json(report)
-    else:
-        _print(report)
+    print_report(report, _print, arguments)
     return FAILED if any(not check["ok"] for check in checks) else 0
 
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.output import add_json, print_json, progress
+from kvpack.output import add_json, print_report, progress
 
 from .convert import RECIPE_HELP, add_basis, add_writing, parse_recipe_option, save
 from .dense import DTYPES
@@ -103,11 +103,8 @@ def export(arguments: argparse.Namespace) -> int:
             size = export_slot(cache, arguments.output, dtype=arguments.dtype, windows=windows, progress=callback, **layout)
         else:
             size = export_prompt_cache(cache, arguments.output, dtype=arguments.dtype, windows=windows, progress=callback)
-    if arguments.json:
-        print_json({"file": arguments.output, "bytes": size, "layers": len(cache), "tokens": cache.tokens})
-    else:
-        print(f"{arguments.output}: {size:,} bytes")
-    return 0
+    text = f"{arguments.output}: {size:,} bytes"
+    return print_report({"file": arguments.output, "bytes": size, "layers": len(cache), "tokens": cache.tokens}, text, arguments)
 
 
 def _add_window(parser: argparse.ArgumentParser, prefix: str) -> None:

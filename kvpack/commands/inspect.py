@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding.inspection import inspect
 from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES
-from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable
+from kvpack.output import add_json, bytes_text, counted, print_json, print_report, print_table, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -32,11 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the summary of one file, or one row per file; return the worst exit code of the rejected files."""
     if len(arguments.files) == 1:
         summary = inspect(arguments.files[0])
-        if arguments.json:
-            print_json(summary)
-        else:
-            _print(summary)
-        return 0
+        return print_report(summary, _print, arguments)
     summaries, codes = [], []
     for path in arguments.files:
         try:

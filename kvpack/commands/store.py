@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvpack.output import add_json, bytes_text, counted, print_json, print_table, printable, progress
+from kvpack.output import add_json, bytes_text, counted, print_json, print_report, print_table, printable, progress
 
 from .byte_counts import byte_count, positive_byte_count, seconds
 from .outputs import add_force, check_output
@@ -313,10 +313,8 @@ def run_unpin(arguments: argparse.Namespace) -> int:
         raise InvalidParameter(
             f"key {key.hex()} is not pinned{'' if owner is None else f' by {printable(owner)}'}: kvpack store stat lists the pinned keys"
         )
-    if arguments.json:
-        print_json({"key": key.hex(), "unpinned": done})
-    else:
-        print(f"{store.name}: {key.hex()[:16]} is {'no longer' if done else 'still'} pinned")
+    text = f"{store.name}: {key.hex()[:16]} is {'no longer' if done else 'still'} pinned"
+    print_report({"key": key.hex(), "unpinned": done}, text, arguments)
     return store.exit_code()
 
 
@@ -348,10 +346,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
             print(f"kvpack: {printable(str(why))}", file=sys.stderr)
     if store.silent(count):
         return store.exit_code(*codes)
-    if arguments.json:
-        print_json({"entries": count, "refused": refused, "undecryptable": unopened})
-    else:
-        print(f"{store.name}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys")
+    text = f"{store.name}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
+    print_report({"entries": count, "refused": refused, "undecryptable": unopened}, text, arguments)
     return store.exit_code(*codes)
 
 
@@ -398,10 +394,8 @@ def run_export(arguments: argparse.Namespace) -> int:
     prefix, states = catalog.continuable(catalog.find(arguments.key))
     basis = store.basis(prefix.entries[-1])
     size = export_prefix(store.backend, prefix, arguments.output, store.cipher, durable=arguments.durable, basis=basis, states=states)
-    if arguments.json:
-        print_json({"file": arguments.output, "bytes": size, "key": prefix.key.hex(), "tokens": prefix.tokens})
-    else:
-        print(f"{arguments.output}: {prefix.tokens:,} tokens, {size:,} bytes")
+    text = f"{arguments.output}: {prefix.tokens:,} tokens, {size:,} bytes"
+    print_report({"file": arguments.output, "bytes": size, "key": prefix.key.hex(), "tokens": prefix.tokens}, text, arguments)
     return store.exit_code()
 
 
@@ -438,10 +432,8 @@ def run_import(arguments: argparse.Namespace) -> int:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()
     name = shown_location(arguments.store)
-    if arguments.json:
-        print_json({"store": name, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]})
-    else:
-        print(f"{name}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries")
+    text = f"{name}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries"
+    print_report({"store": name, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]}, text, arguments)
     if len(exported.ids) < chunk:
         hint = f"a store keeps only whole chunks, here of {chunk:,} tokens (--chunk)"
         print(f"kvpack: note: {arguments.input} has {len(exported.ids):,} tokens: {hint}", file=sys.stderr)
@@ -456,10 +448,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
     with progress("demo", arguments) as callback:
         report = demo.run(arguments.store, arguments.recipe, progress=callback)
-    if arguments.json:
-        print_json(report)
-    else:
-        demo.show(report)
+    print_report(report, demo.show, arguments)
     return 0 if report["same"] else 1
 
 

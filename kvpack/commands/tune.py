@@ -86,5 +86,4 @@ def run(arguments: argparse.Namespace) -> int:
             only_attendable=arguments.attendable,
             progress=callback,
         )
-    print_report(result, report.show, arguments)
-    return 0
+    return print_report(result, report.show, arguments)

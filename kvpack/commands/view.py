@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpack.errors import InvalidParameter, MissingFile
-from kvpack.output import add_json, print_json, printable
+from kvpack.output import add_json, print_report, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -65,10 +65,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve the page and the file until Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt), Viewer(arguments.file, arguments.port) as viewer:
-        if arguments.json:
-            print_json({"file": arguments.file, "url": viewer.url})
-        else:
-            print(f"{printable(arguments.file)}: open {viewer.url}\nCtrl-C ends the server.")
+        text = f"{printable(arguments.file)}: open {viewer.url}\nCtrl-C ends the server."
+        print_report({"file": arguments.file, "url": viewer.url}, text, arguments)
         sys.stdout.flush()
         if arguments.open:
             import webbrowser

@@ -188,7 +188,7 @@ class CodecSummary(NamedTuple):
 
 
 class EntryStreams:
-    """What codecs and sidecars do for streams with one row per entry: by default nothing, because they have none."""
+    """Interface of codecs and sidecars for streams with one row per entry. By default, there are no such streams."""
 
     @property
     def bases_needed(self) -> frozenset[bytes]:

@@ -28,7 +28,7 @@ class Generator:
         """Return the next value in [-1, 1), made from the top 53 bits of a word and exact in binary64."""
         return ((self.word() >> 11) - (1 << 52)) / (1 << 52)
 
-    def disc(self) -> tuple[float, float, float]:
+    def unit_disc_point(self) -> tuple[float, float, float]:
         """Sample a point (x, y) uniformly from the open unit disc by rejection; return x, y and the squared radius, which is never 0."""
         while True:
             x, y = self.symmetric(), self.symmetric()
@@ -57,7 +57,7 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
 
 def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
-    """Return x, y and squared radius for ``count`` calls of ``Generator.disc``, vectorized: a header may need thousands in every layer."""
+    """Return x, y and squared radius of ``count`` points, as ``Generator.unit_disc_point`` does, but vectorized."""
     result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, missing = 0, count
     while not result or missing > 0:

@@ -69,15 +69,15 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
         words += [encoded.words[end - count : end], escaped]
     counts = encoded.counts + numpy.array([len(escaped) for escaped in escapes], numpy.int64)
 
-    def arranged(values: Numbers) -> Numbers:
+    def arrange_rows(values: Numbers) -> Numbers:
         """Arrange rows of chunks, ordered by token group, sequence and head, as ``[batch, kv_head, row, ...]``."""
         return numpy.moveaxis(values.reshape(len(groups), batch, heads, *values.shape[1:]), 0, 2)
 
     return {
-        "tokens": arranged(sizes)[:, :1],
-        "columns": arranged(columns),
-        "states": arranged(encoded.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
-        "word_counts": arranged(split_halves(counts)),
+        "tokens": arrange_rows(sizes)[:, :1],
+        "columns": arrange_rows(columns),
+        "states": arrange_rows(encoded.states.astype("<u4").view("<u2").reshape(-1, 2 * rans.LANES)),
+        "word_counts": arrange_rows(split_halves(counts)),
         "words": numpy.concatenate([*words, numpy.empty(0, numpy.uint16)])[None, None],
     }
 

@@ -355,7 +355,7 @@ def _split_count(programs: int, tokens: int, device: torch.device) -> int:
 def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention over dense keys and values, and its natural log-sum-exp, using cuDNN or FlashAttention if either supports it.
 
-    With ``causal``, there must be as many queries as tokens.
+    With ``causal``, the numbers of queries and tokens must be equal.
     """
     peer = _library_name(q, k, v, causal)
     if peer == "cudnn":

@@ -68,7 +68,7 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def tile_shape(packing: Columns) -> tuple[int, int]:
-    """Return the number of tokens and of symbols in a program's tile, powers of two: all symbols of as many tokens as fit."""
+    """Return the number of tokens and of symbols in a program's tile, powers of two: all symbols of the tokens that fit."""
     symbols = next_power_of_two(packing.symbols)
     return max(1, TILE_SYMBOLS // symbols), symbols
 

@@ -1,6 +1,6 @@
 """Tiles of one width for code streams of different widths, for bit fields with power-of-two numbers of columns.
 
-A step covers as many neighboring symbols as the widest stream has columns. The rows of a narrower stream are loaded once and replicated
+A step covers one symbol per column of the widest stream. The rows of a narrower stream are loaded once and replicated
 side by side in registers, and each copy is shifted to a different field.
 """
 

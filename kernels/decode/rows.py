@@ -32,7 +32,7 @@ ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MAX_NARROW_CHANNELS = 64, 16, 256
 """Tokens per rotated tile (the rows of an H100's matrix instruction), tokens per wide rotated tile, and maximum channels of other tiles."""
 
 WARPS, ROTATED_WARPS = 4, 8
-"""Warps per program, and warps per program that rotates, whose tile takes twice as many registers."""
+"""Warps per program, and per program that rotates, whose tile takes twice the registers."""
 
 MAX_REGISTERS = 128
 """Maximum registers per thread, so that a multiprocessor runs sixteen warps."""

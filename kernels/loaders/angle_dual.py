@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 INTERLEAVE = DUAL_ROW_WORDS // 2
-"""Number of words per row of bins, and of neighboring columns of one token before as many columns of the other token."""
+"""Number of words per row of bins, and number of one token's neighboring columns before those of the other token."""
 
 MAX_SLICES = 2
 """Maximum number of slices in which a row of norm codes is loaded; more would load the same memory too often."""

@@ -1,6 +1,6 @@
 """Selection of the angles in polar's tree that each step of a tile looks up, and the table of their directions.
 
-A step decodes as many channel pairs as a tile has. If the first level fills whole fields of a stream, a step covers some columns in all
+A step decodes one tile of channel pairs. If the first level fills whole fields of a stream, a step covers some columns in all
 their fields. The angles of higher levels are then also in few columns, and two neighboring fields of a column form one table index.
 """
 

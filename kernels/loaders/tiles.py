@@ -83,7 +83,7 @@ class Tiles:
     """Arrangement of the two tokens in rows of dual tiles, whose ``channels`` are those of one token; 0 if tiles are not dual.
     """
     interleave: int = DUAL_ROW_WORDS
-    """Number of neighboring columns of one token in dual tiles, before as many columns of the other token."""
+    """Number of one token's neighboring columns in dual tiles, before the same number of the other token's."""
     values: Tiles | None = None
     """Loader for values, if it differs from this loader for keys; it has the same ``channels``."""
     keys: Tiles | None = None

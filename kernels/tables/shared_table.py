@@ -116,7 +116,7 @@ def look_up(
 
 @triton.constexpr_function
 def halve_entries(shared: SharedTable, first: int, values: int) -> SharedTable:
-    """Return the part of a table that begins at entry ``first`` as a table of half entries, with twice as many copies.
+    """Return the part of a table that begins at entry ``first`` as a table of half entries, with twice the copies.
 
     Entries have ``values`` binary16 values.
     """
@@ -162,7 +162,7 @@ def look_up_repeated(
 ) -> tl.tensor:
     """Run ``look_up_bits`` for entries of 4 equal values, and return one tile.
 
-    It reads half an entry, of which there are twice as many copies.
+    It reads half an entry, which has twice the copies.
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, FIRST, 4)

@@ -116,7 +116,7 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """Return the outlier constants of both sides, if they have outliers, and the number of bytes for the patches of all warps.
 
-    A patch contains as many of a side's tiles as fit in shared memory next to tables of ``table_bytes``, in every program of a
+    A patch contains the tiles of a side that fit in shared memory next to tables of ``table_bytes``, in every program of a
     multiprocessor. If not even one fits, the number of bytes is 0 and there are no patches.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CONVERSION_BYTES * shape.warps * shape.tokens

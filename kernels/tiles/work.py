@@ -175,7 +175,7 @@ def load_tiles(
     """Load ``TILES`` tiles of ``TOKENS`` tokens: the codec's rows, and the rows of its signs, if any.
 
     ``token`` ``[warp, token]`` are the tokens of each warp's first tile, counted from the token of row ``first``. With ``MASKED``, tokens
-    at ``end`` or later are not loaded. Dual loaders load half as many tiles of twice as many tokens.
+    at ``end`` or later are not loaded. Dual loaders load half the tiles, each with twice the tokens.
     """
     CONSTANTS: tl.constexpr = SIDE.constants
     SIGNS: tl.constexpr = SIDE.signs

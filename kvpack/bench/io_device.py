@@ -30,8 +30,8 @@ def run(
 ) -> dict[str, Any]:
     """Return ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
 
-    A row has the medians ``seconds`` of kvpack's call and ``of_bus_seconds`` of the bus only: a pinned copy of the file's bytes, for a save
-    followed by a write. ``of_bus`` is their ratio (above 1 is faster than the bus only), and ``first_seconds`` is the time of the first
+    A row has the median times ``seconds`` of kvpack's call and ``of_bus_seconds`` of the bus: a pinned copy of the file's bytes, for a save
+    followed by a write. ``of_bus`` is their ratio (above 1: faster than the bus), and ``first_seconds`` is the time of the first
     call, which allocates pinned memory. Times end when the device is done. Raises InvalidParameter if the device is not a CUDA device of
     this machine.
     """

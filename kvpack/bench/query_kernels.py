@@ -110,15 +110,15 @@ def show(report: dict[str, Any], device: str) -> None:
 
     counts = [peer["queries"] for peer in report["peers"]]
 
-    def micro(seconds: float | None) -> str:
+    def to_microseconds(seconds: float | None) -> str:
         return "" if seconds is None else f"{1e6 * seconds:.0f}"
 
-    table = [[f"SDPA {name}, us", "", *(micro(peer.get(name)) for peer in report["peers"])] for name in ("flash", "cudnn")]
+    table = [[f"SDPA {name}, us", "", *(to_microseconds(peer.get(name)) for peer in report["peers"])] for name in ("flash", "cudnn")]
     for recipe in dict.fromkeys(row["recipe"] for row in report["rows"]):
         by_count = {row["queries"]: row for row in report["rows"] if row["recipe"] == recipe}
         error = next(iter(by_count.values()))["error"]
-        table.append([f"{recipe}, us", f"{error:.1e}", *(micro(by_count[count]["seconds"]) for count in counts)])
-        table.append(["  decoded first, us", "", *(micro(by_count[count]["decoded_seconds"]) for count in counts)])
+        table.append([f"{recipe}, us", f"{error:.1e}", *(to_microseconds(by_count[count]["seconds"]) for count in counts)])
+        table.append(["  decoded first, us", "", *(to_microseconds(by_count[count]["decoded_seconds"]) for count in counts)])
         table.append(["  x best SDPA", "", *(f"{by_count[count]['of_sdpa']:.2f}" for count in counts)])
     shape = f"{report['batch']} x {report['q_heads']}/{report['heads']} heads x {report['dim']}, {report['tokens']:,} tokens"
     print_table(f"queries: {shape}, on {device}", ["", "relative\nerror", *(f"{count:,}" for count in counts)], table)

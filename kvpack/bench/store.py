@@ -280,7 +280,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
 
 
 def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """Return the cost of a chunk in a store with ``count`` entries, after adding as many small ones as are missing."""
+    """Return the cost of a chunk in a store with ``count`` entries, after adding small ones up to this number."""
     backend = Directory(folder, Counters())
     present = backend.size()[0]
     now = time.time_ns()

@@ -37,7 +37,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
-    """Call ``work(start, stop)`` for every block. On the CPU, the blocks are spread over as many threads as PyTorch uses.
+    """Call ``work(start, stop)`` for every block. On the CPU, the blocks are distributed over PyTorch's number of threads.
 
     The caller must be in ``float32_no_grad``; the threads enter it too, because modes are per thread. Raises the first error.
     """

@@ -189,7 +189,7 @@ class Inputs:
         return replace(selected, before=before, earlier=earlier)
 
     def to_bytes(self) -> bytes:
-        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, then as many ids as fit."""
+        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, then the ids that fit."""
         texts = [text.encode() for text in self.undetermined]
         items = b"".join(
             start.to_bytes(8, "little") + len(text).to_bytes(4, "little") + text for start, text in zip(self.starts, texts, strict=True)

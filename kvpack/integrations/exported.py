@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpack.cache.side import Side
 
 
-def exported(where: str, side: Side, dtype: str | None, library: str) -> torch.Tensor:
+def export_values(where: str, side: Side, dtype: str | None, library: str) -> torch.Tensor:
     """Return values ``[batch, kv_head, token, dim]`` on the CPU, in their stored dtype or rounded to ``dtype``.
 
     Raises InvalidParameter if a dtype is needed or unknown, and OutOfRange if it would make a value infinite.

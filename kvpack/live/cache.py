@@ -456,13 +456,13 @@ class LiveCache:
         """Read the number of tokens that graph replays have added from the device."""
         for steps in self._steps:
             if steps is not None:
-                steps.settle()
+                steps.read_replayed_tokens()
 
     def _settled_layer(self, layer: int) -> LiveLayer | None:
         """Return ``_layer_or_none``, after reading the number of tokens that graph replays have added to the layer from the device."""
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if steps is not None and steps.captured:
-            steps.settle()
+            steps.read_replayed_tokens()
         return live
 
     def _check_finite(self) -> None:

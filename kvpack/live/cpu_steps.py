@@ -97,7 +97,7 @@ class CpuSteps:
         """Prepare for the layer's current state. Returns False, because the CPU has no kernel launches that could change."""
         return False
 
-    def settle(self) -> None:
+    def read_replayed_tokens(self) -> None:
         """Do nothing, because steps on the CPU are never captured in a graph."""
 
     def _view(self) -> None:

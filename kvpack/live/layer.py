@@ -167,7 +167,7 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or as many tokens as even out the keys and values; return True if any were encoded."""
+        """Encode whole windows of the tail, or just enough tokens to even out the keys and values; return True if any were encoded."""
         self.commit()
         if not self.is_due:
             return False

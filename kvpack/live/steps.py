@@ -30,7 +30,7 @@ class Steps:
         self._calls: dict[Any, GrowingCall | None] = {}
         self._appends: dict[int, AppendCall] = {}
         self.captured = False
-        """True if replays of a graph may add tokens, of which ``settle`` learns."""
+        """True if replays of a graph may add tokens, of which ``read_replayed_tokens`` learns."""
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with float32_no_grad(device):
@@ -123,7 +123,7 @@ class Steps:
         self._write()
         return changed
 
-    def settle(self) -> None:
+    def read_replayed_tokens(self) -> None:
         """Read the number of tokens that graph replays have added from the device."""
         if self.captured and not self._capturing:
             self._layer.raw_tokens = int(self._lengths[0]) - self._layer.older_tokens

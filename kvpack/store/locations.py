@@ -41,7 +41,7 @@ def open_backend(location: Any, counters: Counters, form: Form, options: Locatio
     nothing there. Raises InvalidParameter for an option that is invalid or that the location does not support and for a URL of an unknown
     kind, and the errors of the backend.
     """
-    given = options.given()
+    given = options.keywords()
     if isinstance(location, (list, tuple)):
         _check_options("a list of tiers", given, _TIER_LIST_OPTIONS, ": each Tier has its own")
         return _open_tiers(location, counters, form, skip_sweep=skip_sweep, **given)

@@ -39,7 +39,7 @@ class LocationOptions:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     """Settings of obstore by name, for an object store. They may contain secrets."""
 
-    def given(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Return the options of the location that are not None. Raises InvalidParameter for an invalid count or timeout."""
         given = {option.name: value for option in fields(LocationOptions) if (value := getattr(self, option.name)) is not None}
         for name, minimum in _MINIMUMS.items():
@@ -51,7 +51,7 @@ class LocationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(LocationOptions):
-    """The options of a ``Store`` or a ``PageStore``: those of its location, and those of its entries."""
+    """The options of a ``Store`` or a ``PageStore``, for its location and for its entries."""
 
     write_back: bool | None = None
     """True if all tiers except the first are written in the background."""
@@ -65,9 +65,9 @@ class StoreOptions(LocationOptions):
     def __post_init__(self) -> None:
         check_count("max_entry_bytes", self.max_entry_bytes, 1)
 
-    def given(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Return the options of the location, with ``write_back``, that are not None. Raises InvalidParameter for an invalid count."""
-        return super().given() | ({} if self.write_back is None else {"write_back": self.write_back})
+        return super().keywords() | ({} if self.write_back is None else {"write_back": self.write_back})
 
 
 class StoreKeywords(TypedDict, total=False):

@@ -282,7 +282,7 @@ class PageStore:
             job._future.exception()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters since the store was opened. They are those of ``Store``, with pages in place of chunks."""
+        """Return the counters since the store was opened, as ``Store`` does, but of pages instead of chunks."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:

@@ -355,7 +355,7 @@ class Redis(OneTier):
         return ("put", b"".join(chain[: group[-1] + 1]), *settings, *pairs)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict page by page until entries of ``sizes``, or as many of them as the budget allows, fit; return True if they do."""
+        """Evict page by page until entries of ``sizes`` fit, or those that the budget allows; return True if they do."""
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:

@@ -53,7 +53,7 @@ class Summary:
 def summarize(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Summary:
-    """Return the totals of a location. The arguments are those of ``read_catalog``."""
+    """Return the totals of a location. The arguments are as for ``read_catalog``."""
     summary = Summary()
     # The index ignores encryption keys and size limits, so it is used only without them.
     indexed = isinstance(backend, Directory) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES

@@ -53,7 +53,7 @@ POSITIONS = 1 << 15
 ROWS_POSITIONS = 4096
 """Maximum number of positions for which klt's rows are made by default, because more would harm short contexts."""
 WIDTHS_TOKENS = 1024
-"""Number of tokens in windows that are read with one place packed, of which the last quarter is scored."""
+"""Number of tokens in windows that are read with the keys or values of one layer packed. The last quarter is scored."""
 SAMPLES = 8192
 """Number of tokens, over all windows, whose keys and values are kept to train tables."""
 PROGRESS_SUFFIX = ".progress"
@@ -251,7 +251,7 @@ def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence
 
 
 def _sample(model: Any, text: Text) -> torch.Tensor:
-    """Return the first tokens ``[1, token]`` of the text, at most as many as the model has positions."""
+    """Return the first tokens ``[1, token]`` of the text, at most the model's number of positions."""
     return window(text, 0, _SAMPLE_TOKENS)[:, : positions(model)]
 
 

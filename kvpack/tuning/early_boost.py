@@ -21,7 +21,7 @@ RUNS = 5
 Rungs = dict[str, list[str]]
 
 
-def fast(search: Search) -> tuple[Measurement, Measurement | None]:
+def fast_search(search: Search) -> tuple[Measurement, Measurement | None]:
     """Return the best recipe, and the uniform one: candidates have finer keys or finer values in early layers.
 
     A boost of 4 layers is tried for keys and for values. The better of the two is then extended to 8 and 16 layers as long as that helps. A

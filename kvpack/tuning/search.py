@@ -68,7 +68,7 @@ def best(measured: list[Measurement]) -> Measurement:
     return min(measured, key=lambda measurement: measurement.loss.kl_divergence)
 
 
-def thorough(search: Search) -> tuple[Measurement, Measurement | None]:
+def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
     """Return the tuned allocation, and the best uniform one or None if no uniform recipe fits.
 
     Losses of single places are measured with all others uncompressed, because they add up best then, and only predict the loss of an

@@ -40,7 +40,7 @@ def spread_moments(statistics: KeyMoments, rope: Rope | None, starts: Sequence[i
 
 
 def spread_keys(statistics: Statistics, ropes: Sequence[Rope | None], starts: Sequence[int]) -> Statistics:
-    """Average the statistics of keys over windows that start at ``starts``. The samples of a window are at one of them."""
+    """Average the statistics of keys over windows that start at ``starts``. The samples are of a single window."""
     sums, products, costs, samples = dict(statistics.sums), dict(statistics.products), dict(statistics.costs), dict(statistics.samples)
     for layer, rope in enumerate(ropes):
         name = f"{layer}.k"

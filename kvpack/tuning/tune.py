@@ -25,11 +25,11 @@ from kvpack.models import load_model, model_folder
 from .allocation import recipe_clauses, recipe_text
 from .calibrate import check_basis
 from .candidates import BALANCED, BY_WIDTHS, CALIBRATED, FRAMED, LADDER, RUNGS, is_attendable, pack_candidates, parse_candidates
-from .early_boost import RUNS, fast
+from .early_boost import RUNS, fast_search
 from .journal import open_journal
 from .measurement import Windows, read_once
 from .results import recipe_file, results
-from .search import Search, steps, thorough
+from .search import Search, steps, thorough_search
 from .widths import by_widths
 from .widths import steps as by_width_steps
 
@@ -54,7 +54,7 @@ MAX_TOKEN_GROUP = 128
 class Settings:
     """Sizes of a search; None selects the default, or the limit of the model and the text if that is smaller.
 
-    ``tokens`` is the size of a window, of which the last ``score`` tokens are scored. The search uses ``windows`` windows and the report
+    ``tokens`` is the size of a window, and its last ``score`` tokens are scored. The search uses ``windows`` windows and the report
     ``held_out`` further ones. Codecs that encode tokens in groups keep part of a group raw, and those bytes count; multiples of 128 avoid
     that.
     """
@@ -152,7 +152,7 @@ def run(
         journal = open_journal(measurements, searched.exact)
         searched.losses, searched.measured = dict(journal.losses), journal.keep
         try:
-            tuned, uniform = (fast if quick else by_widths if widths else thorough)(search)
+            tuned, uniform = (fast_search if quick else by_widths if widths else thorough_search)(search)
         finally:
             journal.write()
         held_out = read_once(

@@ -406,7 +406,7 @@ def test_exchanges_see_what_single_places_hide() -> None:
         return float(2.0**-v + 2.0 ** -bits[1, "k"] + 2.0 ** -bits[1, "v"] + (8 * 2.0**-k if v < 16 else 0.001 * (16 - k)))
 
     made = scripted(2, loss, budget=9)
-    tuned, plain = search.thorough(made)
+    tuned, plain = search.thorough_search(made)
     kinds = [it.what for it in made.measured]
     assert kinds[0] == "greedy"
     assert "exchange" in kinds
@@ -421,7 +421,7 @@ def test_a_uniform_recipe_that_is_better_is_kept() -> None:
         values = list(bits.values())
         return float(len(set(values))) if 16 not in values else float(-bits[0, "k"] - 2 * bits[0, "v"])
 
-    tuned, plain = search.thorough(scripted(2, loss, budget=10))
+    tuned, plain = search.thorough_search(scripted(2, loss, budget=10))
     assert plain is not None
     assert tuned.allocation == plain.allocation
     assert results.compare_losses(tuned.loss, tuned.loss)["verdict"] == "the same"
@@ -429,7 +429,7 @@ def test_a_uniform_recipe_that_is_better_is_kept() -> None:
 
 def test_files_that_grow_in_a_window_stay_within_the_budget() -> None:
     made = scripted(1, lambda bits: -float(sum(bits.values())), bytes_=lambda bits: sum(bits.values()) + (bits[0, "k"] == 4), budget=7)
-    tuned, _ = search.thorough(made)
+    tuned, _ = search.thorough_search(made)
     assert tuned.loss.bytes <= 7
     assert all(it.loss.bytes <= 7 for it in made.measured if it.what != "uniform")
 
@@ -441,7 +441,7 @@ def test_candidates_that_cannot_hold_the_values_are_left_out() -> None:
         return 1 / sum(bits.values())
 
     made = scripted(2, loss, budget=8)
-    tuned, plain = search.thorough(made)
+    tuned, plain = search.thorough_search(made)
     assert made.priced.left_out[1, "k"] == {"scalar:b=1": "a norm is too large"}
     assert tuned.allocation[1, "k"] != "scalar:b=1"
     assert plain is not None
@@ -450,7 +450,7 @@ def test_candidates_that_cannot_hold_the_values_are_left_out() -> None:
         raise OutOfRange("a norm is too large")
 
     with pytest.raises(InvalidParameter, match=r"no candidate can encode layers\[0\]\.k: a norm is too large"):
-        search.thorough(scripted(1, never))
+        search.thorough_search(scripted(1, never))
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_candidates_that_cannot_hold_the_values_are_left_out() -> None:
 def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
     # Room for one rung in 16 layers above keys and values of 2 bits.
     made = scripted(32, sensitive, budget=32 * 4 + 16)
-    tuned, plain = early_boost.fast(made)
+    tuned, plain = early_boost.fast_search(made)
     kinds = [it.what for it in made.measured]
     assert len(kinds) <= runs <= early_boost.RUNS
     assert set(expected) <= set(kinds)

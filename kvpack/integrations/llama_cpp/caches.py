@@ -18,7 +18,7 @@ from kvpack.file.limits import MAX_LAYERS
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.arguments import model_fields
-from kvpack.integrations.exported import exported, windows_of
+from kvpack.integrations.exported import export_values, windows_of
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of
@@ -133,7 +133,7 @@ def export_slot(
 
     ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``; quantized blocks are written unchanged, and then
     ``dtype`` cannot be chosen. llama.cpp loads the file in a context of the same model whose cache has the same types, ``transposed``
-    (values are, without flash attention) and ``streams`` (one, or one per sequence if the cache is not unified); the defaults are those of
+    (values are, without flash attention) and ``streams`` (one, or one per sequence if the cache is not unified); the defaults come from
     the imported file. ``progress`` counts layers. Raises InvalidParameter for a cache that did not come from llama.cpp, and, naming the
     layer, for contents that such a file cannot represent: layers without keys or values, states, batches, windows with missing tokens, and
     unknown token ids; OutOfRange if ``dtype`` would make a value infinite; WriteFailed.
@@ -285,7 +285,7 @@ def _side_cells(where: str, side: Side, kind: str | None, dtype: str | None, kep
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
         return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
-    values = exported(where, side, dtype or kind, "llama.cpp")
+    values = export_values(where, side, dtype or kind, "llama.cpp")
     return _to_cells(values[0, :, -kept:], transposed)
 
 

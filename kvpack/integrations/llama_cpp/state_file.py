@@ -116,15 +116,15 @@ class Reader:
         os.close(self._descriptor)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Number of bytes that have not been read yet."""
         return self.size - self.at
 
     def skip(self, count: int, what: str) -> int:
         """Return the offset of the next ``count`` bytes. Raises InvalidParameter if the file does not have them."""
-        if count > self.left:
+        if count > self.remaining:
             raise InvalidParameter(
-                f"{self.where}: is truncated: {what} take {count} bytes from byte {self.at}, but only {self.left} remain"
+                f"{self.where}: is truncated: {what} take {count} bytes from byte {self.at}, but only {self.remaining} remain"
             )
         begin, self.at = self.at, self.at + count
         return begin
@@ -166,11 +166,11 @@ def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile
     _check_front(reader)
     ids, form = _ids(reader)
     result = tuple(_section(reader, kind, latents) for kind in ("full-attention", "sliding-window")[:sections])
-    if reader.left:
+    if reader.remaining:
         more = "recurrent states, an indexer's keys or other caches, which kvpack does not read"
         more = more if sections > 1 else f"sliding-window layers (name them with windows=, or --window), {more}"
         raise InvalidParameter(
-            f"{reader.where}: {reader.left} bytes follow its {sum(len(section.keys) for section in result)} layers, perhaps of {more}"
+            f"{reader.where}: {reader.remaining} bytes follow its {sum(len(section.keys) for section in result)} layers, perhaps of {more}"
         )
     return StateFile(ids, form, result)
 
@@ -249,7 +249,7 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
             f"{_OTHER_CELLS}"
         )
     keys = tuple(_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
-    if layers and not reader.left and not latents:
+    if layers and not reader.remaining and not latents:
         raise InvalidParameter(
             f"{reader.where}: ends after its keys: it is truncated, or from a model with multi-head latent attention (MLA), which "
             "has only latents; for such a model, pass latents=True, or --latents"

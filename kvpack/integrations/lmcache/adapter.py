@@ -98,7 +98,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed; ``others`` keeps objects
     that are not keys and values, such as recurrent states, byte for byte. ``threads`` tasks run at a time; ``max_bytes`` and
-    ``encryption_key_file`` are those of a store, which evicts on its own. Raises InvalidParameter.
+    ``encryption_key_file`` are as for a store, which evicts on its own. Raises InvalidParameter.
     """
 
     def __init__(self, params: Mapping[str, Any], **_: Any) -> None:

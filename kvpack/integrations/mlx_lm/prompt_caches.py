@@ -22,7 +22,7 @@ from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.exported import exported, windows_of
+from kvpack.integrations.exported import export_values, windows_of
 from kvpack.integrations.llama_cpp.state_file import CONFIG
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def export_prompt_cache(
         if layer.k is None or layer.v is None or layer.states:
             missing = "states" if layer.states else "no keys or no values"
             raise InvalidParameter(f"layer {number} contains {missing}; kvpack writes layers of keys and values for mlx-lm")
-        pair = [exported(f"layer {number}", side, dtype, "mlx-lm") for side in (layer.k, layer.v)]
+        pair = [export_values(f"layer {number}", side, dtype, "mlx-lm") for side in (layer.k, layer.v)]
         metadata[f"1.{number}"], pair, counts = _stored_layer(number, layer, pair, windows.get(number))
         for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32, device="cpu") for count in counts))):
             tensors[f"{number}.{part}"] = tensor

@@ -58,7 +58,7 @@ class StoreMetrics:
     def __init__(self, store: PageStore, pool: str, ranks: Sequence[int]) -> None:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report to prometheus_client what was counted since the last call."""
         metrics = _metrics()
         if not metrics:
@@ -203,7 +203,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
         stats = StorageMetrics()
         for pool in self._every_pool():
-            pool.metrics.tell()
+            pool.metrics.report()
             loads, saves = pool.take_calls()
             for calls, pages, speeds in (
                 (loads, stats.prefetch_pgs, stats.prefetch_bandwidth), (saves, stats.backup_pgs, stats.backup_bandwidth),

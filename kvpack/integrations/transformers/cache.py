@@ -127,7 +127,7 @@ class KvpackCache(PassCalls):
         """Create a KvpackCache that continues the packed ``cache``, checked against ``model`` if there is one.
 
         Without a model, the caller sets attention "kvpack" (``model.set_attn_implementation("kvpack")``), and nothing is recorded. Options
-        and errors are those of the class.
+        and errors are documented in the class.
         """
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         check_cache(cache, model)
@@ -191,7 +191,7 @@ class KvpackCache(PassCalls):
         positions = RotaryPositions.of(known, cache, inputs, rope_deltas)
         if known is not None and dense is None and not known.takes_packed_layers:
             self._dense = True
-            decoding.tell(known.name)
+            decoding.warn(known.name)
         record = Record(inputs, tokens, adapters, rows_of(self.live) or 1)
         self.passes = Tracking(record, positions, known, not self._dense, model if inside else None, compared)
         self.passes.states = any(states)
@@ -239,8 +239,8 @@ class KvpackCache(PassCalls):
     ) -> Self:
         """Load the cache in the file at ``path`` to ``device`` (default: the model's), to be continued by ``model``.
 
-        ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are those of ``kvpack.load``; the other
-        options are those of ``of``, which checks layers, shapes and identity. Raises the errors of ``kvpack.load`` and ``of``.
+        ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are as for ``kvpack.load``; the other
+        options are as for ``of``, which checks layers, shapes and identity. Raises the errors of ``kvpack.load`` and ``of``.
         """
         check_model_of_file(path, model)
         loaded = load(
@@ -295,7 +295,7 @@ class KvpackCache(PassCalls):
     def generate(self, token_ids: Any, **options: Any) -> Any:
         """Run ``generate`` of the cache's model over this cache, passed under the name that the installed transformers uses.
 
-        ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are those of the cache and at least one that follows; ``options``
+        ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new one; ``options``
         are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for other ids than the
         cache's; InvalidType or InvalidParameter for anything but token ids; and what ``generate`` raises.
         """
@@ -342,7 +342,7 @@ class KvpackCache(PassCalls):
             self._rollback.keep()
 
     def go_back(self, tokens: int) -> int:
-        """Keep the first ``tokens`` tokens, or as many as have states (``states_at``), and return the number kept.
+        """Keep the first ``tokens`` tokens, or fewer up to a position with states (``states_at``), and return the number kept.
 
         Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
         """

@@ -27,7 +27,7 @@ def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
     return any(hooks for *_, hooks in adapters)
 
 
-def checkpointed(model: torch.nn.Module) -> list[weakref.ref[Any]]:
+def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
     """Return the modules that support gradient checkpointing: those with an attribute ``gradient_checkpointing``."""
     name = "gradient_checkpointing"
     return [weakref.ref(module) for module in modules_of(model) if name in vars(module) or hasattr(type(module), name)]

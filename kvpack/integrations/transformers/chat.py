@@ -134,7 +134,7 @@ class Chat:
     def send(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the model's reply to ``message``: user text, a message with another role, or several messages.
 
-        If the conversation ends with a user message, text is appended to it. ``options`` are those of the model's ``generate``, such as
+        If the conversation ends with a user message, text is appended to it. ``options`` are passed to the model's ``generate``, such as
         max_new_tokens (default: 512), do_sample or streamer. Nothing changes if it raises. Raises InvalidParameter if the template refuses
         the messages, and as KvpackCache does.
         """
@@ -155,7 +155,7 @@ class Chat:
         return len(ids)
 
     def save(self, path: str | os.PathLike[str], *, messages: bool = True, **options: Any) -> int:
-        """Save the packed cache with the messages as a kvpack file, and return its size; ``options`` are those of ``kvpack.save``.
+        """Save the packed cache with the messages as a kvpack file, and return its size; ``options`` are passed to ``kvpack.save``.
 
         Texts that are in the file's token ids are not stored again. Raises LimitExceeded if the others do not fit: ``messages=False``
         leaves all out, and ``Chat.load(..., messages=...)`` accepts them. Raises the errors of ``kvpack.save``.

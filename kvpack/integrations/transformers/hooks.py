@@ -430,7 +430,7 @@ class _WatchedPrefill(_WatchedMethod):
         with ExitStack() as chunks:
             if config.prefill_chunk_size is not None:
                 for passes in _passes_over_tokens(cache_in(arguments)):
-                    chunks.enter_context(passes.chunked(ids, arguments, getattr(config, "_mask_length", -1)))
+                    chunks.enter_context(passes.check_chunks(ids, arguments, getattr(config, "_mask_length", -1)))
             return type(alive)._prefill(alive, *args, **kwargs)
 
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """State of the warning that a model receives decoded keys and values: ``told`` is True after it, or if decoding was requested."""
+    """State of the warning that a model receives decoded keys and values: ``warned`` is True after it, or if decoding was requested."""
 
-    def __init__(self, told: bool) -> None:
-        self.told = told
+    def __init__(self, warned: bool) -> None:
+        self.warned = warned
 
-    def tell(self, name: str) -> None:
+    def warn(self, name: str) -> None:
         """Issue a KvpackWarning about the model ``name``, unless one has already been issued."""
         self._warn(f"{name} has attention that cannot take packed layers: each call decodes the keys and values of its layer")
 
@@ -43,8 +43,8 @@ class Decoding:
         )
 
     def _warn(self, text: str) -> None:
-        if not self.told:
-            self.told = True
+        if not self.warned:
+            self.warned = True
             warnings.warn(text, KvpackWarning, stacklevel=4)
 
 

@@ -22,7 +22,7 @@ QUERIES_AT_A_TIME = 128
 
 
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
-    """Return the mask for ``kv_length`` keys; arguments are those of transformers' mask functions.
+    """Return the mask for ``kv_length`` keys; the arguments are as for transformers' mask functions.
 
     For packed keys it is None if attention applies the mask itself, and with padding on the left the first token that each sequence sees,
     int32 ``[batch, 1, 1, 1]``; models that keep some rows of masks (Gemma-4) leave that unchanged. For any other padding, and for any

@@ -302,8 +302,8 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     this = named(model)
     fields = dict(this.fields)
     if not fields:
-        told = "the cache names the model that computed it, but this one cannot be compared with it"
-        raise InvalidParameter(f"{told}: {this.unnamed}; {_SAME_MODEL_ADVICE}")
+        reason = "the cache names the model that computed it, but this one cannot be compared with it"
+        raise InvalidParameter(f"{reason}: {this.unnamed}; {_SAME_MODEL_ADVICE}")
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)
     if kind == SAMPLE:

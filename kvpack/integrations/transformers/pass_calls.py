@@ -162,9 +162,9 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         if self._dense:
             return length, offset
         if self.graphs is not None and (captured := self.graphs.captured) is not None:
-            told = CapturedLength(captured.tokens)
-            told.captured = captured
-            return told + query_length, 0
+            length_in_graph = CapturedLength(captured.tokens)
+            length_in_graph.captured = captured
+            return length_in_graph + query_length, 0
         packed = PackedLength(length)
         attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
         # transformers passes layer 0 even if that layer has only states, and means the first attention layer.

@@ -14,7 +14,7 @@ import torch
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 
 from .cache_lock import CacheLock
-from .changes import ModelState, checkpointed
+from .changes import ModelState, checkpointing_modules
 from .hooks import Passes, models_in, outermost
 from .models import NamedModel, named, weights_now
 
@@ -72,7 +72,7 @@ class Tracking:
         self._passes, self.lock = Passes(), CacheLock()
         self.assisted = self.states = self._chunked = False
         self.rows: Callable[[], int | None] = lambda: None
-        self._checkpointed = [] if watched is None else checkpointed(watched)
+        self._checkpointed = [] if watched is None else checkpointing_modules(watched)
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
         self.told_source = False
@@ -182,7 +182,7 @@ class Tracking:
             check_rows_fit(given.shape[0], held)
             raise InvalidParameter(
                 f"the forward pass has {given.shape[0]} rows, but the cache holds {_sequences(held)}: "
-                f"cache.batch_repeat_interleave({given.shape[0] // held}) repeats each for as many rows"
+                f"cache.batch_repeat_interleave({given.shape[0] // held}) repeats each of them"
             )
 
     def _check_model(self, module: torch.nn.Module) -> None:
@@ -211,8 +211,8 @@ class Tracking:
         if not self._is_new or self._first is None:
             return None
         if self._first.unnamed:
-            told = "the cache cannot record its model, so a wrong one would not be noticed"
-            warnings.warn(f"{told}: {self._first.unnamed}", KvpackWarning, 4)
+            reason = "the cache cannot record its model, so a wrong one would not be noticed"
+            warnings.warn(f"{reason}: {self._first.unnamed}", KvpackWarning, 4)
         return self._first.fields
 
     def _name_model(self) -> None:
@@ -401,7 +401,7 @@ class Tracking:
             self.check_ids(ids, following)
 
     @contextmanager
-    def chunked(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
+    def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
         """Check all token ids of a prompt that ``generate`` prepares in chunks within the block, like ``check_generate``.
 
         ``columns`` are those of the attention mask that it creates if there is none in ``arguments``; as many columns as ids mean that
@@ -440,7 +440,7 @@ class Tracking:
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
         """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with those of the cache's ids.
 
-        They are compared if the ids determine all embeddings. ``generate`` drops as many of them as the cache has tokens.
+        They are compared if the ids determine all embeddings. ``generate`` drops the embeddings of the cache's tokens.
         """
         tokens, inputs = self.record.tokens, self.record.inputs
         if embeddings.shape[1] <= tokens:

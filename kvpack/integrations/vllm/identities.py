@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
 def identity_of(config: Any, recipe: str | Recipe, shape: Mapping[str, Any], revision: str | None, adapter: str, tenant: str) -> Identity:
     """Return the identity of pages with the layout ``shape``, from vLLM's OffloadingConfig.
 
-    Raises InvalidParameter if nothing names the weights.
+    Raises InvalidParameter if the weights cannot be identified.
     """
     shape = {
         **shape, "tokens_per_hash": config.cache.tokens_per_hash, "blocks_per_chunk": config.cache.blocks_per_chunk,

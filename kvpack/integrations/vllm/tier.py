@@ -57,7 +57,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     vLLM passes bytes without their shape, so the connector passes the model's groups of cache layers and their places in a chunk. Attention
     and MLA are encoded; everything else, such as Mamba states, is stored byte for byte. ``layout`` is a name of ``layouts.arrangement``.
     ``revision`` names the weights if vLLM's model is not a folder, and ``basis`` is the file of the basis that a recipe may need.
-    ``max_bytes`` and ``encryption_key_file`` are those of a store. ``any_version`` allows a vLLM version that was not tested. Raises
+    ``max_bytes`` and ``encryption_key_file`` are as for a store. ``any_version`` allows a vLLM version that was not tested. Raises
     InvalidParameter before vLLM serves for an impossible configuration: another version, several cache groups with several blocks per
     chunk, other sizes, and a connector that does not pass the model's settings.
     """

@@ -44,7 +44,7 @@ from kvpack.runtime.modes import float32_no_grad
 from . import dispatch
 from .blocks import for_each_block
 from .dispatch import UNMEASURED, TokenSizes
-from .token_errors import EncodedRun, crowding, own_errors
+from .token_errors import EncodedRun, own_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -44,7 +44,7 @@ from kvpack.runtime.modes import float32_no_grad
 from . import dispatch
 from .blocks import for_each_block
 from .dispatch import UNMEASURED, TokenSizes
-from .token_errors import EncodedRun, own_errors
+from .token_errors import EncodedRun, crowding, own_errors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -469,7 +469,7 @@ def _losses(run: EncodedRun) -> list[Loss]:
 def losses_of(run: EncodedRun) -> list[Loss]:
     """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale of the run."""
     losses = []
-    for kind, measure, ratios in ((_OWN, own_errors, (ERROR_RATIO, OWN_WARNING_RATIO)), (_RUN, scale_enlargement, (1.0, 1.0))):
+    for kind, measure, ratios in ((_OWN, own_errors, (ERROR_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
         sizes = measure(run)
         if sizes is None:
             continue
@@ -481,7 +481,7 @@ def losses_of(run: EncodedRun) -> list[Loss]:
     return losses
 
 
-def excess_factors(run: EncodedRun) -> torch.Tensor | None:
+def excesses(run: EncodedRun) -> torch.Tensor | None:
     """Return by how much the losses of tokens that are not raw exceed their limits; None if no token can lose anything.
 
     Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.

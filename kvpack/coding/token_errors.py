@@ -167,7 +167,7 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
 
 
 def sample_step(tokens: int) -> int:
-    """Return the distance in tokens between the samples by which ``scale_enlargement`` estimates the usual size in a run of ``tokens``."""
+    """Return the distance in tokens between the samples by which ``crowding`` estimates the usual size in a run of ``tokens``."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _LEAST_SAMPLES)
 
 

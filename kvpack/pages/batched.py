@@ -168,7 +168,7 @@ def _measure(
 def _encode(
     lane: Lane, x: torch.Tensor, codec_input: torch.Tensor, chosen: torch.Tensor | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Encode ``codec_input``, and return the streams and their ``excess_factors``.
+    """Encode ``codec_input``, and return the streams and their ``excesses``.
 
     ``codec_input`` is ``x``, the values of pages, with any raw tokens replaced. The factors ignore the tokens ``chosen``, if given.
     """
@@ -182,7 +182,7 @@ def _count_without_room(
 ) -> torch.Tensor:
     """Return the counts of ``choose_slot_tokens``, int64 ``[2]``, for the values ``x`` of pages without raw tokens.
 
-    ``lost`` is the result of the codec's ``excess_factors``, if there is one.
+    ``lost`` is the result of the codec's ``excesses``, if there is one.
     """
     result = torch.zeros(2, dtype=torch.int64, device=x.device)
     if key_norms is not None and lane.watched is not None:

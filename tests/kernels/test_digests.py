@@ -148,7 +148,7 @@ def test_damage_is_refused_with_the_words_of_the_cpu(
     """A bit of the first, the last and another byte of every tensor, and of the pads between them; the host hashes nothing."""
     reads_of(piece_bytes, monkeypatch)
     path = tmp_path / "a"
-    kvpack.save(kvpack.pack(random_pairs(2, 85, batch=1, dims=(64, 96)), recipe), path)
+    kvpack.save(kvpack.pack(random_pairs(1, 85, batch=1, dims=(64, 96)), recipe), path)
     data = path.read_bytes()
     with container.open_file(path) as file:
         start, places = len(file.front.text), file.front.places
@@ -255,8 +255,16 @@ def stored(cache: kvpack.Cache) -> dict[str, bytes]:
 
 @pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
-@pytest.mark.parametrize(("layers", "least"), [(None, 2), ([0, 1, 3], 2), (slice(2, 4), 1)], ids=str)
-@pytest.mark.parametrize(("copy_bytes", "read_bytes"), [(1 << 10, 1 << 10), (1 << 14, 1 << 12), (1 << 25, 1 << 22)])
+@pytest.mark.parametrize(
+    ("layers", "least", "copy_bytes", "read_bytes"),
+    [
+        (None, 2, 1 << 10, 1 << 10),
+        ([0, 1, 3], 2, 1 << 14, 1 << 12),
+        ([0, 1, 3], 2, 1 << 25, 1 << 22),
+        (slice(2, 4), 1, 1 << 25, 1 << 22),
+    ],
+    ids=str,
+)
 def test_copies_of_any_size_are_what_the_cpu_loads(
     layers: Any, least: int, copy_bytes: int, read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

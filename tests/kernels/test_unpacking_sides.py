@@ -112,7 +112,7 @@ def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.Mon
     from kvpack.kernels.decode import tiles
 
     made, _ = codecs(codec, codec, (dim, dim))
-    side = random_side(made, 2, (700, 33, 300), 0, 1, batch=2)
+    side = random_side(made, 1, (700, 33, 300), 0, 1, batch=2)
     monkeypatch.setattr(tiles, "PROGRAMS", 1)
     found = fused(side, torch.float16)
     assert relative_error(found, side.unpack(torch.float32)) < 2.0**-11

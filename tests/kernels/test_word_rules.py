@@ -113,7 +113,7 @@ def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwi
     ],
 )  # fmt: skip
 def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_path: Path) -> None:
-    cache, refused = kvpack.pack(random_pairs(3, 40), recipe), 0
+    cache, refused = kvpack.pack(random_pairs(2, 40), recipe), 0
     contents, arrays = files.file_arguments(cache)
     for name in [name for name in arrays if name.startswith("1.")]:
         changed = arrays[name].copy()

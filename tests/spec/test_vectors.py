@@ -18,7 +18,6 @@ from kvpack.formats.errors import InvalidPayload, KvpackError
 from spec.generate.expected import ID_FEATURES, digest, ids_path, rounded_down, sides_of, tolerance_path, typed, values_of, values_path
 from spec.generate.frame_vectors import BLOCKS_REFUSED
 from spec.generate.vector_files import DEFINED, FOLDER, MANIFEST, bases, described, of_core, profile_of
-from support.interpreter import DEVICE
 from support.numbered_rules import rules
 from support.second_decoder import decoder, decompress
 from support.vector_checks import DECODED, LINES, Expected, check_values, load_basis, read, unpacked, verify
@@ -152,16 +151,12 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     assert header.is_basis or cache.position_offsets == header.offsets
 
 
-@pytest.mark.parametrize(
-    ("kernels", "most"), [("torch", 2**30), pytest.param("triton", 100, marks=pytest.mark.kernels)], ids=["torch", "triton"]
-)
-def test_every_decoder_of_the_library_decodes_the_vectors_to_their_values(kernels: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in C are the default on the CPU; the interpreter of Triton is slow, so it gets files of at most ``most`` bytes of values."""
-    monkeypatch.setenv("KVPACK_KERNELS", kernels)
-    files = [file for file in DECODED if (FOLDER / LINES[file]["values"]).stat().st_size <= most]
-    assert len(files) > 100
-    for file in files:
-        check_values(file, unpacked(file, DEVICE if kernels == "triton" else "cpu"))
+def test_pytorch_decodes_the_vectors_to_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions in C are the default on the CPU, and tests/kernels/test_unpacking.py has those in Triton."""
+    monkeypatch.setenv("KVPACK_KERNELS", "torch")
+    assert len(DECODED) > 100
+    for file in DECODED:
+        check_values(file, unpacked(file))
 
 
 def check_ids(file: str, cache: Cache | None) -> None:

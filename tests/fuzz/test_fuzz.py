@@ -79,8 +79,13 @@ def targets() -> Callable[[str], Target]:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
-    target = targets(name)
+def test_a_target_and_its_corpus_run_without_a_failure(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
+    target, found = targets(name), seeds.committed_inputs(name)
+    assert found, "there is a corpus"
+    assert not set(found) & set(target.seeds), "seeds are not copied"
+    for data in found[:: max(1, len(found) // 20)]:
+        assert len(data) <= target.max_bytes
+        target.check(data)
     assert any(target.check(data) for data in target.seeds), "a seed is accepted"
     count = INPUTS.get(name, 60)
     report = run(target, count, tmp_path)
@@ -88,17 +93,6 @@ def test_a_target_runs_without_a_failure(name: str, targets: Callable[[str], Tar
     assert report.executions == count
     assert report.accepted < count
     assert (report.compared > 0) == (target.compare is not None)
-
-
-@pytest.mark.scenario
-@pytest.mark.parametrize("name", TARGETS)
-def test_the_committed_corpus_runs_without_a_failure(name: str, targets: Callable[[str], Target]) -> None:
-    target, found = targets(name), seeds.committed_inputs(name)
-    assert found, "there is a corpus"
-    assert not set(found) & set(target.seeds), "seeds are not copied"
-    for data in found[:: max(1, len(found) // 20)]:
-        assert len(data) <= target.max_bytes
-        target.check(data)
 
 
 def test_an_input_in_which_a_reader_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,19 +248,17 @@ def test_minimizing_keeps_what_reaches_something() -> None:
 
 
 @pytest.mark.scenario
-@pytest.mark.parametrize("driver", ["random", "atheris"])
-def test_the_command_line_reports_as_json(driver: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("driver", "names"), [("random", ("recipe", "encrypted-entry")), ("atheris", ("recipe",))])
+def test_the_command_line_reports_as_json(driver: str, names: tuple[str, ...], tmp_path: Path) -> None:
     if driver == "atheris":
         pytest.importorskip("atheris")
-    words = ["--target", "recipe", "--target", "encrypted-entry", "--executions", "300", "--seconds", "120", "--lines", "1", "--json"]
+    words = [*(f"--target={name}" for name in names), "--executions", "300", "--seconds", "120", "--lines", "1", "--json"]
     command = [sys.executable, "-m", "fuzz.run", *words, "--driver", driver, "--failures", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert [(report["target"], report["executions"], report["driver"]) for report in result["targets"]] == [
-        ("recipe", 300, driver),
-        ("encrypted-entry", 300, driver),
-    ]
+    found = [(report["target"], report["executions"], report["driver"]) for report in result["targets"]]
+    assert found == [(name, 300, driver) for name in names]
     assert result["problems"] == []
     assert result["coverage"]["formats/columns.py"][0] > 10
     assert all((report["features"] > 0) == (driver == "atheris") for report in result["targets"])

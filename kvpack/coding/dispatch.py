@@ -341,7 +341,7 @@ def uses_triton(device: torch.device) -> bool:
     Issues a KvpackWarning, once, if ``device`` is a CUDA device and Triton is missing. Raises InvalidParameter if KVPACK_KERNELS has an
     unknown value, or is "triton" although the kernels cannot run.
     """
-    backend = _backend()
+    backend = _checked_backend(os.environ.get(VARIABLE, ""))
     if backend != "triton":
         wanted = not backend and device.type == "cuda"
         if wanted and not triton_version.is_supported():
@@ -363,7 +363,7 @@ def uses_c(device: torch.device) -> bool:
     Issues a KvpackWarning, once, if ``device`` is the CPU and the C kernels are missing. Raises InvalidParameter if KVPACK_KERNELS has an
     unknown value, or is "cpu" although the C kernels were not built.
     """
-    backend = _backend()
+    backend = _checked_backend(os.environ.get(VARIABLE, ""))
     if device.type != "cpu" or backend not in ("", "cpu"):
         return False
     if not c_is_built():
@@ -393,8 +393,9 @@ def _warn_missing() -> None:
     )
 
 
-def _backend() -> str:
-    backend = os.environ.get(VARIABLE, "")
+@cache
+def _checked_backend(backend: str) -> str:
+    """Return ``backend``, the value of KVPACK_KERNELS. Raises InvalidParameter if it is unknown."""
     if backend not in ("", *BACKENDS):
         raise InvalidParameter(f"the environment variable {VARIABLE} is {backend!r}, expected one of {', '.join(BACKENDS)}")
     return backend
@@ -409,7 +410,7 @@ def backends() -> dict[str, str]:
     >>> sorted(kvpack.backends())
     ['cpu', 'cuda']
     """
-    chosen = _backend()
+    chosen = _checked_backend(os.environ.get(VARIABLE, ""))
     forced = f"PyTorch operations ({VARIABLE}={chosen})"
     by_triton = f"Triton kernels, Triton {triton_version.installed_version()}"
     if chosen == "triton" and os.environ.get("TRITON_INTERPRET") == "1":

@@ -294,8 +294,7 @@ def _encode_others(
         if streams is None:
             rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
             streams = encode_all(plain, rest, where, before, position, sizes)
-    streams |= raw_values
-    return {name: streams[name] for name in codec.row_layouts}
+    return streams | raw_values
 
 
 def _encode_groups_again(
@@ -448,9 +447,9 @@ def check_finite(x: torch.Tensor, first: int, where: str) -> None:
 def room_for_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
     """Return uninitialized tensors for what is needed of the sizes that ``codec``, without raw tokens, encodes of ``x``."""
     summary = codec.summary
+    room = partial(torch.empty, x.shape[:3], dtype=torch.float32, device=x.device)
     needs_norms = summary.changes_norms and (not summary.error_spread or bool(summary.shared_scales))
-    needed = needs_norms, summary.direction_spread > 0
-    return TokenSizes(*(torch.empty(x.shape[:3], dtype=torch.float32, device=x.device) if one else None for one in needed))
+    return TokenSizes(room() if needs_norms else None, room() if summary.direction_spread else None)
 
 
 def _losses(run: EncodedRun) -> list[Loss]:

@@ -77,7 +77,7 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
         decoded = dispatch.decode(codec, _slice(codec, streams, start, stop))
         error = torch.linalg.vector_norm(decoded.sub_(x[:, :, start:stop]), dim=3)
         part = slice(start, stop)
-        errors = (_mask_excluded(size, excluded[:, :, part]) for size in (error, error / given[:, :, part]))
+        errors = (size.masked_fill(excluded[:, :, part], torch.nan) for size in (error, error / given[:, :, part]))
         factors = torch.minimum(*(size / usual_norms(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
         result[:, :, part] = torch.where(suspects[:, :, part], factors, result[:, :, part])
     if by_direction is not None:
@@ -108,14 +108,14 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
     if sizes is None:
         return None
     # Raw tokens were replaced by small values, so they cannot hide others.
-    excluded = None if kept is None or not kept.any() else kept[:, None]
-    suspects = exceeds_usual(_mask_excluded(sizes, excluded), spread or CODED_SPREAD)
+    measured = sizes if kept is None or not kept.any() else sizes.masked_fill(kept[:, None], torch.nan)
+    suspects = exceeds_usual(measured, spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
-    excluded = given <= 0 if excluded is None else (given <= 0) | excluded
+    excluded = given <= 0 if kept is None else (given <= 0) | kept[:, None]
     # Sizes relative to the norm are imprecise if sizes are powers of two.
-    larger = exceeds_usual(_mask_excluded(sizes / given, excluded), 1.0 if spread else CODED_SPREAD)
+    larger = exceeds_usual((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
     return None if larger is None or not (suspects := suspects & larger).any() else suspects
 
 
@@ -146,8 +146,8 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
     sample = x[:, :, ::step]
     if run_fits(sample, least):
         return None
-    sizes = sizes_of(sample)
-    sizes = _mask_excluded(sizes, sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step])
+    sizes = dispatch.norms(sample) / math.sqrt(x.shape[3])
+    sizes = sizes.masked_fill(sizes <= 0 if kept is None else (sizes <= 0) | kept[:, None, ::step], torch.nan)
     # Tokens after the last full page are omitted, because they may be too few.
     page = min(sizes.shape[2], PAGE_TOKENS // step)
     pages = sizes[:, :, : sizes.shape[2] // page * page].reshape(*sizes.shape[:2], -1, page)
@@ -177,15 +177,6 @@ def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:
     ``least`` are the sizes from ``Codec.min_sizes``.
     """
     return float(dispatch.norms(sample).amin()) >= float(least.amax()) * math.sqrt(sample.shape[3])
-
-
-def sizes_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square of each token and head of ``x`` ``[batch, kv_head, token, dim]``."""
-    return dispatch.norms(x) / math.sqrt(x.shape[3])
-
-
-def _mask_excluded(sizes: torch.Tensor, excluded: torch.Tensor | None) -> torch.Tensor:
-    return sizes if excluded is None else sizes.masked_fill(excluded, torch.nan)
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -261,17 +261,12 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
     return f"is not a kvpack file: bytes 8 to {LENGTH_BYTES + len(_PREFIX) - 1} are not {_PREFIX.decode()}"
 
 
-def pack_header(header: Header) -> bytes:
-    """Return the bytes of kvpack.header. Raises LimitExceeded if the format does not allow that many."""
-    return _pack(header, [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in header.tensors])
+def pack_header(header: Contents) -> bytes:
+    """Return the bytes of kvpack.header; for contents without tensors, those of its map, which describes a page in a row.
 
-
-def pack_contents(contents: Contents) -> bytes:
-    """Return the header map without tensors, which describes a page in a row. Raises LimitExceeded."""
-    return _pack(contents, [])
-
-
-def _pack(header: Contents, tensors: list[Any]) -> bytes:
+    Raises LimitExceeded if the format does not allow that many.
+    """
+    tensors = header.tensors if isinstance(header, Header) else ()
     # Most layers have equal entries, which are packed once.
     sides = {side: _pack_side(side) for side in {side for layer in header.layers for _, side in layer.sides()}}
     data: bytes = msgpack.packb(
@@ -284,7 +279,7 @@ def _pack(header: Contents, tensors: list[Any]) -> bytes:
             "start": header.start,
             "codecs": [codec.params() for codec in header.codecs],
             "layers": [{"k": layer.k and sides[layer.k], "v": layer.v and sides[layer.v]} for layer in header.layers],
-            "tensors": tensors,
+            "tensors": [[t.name, t.dtype, t.shape, t.filter, t.stored_bytes, t.digest] for t in tensors],
         }
     )
     check_header_size(len(data))

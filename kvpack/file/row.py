@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.formats.errors import DigestMismatch, InvalidHeader, InvalidParameter, LimitExceeded, NotKvpack, Truncated, UnsupportedVersion
 from kvpack.formats.lazy import numpy
 
-from .front import pack_contents, unpack_header
+from .front import pack_header, unpack_header
 from .header import layout_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class RowLayout(NamedTuple):
 
 def row_layout(contents: Contents) -> RowLayout:
     """Return the layout of the row for a page with ``contents``. Raises LimitExceeded."""
-    description = pack_contents(contents)
+    description = pack_header(contents)
     places, end = {}, _align(FRAME_BYTES + len(description))
     for name, layout in contents.layouts.items():
         places[name] = end, end + layout_bytes(layout)

@@ -21,6 +21,7 @@ from kvpack.formats.sidecars import WithSidecars
 from . import raw_clause
 from .presets import ADDITIONS, PUBLISHED
 from .recorded_presets import RECORDED
+from .rules import Rule
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -75,23 +76,28 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
 def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
     """Return the options in the last clause that covers the layer and side; empty if it selects another codec."""
     result: dict[str, str] = {}
-    for sides, items, clause_codec, options in _clauses(recipe):
-        if side in sides and _covers(items, layer, layers):
-            result = dict(option.partition("=")[::2] for option in options.split(",")) if clause_codec == codec_id else {}
+    for rule in _rules(recipe):
+        if side in rule.sides and rule.covers(layer, layers):
+            result = dict(rule.words) if rule.codec_id == codec_id else {}
     return result
 
 
 @lru_cache(maxsize=16)
-def _clauses(recipe: str) -> tuple[tuple[str, str, str, str], ...]:
-    """Return (sides, layers, codec id, options) of every clause, with presets expanded; empty if no clause has encoder options."""
+def _rules(recipe: str) -> tuple[Rule, ...]:
+    """Return the rule of every clause, with presets expanded; none if no clause has encoder options. Invalid words are kept."""
     clauses: list[str] = []
     for text in recipe.split(";"):
         clauses += _NAMED.get(text.strip(), text.strip()).split(";")
     if not any(word in clause for clause in clauses for word in _WORDS):
         return ()
     raw = next((_raw_options(clause) for clause in reversed(clauses) if clause.startswith(raw_clause.PREFIX)), "")
-    matches = [_CLAUSE.fullmatch(clause) for clause in clauses]
-    return tuple((match[2], match[1] or "", match[3], _with_raw(match[4] or "", raw)) for match in matches if match)
+    rules = []
+    for match in filter(None, map(_CLAUSE.fullmatch, clauses)):
+        ranges = filter(None, map(_ITEM.fullmatch, match[1].split(","))) if match[1] else None
+        items = None if ranges is None else tuple((int(item[1]), int(item[2] or item[1])) for item in ranges)
+        words = tuple(option.partition("=")[::2] for option in _with_raw(match[4] or "", raw).split(","))
+        rules.append(Rule(match[2], match[3], words, items, match[0]))
+    return tuple(rules)
 
 
 def _raw_options(clause: str) -> str:
@@ -106,15 +112,3 @@ def _with_raw(options: str, raw: str) -> str:
     """Add the options ``raw`` for raw tokens to a codec's ``options``, unless these already have some."""
     has_own = any(option.partition("=")[0] in RawPositions.words for option in options.split(","))
     return ",".join(part for part in (options, "" if has_own else raw) if part)
-
-
-def _covers(items: str, layer: int, layers: int) -> bool:
-    if not items:
-        return True
-    for item in items.split(","):
-        match = _ITEM.fullmatch(item)
-        if match:
-            first, last = (int(number) + (layers if number.startswith("-") else 0) for number in (match[1], match[2] or match[1]))
-            if first <= layer <= last:
-                return True
-    return False

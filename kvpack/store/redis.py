@@ -9,7 +9,8 @@
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
 The braces keep all keys on one node of a cluster. Only the entries are authoritative: if the other keys are lost or inconsistent, the
-entries are counted again by scanning the server's keys before anything is put.
+entries are counted again by scanning the server's keys. Until then, a put stores only what fits into the budget for certain: if the server
+uses less memory than the budget, or in exchange for older entries that are at least as large.
 """
 
 from __future__ import annotations
@@ -175,8 +176,8 @@ class Redis(OneTier):
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         stored: dict[int, bool] = {}
-        if self._max_bytes is not None and not self._count.prepare():
-            return [False] * len(entries)
+        if self._max_bytes is not None:
+            self._count.advance()
         for positions in _batches({position: sum(map(len, pieces)) for position, pieces in entries.items()}, BATCH_ENTRIES, BATCH_BYTES):
             stored |= self._put(chain, {position: b"".join(entries[position]) for position in positions})
             if not all(stored.values()):
@@ -259,13 +260,13 @@ class Redis(OneTier):
         results_by_position = {position: False for position, entry in entries.items() if len(entry) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(results_by_position))
         replaced: set[int] = set()
-        full = False
+        full, is_counted = False, self._max_bytes is None or self._count.is_known
         for _ in range(_MAX_TRIES):
             pending = [position for position in entries if position not in results_by_position]
             if not pending:
                 break
             groups = self._group_for_script(pending, entries, replaced)
-            answers, noted = self._send(chain, groups, entries, replaced)
+            answers, noted = self._send(chain, groups, entries, replaced, is_counted)
             results: dict[int, Any] = {}
             for group, answer in zip(groups, answers, strict=False):
                 results |= zip(group, answer[3] if answer and answer != [-1] else (), strict=False)
@@ -286,8 +287,10 @@ class Redis(OneTier):
                     del results_by_position[position]
                 continue
             self._counters.add("refused_chunks", len(refused))
-            if not answers or None in answers or ([-1] in answers and not self._count.recount()):
+            if not answers or None in answers:
                 break
+            if [-1] in answers:
+                is_counted = self._count.recount()
             if _CROWDED in results.values() and (
                 full or not self._make_room(chain, [len(entries[n]) for n in pending if n not in results_by_position])
             ):
@@ -327,7 +330,12 @@ class Redis(OneTier):
         return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), self._ttl_argument(), start) for start in reversed(starts)]
 
     def _send(
-        self, chain: Sequence[bytes], groups: Sequence[Sequence[int]], entries: Mapping[int, bytes], replaced: set[int]
+        self,
+        chain: Sequence[bytes],
+        groups: Sequence[Sequence[int]],
+        entries: Mapping[int, bytes],
+        replaced: set[int],
+        is_counted: bool,
     ) -> tuple[Sequence[Any], float]:
         """Send the entries of ``groups``; return the replies, and when the use of the entries before them was last noted."""
         # The script gives an entry a use no later than that of the one before it, so that is noted first.
@@ -337,7 +345,8 @@ class Redis(OneTier):
         recent_seconds = NOTED_SECONDS if self._ttl is None else min(NOTED_SECONDS, self._ttl / 8)
         is_recent = before and chain[before - 1] == key and now - noted < recent_seconds
         touches = [] if is_recent else self._touch_calls(chain[:before])
-        puts = [self._put_call(chain, group, entries, group[0] in replaced) for group in groups]
+        settings = (FRONT_BYTES, int(not is_counted))
+        puts = [self._put_call(chain, group, entries, int(group[0] in replaced), *settings) for group in groups]
         results = self._client.call_each("put", [*touches, *puts])
         answers = results[len(touches) :]
         if not is_recent:
@@ -349,10 +358,9 @@ class Redis(OneTier):
                     self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
         return answers, noted
 
-    def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, bytes], replaces: bool) -> Call:
+    def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, bytes], *settings: int) -> Call:
         pairs = [argument for position in group for argument in (position + 1, entries[position])]
-        settings = (self._max_bytes_argument(), self._ttl_argument(), int(replaces), FRONT_BYTES)
-        return ("put", b"".join(chain[: group[-1] + 1]), *settings, *pairs)
+        return ("put", b"".join(chain[: group[-1] + 1]), self._max_bytes_argument(), self._ttl_argument(), *settings, *pairs)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
         """Evict page by page until entries of ``sizes`` fit, or those that the budget allows; return True if they do."""

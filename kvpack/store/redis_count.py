@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 SUM_SECONDS = 600.0
 """Seconds after which the sizes are summed again, because any user of the server may have changed the sum."""
-WAIT_SECONDS = 10.0
-"""Seconds that one put waits for a count. The next put continues the count."""
+WAIT_SECONDS = 0.25
+"""Seconds for which one put continues a count. Until it is complete, entries are exchanged (redis_scripts.py)."""
 NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
 """Number of keys of the server, and of sizes, in one page."""
@@ -45,35 +45,42 @@ class EntryCount:
         self._running = False
         self._phase, self._cursor = 0, _BEGIN
 
-    def prepare(self) -> bool:
-        """Prepare for a put; return True if the sum of the sizes is known.
+    @property
+    def is_known(self) -> bool:
+        """True if the sum of the sizes has been counted since it was last lost."""
+        return self._summed is not None
 
-        The first put waits until the sizes have been summed. If the sum is old, later puts continue a new count by one page each.
-        """
+    def advance(self) -> None:
+        """Continue a count for at most ``WAIT_SECONDS``. If the sum is only old, a put continues by one page, and uses the sum."""
         with self._lock:
             if self._summed is None:
-                return self._sum(time.monotonic() + WAIT_SECONDS, trusted=True)
-            if self._running or time.monotonic() - self._summed > SUM_SECONDS:
+                self._sum(time.monotonic() + WAIT_SECONDS, trusted=True)
+            elif self._running or time.monotonic() - self._summed > SUM_SECONDS:
                 answer = self._client.call("sum", int(not self._running), SIZES_AT_ONCE, 0)
                 self._running = answer == 0
                 if answer == _DONE:
                     self._summed = time.monotonic()
-                return answer is not None and (answer != _UNSOUND or self._recount(time.monotonic() + WAIT_SECONDS))
-        return True
+                elif answer == _UNSOUND:
+                    self._summed = None
+                    self._recount(time.monotonic() + WAIT_SECONDS)
 
     def sum_again(self) -> bool:
         """Sum the sizes again, unless that was done in the last ``AGAIN_SECONDS``; return True if they have been summed now."""
         with self._lock:
-            if self._summed is not None and time.monotonic() - self._summed < AGAIN_SECONDS:
+            if self._summed is None or time.monotonic() - self._summed < AGAIN_SECONDS:
                 return False
-            return self._sum(time.monotonic() + WAIT_SECONDS)
+            is_done = self._sum(time.monotonic() + WAIT_SECONDS)
+            # Later puts continue.
+            self._running = not is_done
+            return is_done
 
     def recount(self) -> bool:
-        """Count all entries by scanning the server's keys.
+        """Count the entries by scanning the server's keys, because their sum was lost; return True if it is known now.
 
-        Returns False if the server does not answer, or if the time is up. The count then continues later.
+        Otherwise the server does not answer, or the time is up, and later puts continue.
         """
         with self._lock:
+            self._summed = None
             return self._recount(time.monotonic() + WAIT_SECONDS)
 
     def collect(self) -> bool:
@@ -93,7 +100,7 @@ class EntryCount:
             if self._cursor == _BEGIN:
                 self._phase += 1
             elif time.monotonic() > deadline:
-                return self._report_timeout()
+                return False
         self._phase = 0
         return self._sum(deadline, counted=True)
 
@@ -104,13 +111,12 @@ class EntryCount:
             if answer == _DONE:
                 self._summed, self._running = time.monotonic(), False
                 return True
+            if answer == _UNSOUND and not counted:
+                self._summed = None
+                return self._recount(deadline)
             if answer != 0:
-                return answer == _UNSOUND and not counted and self._recount(deadline)
+                return False
             begin = 0
             if time.monotonic() > deadline:
-                return self._report_timeout()
-        return False
-
-    def _report_timeout(self) -> bool:
-        self._counters.fault("count", TimeoutError(f"counting the server's keys takes more than {WAIT_SECONDS} s; the next put continues"))
+                return False
         return False

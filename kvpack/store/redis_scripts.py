@@ -82,11 +82,12 @@ end
 
 SOUND = """
 local function sound()
-    local bytes = redis.call('GET', KEYS[3])
-    if not bytes or not string.match(bytes, '^%d+$') or #bytes > 15 then return false end
-    local entries = redis.call('ZCARD', KEYS[1])
-    if entries ~= redis.call('HLEN', KEYS[2]) then return false end
-    return tonumber(bytes) >= entries and (entries > 0 or tonumber(bytes) == 0)
+    local bytes, entries = known and tonumber(redis.call('GET', KEYS[3])), redis.call('ZCARD', KEYS[1])
+    if bytes and entries == redis.call('HLEN', KEYS[2]) and bytes >= entries and (entries > 0 or bytes == 0) then return true end
+    -- A sum that is wrong must not look right again while the entries are counted.
+    if known or copied then redis.call('DEL', KEYS[3], KEYS[7]) end
+    known, copied = false, false
+    return false
 end
 """
 
@@ -173,10 +174,12 @@ local function evict(most, kept, first)
 end
 """
 
-# ARGV: chain, maximum bytes or '', seconds to live or '', '1' to replace existing entries, size of a front, then for each entry its
-# position in the chain, from 1 on, and its bytes. Returns {-1} if the counts are invalid, else {number of evicted entries, their
-# bytes, the server's error or '', {result, ...}}. A result is 1 for a stored entry, 0 for one that does not fit, 3 if more must be
-# evicted first, and {front, size} for an existing entry. The first 0 or 3 ends the call.
+# ARGV: chain, maximum bytes or '', seconds to live or '', '1' to replace existing entries, size of a front, '1' if the sum of the sizes
+# is unknown, then for each entry its position in the chain, from 1 on, and its bytes. With an unknown sum, an entry is stored if the
+# server's memory has room for it, or in exchange for older entries that are as large together. Returns {-1} if the counts are invalid and
+# the sum is not said to be unknown, else {number of evicted entries, their bytes, the server's error or '', {result, ...}}. A result is
+# 1 for a stored entry, 0 for one that does not fit, 3 if more must be evicted first, and {front, size} for an existing entry. The first
+# 0 or 3 ends the call.
 PUT = (
     BEGIN
     + SOUND
@@ -184,9 +187,42 @@ PUT = (
     + EVICT
     + """
 local chain, most, seconds, replaces = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
-if not sound() then return {-1} end
+local exchanges, free = ARGV[6] == '1', 0
+if not sound() and not exchanges then return {-1} end
+if exchanges and most then
+    -- All entries are in the server's memory, so they are not larger together.
+    local memory = redis.pcall('INFO', 'memory')
+    local used = type(memory) == 'string' and tonumber(string.match(memory, 'used_memory:(%d+)') or '')
+    free = used and math.max(0, most - used) or 0
+end
 local now = microseconds()
 local kept, noted, results, evicted, bytes, message, state, last = {}, 0, {}, 0, 0, '', 1, nil
+
+-- Evicts entries that are as large together as ``size`` without what is free, or none. Looks at no more than a page.
+local function exchange(size)
+    local first, freed, keys = 0, 0, {}
+    while free + freed < size do
+        local oldest = redis.call('ZRANGE', KEYS[1], first, first + STEP - 1)
+        if first >= PAGE or #oldest == 0 then return 0 end
+        for _, key in ipairs(oldest) do
+            if free + freed < size and not kept[key] and not pinned_until(key) then
+                table.insert(keys, key)
+                freed = freed + (redis.call('TYPE', entry(key)).ok == 'string' and redis.call('STRLEN', entry(key)) or 0)
+            end
+        end
+        first = first + STEP
+    end
+    for _, key in ipairs(keys) do remove(key) end
+    evicted, bytes, free = evicted + #keys, bytes + freed, free + freed - size
+    return 1
+end
+
+local function make_room(size)
+    if exchanges then return exchange(size) end
+    local fits, more, freed = evict(most, kept, 0)
+    evicted, bytes = evicted + more, bytes + freed
+    return fits
+end
 
 local function put(place, entry_bytes)
     local key = string.sub(chain, 32 * place - 31, 32 * place)
@@ -201,8 +237,7 @@ local function put(place, entry_bytes)
     if most then
         keys_of(string.sub(chain, 32 * noted + 1, 32 * place), kept, 1)
         noted = place
-        local fits, more, freed = evict(most, kept, 0)
-        evicted, bytes = evicted + more, bytes + freed
+        local fits = make_room(#entry_bytes)
         if fits ~= 1 then
             remove(key)
             return fits
@@ -225,7 +260,7 @@ local function put(place, entry_bytes)
     return 1
 end
 
-for number = 6, #ARGV, 2 do
+for number = 7, #ARGV, 2 do
     local result = state == 1 and put(tonumber(ARGV[number]), ARGV[number + 1]) or state
     if result == 0 or result == 3 then state = result end
     table.insert(results, result)

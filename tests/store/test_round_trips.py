@@ -192,8 +192,8 @@ def test_the_use_of_a_chain_is_noted_again_during_a_long_put(ttl: int | None, se
     with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY, ttl=ttl) as engine:
         backend: Any = engine._backend
         noted: list[int] = []
-        real = backend._touches
-        monkeypatch.setattr(backend, "_touches", lambda chain: [noted.append(len(chain)), *real(chain)][1:])
+        real = backend._touch_calls
+        monkeypatch.setattr(backend, "_touch_calls", lambda chain: [noted.append(len(chain)), *real(chain)][1:])
         step = (redis_module.NOTED_SECONDS if ttl is None else ttl / 8) * 0.4
         for first in range(0, 24, 4):
             backend.put_all(engine._entry_keys(KEYS[:24]), {first + at: [memoryview(bytes(100))] for at in range(4)}, 0)

@@ -59,7 +59,7 @@ def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = Tr
 
     recipe = parse_recipe(arguments.recipe)
     if arguments.basis is not None and not reads_cache and not recipe.uses_basis:
-        raise InvalidParameter(f"recipe {recipe.text!r} needs no basis: omit --basis, or pass a recipe that needs one, such as klt-1.75")
+        raise InvalidParameter(f"recipe {recipe.text!r} uses no basis: omit --basis, or pass a recipe that does, such as klt-1.75")
     return Recipe(recipe, arguments.basis) if recipe.uses_basis else recipe
 
 

@@ -28,7 +28,7 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
             )
         return parsed
     if not parsed.uses_basis:
-        raise InvalidParameter(f"basis is {os.fspath(basis)!r}, but the recipe {recipe!r} needs none: leave basis out")
+        raise InvalidParameter(f"basis is {os.fspath(basis)!r}, but the recipe {recipe!r} does not use one: omit basis")
     loaded = Basis.load(basis)
     if model is not None:
         loaded.check_model({"name": model})

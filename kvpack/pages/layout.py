@@ -175,7 +175,7 @@ class PageLayout:
         _check_tensor(pool, "the pool")
         if pool.dim() != 2 or pool.shape[1] != self.elements or pool.dtype != self.geometry.torch_dtype:
             raise InvalidParameter(
-                f"the pool is {pool.dtype} {list(pool.shape)}, expected {self.geometry.dtype} [slot, {self.elements}]: view it so"
+                f"the pool is {pool.dtype} {list(pool.shape)}, expected {self.geometry.dtype} [slot, {self.elements}]: reshape it with view"
             )
 
 

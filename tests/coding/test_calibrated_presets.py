@@ -113,5 +113,5 @@ def test_a_basis_without_frames_changes_nothing() -> None:
 
 
 def test_a_basis_that_no_clause_uses_is_refused_where_it_was() -> None:
-    with pytest.raises(InvalidParameter, match="needs none: leave basis out"):
+    with pytest.raises(InvalidParameter, match="does not use one: omit basis"):
         recipe_with_basis("octopus-3", "x.kvbasis", None)

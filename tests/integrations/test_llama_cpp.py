@@ -548,7 +548,7 @@ def test_windows_that_differ_share_no_cells(tmp_path: Path) -> None:
     k, v = (torch.randn(1, 2, 7, 8, generator=torch.Generator().manual_seed(side)).half() for side in (0, 1))
     layers = [(k, v), (k[:, :, 3:], v[:, :, 3:], 3), (k[:, :, 1:], v[:, :, 1:], 1)]
     cache = kvpack.pack(layers, "raw", model={"config": CONFIG})
-    with pytest.raises(InvalidParameter, match="layer 2 would write 6 tokens, but earlier layers 4, and all share the same cells"):
+    with pytest.raises(InvalidParameter, match="layer 2 would write 6 tokens, but earlier layers wrote 4, and all share the same cells"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 4, 2: 6}, transposed=False, streams=1)
     export_slot(cache, tmp_path / "out.bin", windows={1: 4, 2: 4}, transposed=False, streams=1)
     again = import_slot(tmp_path / "out.bin", kv_heads=2, windows={1: 4, 2: 4})

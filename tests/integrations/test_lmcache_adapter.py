@@ -520,7 +520,7 @@ def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], t
     path.write_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "folder/m"}))
     with pytest.raises(MissingBasis, match="the recipe 'kv=klt:bits=4' needs a basis: set basis to the path"):
         opened(recipe="kv=klt:bits=4")
-    with pytest.raises(InvalidParameter, match="the recipe 'raw' needs none: leave basis out"):
+    with pytest.raises(InvalidParameter, match="the recipe 'raw' does not use one: omit basis"):
         opened(basis=str(path))
     adapter = opened(recipe="kv=klt:bits=4", basis=str(path))
     key, given = ObjectKey(b"a", "folder/m"), objects(1)

@@ -132,7 +132,7 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
         ([("RotatingKVCache", [K, V, 37, 0, 16, 38])], "window of 16 is 38 after 37 tokens, but it holds 40"),
         ([("RotatingKVCache", [K, V, 41, 0, 0, 40])], "window of 0 is 40 after 41 tokens"),
         ([("RotatingKVCache", [K, V])], "part 2 of its state is missing"),
-        ([("KVCache", [K, V, 41])], "has seen 41 tokens and holds 40"),
+        ([("KVCache", [K, V, 41])], "claims 41 tokens, but contains only 40"),
         ([("KVCache", [K, V, -1])], "a count of its state is '-1'"),
         ([("KVCache", [K])], "contains no keys and values"),
         ([("KVCache", [K[0], V[0], 40])], "contains no keys and values"),

@@ -452,7 +452,7 @@ def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch
         spec_class(with_basis(tmp_path, options={"basis": str(tmp_path / "elsewhere.kvbasis")}))
     with pytest.raises(InvalidParameter, match="is a basis for a model whose name is 'folder/m', but the name of the cache's model is 'n'"):
         spec_class(with_basis(tmp_path, model=record(name="n", dtype="bfloat16")))
-    with pytest.raises(InvalidParameter, match="the recipe 'octopus-4' needs none: leave basis out"):
+    with pytest.raises(InvalidParameter, match="the recipe 'octopus-4' does not use one: omit basis"):
         spec_class(with_basis(tmp_path, options={"recipe": "octopus-4"}))
     for names in (["model.layers.1.attn", "model.layers.0.attn"], ["model.layers.1.attn", "model.layers.2.attn"]):
         with pytest.raises(InvalidParameter, match=r"the layers model.layers.1.attn, .* are not those of a model, from the first on"):

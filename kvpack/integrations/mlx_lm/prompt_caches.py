@@ -156,7 +156,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     if name in _WHOLE:
         seen = _count(where, parts, 2, length) if 2 in parts else length
         if seen > length:
-            raise InvalidParameter(f"{where}: has seen {seen} tokens and holds {length}")
+            raise InvalidParameter(f"{where}: claims {seen} tokens, but contains only {length}")
         return keys[:, :, :seen], values[:, :, :seen], 0
     if texts:
         keep, window, seen, place = (_parse_integer(where, texts[part]) for part in range(4))

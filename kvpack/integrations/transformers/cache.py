@@ -50,45 +50,43 @@ MAX_ROWS = 2**20
 
 
 class KvpackCache(PassCalls):
-    """A transformers cache whose keys and values are packed as they arrive, and never unpacked.
+    """A transformers cache that packs keys and values as they arrive and never unpacks them.
 
     ``KvpackCache(model, recipe)`` is empty, ``KvpackCache.of(cache, model)`` continues a packed cache, and ``KvpackCache.load(path,
-    model)`` a file. Pass the model the token ids that follow the cache, or pass ``generate`` all token ids.
-    ``KvpackCache(config=model.config, recipe=...)`` is empty and has no model: set attention "kvpack" with
-    ``model.set_attn_implementation``; nothing is recorded, and no other model's pass is refused.
+    model)`` continues a file. Pass the model the token ids that follow the cache, or pass ``generate`` all token ids.
+    ``KvpackCache(config=model.config, recipe=...)`` is an empty cache without a model: set attention "kvpack" yourself with
+    ``model.set_attn_implementation``. Such a cache records nothing, and accepts passes of any model.
 
-    With ``model``, a transformers model or a PEFT wrapper of one, its attention is switched to "kvpack" until ``release`` or the end of a
-    ``with`` block (plain tensors go to the attention that was set before), the cache is checked against it, forward passes are recorded
-    (``packed.inputs``), and ``generate`` refuses token ids that differ from the cache's. A model whose attention cannot take packed layers
-    then gets dense keys and values, decoded layer by layer for each call, with a KvpackWarning; ``dense`` makes the choice explicitly.
+    With ``model``, a transformers model or a PEFT wrapper of one, the model's attention is switched to "kvpack" until ``release`` or the
+    end of a ``with`` block; plain tensors still use the previous attention. The cache is checked against the model, forward passes are
+    recorded (``packed.inputs``), and ``generate`` refuses token ids that differ from the cache's. If the model's attention accepts only
+    tensors, each layer is decoded for each call, with a KvpackWarning; ``dense`` makes this choice explicit.
 
-    A model with multi-dimensional rotary positions, such as Qwen2-VL, continues where the cache's positions end, which a KvpackCache
-    records; for a cache that does not record it, pass the model's ``rope_deltas`` after the prompt, or 0 for text. The model's own
-    ``rope_deltas`` is then set before each pass.
+    For a model with multi-dimensional rotary positions, such as Qwen2-VL, a KvpackCache records where positions continue. If a cache lacks
+    this, pass ``rope_deltas``: the model's own after the prompt, or 0 for text. The model's ``rope_deltas`` is set before each pass.
 
-    With ``prompt``, the token ids that will be passed to ``generate``, the cache keeps only the common prefix of both, and the model
-    computes the rest: ``get_seq_length()`` returns the number of tokens kept. No tokens are kept, with a KvpackWarning, if a sliding-window
+    With ``prompt``, the token ids that will be passed to ``generate``, only the common prefix of cache and prompt is kept, and the model
+    computes the rest; ``get_seq_length()`` returns the number of tokens kept. None are kept, with a KvpackWarning, if a sliding-window
     layer has dropped tokens that the next one attends to, or if the model's RoPE uses other frequencies for long sequences (dynamic,
-    longrope). The cache must contain its token ids, for each row of a batch, and depend on nothing else except padding.
+    longrope). The cache must contain the token ids of each row, and depend on nothing else except padding.
 
-    Tokens that an attention mask hid when they were computed, as it hides padding, stay hidden: a pass that would see them is refused with
-    an error that names the mask to pass. ``packed.inputs.hidden`` lists them.
+    Tokens that an attention mask hid when they were computed, such as padding, stay hidden (``packed.inputs.hidden``). A pass that would
+    see them is refused with an error that names the mask to pass.
 
-    With ``keep_all``, layers with a sliding window keep the tokens that no later one attends to, so that a ``Store`` takes the whole prompt
-    and ``crop`` can return to any token. Passes are as fast, but the cache and its file are larger.
+    With ``keep_all``, sliding-window layers keep all tokens, so that a ``Store`` can save the whole prompt and ``crop`` can return to any
+    token. Passes are equally fast, but the cache and its file are larger.
 
-    With ``graphs``, decode steps on a CUDA device are replays of a CUDA graph, which the host launches at once: a row of passes of one
-    token for each sequence, with token ids, positions and a mask of padding on the left at most, after a few that run as they are. Every
-    other pass runs as it does without. The graph is captured again in each row of steps, and its first replay must give what the model
-    gives without it, bit for bit; where that fails, as for a model whose steps read values on the host, steps run without. Values of
-    weights may change in place; where modules, their attributes or code, hooks, modes or the places of weights have changed, the graph is
-    captured again. By default (None), graphs are used for a model on a CUDA device whose code is all from PyTorch and transformers; False
-    turns them off. True uses them for any model, such as one with adapters, and a KvpackWarning reports steps that run without; everything
-    else that the model's forward reads or counts on the host must then stay the same.
+    With ``graphs``, decode steps on a CUDA device replay a CUDA graph. A step is a pass of one token per sequence, with only token ids,
+    positions and a mask of padding on the left. In each series of steps, the first ones run normally, and then one is captured; its first
+    replay must equal the model's own result bit for bit, or steps run without a graph. Weights may change in place; any other change of
+    the model (modules, their attributes or code, hooks, modes, addresses of weights) causes a new capture. By default (None), graphs are
+    used for models on a CUDA device whose code is all from PyTorch and transformers. True uses them for any model, such as one with
+    adapters, and a KvpackWarning reports steps that run without; anything else that the forward reads on the host must then stay the
+    same. False turns them off.
 
-    Raises InvalidType for anything but a model and a packed cache; InvalidParameter for a cache of another model, naming the difference,
-    for one that does not start at position 0, for a layer that ends before the others or lacks tokens of the model's window, and, without
-    ``prompt``, for a batch whose rows have unknown ids.
+    Raises InvalidType unless the arguments are a model and a packed cache. Raises InvalidParameter for a cache of another model, naming the
+    difference, for one that does not start at position 0, for a layer that ends before the others or lacks tokens of the model's window,
+    and, without ``prompt``, for a batch whose rows have unknown ids.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ static void best_scales(const Encode *call, const Encoded *out, const float *per
     static const float scales[SCALES] = {.85f, .95f, 1.05f, 1.15f};
     const Codec *codec = call->codec;
     const int32_t *channel = codec->channels;
-    float product[SCALES][HALF_TILE] = {{0}}, squares[SCALES][HALF_TILE] = {{0}};
+    float whole[HALF_TILE] = {0}, product[SCALES][HALF_TILE] = {{0}}, squares[SCALES][HALF_TILE] = {{0}};
     for (int64_t part = 0; part < codec->packings; part++) {
         const Packing *packing = &codec->packing[part];
         const Table *table = &codec->table[part];
@@ -18,22 +18,27 @@ static void best_scales(const Encode *call, const Encoded *out, const float *per
             const float *row = out->tile + *channel++ * HALF_TILE;
             for (int64_t t = 0; t < out->tokens; t += LANES) {
                 vf x = magnitude_of(load(row + t) * load(per_norm + t));
+                store(whole + t, load(whole + t) + x * x);
                 for (int s = 0; s < SCALES; s++) {
-                    vf decoded = lookup(table->data, table->entries, level_of(&call->bounds[part], magnitudes, x * scales[s]));
-                    store(product[s] + t, load(product[s] + t) + x * decoded);
-                    store(squares[s] + t, load(squares[s] + t) + decoded * decoded);
+                    vf multiple = x * scales[s];
+                    vf error = multiple - lookup(table->data, table->entries, level_of(&call->bounds[part], magnitudes, multiple));
+                    store(product[s] + t, load(product[s] + t) + x * error);
+                    store(squares[s] + t, load(squares[s] + t) + error * error);
                 }
             }
         }
     }
     for (int64_t t = 0; t < out->tokens; t += LANES) {
-        vf scale = splat(scales[0]), of_best = load(product[0] + t), squares_of_best = load(squares[0] + t);
-        for (int s = 1; s < SCALES; s++) {
-            vf own = load(product[s] + t), own_squares = load(squares[s] + t);
-            vi better = own * own * squares_of_best > of_best * of_best * own_squares;
+        vf scale = splat(0), of_best = splat(0), squares_of_best = splat(0), sine_of_best = splat(0), square = load(whole + t);
+        for (int s = 0; s < SCALES; s++) {
+            vf with_error = load(product[s] + t), of_error = load(squares[s] + t);
+            vf own_sine = square * of_error - with_error * with_error;
+            vf own_squares = scales[s] * (scales[s] * square - 2 * with_error) + of_error;
+            vi better = s == 0 ? splat(0) == splat(0) : own_sine * squares_of_best < sine_of_best * own_squares;
             scale = choose(better, splat(scales[s]), scale);
-            of_best = choose(better, own, of_best);
+            of_best = choose(better, scales[s] * square - with_error, of_best);
             squares_of_best = choose(better, own_squares, squares_of_best);
+            sine_of_best = choose(better, own_sine, sine_of_best);
         }
         store(best + t, scale);
         store(best_product + t, of_best);

@@ -44,7 +44,8 @@ class ScalarConstants(NamedTuple):
 class ScaledState(NamedTuple):
     """A ``NormState``, and the chosen multiple of each token's unit vector, ``[token, 1]``.
 
-    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``.
+    While multiples are tried, ``product`` and ``decoded`` are ``[token, scale]``: the product of the vector with the multiple's error, and
+    the sum of the squares of this error. ``scale`` is then the sum of the squares of the vector.
     """
 
     norm: Any
@@ -137,19 +138,27 @@ def _measure(
     for place in tl.static_range(_COUNT):
         scaled = tl.abs(values[0]) * (state.factor * _SCALES[place])
         _, decoded = _encode_magnitudes(values[0], scaled, block, number, CONSTANTS, SHAPE)
+        error = scaled - decoded
         own = tl.arange(0, _COUNT)[None, :] == place
-        product += tl.where(own, tl.sum(magnitude * decoded, 1)[:, None], 0.0)
-        squares += tl.where(own, tl.sum(decoded * decoded, 1)[:, None], 0.0)
-    return ScaledState(state.norm, state.factor, product, squares, state.scale)
+        product += tl.where(own, tl.sum(magnitude * error, 1)[:, None], 0.0)
+        squares += tl.where(own, tl.sum(error * error, 1)[:, None], 0.0)
+    return ScaledState(state.norm, state.factor, product, squares, state.scale + tl.sum(magnitude * magnitude, 1)[:, None])
 
 
 @triton.jit
 def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the state with the scale of the largest cosine, and its sums; the first one wins ties."""
-    cosine = state.product * state.product / tl.maximum(state.decoded, 1e-37)
-    place = tl.argmax(cosine, 1, tie_break_left=True)[:, None]
-    chosen = tl.arange(0, _COUNT)[None, :] == place
-    product, decoded = tl.where(chosen, state.product, 0.0), tl.where(chosen, state.decoded, 0.0)
+    """Return the state with the scale of the smallest angle, and its sums over decoded values; the first one wins ties."""
+    numbers = tl.arange(0, _COUNT)[None, :]
+    scales = tl.zeros_like(state.product) + _SCALES[0]
+    for number in tl.static_range(1, _COUNT):
+        scales = tl.where(numbers == number, _SCALES[number], scales)
+    # By the multiple's error, as in formats/: with 8 bits, cosines differ by less than sums are accurate to.
+    sine = state.scale * state.decoded - state.product * state.product
+    product = scales * state.scale - state.product
+    decoded = scales * (product - state.product) + state.decoded
+    place = tl.argmin(sine / tl.maximum(decoded, 1e-37), 1, tie_break_left=True)[:, None]
+    chosen = numbers == place
+    product, decoded = tl.where(chosen, product, 0.0), tl.where(chosen, decoded, 0.0)
     scale = tl.zeros_like(state.norm) + _SCALES[0]
     for number in tl.static_range(1, _COUNT):
         scale = tl.where(place == number, _SCALES[number], scale)

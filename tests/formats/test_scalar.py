@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpack.coding.recipes import Recipe
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.lloyd_max import coordinate_table
@@ -124,6 +125,15 @@ def test_scaled_rounding_has_a_smaller_error(bits: int, most: float) -> None:
     assert errors[0] < most * errors[1]
 
 
+@pytest.mark.parametrize("words", ["b=2,norm_rule=norm,rounding=scaled", "b=2,qjl=fp16,rounding=scaled"])
+def test_scaled_rounding_needs_the_unbiased_factor(words: str) -> None:
+    with pytest.raises(InvalidParameter, match="only norm_rule=unbiased takes into account: set it, or leave out rounding"):
+        Recipe(f"k=scalar:{words};v=raw").codec(0, 1, "k", 64)
+    mended = words.replace("norm_rule=norm,", "") + ("" if "norm_rule" in words else ",norm_rule=unbiased")
+    for recipe in (mended, words.replace(",rounding=scaled", "")):
+        assert Recipe(f"k=scalar:{recipe};v=raw").codec(0, 1, "k", 64).nominal_bits >= 2
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
     """Of the codes nearest to each multiple of a token, those with the largest cosine; tokens of zeros stay zeros."""
@@ -140,6 +150,14 @@ def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
         cosines.append(torch.cosine_similarity(unit, table[level] * unit.sign(), dim=-1))
     found = torch.cosine_similarity(unit, decoded, dim=-1)
     assert (found - torch.stack(cosines).amax(0)).abs().max() < 1e-6
+
+
+def test_scaled_rounding_is_decided_where_cosines_differ_by_less_than_their_sums_are_accurate_to() -> None:
+    """Rows with their channels in another order have other sums in binary32, but the same codes."""
+    codec, x = scalar(64, b=8, rotation="none", norm="fp32", rounding="scaled"), keys(1, 1, 2000, 64)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    same = codec.decode(codec.encode(x))[..., order] / codec.decode(codec.encode(x[..., order]))
+    assert ((same - 1).abs().amax(-1) > 1e-5).float().mean() < 2e-3
 
 
 @pytest.mark.parametrize("bits", EVERY_BITS)

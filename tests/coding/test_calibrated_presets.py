@@ -56,6 +56,15 @@ def test_wide_codes_of_the_trellis_presets_are_scalars() -> None:
     assert all((codec.id == "scalar") == (codec.bits > 4) for codec in codecs)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("name", "states"), [("kvpack-2-trellis", 256), ("kvpack-3-trellis", 1024), ("kvpack-4-trellis", 1024)])
+def test_tables_of_short_codes_are_small(name: str, states: int) -> None:
+    """The file has a table for each layer's keys, because their frames differ."""
+    for given in (None, basis({}), basis(LOSING)):
+        recipe = kvpack.Recipe(name, given)
+        codecs = [recipe.codec(layer, LAYERS, side, 64).family for layer in range(LAYERS) for side in "kv"]
+        assert {len(codec.table) for codec in codecs if codec.id == "trellis"} == {2 * states}  # type: ignore[attr-defined]
+
+
 def test_widths_have_the_average_that_is_asked_for() -> None:
     losses = {(layer, side): 4.0 ** -layer for layer in range(6) for side in "kv"}
     for average in (1, 2, 5, MAX_WIDTH):

@@ -152,8 +152,8 @@ class Polar(CodecFamily):
             ones = torch.ones_like(radii)
             radii = unbiased_factor(radii, products / torch.where(radii > 0, radii, ones), ones, NORMS[self.norm])
         stored = stored_norm(radii, NORMS[self.norm], f"radius, tokens from {start},")
-        of_level = iter(codes)
-        digits = [torch.cat(list(islice(of_level, len(run))), -1) for run in _streams(self.levels).values()]
+        remaining_codes = iter(codes)
+        digits = [torch.cat(list(islice(remaining_codes, len(run))), -1) for run in _streams(self.levels).values()]
         return self.pack_digits(*digits) | {"radius": stored}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

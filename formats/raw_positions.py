@@ -321,9 +321,9 @@ def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor,
     tokens, batch = x.shape[2], x.shape[0]
     groups, group_index = torch.unique(token // token_group * batch + sequence, return_inverse=True)
     places = (groups // batch * token_group)[:, None] + torch.arange(token_group, device=x.device)
-    exists, places, of_group = places < tokens, places.clamp_max(tokens - 1), (groups % batch)[:, None]
-    others = exists & ~chosen[of_group, places]
-    values = by_token[places, of_group].to(torch.float64).masked_fill(~others[..., None, None], 0.0)
+    exists, places, group_sequence = places < tokens, places.clamp_max(tokens - 1), (groups % batch)[:, None]
+    others = exists & ~chosen[group_sequence, places]
+    values = by_token[places, group_sequence].to(torch.float64).masked_fill(~others[..., None, None], 0.0)
     means = values.sum(1) / others.sum(1).clamp_min(1)[:, None, None]
     by_token[token, sequence] = means[group_index].to(x.dtype)
     return result

@@ -217,8 +217,8 @@ def _launch_key(
 
     Raises TypeError for arguments and constants without such a key.
     """
-    of_constants = [(name, type(value), value) for name, value in constants.items()]
-    result = (function, device.index, *map(_argument_key, arguments), *of_constants, *options.items())
+    constant_keys = [(name, type(value), value) for name, value in constants.items()]
+    result = (function, device.index, *map(_argument_key, arguments), *constant_keys, *options.items())
     hash(result)
     return result
 

@@ -160,16 +160,16 @@ def _multiply_factors(
     tiles = CHUNK // TOKENS
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS % tiles
-    of_part = tl.program_id(0) // HEADS // tiles
-    sequence = of_part % batch
-    group = first + of_part // batch
-    of_all = group * batch + sequence
+    part_index = tl.program_id(0) // HEADS // tiles
+    sequence = part_index % batch
+    group = first + part_index // batch
+    group_index = group * batch + sequence
     group_first = tl.load(groups + 2 * group)
     wanted = tl.load(groups + 2 * group + 1).to(tl.int32)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    chunk = of_all * HEADS + head
-    local = of_part.to(tl.int64) * HEADS
+    chunk = group_index * HEADS + head
+    local = part_index.to(tl.int64) * HEADS
     count = tl.where(tile * TOKENS < wanted, tl.load(used + chunk), 0)
     PADDED: tl.constexpr = TILES * CHANNELS
     WIDTH: tl.constexpr = PADDED * (HEADS if OF_LAYER else 1)
@@ -191,10 +191,10 @@ def _multiply_factors(
         # Matrix instructions truncate their sums, and over all columns that error would exceed the spec's limit; sums here are rounded.
         values += tl.dot(tl.trans(factor), row, input_precision=PRECISION) * size
     every_head = tl.arange(0, PADDED_HEADS)
-    if tl.sum(tl.load(rest + of_all * HEADS + every_head, every_head < HEADS, 0), 0) > 0:
+    if tl.sum(tl.load(rest + group_index * HEADS + every_head, every_head < HEADS, 0), 0) > 0:
         for other_head in range(0 if OF_LAYER else head, HEADS if OF_LAYER else head + 1):
-            listed = (tl.load(begins + of_all * HEADS + other_head) + 1) // 2
-            for number in range(tl.load(rest + of_all * HEADS + other_head)):
+            listed = (tl.load(begins + group_index * HEADS + other_head) + 1) // 2
+            for number in range(tl.load(rest + group_index * HEADS + other_head)):
                 place = tl.load(places + listed + number)
                 level = tl.load(levels + listed + number).to(tl.float32) * size
                 row = tl.load(rows + ((place // CHUNK).to(tl.int64) * WIDTH + channel)).to(tl.float32)
@@ -204,8 +204,8 @@ def _multiply_factors(
     pair = tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
     if TURNED:
         turned = pair < TURNED
-        group_cos = tl.load(shift_cos + of_all * TURNED + pair, turned, 1.0)[None, :]
-        group_sin = tl.load(shift_sin + of_all * TURNED + pair, turned, 0.0)[None, :]
+        group_cos = tl.load(shift_cos + group_index * TURNED + pair, turned, 1.0)[None, :]
+        group_sin = tl.load(shift_sin + group_index * TURNED + pair, turned, 0.0)[None, :]
         place = token[:, None] * TURNED + pair[None, :]
         token_cos = tl.load(cos + place, turned[None, :], 1.0)
         token_sin = tl.load(sin + place, turned[None, :], 0.0)

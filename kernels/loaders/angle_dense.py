@@ -52,12 +52,12 @@ def tiles(codec: Angle) -> Tiles | None:
     if columns is None:
         return None
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
-    of_streams = replicated_packings(every, columns)
+    stream_packings = replicated_packings(every, columns)
     half = codec.range == "fp16"
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
     constants = AngleDenseConstants(
-        bins=of_streams[0],
-        norms=of_streams[1],
+        bins=stream_packings[0],
+        norms=stream_packings[1],
         bin_bits=bin_bits,
         norm_bits=norm_bits,
         log=codec.norm == "log",
@@ -67,7 +67,7 @@ def tiles(codec: Angle) -> Tiles | None:
     streams = (*streams, Stream("range", 32, 1 if half else 2))
     steps = step_symbols(every, columns)
     channels = tuple(symbol_channels(step, VALUES, value, codec.dim) for step in steps for value in range(VALUES))
-    widths = stream_widths(of_streams, columns)
+    widths = stream_widths(stream_packings, columns)
     return Tiles(
         load, decode, factor, constants, len(steps), channels, streams, direction_table(codec), packings=every, stream_widths=widths
     )

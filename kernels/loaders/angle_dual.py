@@ -69,11 +69,11 @@ def tiles(codec: Angle, dual: int) -> Tiles | None:
     bin_bits, norm_bits = (packing.bases[0].bit_length() - 1 for packing in every)
     streams = tuple(stream for name, packing in packings.items() for stream in plane_streams(name, packing))
     half = codec.range == "fp16"
-    of_bins = ReplicatedPacking(
+    bin_packing = ReplicatedPacking(
         0, bins.column_bytes, INTERLEAVE, 2 * INTERLEAVE, bins.fields, dual, copies=copies, fields_per_tile=copies, bits=bin_bits
     )
     constants = AngleDualConstants(
-        bins=of_bins,
+        bins=bin_packing,
         norms=NormSlices(len(bins.planes), norms.width, slices),
         bin_bits=bin_bits,
         norm_bits=norm_bits,

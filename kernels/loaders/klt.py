@@ -149,8 +149,8 @@ def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKE
         columns = columns + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
         seconds = seconds + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS // 2))[None, :],)
     halves = begin + COUNT * COLUMNS
-    of_tokens = load_parities(rows.streams, rows.first, halves, LOADS, TOKENS)
-    return columns, seconds, of_tokens, load_parities(rows.streams, rows.first, halves, LOADS, 0)
+    token_parities = load_parities(rows.streams, rows.first, halves, LOADS, TOKENS)
+    return columns, seconds, token_parities, load_parities(rows.streams, rows.first, halves, LOADS, 0)
 
 
 @triton.jit

@@ -228,14 +228,14 @@ def _compute_tile(
     place, values = loaded[0], loaded[1]
     row = _tile_row(place, entries, TILE, TOKENS)
     real = place >= 0
-    of_token = tl.where(real[:, None, :] & (row[:, None, :] == tl.arange(0, TOKENS)[None, :, None]), 1.0, 0.0).to(tl.float16)
+    is_token = tl.where(real[:, None, :] & (row[:, None, :] == tl.arange(0, TOKENS)[None, :, None]), 1.0, 0.0).to(tl.float16)
     column_of = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + place // DISTINCT_TOKENS, real, 0)
     rows = tl.zeros((WARPS, place.shape[1], WIDTH), tl.float16)
     for component in tl.static_range(4):
         column = (column_of >> (16 * component)).to(tl.int16).to(tl.int32)[:, :, None] - NUMBER * WIDTH
         value = (values >> (16 * component)).to(tl.int16).to(tl.float16, bitcast=True)
         rows = tl.where(column == tl.arange(0, WIDTH)[None, None, :], value[:, :, None], rows)
-    tile = tl.dot(of_token, rows).to(tl.float16)
+    tile = tl.dot(is_token, rows).to(tl.float16)
     if TRANSPOSED:
         tile = tl.trans(tile, 0, 2, 1)
     return tile

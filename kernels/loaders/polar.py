@@ -83,13 +83,13 @@ def tiles(codec: Polar) -> Tiles | None:
     else:
         streams = (*streams, Stream("radius", radius_bits, 1))
     tree = (levels[0].angles, step_blocks(levels[0].angles, every[0].width))
-    of_levels, counts = [], []
+    level_parts, counts = [], []
     for number, run in enumerate(codec.stream_levels.values()):
         before = accumulate((level.angles for level in run), initial=0)
         for angles, level in zip(before, run, strict=False):
-            of_levels.append((row_packing(every, number), angles, level.bits))
-            of_steps = (step_angles(tree, step, len(of_levels)) for step in range(steps))
-            lookups = (lookup for angles in of_steps for lookup in step_lookups(angles, every[number].width, level.bits))
+            level_parts.append((row_packing(every, number), angles, level.bits))
+            angles_by_step = (step_angles(tree, step, len(level_parts)) for step in range(steps))
+            lookups = (lookup for angles in angles_by_step for lookup in step_lookups(angles, every[number].width, level.bits))
             counts.append(frozenset(count for _, count in lookups))
     entries, firsts, product = direction_table(codec, tuple(counts))
     constants = PolarConstants(
@@ -100,7 +100,7 @@ def tiles(codec: Polar) -> Tiles | None:
         first_radius=words_per_token(stored_words_per_plane(every)),
         tree=tree,
         unit=1 / product,
-        levels=tuple(Level(*of_level, *first) for of_level, first in zip(of_levels, firsts, strict=True)),
+        levels=tuple(Level(*parts, *first) for parts, first in zip(level_parts, firsts, strict=True)),
     )
     channels = tuple(tuple(2 * angle + value for angle in step_angles(tree, step, 1) for value in range(2)) for step in range(steps))
     padded = torch.zeros(next_power_of_two(len(entries)), entries.shape[1], dtype=entries.dtype, device=entries.device)

@@ -95,18 +95,18 @@ def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[t
     scales = 1 + torch.arange(MAX_SCALES, dtype=torch.float64, device="cpu")[:, None, None] / MAX_SCALES
     entries: list[torch.Tensor] = []
     firsts, product = [], 1.0
-    for of_level, of_counts in zip(angles, counts, strict=True):
-        candidates = torch.stack([of_level.cos(), of_level.sin()], -1) * scales
+    for level_angles, level_counts in zip(angles, counts, strict=True):
+        candidates = torch.stack([level_angles.cos(), level_angles.sin()], -1) * scales
         rounded = candidates.to(torch.float16)
         errors = ((rounded.to(torch.float64) - candidates) / candidates.abs().clamp_min(1e-3)).square().sum((1, 2))
         best = int(errors.argmin())
         pairs = rounded[best]
         product *= float(scales[best])
         entry_count = sum(map(len, entries))
-        if 1 in of_counts:
+        if 1 in level_counts:
             entries.append(pairs.repeat(1, 2))
         two = sum(map(len, entries))
-        if 2 in of_counts:
+        if 2 in level_counts:
             entries.append(torch.cat([pairs.repeat(len(pairs), 1), pairs.repeat_interleave(len(pairs), 0)], 1))
         firsts.append((entry_count, two))
     return torch.cat(entries), firsts, product

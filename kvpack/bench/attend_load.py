@@ -46,10 +46,10 @@ def _pages(recipe: str, repeats: int, pages: int) -> dict[str, Any]:
     k, v = zip(*((layer.k, layer.v) for layer in (_layer(recipe, PAGE_TOKENS, seed) for seed in range(pages))), strict=True)
     many = Layer(k[0].concat(*k[1:]), v[0].concat(*v[1:]))
     single = _layer(recipe, many.tokens, 0)
-    of_many, of_one = (
+    many_seconds, one_seconds = (
         measured.process for measured in time_interleaved([partial(kvpack.attend, _query(), layer) for layer in (many, single)], repeats)
     )
-    return {"pages": pages, "many_pages_s": of_many, "one_page_s": of_one}
+    return {"pages": pages, "many_pages_s": many_seconds, "one_page_s": one_seconds}
 
 
 def _keep_busy(recipe: str, repeats: int, tokens: int) -> dict[str, Any]:

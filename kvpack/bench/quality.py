@@ -286,7 +286,7 @@ class _Measurement:
     inserted: int | None
     progress: Progress | None
     done: int = 0
-    of_peers: list[list[PeerMeasured]] = field(default_factory=list)
+    peer_results: list[list[PeerMeasured]] = field(default_factory=list)
 
     @property
     def sizes(self) -> _Sizes:
@@ -295,7 +295,7 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
-            self.of_peers = [[] for _ in self.peers]
+            self.peer_results = [[] for _ in self.peers]
             read = [self._windows(part, path) for part in self.parts]
             exact_answers, answers = self._answer_needles(path)
             written = self._generated_divergences(path)
@@ -303,7 +303,7 @@ class _Measurement:
         recalls = [None if not self.sizes.needles else recall(result) for result in answers]
         recipes = list(zip(self.names, measured, recalls, strict=True))
         recalled = recall(exact_answers) if exact_answers else None
-        peers = list(zip([peer.name for peer in self.peers], self.of_peers, strict=True))
+        peers = list(zip([peer.name for peer in self.peers], self.peer_results, strict=True))
         result = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference, peers)
         result["others"] = [
             {
@@ -334,7 +334,7 @@ class _Measurement:
                 rows.append(measure(self.model, exact, recipe, path, part.sizes.step, errors=part is self.parts[0]))
                 self._step()
             if part is self.parts[0]:
-                for peer, result in zip(self.peers, self.of_peers, strict=True):
+                for peer, result in zip(self.peers, self.peer_results, strict=True):
                     result.append(measure_peer(self.model, exact, peer, part.sizes.step))
                     self._step()
         return begun, exact_losses, forgotten, measured

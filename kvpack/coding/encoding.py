@@ -512,8 +512,8 @@ def _report_misfit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None
         if lost.any():
             factors = factors.masked_fill(~lost, 0.0)
             sequence, token = divmod(int(factors.argmax()), factors.shape[1])
-            of_heads = relative_norms(sizes) if name in (HEADS, TOKENS) else sizes
-            head = int(of_heads[sequence, :, token].nan_to_num(posinf=0.0).argmax())
+            head_sizes = relative_norms(sizes) if name in (HEADS, TOKENS) else sizes
+            head = int(head_sizes[sequence, :, token].nan_to_num(posinf=0.0).argmax())
             rare = not keeps_large and bool((drop_crowded_pages(lost) == lost).all())
             result.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
     if not result:

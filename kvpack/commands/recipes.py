@@ -42,8 +42,8 @@ def add(commands: Any) -> None:
         "--model", metavar="MODEL", help="price caches of this model, a folder or a name on the hub; only its configuration is read"
     )
     for name, description in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
-        of_model = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{description} of the cache (default: {of_model}{DEFAULTS[name]})")
+        default_note = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{description} of the cache (default: {default_note}{DEFAULTS[name]})")
     parser.add_argument(
         "--basis", metavar="FILE", help="the basis of recipes such as klt-1.75; layers, KV heads and head dim come from its model"
     )
@@ -89,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"recipes": rows, "additions": additions})
         return code
     shape = DEFAULTS | requested
-    of_model = f" of {arguments.model}: {model.words}" if model is not None else f" of {shape['heads']} heads"
+    suffix = f" of {arguments.model}: {model.words}" if model is not None else f" of {shape['heads']} heads"
     print_table(
-        f"files of {shape['tokens']:,} tokens{of_model}",
+        f"files of {shape['tokens']:,} tokens{suffix}",
         ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "bytes", "KL", "breaks on", "lossless for"],
         (
             [
@@ -183,8 +183,8 @@ def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Mode
     if recipe.uses_basis and basis is not None:
         recipe = Recipe(recipe, basis)
     preset = PUBLISHED.get(name, Preset(recipe.text, ""))
-    of_model = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
-    shape = DEFAULTS | of_model | requested | ({} if model is None else model.shape)
+    model_shape = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
+    shape = DEFAULTS | model_shape | requested | ({} if model is None else model.shape)
     nominal: float | None = None
     stored: float | None = None
     size: int | None = None

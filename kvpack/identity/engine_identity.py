@@ -71,5 +71,5 @@ def engine_fields(
 
 def _rope_text(settings: Mapping[str, Any]) -> str:
     text = settings.get("text_config")
-    of_text = {**settings, **text} if isinstance(text, dict) else settings
-    return json.dumps({name: of_text[name] for name in _ROPE if name in of_text}, sort_keys=True)
+    text_settings = {**settings, **text} if isinstance(text, dict) else settings
+    return json.dumps({name: text_settings[name] for name in _ROPE if name in text_settings}, sort_keys=True)

@@ -21,7 +21,7 @@ class Changes:
         now: Counter[tuple[str, ...]] = Counter()
         for name, count in self._store.counters().items():
             if isinstance(count, dict):
-                now.update({(name, *both.partition(" ")[::2]): of_kind for both, of_kind in count.items()})
+                now.update({(name, *both.partition(" ")[::2]): kind_count for both, kind_count in count.items()})
             else:
                 now[(name,)] = count
         added, self._before = now - self._before, now

@@ -244,7 +244,7 @@ class LiveLayer:
                 )
                 for name, x in values.items()
             }
-            rests = {name: x[:, :, whole:].clone() for name, x in values.items()}
+            remainders = {name: x[:, :, whole:].clone() for name, x in values.items()}
             if dropped:
                 self.skipped += self.older_tokens + dropped
                 for side in self.sides.values():
@@ -258,7 +258,7 @@ class LiveLayer:
                 self._drop_unseen()
             # This comes last, because the tail is not restored after an error.
             for name, side in self.sides.items():
-                side.tail[:, :, : tokens - whole] = rests[name]
+                side.tail[:, :, : tokens - whole] = remainders[name]
         self.version += 1
 
     def _place(self, first: int, k: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
@@ -285,10 +285,10 @@ class LiveLayer:
     def _encodable_tokens(self, tokens: int) -> int:
         """Return the number of the ``tokens`` raw tokens that can be encoded: whole windows, or enough to complete both token groups."""
         if self.is_uneven:
-            rests = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
-            period = math.lcm(*(unit for _, unit in rests))
+            remainders = [(side.unfinished.shape[2], side.unit) for side in self.sides.values()]
+            period = math.lcm(*(unit for _, unit in remainders))
             for whole in range(tokens, max(0, tokens - period), -1):
-                if all((rest + whole) % unit == 0 for rest, unit in rests):
+                if all((rest + whole) % unit == 0 for rest, unit in remainders):
                     return whole
         return self._windows(tokens)
 

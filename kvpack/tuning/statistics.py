@@ -180,10 +180,10 @@ class Statistics:
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
         """Add the keys of a window with ``pairs`` of each layer, and its ``queries``; do nothing if a layer has no queries."""
-        of_layers = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
-        if any(part is None for part in of_layers):
+        query_parts = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
+        if any(part is None for part in query_parts):
             return
-        for number, part in enumerate(of_layers):
+        for number, part in enumerate(query_parts):
             assert part is not None
             key_moments = KeyMoments.of(pairs[number][0], *part, None if ropes is None else ropes[number])
             for name in MOMENTS:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from .greedy import Losses
     from .search import Measurement, Search
 
-CHECKED = 2
+MAX_CHECKED_RECIPES = 2
 """Number of recipes measured as a whole: the result, and the largest uniform one that fits."""
 
 
 def steps(layers: int) -> int:
     """Return the number of recipes that the search measures."""
-    return 2 * layers + CHECKED
+    return 2 * layers + MAX_CHECKED_RECIPES
 
 
 def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:

@@ -266,14 +266,14 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock
     if dtype is None:
         raise InvalidParameter(f"{reader.where}: {what} have ggml type {ggml_type}, which no cache has; {_OTHER_CELLS}")
     quantized = BLOCKS.get(dtype)
-    of_one = quantized.size if quantized else TYPES[dtype][1]
-    if (transposed and (quantized or size != of_one)) or not size or size % of_one:
+    element_bytes = quantized.size if quantized else TYPES[dtype][1]
+    if (transposed and (quantized or size != element_bytes)) or not size or size % element_bytes:
         unit = "value" if transposed else "cell"
         raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {unit}, which {dtype} cannot have")
     row = size * channels[0] if transposed else size
     if not row:
         raise InvalidParameter(f"{reader.where}: {what} have no channels")
-    return CellBlock(dtype, row // of_one * (BLOCK if quantized else 1), reader.skip(cells * row, what))
+    return CellBlock(dtype, row // element_bytes * (BLOCK if quantized else 1), reader.skip(cells * row, what))
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:

@@ -123,8 +123,8 @@ def export_prompt_cache(
 def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _File:
     """Parse the metadata. Raises InvalidParameter unless it names a known class for every layer of the arrays."""
     newer = metadata.get("2.0") == ""
-    of_texts, of_classes = ("0.", "1.") if newer else ("1.", "2.")
-    numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(of_classes)}
+    text_prefix, class_prefix = ("0.", "1.") if newer else ("1.", "2.")
+    numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(class_prefix)}
     if "2.0" not in metadata or sorted(numbered) != sorted(map(str, range(len(numbered)))) or len(numbered) > MAX_LAYERS:
         raise InvalidParameter(f"{where}: not an mlx-lm prompt cache: its metadata names no layer classes")
     classes = [numbered[str(number)] for number in range(len(numbered))]
@@ -139,7 +139,7 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
         if part is None or int(part[1]) >= len(classes):
             raise InvalidParameter(f"{where}: the array {name!r:.80} is not part of the {len(classes)} layers that the metadata names")
     counts = [{} if newer else {part: metadata.get(f"0.{number}.{part}", "") for part in range(4)} for number in range(len(classes))]
-    return _File(classes, counts, {name[2:]: text for name, text in metadata.items() if name.startswith(of_texts)})
+    return _File(classes, counts, {name[2:]: text for name, text in metadata.items() if name.startswith(text_prefix)})
 
 
 def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[int, str]) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -130,8 +130,8 @@ def block_places(kv_cache_config: Any) -> list[list[int]]:
 def _page_bytes(group: Any) -> dict[str, int]:
     """Return the bytes of a block of each layer of vLLM's group ``group``, with padding."""
     spec = group.kv_cache_spec
-    of_layers = getattr(spec, "kv_cache_specs", {})
-    return {name: of_layers.get(name, spec).page_size_bytes for name in group.layer_names}
+    layer_specs = getattr(spec, "kv_cache_specs", {})
+    return {name: layer_specs.get(name, spec).page_size_bytes for name in group.layer_names}
 
 
 def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -151,10 +151,10 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
         elif layout == "split":
             shape, strides = (2, tokens, heads, dim), (tokens * heads * dim, heads * dim, dim, 1)
         for name in kept.layer_names:
-            of_block, steps = tuple(kv_caches[name].shape[1:]), kv_caches[name].stride()[1:]
-            if of_block != shape or any(size > 1 and step != wanted for size, step, wanted in zip(shape, steps, strides, strict=True)):
+            block_shape, steps = tuple(kv_caches[name].shape[1:]), kv_caches[name].stride()[1:]
+            if block_shape != shape or any(size > 1 and step != wanted for size, step, wanted in zip(shape, steps, strides, strict=True)):
                 raise InvalidParameter(
-                    f"{name}: its tensor has blocks {list(of_block)} with strides {list(steps)}, but pages of {tokens} tokens in the "
+                    f"{name}: its tensor has blocks {list(block_shape)} with strides {list(steps)}, but pages of {tokens} tokens in the "
                     f"layout {layout!r} have {list(shape)} with {list(strides)}: name another layout, or give vLLM a block_size that its "
                     "attention uses without splitting its blocks"
                 )

@@ -77,12 +77,12 @@ class TierMetrics:
 
     def __init__(self, stores: Sequence[PageStore], tier: str) -> None:
         self._stores, self._tier, self._changes = stores, tier, [Changes(store) for store in stores]
-        self._sizing = ThreadPoolExecutor(1, thread_name_prefix="kvpack-vllm-size")
+        self._size_executor = ThreadPoolExecutor(1, thread_name_prefix="kvpack-vllm-size")
         self._sizes: Future[Mapping[str, Any]] | None = None
         self._last_request = float("-inf")
 
     def close(self) -> None:
-        self._sizing.shutdown()
+        self._size_executor.shutdown()
 
     def take(self) -> Any:
         """Return the increments as vLLM's stats, or None if nothing has happened."""
@@ -109,7 +109,7 @@ class TierMetrics:
             self._sizes = None
         if self._sizes is None and time.monotonic() - self._last_request > SIZES_EVERY:
             self._last_request = time.monotonic()
-            self._sizes = self._sizing.submit(self._stores[0].stats)
+            self._sizes = self._size_executor.submit(self._stores[0].stats)
 
 
 def worker_stats(worker: PackedWorker) -> Any:

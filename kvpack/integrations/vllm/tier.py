@@ -104,7 +104,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
         self.stores: dict[int, GroupStore] = {}
         """The store of each group, by the number in vLLM's keys."""
-        for of_model, (group, places), named in zip(groups, chunks, config.groups, strict=True):
+        for cache_group, (group, places), named in zip(groups, chunks, config.groups, strict=True):
             if current_platform.is_cpu() and group.kind == "attention":
                 from .cpu import check_layout
 
@@ -113,7 +113,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
                 "layout": layout, "kv_cache_layout": config.kv_cache_layout, "layers": named.layer_names, "settings": settings, **version,
             }  # fmt: skip
             if len(groups) > 1 or group.kind != "attention":
-                shape["group"] = repr(of_model)
+                shape["group"] = repr(cache_group)
             given = Recipe(group.recipe(packed.text), packed.basis)
             identity = identity_of(config, given, shape, revision, adapter, tenant)
             store = PageStore(location, identity, group.geometry, threads=threads, jobs=2, max_bytes=max_bytes, encryption=encryption)

@@ -42,8 +42,8 @@ def add(commands: Any) -> None:
         "--model", metavar="MODEL", help="price caches of this model, a folder or a name on the hub; only its configuration is read"
     )
     for name, description in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
-        default_note = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{description} of the cache (default: {default_note}{DEFAULTS[name]})")
+        note = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{description} of the cache (default: {note}{DEFAULTS[name]})")
     parser.add_argument(
         "--basis", metavar="FILE", help="the basis of recipes such as klt-1.75; layers, KV heads and head dim come from its model"
     )

@@ -70,13 +70,19 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
     """Remove the entries of ``keys`` and return the number removed. Pinned entries are removed, with their pins, only if ``pinned``."""
     to_remove = set(keys)
     if pinned:
-        for key in to_remove & {pin.key for pin in backend.pins()}:
-            backend.unpin([key])
+        unpin_chains(backend, to_remove)
     else:
         to_remove -= backend.pinned()
     count = len(backend.delete(sorted(to_remove)))
     counters.add("deleted_entries", count)
     return count
+
+
+def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
+    """Undo the pins of chains that contain one of ``keys``. Without it, the rest of a chain is not found, and must not stay pinned."""
+    for pin in backend.pins():
+        if not keys.isdisjoint(pin.chain):
+            backend.unpin([pin.key])
 
 
 def _tenant_keys(catalog: Catalog, tenant: str) -> set[bytes]:

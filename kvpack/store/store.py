@@ -29,7 +29,7 @@ from .open_store import check_identity, open_for_identity
 from .options import StoreOptions, check_count
 from .prefix_states import PrefixStates
 from .reclaim import reclaim
-from .removal import chain_keys, remove
+from .removal import chain_keys, remove, unpin_chains
 from .tiers import Tiers, prometheus_text
 from .windows import Windows, check_complete
 
@@ -355,16 +355,14 @@ class Store:
     def delete(self, token_ids: Any, *, start: int = 0, inputs: Sequence[bytes] | None = None) -> int:
         """Remove the stored chunks of a prefix from token ``start`` on, with their pins, and return the number of chunks removed.
 
-        Longer prefixes that continue them are no longer found, and are evicted when room is needed.
+        Longer prefixes that continue them are no longer found or pinned, and are evicted when room is needed.
         """
         start = as_integer(start, "start")
         if start < 0:
             raise InvalidParameter(f"start is {describe(start)}, expected a token position of at least 0")
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
-        ends = {self._with_states([key])[-1] for key in removed}
-        for key in ends & {pin.key for pin in self._backend.pins()}:
-            self._backend.unpin([key])
+        unpin_chains(self._backend, set(removed))
         after = [] if self._states is None else map(states_key, removed)
         count = len(self._backend.delete([*removed, *after]) & set(removed))
         self._counters.add("deleted_entries", count)
@@ -394,7 +392,7 @@ class Store:
         self._backend.collect()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters of this store since it was open_for_identity: counts by name, and ``faults`` by operation and reason."""
+        """Return the counters of this store since it was opened: counts by name, and ``faults`` by operation and reason."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:

@@ -76,6 +76,22 @@ def test_each_owner_has_its_own(tmp_path: Path, size: int) -> None:
     assert not fill(tmp_path / "store", size)
 
 
+def test_the_end_of_a_chain_is_not_pinned_without_its_beginning(tmp_path: Path) -> None:
+    """Nobody finds it, so its pin would only take room; pins of other chains stay."""
+    store, ids, other = open_store(tmp_path), prompt(4), prompt(2, seed=3)
+    save(store, ids)
+    save(store, other)
+    assert store.pin(ids, owner="a") == 4 * CHUNK
+    assert store.pin(ids[:CHUNK], owner="b") == CHUNK
+    assert store.pin(other, owner="c") == 2 * CHUNK
+    assert store.delete(ids[: 3 * CHUNK], start=CHUNK) == 2
+    assert {pin.owner for pin in store._backend.pins()} == {"b", "c"}
+    assert store.delete(ids[:CHUNK]) == 1
+    assert {pin.owner for pin in store._backend.pins()} == {"c"}
+    assert store.clear() == 2
+    assert not store._backend.pins()
+
+
 def test_a_pin_of_an_earlier_version_holds(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "store"
     store = open_store(folder)

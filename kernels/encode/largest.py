@@ -10,31 +10,20 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.bitpack.columns import launch, tile_origin
+from kvpack.kernels.bitpack.columns import tile_origin
 
-from .rows import load_origin
+from .rows import launch_on_tiles, load_origin
 
 if TYPE_CHECKING:
     from .rows import Origins
-
-TILE_VALUES = 1 << 12
-WARPS = 4
-
 
 def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> torch.Tensor:
     """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each head with ``per_head``.
 
     The result is float32 ``[batch, kv_head or 1, 1]``; it is NaN wherever a value is NaN.
     """
-    batch, heads, tokens, dim = x.shape
-    channels = next_power_of_two(dim)
-    block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))
-    result = torch.zeros(batch, heads if per_head else 1, 1, dtype=torch.int32, device=x.device)
-    launch(
-        _largest_kernel, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, result,
-        DIM=dim, CHANNELS=channels, ALIGNED=max(1, origins.aligned // x.element_size()), BLOCK_TOKENS=block, PER_HEAD=per_head, warps=WARPS,
-    )  # fmt: skip
+    result = torch.zeros(x.shape[0], x.shape[1] if per_head else 1, 1, dtype=torch.int32, device=x.device)
+    launch_on_tiles(_largest_kernel, x, origins, result, PER_HEAD=per_head)
     return result.view(torch.float32)
 
 

@@ -21,6 +21,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.tables import cache_per_device
 from kvpack.formats.token_norms import LARGEST_STORED, LIMITS, LOG8, log8_bounds
+from kvpack.kernels.bitpack.columns import launch
 
 from .columns import MIN_AXIS
 
@@ -37,6 +38,10 @@ MIN_SQUARE = 2.0**-80
 MAX_SQUARE = 2.0**80
 """Range of squared norms in which float32 is accurate; other tokens are left to ``formats/``."""
 
+TILE_VALUES = 1 << 12
+"""Number of values in a tile of ``launch_on_tiles``."""
+TILE_WARPS = 4
+
 STREAM_ALIGNMENT = 16
 """Number of bytes that divides the stream offsets of all ``Origins``."""
 
@@ -49,6 +54,17 @@ _PARTS = 3
 def block_tokens(x: torch.Tensor, limit: int) -> int:
     """Return the number of tokens per tile of rows of ``x``: ``limit``, or half for long rows, which would fill the registers."""
     return limit if x.shape[3] <= MAX_PRODUCTS else max(MIN_AXIS, limit // 2)
+
+
+def launch_on_tiles(kernel: Any, x: torch.Tensor, origins: Origins, *arguments: Any, **constants: Any) -> None:
+    """Launch ``kernel`` once for each tile of values ``x`` ``[batch, kv_head, token, dim]`` at ``origins``, of any strides."""
+    batch, heads, tokens, dim = x.shape
+    channels = next_power_of_two(dim)
+    block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))
+    launch(
+        kernel, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, *arguments,
+        DIM=dim, CHANNELS=channels, ALIGNED=max(1, origins.aligned // x.element_size()), BLOCK_TOKENS=block, warps=TILE_WARPS, **constants,
+    )  # fmt: skip
 
 
 class InputArguments(NamedTuple):

@@ -10,15 +10,11 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.bitpack.columns import launch, tile_origin
-from kvpack.kernels.encode.rows import load_origin, move_pointer
+from kvpack.kernels.bitpack.columns import tile_origin
+from kvpack.kernels.encode.rows import launch_on_tiles, load_origin, move_pointer
 
 if TYPE_CHECKING:
     from kvpack.kernels.encode.rows import Origins
-
-TILE_VALUES = 1 << 12
-WARPS = 4
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by value size; copying integers preserves all bits, including those of NaN."""
@@ -30,14 +26,7 @@ def copy(x: torch.Tensor, stream: torch.Tensor, origins: Origins, status: torch.
     If ``status`` is given, copy in the other direction, and only for entries with status 0.
     """
     words = _WORDS[x.element_size()]
-    x, stream = x.view(words), stream.view(words)
-    batch, heads, tokens, dim = x.shape
-    channels = next_power_of_two(dim)
-    block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))
-    launch(
-        _copy, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, stream, status,
-        DIM=dim, CHANNELS=channels, ALIGNED=max(1, origins.aligned // x.element_size()), BLOCK_TOKENS=block, warps=WARPS,
-    )  # fmt: skip
+    launch_on_tiles(_copy, x.view(words), origins, stream.view(words), status)
 
 
 @triton.jit

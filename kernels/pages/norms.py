@@ -10,27 +10,16 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.bitpack.columns import launch, tile_origin
-from kvpack.kernels.encode.rows import load_origin
+from kvpack.kernels.bitpack.columns import tile_origin
+from kvpack.kernels.encode.rows import launch_on_tiles, load_origin
 
 if TYPE_CHECKING:
     from kvpack.kernels.encode.rows import Origins
 
-TILE_VALUES = 1 << 12
-WARPS = 4
-
-
 def token_norms(x: torch.Tensor, origins: Origins) -> torch.Tensor:
     """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
-    batch, heads, tokens, dim = x.shape
-    channels = next_power_of_two(dim)
-    block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))
-    result = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
-    launch(
-        _norms, batch * heads * -(-tokens // block), x.device, x, *x.stride()[1:], heads, tokens, origins.table, result,
-        DIM=dim, CHANNELS=channels, ALIGNED=max(1, origins.aligned // x.element_size()), BLOCK_TOKENS=block, warps=WARPS,
-    )  # fmt: skip
+    result = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
+    launch_on_tiles(_norms, x, origins, result)
     return result
 
 

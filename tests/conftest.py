@@ -35,7 +35,7 @@ if INTERPRETED and triton_version.is_supported():
 
 @pytest.fixture
 def chat_model(tmp_path: Path) -> Path:
-    """Where examples find their model of the hub: a folder of its name, with the demo's model and a tokenizer of bytes."""
+    """Folder in which examples find their hub model by name: the demo's model with a byte tokenizer."""
     from support.chat_tokenizers import tokenizer  # not at the top: it imports transformers
 
     folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"

@@ -1,4 +1,4 @@
-"""What counts as a line of code, and which calls are counted."""
+"""Counting of lines of code and of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the package may import which: floors, each of which knows only those below it, and no circles.
+"""Import order of the package: each level imports only those below it, without cycles.
 
 Every import counts: those inside functions and those for types alone, too.
 """
@@ -56,8 +56,8 @@ KERNEL_LEVELS = (
     "attend",
     "pages",
 )
-"""Of the folders in ``kernels/``, from the ground up. ``codecs`` is the table of what encodes, decodes and loads each codec: the entries
-of ``encode`` and ``decode`` look into it, and the modules of ``decode`` that are named decode whole sides by the tiles above it."""
+"""Import order of the folders in ``kernels/``, lowest first. ``codecs`` is the table of encoders, decoders and loaders: the entry
+points of ``encode`` and ``decode`` use it, and the named modules of ``decode`` decode whole sides with the tiles above it."""
 
 FACADE = {"evaluation", "bench", "demo", "tuning", "commands", "cli"}
 """Those that may use the public names, ``import kvpack``, as a user does."""
@@ -105,7 +105,7 @@ def part(module: str) -> str:
 
 
 def trespasses(module: str, target: str) -> bool:
-    """Whether ``module`` may not import ``target``."""
+    """Return True if ``module`` must not import ``target``."""
     own, other = part(module), part(target)
     if own == other:
         return False

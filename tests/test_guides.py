@@ -72,7 +72,7 @@ COMPOSE: dict[str, Any] = {
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Whether a value has exactly the keys of ``form``, and its types and patterns."""
+    """Return True if a value has exactly the keys of ``form``, with its types and patterns."""
     if isinstance(form, dict):
         return isinstance(value, dict) and value.keys() == form.keys() and all(fits(value[key], form[key]) for key in form)
     if isinstance(form, list):

@@ -1,4 +1,4 @@
-"""What the package imports, and what it never calls."""
+"""Modules that the package imports, and functions that it never calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILTINS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("os", "system"), ("os", "popen")}
 
 MEASURED = {"bench/dense.py": ["pickle", "torch.load"]}
-"""What a measurement calls to compare kvpack with it, on files that it has just written itself."""
+"""Functions that a measurement calls for comparison, on files that it has just written itself."""
 
 LIGHT = [
     pytest.param("import kvpack", id="kvpack"),
@@ -71,7 +71,7 @@ def offences(tree: ast.Module) -> list[str]:
 
 
 def dynamic_imports(tree: ast.Module) -> int:
-    """How often ``tree`` names import_module or the machinery below it."""
+    """Number of times that ``tree`` names import_module or its internals."""
     names = {"import_module", "spec_from_file_location", "module_from_spec", "exec_module", "load_module", "SourceFileLoader"}
     nodes = ast.walk(tree)
     used = [node.id if isinstance(node, ast.Name) else node.attr for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]

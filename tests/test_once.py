@@ -1,4 +1,4 @@
-"""What the workers of a test run share is made once."""
+"""Objects that the workers of a test run share are created once."""
 
 from __future__ import annotations
 

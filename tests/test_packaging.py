@@ -1,4 +1,4 @@
-"""What an installation holds."""
+"""Contents of an installation."""
 
 from __future__ import annotations
 

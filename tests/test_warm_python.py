@@ -1,4 +1,4 @@
-"""What stands for Python in the tests behaves as Python does."""
+"""The tests' stand-in for Python behaves like Python."""
 
 from __future__ import annotations
 

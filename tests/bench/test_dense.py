@@ -1,4 +1,4 @@
-"""What kvpack bench io compares kvpack with."""
+"""Formats that kvpack bench io compares with kvpack."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def run(
 
 
 def _importable(module: str) -> bool:
-    """Whether transformers can use the module: one that is installed without what it needs is passed over in silence."""
+    """Return True if transformers can use the module. It silently ignores a module whose dependencies are missing."""
     try:
         importlib.import_module(module)
     except Exception:  # whatever it raises, transformers falls back

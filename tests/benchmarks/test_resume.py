@@ -1,4 +1,4 @@
-"""What a store holds for a hybrid and for sliding windows, beside computing the prompt."""
+"""Entries of hybrid and sliding-window models in a store, compared with computing the prompt."""
 
 from __future__ import annotations
 

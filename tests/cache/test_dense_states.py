@@ -1,4 +1,4 @@
-"""Of the caches that models hold, what is packed, at which positions, and what is refused by name."""
+"""Packing of the models' own caches: which layers, at which positions, and which are refused by name."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Slotted(DynamicLayer):
 
 
 class Unknown:
-    """What looks like a cache layer and is of no known class."""
+    """An object like a cache layer, but of an unknown class."""
 
     def __init__(self, seen: int, **more: Any) -> None:
         self.keys = self.values = X

@@ -98,7 +98,7 @@ WAYS = {"pack": packed, "live": live, "pages of 16": paged(16), "pages of 64": p
 
 
 def factors(found: torch.Tensor, x: torch.Tensor, usual: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """How much larger than usual the error of each token is, or its share of the token's norm if that is smaller."""
+    """Each token's error as a multiple of the usual one, relative to the token's norm if that is smaller."""
     error = (found - x).norm(dim=3)
     return torch.minimum(error / usual[0], error / x.norm(dim=3).clamp_min(1e-9) / usual[1])
 

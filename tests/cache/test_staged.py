@@ -423,7 +423,7 @@ def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCop
 def test_cold_files_are_read_past_the_page_cache(
     way: str, spanned: tuple[container.File, list[staged_reads.StagedCopy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where that is refused, or fails, through the page cache: the bytes are the same."""
+    """If direct reads are refused or fail, the page cache yields the same bytes."""
     file, copies, expected = spanned
     (tmp_path / "empty").write_bytes(b"")
     opened: list[int | None] = []

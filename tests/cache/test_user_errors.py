@@ -1,4 +1,4 @@
-"""What a user may give by mistake: each is one class of error, in a message that says what to write."""
+"""Mistakes of users: each raises one class of error, with a message that shows what to write."""
 
 from __future__ import annotations
 

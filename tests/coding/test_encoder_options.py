@@ -63,7 +63,7 @@ def test_a_conversion_that_keeps_codes_goes_on_as_the_new_recipe_says(tmp_path: 
 
 
 def choice(codec: Codec) -> tuple[object, ...]:
-    """How ``codec`` chooses raw tokens, which no header holds."""
+    """Options by which ``codec`` selects raw tokens, which headers do not contain."""
     raw = codec.sidecar(RawPositions)
     return () if raw is None else (raw.first, raw.low_norm, raw.high_norm)
 

@@ -167,7 +167,7 @@ def test_the_command_prices_any_recipe_at_any_shape(capsys: pytest.CaptureFixtur
 
 
 def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the shape of its model, for all recipes, so that their bits compare."""
+    """Bits per value for the shape of the preset's model, so that recipes can be compared."""
     shapes = {(layer, side): (2, 32) for layer in range(3) for side in "kv"}
     path, uneven = tmp_path / "x.kvbasis", tmp_path / "uneven.kvbasis"
     path.write_bytes(random_basis(shapes, 3))

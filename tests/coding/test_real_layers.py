@@ -119,7 +119,7 @@ def output(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @cache
 def decoded(recipe: str, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the layers of a case decode to."""
+    """Decoded values of a case's layers."""
     pairs = [(case.k.to(torch.bfloat16), case.v.to(torch.bfloat16)) for case in cases()[name]]
     given = kvpack.Recipe(recipe, basis()) if recipe.startswith(("klt", "transform")) else recipe
     found = [layer.unpack(torch.float32) for layer in kvpack.pack(pairs, given)]

@@ -333,7 +333,7 @@ def test_no_command_writes_over_its_input(
 def test_no_command_writes_over_a_file_of_a_folder_that_it_reads(
     words: list[str], name: str, linked: bool, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a store, a folder of bases or a model: what other programs need is lost as surely as the one named input."""
+    """An output must not replace any input: other programs may need the files of a store, a folder of bases or a model."""
     home = tmp_path / "folder"
     precious = home / name
     precious.parent.mkdir(parents=True)

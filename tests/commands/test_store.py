@@ -137,7 +137,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``kvpack.save`` writes of a KvpackCache: the ids are in another feature than an exported prefix's."""
+    """``kvpack.save`` of a KvpackCache stores the ids in another feature than an exported prefix."""
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     inputs = kvpack.Inputs(token_bytes(ids))
     whole = kvpack.pack(cache(len(ids)).unpack(), "kivi-2", model={"name": "model", "weights": "w1", "dtype": "bfloat16"}, inputs=inputs)

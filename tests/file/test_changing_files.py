@@ -218,7 +218,7 @@ def test_importing_into_a_store_does_not_map_the_input(tmp_path: Path, monkeypat
 
 
 def test_verify_takes_little_memory(tmp_path: Path) -> None:
-    """Of a file of 96 MiB in two tensors, a process that may not have more than a few MiB for it."""
+    """A process with only a few MiB of memory reads a file of 96 MiB in two tensors."""
     codec = create("raw", 64, dtype="fp32")
     values = numpy.zeros(12 * 2**20, numpy.float32)
     from kvpack.file.header import Contents, LayerEntry, SideEntry

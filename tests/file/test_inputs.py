@@ -1,4 +1,4 @@
-"""What a cache was computed from stays right when it is cut and joined."""
+"""The recorded inputs of a cache stay correct in slices and joins."""
 
 from __future__ import annotations
 

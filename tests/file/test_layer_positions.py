@@ -236,7 +236,7 @@ def test_notes_of_other_positions_are_refused(start: object, message: str, tmp_p
 
 
 def test_an_entry_of_a_store_whose_layers_start_elsewhere_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a writer without checks has stored: 32 tokens in each layer, those of the second at the positions 32 to 64."""
+    """A file of a writer without checks: 32 tokens in each layer, with those of the second layer at positions 32 to 63."""
     store = kvpack.Store(tmp_path, kvpack.Identity("model", "bf16", weights="w"), chunk=32)
     ids, whole = list(range(32)), kvpack.pack(random_pairs(2, 32), "bf16")
     moved = replace(whole, layers=(whole[0], replace(whole[1], skipped=32)))

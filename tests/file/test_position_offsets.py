@@ -1,4 +1,4 @@
-"""Where text continues after images: kept by files, by parts that end where the cache does, and by rows."""
+"""Position offsets of text after images, in files, in slices up to the cache's end, and in rows."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
 
 @dataclass
 class Token:
-    """What a cell of a batch is known to be: its id, and whether it is hidden."""
+    """Known content of a batch cell: its id, and True if it is hidden."""
 
     id: int
     hidden: bool

@@ -1,4 +1,4 @@
-"""What a codec family reads from its fields; this module evaluates its annotations, as a user's codec file may."""
+"""Declarations that a codec family reads from its fields. This module evaluates annotations, as users' codec files may."""
 
 # Without the future import of annotations, those of Evaluated are types instead of text.
 from dataclasses import dataclass, field

@@ -73,7 +73,7 @@ def of_heads(dim: int, heads: int, widths: bytes, gain: str = "none", rows: str 
 
 @pytest.mark.parametrize("gain", ["none", "fp16"])
 def test_equal_widths_of_heads_decode_as_shared_ones(gain: str) -> None:
-    """Of two short runs of one run, and of all heads: codes and gains are the same, and other bytes hold them."""
+    """Codes and gains are the same in two short runs as in one, and for all heads, but in different bytes."""
     own = of_heads(40, 3, bytes((5, 5, 0, 0, 2)) * 3, gain)
     shared = Klt.of(40, bytes(32), 0, "k", bytes((5, 0, 2)), gain, "basis", own.source)
     x = torch.randn(2, 3, 50, 40, generator=torch.Generator().manual_seed(5))
@@ -111,7 +111,7 @@ def test_widths_of_heads_are_for_their_number_of_heads(basis: Basis, tmp_path: P
 
 
 def test_heads_get_the_bits_that_they_are_worth() -> None:
-    """Of two heads, errors of the second cost a hundredth."""
+    """Errors of the second of two heads cost a hundredth."""
     rows = random_rows(1, 32, "x").repeat(2, 1, 1)
     rows[1, 33] /= 16
     basis = Basis.of_bytes(basis_bytes({(0, "k"): rows}, 1, {"name": "x"}))

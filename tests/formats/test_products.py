@@ -26,7 +26,7 @@ RECIPES = [
     "oscar-2",
 ]
 TOLERANCE = 2**-16
-"""Of a value that is rotated and multiplied by norms, beside that of the rotation alone, 2^-18."""
+"""Error bound of a value that is rotated and multiplied by norms; the rotation's own is 2^-18."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use the new API settings")
 

@@ -136,7 +136,7 @@ def test_scaled_rounding_needs_the_unbiased_factor(words: str) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
-    """Of the codes nearest to each multiple of a token, those with the largest cosine; tokens of zeros stay zeros."""
+    """Encode each multiple of a token to nearest codes, and return the codes with the largest cosine; zeros stay zeros."""
     codec = scalar(16, b=bits, rotation="none", norm="fp32", rounding="scaled")
     x = keys(1, 1, 500, 16)
     x[0, 0, 7] = 0

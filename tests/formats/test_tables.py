@@ -1,4 +1,4 @@
-"""What the library keeps of the tables that headers ask for."""
+"""The library's cache of tables that headers request."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def blocks(kind: str, seed: int, cells: int = 7, count: int = 4) -> torch.Tensor
 
 
 def dequantized(kind: str, data: torch.Tensor) -> np.ndarray:
-    """What ggml decodes blocks to, one value after another as its C code does, float32 ``[cell, channel]``."""
+    """Decode blocks value by value as ggml's C code does: float32 ``[cell, channel]``."""
     size = SIZES[kind][1]
     found = np.zeros((data.shape[0], data.shape[1] // size * 32), np.float32)
     for cell, row in enumerate(data.numpy()):

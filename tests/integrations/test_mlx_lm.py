@@ -34,7 +34,7 @@ def rotated(x: torch.Tensor, window: int, seen: int) -> torch.Tensor:
 
 
 def newer(path: Path, layers: list[tuple[str, list[Any]]], **texts: str) -> Path:
-    """What mlx-lm 0.32 writes."""
+    """Files of mlx-lm 0.32."""
     tensors, scalars = {}, [""]
     for number, (_, parts) in enumerate(layers):
         for part, value in enumerate(parts):
@@ -48,7 +48,7 @@ def newer(path: Path, layers: list[tuple[str, list[Any]]], **texts: str) -> Path
 
 
 def older(path: Path, layers: list[tuple[str, list[torch.Tensor], list[int]]], **texts: str) -> Path:
-    """What mlx-lm wrote before."""
+    """Files of earlier versions of mlx-lm."""
     metadata = {f"1.{name}": text for name, text in texts.items()}
     tensors = {}
     for number, (name, arrays, counts) in enumerate(layers):

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.scenario
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> list[Row]:
-    """What ``python -m support.model_zoo`` prints of these. It takes half a minute, so one worker finds it for all."""
+    """Output of ``python -m support.model_zoo`` for these models. It takes half a minute, so one worker runs it for all."""
 
     def examine(folder: Path) -> None:
         rows = examined(ZOO[::EVERY], folder, warm_python.python(*warm_python.MODELS), share=4)

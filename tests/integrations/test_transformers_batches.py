@@ -149,7 +149,7 @@ def over(model: Any, recipe: str = "raw") -> Any:
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "Llama-4", "DeepSeek-V3"])
 @pytest.mark.parametrize("kind", ["prompt lookup", "an assistant"])
 def test_assisted_decoding(name: str, kind: str) -> None:
-    """Of more tokens than a window, so that sliding layers drop some, and with candidates that are wrong."""
+    """Prompts longer than a window, so that sliding layers drop tokens, with wrong candidates."""
     model = model_of(name)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 6}
     if kind == "an assistant":
@@ -187,7 +187,7 @@ def test_sliding_layers_hold_their_window_and_what_is_encoded_with_it(name: str)
 @pytest.mark.scenario
 @pytest.mark.kernels
 def test_decoding_steps_of_sliding_layers_run_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every layer, for rows with padding: CUDA graphs may hold them. Gemma-3 has layers that slide and layers that do not."""
+    """Tensors of every layer for rows with padding, which CUDA graphs may use. Gemma-3 has layers that slide and layers that do not."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
     from support.interpreter import DEVICE, INTERPRETED

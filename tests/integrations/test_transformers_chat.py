@@ -30,7 +30,7 @@ def model() -> Any:
 
 
 def said(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """What the model replies without kvpack, from the first token on."""
+    """Return the model's reply without kvpack, computed from the first token on."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))

@@ -40,7 +40,7 @@ def _compilers_begin_anew(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def logits(run: Any, cache: KvpackCache, padding: str | None, counts: tuple[int, ...] = COUNTS) -> list[torch.Tensor]:
-    """Of each pass over two rows, of tokens that the mask does not hide."""
+    """Logits of each pass over two rows, for tokens that the mask does not hide."""
     generator = torch.Generator().manual_seed(0)
     mask, found = torch.ones(2, 0, dtype=torch.long), []
     for count in counts:
@@ -144,7 +144,7 @@ def test_a_copied_mask_of_other_padding_is_refused() -> None:
 
 
 def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
-    """Of what the token ids do not determine, and of passes that end in an error."""
+    """Inputs that token ids do not determine, and passes that end in an error."""
     model = model_of("Llama", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     found = []

@@ -28,7 +28,7 @@ def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 
 
 def same(one: Cache, other: Cache) -> bool:
-    """Whether two caches hold the same codes and the same raw tokens."""
+    """Return True if two caches have the same codes and the same raw tokens."""
     for mine, theirs in zip(one, other, strict=True):
         for side, its in zip(mine.sides.values(), theirs.sides.values(), strict=True):
             if side.merged_runs() != its.merged_runs() or not torch.equal(side.tail, its.tail):

@@ -37,7 +37,7 @@ if not hasattr(modeling_gptj, "get_embed_positions"):
     # It was rewritten for transformers 5.24, and waits for nothing.
     WITHOUT_GRAPHS.remove("GPT-J")
 ENCODED = {"T5", "BART"}
-"""What is given more than token ids."""
+"""Models that need more than token ids."""
 
 
 # Whole models in the interpreter.
@@ -163,7 +163,7 @@ def test_padding_may_grow_between_steps(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_a_step_that_reads_the_length_gets_no_graph(device: Device) -> None:
-    """What the host knew when a graph was captured would be in every replay."""
+    """Values read on the host during a capture would stay constant in every replay."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     base, own = model.model, type(model.model).forward
 

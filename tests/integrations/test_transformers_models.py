@@ -1,4 +1,4 @@
-"""Which models continue which packed caches, over what, and what is said of the others."""
+"""Models that may continue packed caches, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def recorded(model: Any, **images: Any) -> Cache:
 
 
 def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Of a prefill and of two passes that continue it, over a plain cache."""
+    """Logits of a prefill and of two passes that continue it over a plain cache."""
     model.set_attn_implementation(attention)
     past = DynamicCache(config=model.config) if cache is DynamicCache else StaticCache(config=model.config, max_cache_len=48)
     result, seen = [], 0

@@ -103,7 +103,7 @@ def of_frequencies(kind: str) -> Any:
 @pytest.mark.parametrize(("tokens", "prompt", "kept"), [(24, 23, 15), (24, 40, 0), (40, 20, 0)], ids=["both short", "to long", "from long"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_keys_of_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: int, kept: int, tmp_path: Path) -> None:
-    """Where the length of a sequence decides the frequencies of RoPE, equal token ids have other keys in a long one."""
+    """If RoPE's frequencies depend on the sequence's length, the same token ids have other keys in a long sequence."""
     model = of_frequencies(kind)
     path = file_of(model, tmp_path / "file", changed(30, 45)[:, :tokens])
     ids = changed(15)[:, :prompt]

@@ -1,4 +1,4 @@
-"""What forward passes saw is kept with a cache: ids where they determine it, and what they do not determine by name."""
+"""Inputs of forward passes are recorded with a cache: token ids, and other inputs by name."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_a_copy_of_a_model_goes_on_without_it() -> None:
 
 
 def test_another_model_is_refused() -> None:
-    """Of the same shapes, and with attention that takes packed layers."""
+    """A model of the same shapes whose attention accepts packed layers."""
     model, other = model_of(), model_of()
     cache, own = KvpackCache(model, "raw"), KvpackCache(other, "raw")
     model(PROMPT, past_key_values=cache)
@@ -367,7 +367,7 @@ def with_adapters() -> Any:
     "change", [lambda model: model.set_adapter("b"), lambda model: model.merge_adapter(), lambda model: model.to(torch.bfloat16)]
 )
 def test_a_cache_names_the_model_of_its_first_token(change: Any) -> None:
-    """Which may have changed since the cache was made."""
+    """The weights may have changed since the cache was created."""
     model = with_adapters()
     cache = KvpackCache(model, FP32)
     change(model)

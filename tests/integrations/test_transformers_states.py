@@ -116,7 +116,7 @@ FOLLOWING = torch.tensor([[7, 40, 9, 22, 5]])
 
 @pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Qwen3-Next", "Lfm2Config"])
 def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
-    """What follows is what a cache gives that ended there, bit for bit, keys and values included."""
+    """The continuation equals that of a cache that ended there, bit for bit, including keys and values."""
     model = small(name)
 
     def follows(cache: KvpackCache) -> Any:

@@ -151,7 +151,7 @@ FOREIGN = {
 
 
 REPLAYED = ("a function of a module",) if INTERPRETED else tuple(FOREIGN)
-"""What the kernels run for; the interpreter takes seconds for each."""
+"""Cases that run the kernels, each of which takes seconds in the interpreter."""
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -72,7 +72,7 @@ class Info(NamedTuple):
 
 
 class TieringOffloadingSpec:
-    """What vLLM's own does in its constructor, as far as kvpack's relies on it."""
+    """The part of the constructor of vLLM's class that kvpack's relies on."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.extra_config = config, config.extra_config

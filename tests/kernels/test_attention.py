@@ -606,7 +606,7 @@ def test_many_programs(k: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
 def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a group of tokens shares is loaded once a tile of 64 tokens, if the tiles lie in groups."""
+    """Scales of a token group are loaded once per tile of 64 tokens if tiles are within groups."""
     from kvpack.kernels.attend import plan
     from kvpack.kernels.tiles import shapes
 

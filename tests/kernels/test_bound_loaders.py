@@ -1,4 +1,4 @@
-"""What compiled attention kernels are named by."""
+"""Cache keys of compiled attention kernels."""
 
 from __future__ import annotations
 

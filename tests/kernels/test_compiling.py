@@ -41,7 +41,7 @@ EVERY_CALL = ("nvfp4;raw=0",)
 
 
 def compiled(folder: Path, *arguments: str) -> Any:
-    """What compiling printed, in a process whose kernels are not interpreted."""
+    """Output of a compilation in a process whose kernels are not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     command = [warm_python.python(*LAUNCHING), "-c", PROGRAM, "--json", *arguments]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not dispatch.c_is_built(), reason="the C kernels were not built")
 
 TOLERANCE = 2e-5
-"""Of the largest value of a side: both paths sum in binary32, in different orders."""
+"""Tolerance relative to the largest value: both paths sum in binary32, but in different orders."""
 
 
 @pytest.fixture(autouse=True)

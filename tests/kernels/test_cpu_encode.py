@@ -233,7 +233,7 @@ def test_codecs_that_differ_in_their_search_alone_share_no_table() -> None:
 
 @pytest.mark.parametrize("levels", [4, 8])
 def test_a_line_tells_between_which_levels_the_nearest_direction_is(levels: int) -> None:
-    """Where a line's step begins, the nearest direction has the level that it shares with the step before.
+    """At the beginning of a line's step, the nearest direction has the level shared with the previous step.
 
     That is enough: the directions nearest to a codeword are connected, and it lies in its own steps.
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 DISTORTION = 1e-3
-"""How far the squared error may be from that of formats/, relative."""
+"""Maximum relative difference of the squared error from that of formats/."""
 
 ROUNDED_OTHERWISE = 5e-3
 """The share of words that may differ where rotations and norms round in another order: values next to a bound."""
@@ -137,7 +137,7 @@ def values(dim: int, dtype: str, batch: int = 1, tokens: int = 33) -> torch.Tens
 
 
 def encoded(codec: Codec, x: torch.Tensor, errors: torch.Tensor | None = None) -> dict[str, torch.Tensor] | None:
-    """What the kernels make of ``x`` as a view into a larger buffer of ones, neither contiguous nor aligned."""
+    """Encode ``x`` with the kernels as a view into a larger buffer of ones, neither contiguous nor aligned."""
     from kvpack.kernels.encode import encode
 
     with torch.device(DEVICE):

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures(
 HEADS = 2
 
 NEXT_TO_A_BOUND = 2.0**-18
-"""Of the length of a token: how far from the bound of two entries sums of binary32 may put a value on either side of it."""
+"""Distance from the bound of two entries within which binary32 sums may choose either, relative to the token's length."""
 
 CASES = [
     pytest.param(128, bytes([6, 3, 2, 1, 1, 0, 0, 0]), "bfloat16", "fp16", id="widths that calibrations find"),

@@ -1,4 +1,4 @@
-"""What decodes a side is kept with it: later calls launch, and do little else.
+"""Prepared decoding is kept with a side, so that later calls do little more than launch.
 
 interpreter.py says which process runs which of these tests.
 """

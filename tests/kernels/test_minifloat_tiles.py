@@ -80,7 +80,7 @@ def executed(ptx: str, **given_registers: int) -> dict[str, int]:
 @pytest.mark.parametrize("converts", [False, True], ids=["by integers", "by conversions"])
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
-    """Of every element at every place of a word, among bits of others."""
+    """Every element at every position of a word, among the bits of other elements."""
     from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import python_function
 

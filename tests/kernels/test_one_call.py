@@ -1,4 +1,4 @@
-"""What a call of ``attend`` runs through is what kernels/README.md draws, in the interpreter."""
+"""The functions that a call of ``attend`` runs are those in the diagram of kernels/README.md."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 PACKAGE = Path(kvpack.__file__).parent
 KERNELS = Path(next(iter(kvpack.kernels.__path__)))
 MAX_FUNCTIONS = 60
-"""What a reader of a whole call may be asked to read."""
+"""Maximum number of functions in a whole call."""
 MAX_CALLS, MAX_OPERATIONS = 40, 18
 """Calls of kvpack's functions, and operations of torch, of one call with many queries: the host takes about 3 us for each."""
 
 
 def path_of(file: str) -> str | None:
-    """How the README names a file of the package; None for others."""
+    """Return the README's name of a file of the package; None for other files."""
     path = Path(file)
     if path.is_relative_to(KERNELS):
         return str(path.relative_to(KERNELS))

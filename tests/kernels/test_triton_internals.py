@@ -1,4 +1,4 @@
-"""What the kernels expect of Triton beyond its language, on the installed version: code is compiled for a GPU that need not be there."""
+"""Assumptions about the installed Triton beyond its language. Code is compiled for a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Compiled:
 
 
 class Function:
-    """What launches ask of a JIT function: it counts what Triton itself binds and launches."""
+    """A stand-in for a JIT function that counts what Triton itself binds and launches."""
 
     arg_names = ("out", "planes", "count", "SIZE")
 

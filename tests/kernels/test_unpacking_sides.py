@@ -38,7 +38,7 @@ CODECS = {
     "quaternion": "quaternion:s=24,r=3",
     "rotated quaternion": "quaternion:s=7,r=2,rotation=hadamard",
 }
-"""What kernels decode; dense quaternions of s = 24 have digits of base 9."""
+"""Recipes that kernels decode; dense quaternions with s = 24 have digits of base 9."""
 
 EXACT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
 """The largest error of rounding to a dtype, relative to the value; the interpreter cuts bits of bfloat16 off."""

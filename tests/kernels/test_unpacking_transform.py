@@ -54,7 +54,7 @@ def there(streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether values are those of the oracle but for the order of sums and the rounding to their dtype."""
+    """Return True if values equal the oracle's except for the order of sums and the rounding to their dtype."""
     allowed = ROUNDED[found.dtype] * 1.01 * expected.abs() + 2.0**-18 * expected.abs().amax() + 2.0**-24
     return bool(((found.float().cpu() - expected).abs() <= allowed).all())
 

@@ -79,7 +79,7 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
 
 
 def test_a_query_whose_window_a_crop_has_cut_is_refused_until_its_tokens_are_there() -> None:
-    """Of 200 tokens a layer with a window of 40 keeps the last 72; without 33 of these, the last query misses one."""
+    """A layer with a window of 40 keeps the last 72 of 200 tokens; without 33 of these, the last query lacks one."""
     recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32;tail=64"
     live = LiveCache(recipe, layers=1, sliding_windows=[40])
     k, v = tokens(200, 0, 1)

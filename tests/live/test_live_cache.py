@@ -639,7 +639,7 @@ def test_a_graph_of_steps_is_replayed_across_windows() -> None:
 @pytest.mark.parametrize("starts", [None, [100, 4200]], ids=["without padding", "with padding"])
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2", "oscar-2", "bf16"])
 def test_a_graph_of_steps_of_a_sliding_layer_is_replayed_across_windows(recipe: str, starts: list[int] | None) -> None:
-    """What a graph attends is what is held: tokens leave the window within it, and pages leave the layer between replays."""
+    """A graph attends to the current tokens: tokens leave the window within it, and pages leave the layer between replays."""
     window = 1024
     live = LiveCache(recipe, layers=1, sliding_windows=[window])
     given = [[x.to("cuda", torch.bfloat16) for x in random_pairs(1, 4096, dims=(128, 128), batch=2)[0]]]

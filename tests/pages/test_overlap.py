@@ -66,7 +66,7 @@ def test_large_pools_are_decided_at_once() -> None:
 
 
 def test_the_search_is_bounded() -> None:
-    """Of many strides next to each other, each of many values, more choices are left than are tried."""
+    """With many similar strides of many values each, more choices remain than are tried."""
     axes = tuple((1000, 100_000 + number) for number in range(40))
     begun = time.process_time()
     assert shares_with_itself(Strided(0, 1, axes))

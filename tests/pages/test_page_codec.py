@@ -470,7 +470,7 @@ def test_the_hosts_settings_stay() -> None:
 
 @pytest.mark.parametrize("recipe", [*PRESETS, "kv=scalar:b=3,channel_scale=fp16", *SLOTTED.values()])
 def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> None:
-    """What someone who can write rows can make of them: the rules of the codecs are checked with ``values``, and no call goes astray."""
+    """Rows of an attacker who can write them: ``values`` checks the codecs' rules, and no call accesses other memory."""
     codec = PageCodec(recipe, SMALL)
     pages, _ = filled(SMALL, 1)
     source, row = random.Random(recipe), bytearray(codec.nbytes)

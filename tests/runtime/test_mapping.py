@@ -1,4 +1,4 @@
-"""What is in the page cache, and pages that are mapped before they are used."""
+"""Detection of cold files, and pages that are mapped before they are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = 64
 
 
 def cached(descriptor: int, begin: int) -> bool:
-    """Whether a page is in memory, by a read that does not wait."""
+    """Return True if a page is in memory, by a read that does not wait."""
     try:
         return bool(os.preadv(descriptor, [bytearray(1)], begin, os.RWF_NOWAIT))
     except BlockingIOError:

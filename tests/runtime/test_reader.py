@@ -38,7 +38,7 @@ def descriptor(data: bytes, tmp_path: Path) -> Iterator[int]:
 
 
 def ended_threads(before: int) -> bool:
-    """Whether there are at most ``before`` threads, or soon are: a thread that was joined is listed for a moment more."""
+    """Return True if there are at most ``before`` threads now or soon: a joined thread stays listed for a moment."""
     deadline = time.monotonic() + 10
     while threads() > before and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -66,7 +66,7 @@ def verdict(data: bytes) -> tuple[str | None, str | None]:
 
 
 def refused_alike(data: bytes) -> bool:
-    """Whether both refuse ``data``; fails when only one does."""
+    """Return True if both refuse ``data``; fail if only one does."""
     rule, error = verdict(data)
     assert (rule is None) == (error is None), f"the decoder: {rule}; the library: {error}"
     return rule is not None

@@ -28,8 +28,8 @@ NEEDS_NO_BASIS = ("transform-8", "transform-9", "transform-10", "rans-2")
 FINISHED = 466
 """Vectors of finished parts, which nothing writes any more."""
 MAX_BYTES = 10 << 20
-"""Of all vectors: they travel with the source, and a reader in another language runs them all. Half of it are the 4 KiB of each JSON
-header, and what is at a limit of the format takes up to 200 kB."""
+"""Maximum size of all vectors: they are part of the source, and a reader in another language runs them all. JSON headers of 4 KiB take half
+of it, and vectors at a limit of the format take up to 200 kB each."""
 
 
 def test_no_vector_was_changed_added_or_lost() -> None:

@@ -1,4 +1,4 @@
-"""What tests of entries that are not encrypted, beside others that are, share."""
+"""Fixtures for tests with both unencrypted and encrypted entries."""
 
 from __future__ import annotations
 

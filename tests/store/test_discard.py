@@ -1,4 +1,4 @@
-"""What a store removes: entries whose bytes are damaged, and no other that it could not read."""
+"""A store removes entries whose bytes are damaged, and no others that it cannot read."""
 
 from __future__ import annotations
 

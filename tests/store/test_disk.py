@@ -1,4 +1,4 @@
-"""What a folder takes on its disk: blocks and folders count, the largest budget holds, and machines share one count."""
+"""Disk usage of a folder: blocks and folders count, the largest budget applies, and machines share one count."""
 
 from __future__ import annotations
 

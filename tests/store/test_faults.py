@@ -47,7 +47,7 @@ def use(store: kvpack.Store) -> None:
 
 
 def check(folder: Path) -> int:
-    """That a store is whole: what is there is right, nothing is left over, and it works. The tokens it found."""
+    """Check that a store is intact: entries are right, nothing is left over, and it works. Return the tokens found."""
     store = open_store(folder, max_bytes=BUDGET, durable=True)
     store.collect()
     assert not os.path.isdir(folder / "unfinished") or os.listdir(folder / "unfinished") == []

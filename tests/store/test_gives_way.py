@@ -1,4 +1,4 @@
-"""What is not an entry of a store with keys gives way to one, at once or after a load; what another store may read stays."""
+"""In a store with keys, invalid entries are replaced, at once or after a load; entries that another store may read stay."""
 
 from __future__ import annotations
 

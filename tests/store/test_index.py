@@ -311,7 +311,7 @@ def test_encrypted_entries_are_not_described(tmp_path: Path) -> None:
 
 
 def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What must go at once goes in several rounds, between which others have their turn."""
+    """A large eviction runs in several rounds, between which others have their turn."""
     size = 100 + len(HEAD)
     indexed(tmp_path)
     monkeypatch.setattr(eviction, "_MAX_PER_ROUND", 3)

@@ -1,4 +1,4 @@
-"""What token ids do not determine is in a chunk's key or is refused, and a cache is stored under its own tokens alone."""
+"""Other inputs than token ids are part of a chunk's key or refused, and a cache is stored only under its own tokens."""
 
 from __future__ import annotations
 

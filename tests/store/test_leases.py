@@ -51,7 +51,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 
 
 def worker(store: kvpack.Store, ids: list[int], whole: kvpack.Cache, computed: list[int], begun: threading.Event) -> kvpack.Cache:
-    """What a server does with a prompt."""
+    """Process a prompt as a server does."""
     n, found = store.load(ids)
     begun.set()
     if n < len(ids) // CHUNK * CHUNK:

@@ -260,7 +260,7 @@ def test_folders_that_cannot_be_reached_are_refused(below: str, shared: Path) ->
 
 @as_root
 def test_a_folder_of_another_user_is_read_with_care(shared: Path) -> None:
-    """What another may change is copied, and its values are checked; the owner's own is mapped and is not."""
+    """Entries that another user may change are copied and their values checked; the owner's own are mapped without these checks."""
     folder, ids = folder_of(shared, ANOTHER), prompt(3)
     with user(ANOTHER):
         mine = open_store(folder)
@@ -388,7 +388,7 @@ def test_what_root_does_in_a_store_is_its_owners(shared: Path) -> None:
 
 @as_root
 def test_a_store_that_root_has_used_before_heals(shared: Path) -> None:
-    """What an earlier version left as root: its owner may remove it."""
+    """A file that an earlier version left as root, which its owner may remove."""
     folder, ids = folder_of(shared, NOBODY, 0o700), prompt(2)
     with user(NOBODY):
         save(open_store(folder, max_bytes=10**6), ids)

@@ -29,7 +29,7 @@ WHOLE = cache(len(PROMPTS[0]))
 """The prompts share a chunk, so they are saved with the same values."""
 SIZE = 8320
 EVERY = int(os.environ.get("KVPACK_CRASH_STRIDE", "5"))
-"""Of the moments at which power is lost, one in so many; 1 tries all."""
+"""Interval between the moments of power loss that are tried; 1 tries all."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
 
 
 def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[RecordingOs, list[tuple[int, set[bytes]]]]:
-    """What a store with eviction does, and after how many steps which keys had been saved, and were not to be evicted."""
+    """Steps of a store with eviction, and the keys that were saved after each number of steps and must not be evicted."""
     system = RecordingOs(str(folder / "store"))
     promised = [(0, set[bytes]())]
     os.mkdir(folder / "store", 0o700)

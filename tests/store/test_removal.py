@@ -1,4 +1,4 @@
-"""What a model, a recipe or a tenant has stored is removed, and nothing else."""
+"""All entries of a model, a recipe or a tenant are removed, and nothing else."""
 
 from __future__ import annotations
 

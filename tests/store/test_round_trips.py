@@ -1,4 +1,4 @@
-"""What is asked of a server is asked for many entries at once: round trips are counted, and not timed."""
+"""Requests to a server are for many entries at once. These tests count round trips, without timing them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_the_use_of_a_chain_is_noted_again_during_a_long_put(ttl: int | None, se
 
 
 def test_an_entry_is_used_no_later_than_those_that_it_continues(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not the use of a chain was noted a moment ago, by whichever process, and whatever is missing in it."""
+    """The count does not depend on a recent use of the chain by any process, or on missing entries."""
     given, _ = pages(12)
     with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine, kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as other:
         engine.put(KEYS[:4], given, range(4))
@@ -323,7 +323,7 @@ def test_a_put_of_nothing_asks_nothing() -> None:
 
 @pytest.mark.scenario
 def test_listing_and_removing_ask_for_many_entries_at_once(server: Server, tmp_path: Path) -> None:
-    """What commands need for 200 entries takes as many requests as what they need for 100, or one page of names more."""
+    """Commands need the same number of requests for 200 entries as for 100, or one more page of names."""
     asked: list[dict[str, int]] = []
     for number in (1, 2):
         backend = open_backend(server.url, Counters(), UNENCRYPTED, LocationOptions())

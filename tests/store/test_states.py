@@ -102,7 +102,7 @@ def test_readers_that_know_no_states_find_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["payload", "header", "missing", "cut"])
 def test_damaged_states_are_a_miss(damage: str, tmp_path: Path) -> None:
-    """What ends with the states before them is loaded; the next save puts them back."""
+    """The prefix that ends with the previous states is loaded, and the next save restores the missing ones."""
     whole = stateful(TOKENS, ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, whole)
@@ -330,7 +330,7 @@ def test_states_beyond_the_end_of_a_cache_are_not_used(tmp_path: Path) -> None:
 
 
 def test_states_that_another_process_removed_are_stored_again(tmp_path: Path) -> None:
-    """What a store has read or written before is no sign that it is still there."""
+    """An entry that a store has read or written may no longer exist."""
     whole = stateful(TOKENS, ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         for _ in range(3):

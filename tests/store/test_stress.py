@@ -53,7 +53,7 @@ def test_the_run_sees_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """What a store finds is what a dict of chunks says, through damage, loss, new processes and clocks that jump."""
+    """A store agrees with a dict of chunks through damage, loss, new processes and clocks that jump."""
 
     prompts = st.sampled_from([(seed, chunks) for seed in range(3) for chunks in range(4)])
 

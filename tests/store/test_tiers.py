@@ -383,7 +383,7 @@ class Failing:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """What tiers find is what a dict of chunks by tier says, through faults, damage and loss in any of them."""
+    """Tiers agree with a dict of chunks per tier through faults, damage and loss in any of them."""
 
     prompts = st.sampled_from([(seed, chunks) for seed in range(2) for chunks in range(1, 4)])
     numbers = st.integers(0, 2)
@@ -465,7 +465,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """What was in memory is gone."""
+        """The memory tier has lost its entries."""
         self.failing[0].delete(sorted(self.there[0]))
         self.there[0].clear()
         self.bad = {(tier, key) for tier, key in self.bad if tier}

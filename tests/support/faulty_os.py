@@ -29,14 +29,14 @@ BESIDE_OS = ("flock", "mmap")
 SOCKET_OPERATIONS = ("connect", "sendall", "recv")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
 STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "7"))
-"""Of the steps at which a process is killed, one in so many; 1 tries all."""
+"""Interval between the steps at which a process is killed; 1 tries all."""
 
 
 @dataclass
 class FaultyOs:
     """Replaces the module ``os`` in the store: every call passes through, except the ``number``-th call of ``operations`` (counted from 1).
 
-    That call raises OSError(``code``), as do all later ones when ``sticky``; with ``short`` it writes or reads fewer bytes than requested;
+    The call raises OSError(``code``), as do all later ones if ``sticky``; with ``short`` it writes or reads fewer bytes than requested;
     with ``death`` it ends the process by SIGKILL, "before" or "after" the call.
     """
 

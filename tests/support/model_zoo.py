@@ -414,7 +414,7 @@ def counts(rows: list[Row]) -> dict[str, int]:
 
 
 _SPECIFIC = re.compile(r"\d+(, \d+)*|\w*(Layer|Cache|For\w+|LMHead\w*)\b|(conv|recurrent)\.( and )?")
-"""What differs between messages of one reason: numbers, classes, and names of states."""
+"""Pattern of the differences between messages with one reason: numbers, classes, and names of states."""
 
 
 def table(rows: list[Row]) -> str:

@@ -23,7 +23,7 @@ READERS_FOLDER = ROOT / "spec" / "readers"
 PROGRAMS_FOLDER = ROOT / "tests" / "support" / "readers"
 BUILD_FOLDER = ROOT / "build" / "readers"
 C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-"""How the reader in C is compiled: a warning, an access out of bounds or undefined behavior ends it."""
+"""Compiler options of the C reader: a warning, an access out of bounds or undefined behavior ends it."""
 READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(PROGRAMS_FOLDER / "answer.mjs"))}
 """The command of each reader's program, or of its compiler."""
 ENTRY_READERS = ("c", "javascript")

@@ -70,7 +70,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "zamba": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
 }
-"""What the rules do not find, by model type."""
+"""Settings that the rules do not find, by model type."""
 
 
 def tiny_config(model_type: str, **others: Any) -> Any:
@@ -118,7 +118,7 @@ _LEFT_OUT = {
     "per_layer_config",
     "transformers_version",
 }
-"""What a configuration finds by itself."""
+"""Settings that a configuration derives by itself."""
 
 
 def _small(name: str, value: Any) -> Any:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.generation.utils")
-"""What programs import that run a model, without kvpack's integration: a program has to import that by itself."""
+"""Modules that programs with a model import, except kvpack's integration, which a program must import itself."""
 MODELS = ("kvpack.integrations.transformers", *TRANSFORMERS)
-"""What programs import that run a model with kvpack's integration."""
+"""Modules that programs with a model and kvpack's integration import."""
 
 CLIENT = """\
 #!{interpreter} -IS

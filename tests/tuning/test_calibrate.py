@@ -292,7 +292,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
 
 @pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.MIN_COST), (".frames", frames_fit.MIN_COST)])
 def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
-    """Of the rows and of the frames, though one layer's gradients are next to nothing."""
+    """Gradients of rows and frames, although those of one layer are almost zero."""
     generator = torch.Generator().manual_seed(0)
     found = Statistics("x", 1)
     for name, size in (("0.k", 1.0), ("1.k", 1e-9), ("0.v", 1.0), ("1.v", 0.01)):

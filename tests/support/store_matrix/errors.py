@@ -28,7 +28,7 @@ ERRORS = (
 )
 SOCKET_ERRORS = (errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.EINTR)
 OTHER_FILES = (*KEPT, (0, 2), (1, 3))
-"""What is saved without pins where there is no budget: nothing may go."""
+"""Entries saved without pins and without a budget: none may be evicted."""
 
 
 def errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:

@@ -93,7 +93,7 @@ IN_FOLDERS: list[Plant] = [
 ]
 
 STAYS: list[Plant] = [sparse, sparse_encrypted, a_folder, unreadable]
-"""What a store does not remove, for it may be good for others, or hold anything: it is a miss, and ``save`` says so."""
+"""Objects that a store does not remove, because they may be valid for others: they are misses, which ``save`` reports."""
 
 
 def _junk_entry(client: Any, key: bytes) -> None:

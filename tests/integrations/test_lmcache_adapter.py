@@ -100,7 +100,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
 
 
 def waited(call: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (found := call()):
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -217,7 +217,7 @@ def store_of(tier: Any, group: int = 0) -> Any:
 
 def finished(tier: Any, count: int) -> list[JobResult]:
     found: list[JobResult] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < deadline
         found += tier.get_finished_jobs()
@@ -436,7 +436,7 @@ def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path:
     codec = store_of(tier).codec
     assert values["page_bytes"][("kvpack",)] / values["row_bytes"][("kvpack",)] == codec.geometry.raw_bytes / codec.nbytes
     # Sizes are looked up beside the scheduler, and what was told is not told again.
-    end, sizes = time.monotonic() + 20, None
+    end, sizes = time.monotonic() + 60, None
     while sizes is None:
         assert time.monotonic() < end
         sizes = tier.get_stats()

@@ -169,7 +169,7 @@ def test_only_the_calling_thread_keeps_subnormals_and_only_meanwhile() -> None:
 
     def other_thread() -> None:
         torch.set_flush_denormal(True)
-        inside.wait(30)
+        inside.wait(60)
         states.append(flushes_subnormals())
         go_on.set()
 
@@ -180,7 +180,7 @@ def test_only_the_calling_thread_keeps_subnormals_and_only_meanwhile() -> None:
             with modes(CPU):
                 assert not flushes_subnormals()
                 inside.set()
-                assert go_on.wait(30)
+                assert go_on.wait(60)
             assert flushes_subnormals()
             with pytest.raises(KeyError), modes(CPU):
                 raise KeyError

@@ -39,7 +39,7 @@ def descriptor(data: bytes, tmp_path: Path) -> Iterator[int]:
 
 def ended_threads(before: int) -> bool:
     """Return True if there are at most ``before`` threads now or soon: a joined thread stays listed for a moment."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threads() > before and time.monotonic() < deadline:
         time.sleep(0.001)
     return threads() <= before

@@ -96,14 +96,17 @@ def test_none_waits_for_nobody(opened: Callable[..., kvpack.Store]) -> None:
 def test_one_that_never_saves_delays_by_the_lease(opened: Callable[..., kvpack.Store]) -> None:
     ids = prompt(3)
     idle, other = opened(lease=2.0), opened(lease=2.0)
+    taken = time.monotonic()
     assert idle.load(ids) == (0, None)
     # It may ask again itself.
     assert idle.load(ids) == (0, None)
     assert idle.counters()["lease_waits"] == 0
     begun = time.monotonic()
     assert other.load(ids) == (0, None)
-    assert time.monotonic() - begun > 0.2
-    assert other.counters()["lease_waits"] == 1
+    # An object store counts whole seconds.
+    assert time.monotonic() - taken > 0.9
+    # On a busy machine the lease may have ended before.
+    assert other.counters()["lease_waits"] == 1 or begun - taken > 0.9
     whole = save(other, ids)
     assert same(idle.load(ids)[1], whole)
 

@@ -135,7 +135,7 @@ def test_any_answer_is_a_counted_miss(name: str, serve: Callable[..., str]) -> N
         store = kvpack.Store(url, IDENTITY, chunk=CHUNK, timeout=0.05, max_bytes=10**6)
         begun = time.monotonic()
         found = call(store, ids)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60
         assert not isinstance(found, tuple) or found == (0, None)
     store = kvpack.Store(url, IDENTITY, chunk=CHUNK, timeout=0.2)
     assert store.load(ids) == (0, None)
@@ -246,14 +246,14 @@ def test_a_server_that_sends_a_byte_now_and_then_costs_the_timeout(serve: Callab
         if b"CLIENT" in request:
             connection.sendall(b"+OK\r\n" * request.count(b"CLIENT"))
             return
-        for byte in b"$40\r\n" + b"x" * 40 + b"\r\n":
+        for byte in b"$400\r\n" + b"x" * 400 + b"\r\n":
             connection.sendall(bytes([byte]))
             time.sleep(0.1)
 
     begun = time.monotonic()
     store = kvpack.Store(serve(trickle), IDENTITY, chunk=CHUNK, timeout=0.3)
     assert store.load(prompt(1)) == (0, None)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 30
     assert store.counters()["faults"] == {"match TimeoutError": 1}
 
 
@@ -268,13 +268,13 @@ def test_a_server_that_takes_a_byte_now_and_then_costs_the_timeout(serve: Callab
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         while data := connection.recv(1000):
             taken[0] += len(data)
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     store = kvpack.Store(serve(sip), IDENTITY, chunk=CHUNK, timeout=0.3)
     parts = {number: [memoryview(bytes(5000))] for number in range(64)}
     begun = time.monotonic()
     assert store._backend.put_all([bytes([number]) * 32 for number in range(64)], parts, 0) == [False] * 64
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 30
     assert store.counters()["faults"] == {"put TimeoutError": 1}
 
 

@@ -35,7 +35,7 @@ class Server:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
         options += ["--appendonly", "yes" if self._keeps_log else "no", "--aof-use-rdb-preamble", "no"]
         self.process = subprocess.Popen([SERVER, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()

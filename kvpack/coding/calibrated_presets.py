@@ -1,6 +1,6 @@
 """kvpack's own presets with a basis: keys in the basis's frames, and bit widths derived from each layer's measured losses.
 
-The preset fixes the average width. A place (the keys or the values of one layer) with a higher loss than others gets more bits.
+The preset fixes the average width. A tensor (the keys or the values of one layer) with a higher loss than others gets more bits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 MAX_WIDTH = 8
 
 ADDED_LOSS = 0.1
-"""Share of the mean loss that is added to the loss of every place.
+"""Share of the mean loss that is added to the loss of every tensor.
 
-Measured losses are noisy, and the smallest are not meaningful. Without this, places that matter for other texts would get only one bit.
+Measured losses are noisy, and the smallest are not meaningful. Without this, tensors that matter for other texts would get only one bit.
 """
 
 
@@ -52,10 +52,10 @@ def _clause(layers: str, side: str, bits: int, usual: int, trellis: bool, basis:
 
 
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
-    """Return a width in bits for each place: at least 1, and at most ``average`` on average.
+    """Return a width in bits for each tensor: at least 1, and at most ``average`` on average.
 
-    Each bit goes to the place where it lowers the loss most (Shoham and Gersho 1988), starting from ``losses``, which were all measured at
-    the same width. A bit divides the loss of a place by about 4.
+    Each bit goes to the tensor where it lowers the loss most (Shoham and Gersho 1988), starting from ``losses``, which were all measured at
+    the same width. A bit divides the loss of a tensor by about 4.
     """
     result, raised = dict.fromkeys(losses, 1), raised_losses(losses)
     for _ in range(int((average - 1) * len(losses))):

@@ -93,7 +93,7 @@ class Misfit:
     """The tokens of an encoded run whose own errors are too large, or that make a shared scale too large.
 
     Args:
-        where: The place to name in messages.
+        where: The location to name in messages.
         shared: What is affected, a key of ``_EFFECTS``.
         count: Number of such tokens, over all sequences.
         tokens: Number of all tokens, over all sequences.
@@ -165,7 +165,7 @@ def encode(
     Args:
         codec: Codec of the run.
         x: ``[batch, kv_head, token, dim]``, of any float dtype.
-        where: The place to name in messages.
+        where: The location to name in messages.
         before: Streams of the run that this one continues, if there is one.
         position: Position of the first token, if known.
         norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``head_norms.norms_per_head``), if known. Default: those of ``x``.
@@ -431,7 +431,7 @@ def rounding_is_shown() -> Iterator[None]:
 def check_finite(x: torch.Tensor, first: int, where: str) -> None:
     """Raise InvalidParameter if ``x`` has a value that is not finite.
 
-    The message contains ``where``, the value and its place. Tokens of ``x`` are counted from ``first``.
+    The message contains ``where``, the value and its position. Tokens of ``x`` are counted from ``first``.
     """
     # The sum is cheap. Only if it is not finite, which may be an overflow, is every value examined.
     if math.isfinite(x.sum().item()) or torch.isfinite(x).all():

@@ -60,7 +60,7 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
     """Return each token's own error as a multiple of the usual one, float32 ``[batch, kv_head, token]``; None if no token can exceed it.
 
     Counts the smaller one of two factors: that of the error, and that of the error relative to the token's norm. So neither large nor small
-    tokens are reported for their norm alone.
+    tokens are reported only for their norm.
     """
     codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
     # Two tokens are too few for an outlier.

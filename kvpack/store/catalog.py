@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ENTRIES_AT_ONCE = 256
 """Maximum number of entries, or fronts of entries, in one request."""
 _BYTES_AT_ONCE = 16 * 2**20
-"""Maximum total size of the entries in one request. A single larger entry is requested alone."""
+"""Maximum total size of the entries in one request. A single larger entry has its own request."""
 
 
 @dataclass(frozen=True)

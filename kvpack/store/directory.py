@@ -374,7 +374,7 @@ class Directory(OneTier):
         except FileNotFoundError:
             return
         if stat.S_ISDIR(status.st_mode):
-            # Something put a folder in the place of an entry. Its contents are not ours to remove.
+            # Another program created a folder at the entry's path. Do not remove its contents.
             os.rename(path, os.path.join(self._folder.unfinished_folder, f"{os.path.basename(path)}-{os.urandom(8).hex()}"))
         else:
             self.delete([bytes.fromhex(os.path.basename(path))])

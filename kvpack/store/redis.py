@@ -48,7 +48,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 _FRONT_BYTES = 64 * 1024
 """Larger than the header of most entries."""
 _BYTES_AT_ONCE = BATCH_BYTES
-"""Maximum total size of the entries in one request or reply. A single larger entry is sent alone."""
+"""Maximum total size of the entries in one request or reply. A single larger entry has its own request."""
 _SCRIPT_BYTES = 8 * 2**20
 """Maximum total size of the entries that one script call stores, unless a single entry is larger. The call blocks all other clients."""
 _KEYS_AT_ONCE = 1000

@@ -17,7 +17,7 @@ Place = tuple[int, str]
 """A layer number with "k" for its keys or "v" for its values."""
 
 Allocation = dict[Place, str]
-"""Codec of each place, as written in a recipe."""
+"""Codec of each tensor (the keys or values of one layer), as written in a recipe."""
 
 
 def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:

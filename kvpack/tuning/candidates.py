@@ -62,7 +62,7 @@ BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" 
 """Candidates for keys if the basis has balanced frames."""
 
 CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
-"""Candidates for keys and values if there is a basis. The number is the average of bits per value over all places."""
+"""Candidates for keys and values if there is a basis. The number is the average of bits per value over all tensors."""
 
 FRAMED = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
 """Additional candidates if the basis has frames."""
@@ -102,9 +102,9 @@ def is_attendable(codec: str) -> bool:
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """All candidates of all places, packed, so that the size of a file with any of them is known without packing again.
+    """All candidates of all tensors (keys or values of one layer), packed, so that the size of a file with any of them is known without packing again.
 
-    ``left_out`` has the reasons why places cannot use candidates.
+    ``left_out`` has the reasons why tensors cannot use candidates.
     """
 
     packed: dict[Place, dict[str, Side]]
@@ -120,7 +120,7 @@ class PackedCandidates:
         return Cache(tuple(layers), recipe_text(allocation)).nbytes
 
     def stream_bytes(self, place: Place, codec: str) -> int:
-        """Return the size in bytes of one place's streams with ``codec``."""
+        """Return the size in bytes of one tensor's streams with ``codec``."""
         side = self.packed[place][codec]
         return side.tail.nbytes + sum(stream.nbytes for run in side.runs for stream in run.streams.values())
 
@@ -132,7 +132,7 @@ class PackedCandidates:
 def pack_candidates(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
     """Pack a whole window with each candidate, as a measurement does: first its prefix, then the scored tokens appended.
 
-    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter if a place can use none of the
+    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter if a tensor can use none of the
     candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}

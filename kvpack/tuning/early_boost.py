@@ -57,7 +57,7 @@ def _baselines(search: Search, rungs: Rungs) -> Iterator[Allocation]:
     """Yield uniform allocations from most bytes to fewest. Keys are as fine as values or one step finer, because they matter more."""
     k, v = rungs["k"], rungs["v"]
     for total in range(len(k) + len(v) - 2, -1, -1):
-        # If keys or values have no finer candidates left, the other ones continue alone.
+        # If keys or values have no finer candidates left, only the other ones continue.
         finer = min(max(-(-total // 2), total - len(v) + 1), len(k) - 1)
         yield uniform(search.priced.places, k[finer], v[total - finer])
 

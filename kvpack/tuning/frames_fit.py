@@ -88,7 +88,7 @@ def _scales(deviations: Array) -> Array:
 def _columns(
     statistics: Statistics, fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]], unit: float
 ) -> dict[tuple[int, str], Array]:
-    """Return the columns ``[frame, token, column]`` of the samples, by place."""
+    """Return the columns ``[frame, token, column]`` of the samples, by (layer, side)."""
     columns = {}
     for (layer, side), frames in fitted.items():
         samples = torch.cat(statistics.samples[f"{layer}.{side}.{SUFFIX}"], 1).to(torch.float64).numpy()

@@ -1,4 +1,4 @@
-"""Choose the best codecs for a budget, assuming that the losses of all places add up."""
+"""Choose the best codecs for a budget, assuming that the losses of all tensors (keys or values of one layer) add up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .candidates import PackedCandidates
 
 Losses = dict["Place", dict[str, float]]
-"""Loss of each place with each codec that it can have."""
+"""Loss of each tensor with each codec that it can have."""
 
 Point = tuple[int, float, str]
 """Bytes, loss and codec of a choice."""
@@ -23,7 +23,7 @@ Point = tuple[int, float, str]
 def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocation:
     """Return the allocation with the smallest total loss for a file of at most ``budget`` bytes.
 
-    Each place starts with its smallest codec, and the step with the largest decrease of loss per byte is taken while one fits (Lagrangian
+    Each tensor starts with its smallest codec, and the step with the largest decrease of loss per byte is taken while one fits (Lagrangian
     bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still fits. Raises InvalidParameter if the
     smallest file exceeds the budget.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpack.coding.bases import Basis
 
 MEASURED_BITS = 2
-"""Width at which places are measured: coarse enough for losses above the noise, and fine enough that losses add up."""
+"""Width at which tensors are measured: coarse enough for losses above the noise, and fine enough that losses add up."""
 
 SCORED_PART = 4
 """One in this many tokens of a window is scored."""

@@ -1,4 +1,4 @@
-"""The thorough search: losses of single places, a greedy allocation, and exchanges confirmed by the real loss."""
+"""The thorough search: losses of single tensors (keys or values of one layer), a greedy allocation, and exchanges confirmed by the real loss."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def best(measured: list[Measurement]) -> Measurement:
 def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
     """Return the tuned allocation, and the best uniform one or None if no uniform recipe fits.
 
-    Losses of single places are measured with all others uncompressed, because they add up best then, and only predict the loss of an
+    Losses of single tensors are measured with all others uncompressed, because they add up best then, and only predict the loss of an
     allocation. The measured loss of the whole allocation decides. Raises InvalidParameter for an impossible budget.
     """
     _check_budget(search)
@@ -93,7 +93,7 @@ def steps(layers: int, candidates: dict[str, list[str]]) -> int:
 
 
 def measure_sensitivities(search: Search) -> Losses:
-    """Return the loss of each candidate in each place, with all others uncompressed.
+    """Return the loss of each candidate in each tensor, with all others uncompressed.
 
     Candidates that cannot represent a window's values are left out.
     """
@@ -142,9 +142,9 @@ def _promising_uniforms(search: Search) -> list[Allocation]:
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
-    """Return ``tuned`` with more bytes in some places and fewer in others, or None if that does not lower the real loss.
+    """Return ``tuned`` with more bytes in some tensors and fewer in others, or None if that does not lower the real loss.
 
-    The effect of each place is measured with all others as in ``tuned``. Effects of many simultaneous changes may not add up; then fewer
+    The effect of each tensor is measured with all others as in ``tuned``. Effects of many simultaneous changes may not add up; then fewer
     are tried, starting with the largest gains.
     """
     losses: Losses = {}
@@ -170,7 +170,7 @@ def _size_grows(search: Search, place: Place, before: str, after: str) -> bool:
 
 
 def _neighbors(search: Search, place: Place, codec: str) -> list[str]:
-    """Return the next smaller and the next larger codec that are worth their bytes in this place."""
+    """Return the next smaller and the next larger codec that are worth their bytes in this tensor."""
     size = search.priced.stream_bytes(place, codec)
     points = hull((search.priced.stream_bytes(place, other), loss, other) for other, loss in search.sensitivities[place].items())
     smaller = [other for bytes_, _, other in points if bytes_ < size][-1:]

@@ -1,6 +1,6 @@
-"""The search by widths: losses of single places are measured at 2 bits and predicted for other widths.
+"""The search by widths: losses of single tensors (keys or values of one layer) are measured at 2 bits and predicted for other widths.
 
-Each additional bit divides the error of a Lloyd-Max code, and with it the loss, by about 4. The loss of a place at 2 bits therefore
+Each additional bit divides the error of a Lloyd-Max code, and with it the loss, by about 4. The loss of a tensor at 2 bits therefore
 predicts its loss at any width, and a bit goes where loss * 4^(2 - bits) decreases most per byte. Only the chosen recipes are measured as a
 whole.
 """
@@ -53,7 +53,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
-    """Return the predicted losses of all candidates in each place, minus the smallest loss, which is noise that no width reduces."""
+    """Return the predicted losses of all candidates in each tensor, minus the smallest loss, which is noise that no width reduces."""
     floor = min(loss for _, loss in measured.values())
     raised = raised_losses({place: loss - floor for place, (_, loss) in measured.items()})
     result: Losses = {}

@@ -1,7 +1,7 @@
 """Names of rows: vLLM's manager knows the keys of chunks, but its workers do not.
 
 vLLM's own specs record where chunks are. With their keys added, a row of another chunk is detected: one that an earlier chunk left in the
-same memory, or that a tier loaded to the wrong place.
+same memory, or that a tier loaded to the wrong block.
 """
 
 from __future__ import annotations

@@ -492,7 +492,7 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
-        """Layouts of all streams for 0 tokens: dtype, row length and what a row belongs to."""
+        """Layouts of all streams for 0 tokens: dtype, row length and the unit that a row belongs to."""
         return self.layout(1, 1, 0)
 
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -85,7 +85,7 @@ def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.T
 
 
 class SymbolTables:
-    """Tables for entropy coding: ``frequencies`` int64 ``[table, symbol]``, and ``values``, what symbols decode to in steps.
+    """Tables for entropy coding: ``frequencies`` int64 ``[table, symbol]``, and ``values``, the symbols' decoded values in steps.
 
     The frequencies of a table sum to 2^12. Symbol 0 is the escape. ``values``, float32 ``[table, symbol - 1]``, are for the levels from
     -``max_level`` to ``max_level``.

@@ -1,4 +1,4 @@
-"""key_mean: the mean of each page of keys, stored separately from what the codec encodes (spec/side-cars.md).
+"""key_mean: the mean of each page of keys, stored separately from the encoded differences (spec/side-cars.md).
 
 The keys of a head share a large component, which in many models has most of their energy. A codec that encodes it in every token spends its
 precision on what the tokens have in common. Stored once per page, it costs a few hundredths of a bit per value, and attention adds one

@@ -205,7 +205,7 @@ def add_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
 class Slots:
     """Pages with a fixed number of raw tokens each.
 
-    ``codec_input`` is what the codec encodes, as returned by ``replace_tokens``. ``chosen``, bool ``[page, token]``, marks the raw tokens.
+    ``codec_input`` are the values that the codec encodes (``replace_tokens``). ``chosen``, bool ``[page, token]``, marks the raw tokens.
     ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``left_out``, ``[page, 2]``, is returned by ``choose_slot_tokens``.
     """
 

@@ -80,7 +80,7 @@ def _download(name: str, weights: bool, revision: str | None) -> Path:
 
 
 def _network_errors(hub: Any) -> tuple[type[Exception], ...]:
-    """Return what requests raise without a network: errors of the HTTP library, which depends on huggingface_hub's version."""
+    """Return the errors that requests raise without a network; the HTTP library depends on huggingface_hub's version."""
     error = hub.errors.HfHubHTTPError
     return tuple(base for base in error.__mro__ if base.__name__ == "HTTPError")
 

@@ -1,7 +1,7 @@
 """The compiled C library of this folder: its argument structures, and a loader that checks that it matches them.
 
-Python calls plain C functions through ctypes, which releases the GIL, so building needs no Python headers and one build works with every
-Python version. The library only starts threads for the duration of a call (``threads.h``) or of one file's reads (``reader.c``).
+Python calls plain C functions through ctypes, which releases the GIL. Building does not need Python headers, and one build works with all
+Python versions. The library only starts threads for the duration of a call (``threads.h``) or of one file's reads (``reader.c``).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class TileShape(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """The tokens of a tile, and what a ``TileDecoder`` needs to load them.
+    """The tokens of a tile, and the pointers and strides from which a ``TileDecoder`` loads them.
 
     ``streams`` are pointers to token 0's row in each stream, and ``count`` is the number of tokens in the block. ``token`` is ``[token,
     1]`` and ``channel`` is ``[1, channel]``. ``table`` and ``norm_table`` are the codec's lookup tables, if any.

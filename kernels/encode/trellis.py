@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROWS = 1 << 16
 """Maximum number of rows that are searched in one launch."""
 WARPS = 1
-"""Warps per program; a single one needs no barriers, and the costs of 1,024 states fit in its registers."""
+"""Warps per program; a single warp does not need barriers, and the costs of 1,024 states fit in its registers."""
 PROGRAMS_PER_CORE = 32
 BACK_BYTES = 1 << 27
 """Maximum memory for back-pointers of all programs: a byte per channel and set of states that share their remaining symbols."""

@@ -70,7 +70,7 @@ def staged(
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the bytes of each copy in staging memory, which is reused after the caller's copies from it have finished.
 
-    Leaves unchecked what the device checks: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
+    Skips the checks that the device makes: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
     ``chunk_codecs`` (numbers of codecs in the header).
     """
     if copies and all(copy.span for copy in copies) and file.descriptor is not None and (reader_library := library()) is not None:

@@ -88,7 +88,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
 
 
 def _instead_of(preset: str, body: str, clause: str, presets: Mapping[str, str]) -> str:
-    """Return what to write instead of ``clause``, whose ``body`` names a preset instead of a codec."""
+    """Return the replacement for ``clause``, whose ``body`` names a preset instead of a codec."""
     sides, reason = body.partition("=")[0], "it is a preset, which selects the codecs of keys and values"
     parts = [part.partition("=") for part in presets[preset].split(";")]
     codecs = [codec for name, _, codec in parts if name in (sides, "kv")]

@@ -53,7 +53,7 @@ class CommandStore:
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
-        """Return what the headers of the store's entries contain."""
+        """Return the contents of the headers of the store's entries."""
         with progress("read", self.arguments) as callback:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 

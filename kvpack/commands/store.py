@@ -352,7 +352,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
-    """Collect garbage, and print what was removed and what remains."""
+    """Collect garbage, and print the removed and the remaining entries."""
     from kvpack.store.directory import Directory
     from kvpack.store.reclaim import reclaim
 

@@ -46,7 +46,7 @@ class _EndOfBytes(Exception):
 
 
 def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
-    """Return what a reader that supports ``features`` and ``codecs`` does not support in the header ``data``.
+    """Return the features and codecs of the header ``data`` that are not among ``features`` and ``codecs``.
 
     The scan takes linear time.
     """

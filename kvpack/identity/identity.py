@@ -48,10 +48,10 @@ class Identity:
         tenant: Owner of the entries; any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
         extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack sees).
-        digests: Digests of all weights and of a sample of them, to refuse caches that name other weights in another way; in no key.
-        windows: Sliding window of each layer in tokens, None for full attention; stores load only what the windows reach. In no key.
+        digests: Digests of all weights and of a sample of them, to refuse caches that name other weights in another way. Not in keys.
+        windows: Sliding window of each layer in tokens, None for full attention; stores load only tokens within the windows. Not in keys.
         keeps_states: True if layers have recurrent or convolution states, which a prefix then needs.
-        basis: Basis of the recipe, taken from ``recipe`` if it is a Recipe; in no key, because the recipe's text contains its digest.
+        basis: Basis of the recipe, taken from ``recipe`` if it is a Recipe. Not in keys, because the recipe's text contains its digest.
 
     Raises:
         InvalidParameter: A field is not text that a header can store. The message names the field.

@@ -215,7 +215,7 @@ class LiveCache:
         self._refresh_steps(layer)
 
     def try_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None, following: int | None = None) -> int | None:
-        """Add a few tokens quickly if that needs no more checks, and return the number of tokens that the layer has seen.
+        """Add a few tokens quickly if no further checks are needed, and return the number of tokens that the layer has seen.
 
         Returns None without adding anything if ``update`` must be called instead, or if the layer ``following`` has seen fewer tokens.
         """

@@ -102,7 +102,7 @@ class PageCodec:
     def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
         """Start ``encode_into`` without waiting for the device; in host memory the job is complete on return.
 
-        Recipes with raw tokens or key means wait for the device: how many tokens a page keeps raw decides what is launched next.
+        Recipes with raw tokens or key means wait for the device: the next launches depend on the number of raw tokens in each page.
         """
         slots, digests = self.checked(pages, slots, keys)
         if (device := self._device_of(pages)) is not None:

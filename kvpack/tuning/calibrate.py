@@ -77,7 +77,7 @@ class Settings:
         seed: Seed of the windows.
         scope: Scope of frames: "head", "layer" or, for a basis without frames, "none".
         balanced_only: Omit everything for klt and transform. Windows are then read once, and nothing is predicted.
-        widths: Number of windows that are read again with the keys or values of one layer packed at a time, for the widths of kvpack's own presets.
+        widths: Number of windows that are read again for each layer's keys and values, for the widths of kvpack's own presets.
         positions: Number of positions of a context for which keys are described (``spread``); None for ``POSITIONS`` and
             ``ROWS_POSITIONS``.
     """

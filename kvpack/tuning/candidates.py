@@ -102,7 +102,7 @@ def is_attendable(codec: str) -> bool:
 
 @dataclass(frozen=True)
 class PackedCandidates:
-    """All candidates of all tensors (keys or values of one layer), packed, so that the size of a file with any of them is known without packing again.
+    """All packed candidates of all tensors (keys or values of one layer), so that file sizes are known without packing again.
 
     ``left_out`` has the reasons why tensors cannot use candidates.
     """

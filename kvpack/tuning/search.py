@@ -1,4 +1,4 @@
-"""The thorough search: losses of single tensors (keys or values of one layer), a greedy allocation, and exchanges confirmed by the real loss."""
+"""The thorough search: losses of single tensors (a layer's keys or values), a greedy allocation, and exchanges confirmed by the loss."""
 
 from __future__ import annotations
 

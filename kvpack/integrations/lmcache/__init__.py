@@ -3,5 +3,5 @@
     {"type": "plugin", "module_path": "kvpack.integrations.lmcache.adapter", "class_name": "KvpackL2Adapter",
      "adapter_params": {"location": "/var/cache/kvpack", "recipe": "octopus-4", "head_dim": 128, "revision": "COMMIT"}}
 
-Experimental: it was run under the storage manager of LMCache 0.5.6 on the CPU, and in no server. Importing this package needs no LMCache.
+Experimental: tested under the storage manager of LMCache 0.5.6 on the CPU, but not in a server. Imports do not need LMCache.
 """

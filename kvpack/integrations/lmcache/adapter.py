@@ -1,4 +1,4 @@
-"""KvpackL2Adapter: an L2 adapter of LMCache over a PageStore that stores, checks and loses objects independently."""
+"""KvpackL2Adapter: an L2 adapter of LMCache over a PageStore. Each object is stored, checked and evicted independently."""
 
 from __future__ import annotations
 

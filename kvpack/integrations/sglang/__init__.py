@@ -4,10 +4,10 @@
         --hicache-storage-backend-extra-config '{"backend_name": "kvpack", "location": "/var/cache/kvpack", "recipe": "octopus-4",
         "revision": "COMMIT"}'
 
-SGLang's names of backends are fixed: ``dynamic`` is that of all others. ``register`` is the entry point of ``sglang.srt.plugins`` that
+SGLang's backend names are fixed; ``dynamic`` means any other backend. ``register`` is the entry point of ``sglang.srt.plugins`` that
 has it find kvpack's class by ``backend_name``.
-Experimental: it was run with the factory and the host pools of SGLang 0.5.23 on the CPU, and in no server. Importing this package needs
-no SGLang.
+Experimental: tested with the factory and the host pools of SGLang 0.5.23 on the CPU, but not in a server. Importing this package does not
+need SGLang.
 """
 
 from __future__ import annotations

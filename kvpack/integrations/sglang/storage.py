@@ -59,7 +59,7 @@ class StoreMetrics:
         self._store, self._labels, self._changes = store, (pool, *map(str, ranks)), Changes(store)
 
     def report(self) -> None:
-        """Report to prometheus_client what was counted since the last call."""
+        """Report the counts since the last call to prometheus_client."""
         metrics = _metrics()
         if not metrics:
             return

@@ -31,13 +31,13 @@ class CompiledCalls(operators.Tickets):
         return type(self)(memo[id(self._cache())], len(self.tickets))
 
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Append keys and values to a layer. This is the body of an operator."""
+        """Append keys and values to a layer. The operator ``live_update`` calls this."""
         assert k is not None
         assert v is not None
         self.cache.take(k, v, layer)
 
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
-        """Attend to a layer. This is the body of an operator."""
+        """Attend to a layer. The operator ``live_attend`` calls this."""
         if starts is not None:
             given = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
             if given is None and any(mask.columns is not None for mask in self._masks.values()):

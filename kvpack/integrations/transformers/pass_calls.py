@@ -142,7 +142,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[Any, int]:
         """Return the number of keys for a mask and the position of the first key.
 
-        The number is a ``PackedLength`` or ``CompiledLength`` if attention "kvpack" needs no mask.
+        The number is a ``PackedLength`` or ``CompiledLength`` if attention "kvpack" does not need a mask.
         """
         if not torch.compiler.is_dynamo_compiling():
             return self.mask_sizes(query_length, layer_idx)

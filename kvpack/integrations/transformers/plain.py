@@ -49,7 +49,7 @@ def forget_attention(config: Any) -> None:
 
 
 def plain_name(config: Any) -> str:
-    """Return the attention for plain tensors of models with ``config``: what was set before, "sdpa" or "eager".
+    """Return the attention for plain tensors of models with ``config``: the previous one, "sdpa" or "eager".
 
     If "kvpack" was not set by a ``KvpackCache``, the attention before is unknown, and the result is transformers' own default.
     """

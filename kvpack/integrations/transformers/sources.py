@@ -94,7 +94,7 @@ def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
 def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
     """Compare the source ``given`` to a pass over the ``trackers`` of both caches of a pair with those that the caches were computed from.
 
-    Raises InvalidParameter for another source, and for caches of different sources. Issues a KvpackWarning once if it is not known what a
+    Raises InvalidParameter for another source, and for caches of different sources. Issues a KvpackWarning once if it is unknown what a
     cache was computed from.
     """
     filled = [tracker for tracker in trackers if tracker.continues]

@@ -26,7 +26,7 @@ class CapturedStep(NamedTuple):
 
 
 class PackedLength(int):
-    """The number of keys for a mask if the keys are packed and kvpack's attention needs no mask.
+    """The number of keys for a mask if the keys are packed and kvpack's attention does not need a mask.
 
     ``first_visible`` returns the first token that a layer with this mask attends to; layers may contain more tokens than the one queried.
     ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none. ``check_mask``

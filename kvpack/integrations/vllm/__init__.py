@@ -8,7 +8,7 @@
         "placement": "store", "location": "/var/cache/kvpack", "recipe": "octopus-4", "layout": "adjacent",
         "cpu_bytes_to_use": 10000000000}}'
 
-Importing this package needs no vLLM. ``register`` is the entry point of ``vllm.general_plugins``.
+Importing this package does not need vLLM. ``register`` is the entry point of ``vllm.general_plugins``.
 vLLM calls these interfaces experimental: the versions that were run are ``VERSIONS``, and others are refused.
 """
 

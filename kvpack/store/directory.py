@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import KvpackError, LimitExceeded
-from kvpack.runtime.mapping import map_file, may_map
+from kvpack.runtime.mapping import is_cold, map_file, may_map
+from kvpack.runtime.threads import in_parallel
 
 from .abouts import entry_text
 from .backend import NoLease, OneTier, StoredEntry
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 SETTLED_NS = 3 * 10**9
 """Nanoseconds after which a folder's modification time is reliable: a later change sets another time, even with a clock tick of 2 s."""
 
+_COLD_READS = 8
+"""Number of threads that read entries from the disk."""
 _DESCRIBED_AT_ONCE = 2048
 """Maximum number of entries that one transaction of the index describes."""
 
@@ -113,16 +116,25 @@ class Directory(OneTier):
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         result: list[Data] = []
-        for key in keys:
+        with contextlib.closing(in_parallel(self._read, keys, self._reads_at_once(keys))) as entries:
             try:
-                data = self._read(key)
+                result.extend(entries)
             except FileNotFoundError:
-                break
+                pass
             except (OSError, ValueError, MemoryError, KvpackError) as error:
                 self._counters.fault("get", error)
-                break
-            result.append(data)
         return result
+
+    def _reads_at_once(self, keys: Sequence[bytes]) -> int:
+        """Return the number of threads that read entries: one if the last entry is in the page cache, where threads cost more than reads.
+
+        Threads wait for the disk, and need no cores.
+        """
+        if len(keys) > 1:
+            with contextlib.suppress(OSError, KvpackError), self.trust.open_checked(self._folder.path(keys[-1])) as (descriptor, status):
+                if status.st_size and is_cold(descriptor, 0, status.st_size):
+                    return _COLD_READS
+        return 1
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         try:

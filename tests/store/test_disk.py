@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 
 import kvpack
 from kvpack.cli import main
-from kvpack.store import disk_usage
+from kvpack.store import directory, disk_usage
 from kvpack.store.eviction import Evictor
 from support.foreign_values import IDENTITY as PAGES
-from support.store_caches import CHUNK, cache, open_store, prompt, save
+from support.store_caches import CHUNK, cache, entries, open_store, prompt, same, save
 
 GEOMETRY = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
 
@@ -144,3 +145,33 @@ def test_without_its_order_a_copy_is_of_no_use(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(disk_usage.DiskUsage, "is_copy", lambda self: False)
     with pytest.raises(AssertionError, match="every entry that stays is found"):
         test_a_copy_keeps_the_order_of_ancestors(tmp_path)
+
+
+def test_entries_that_are_on_the_disk_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read waits for another. A missing entry ends the prefix as before, and one that cannot be read is counted once."""
+    ids = prompt(8)
+    map_file, pairs = directory.map_file, threading.Barrier(2)
+
+    def mapped(descriptor: int, size: int) -> memoryview:
+        pairs.wait(60)
+        return map_file(descriptor, size)
+
+    with open_store(tmp_path) as store:
+        whole = save(store, ids)
+        monkeypatch.setattr(directory, "is_cold", lambda *range_: True)
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "map_file", mapped)
+            tokens, found = store.load(ids)
+        assert tokens == 8 * CHUNK
+        assert same(found, whole)
+
+        key = store.keys(ids)[5]
+        entry = next(path for path in entries(tmp_path) if path.endswith(key.hex()))
+        for change, faults in ((os.unlink, {}), (os.mkdir, {"get EINVAL": 1})):
+            change(entry)
+            # What a lookup has seen a moment before.
+            monkeypatch.setattr(store._backend, "present", len)
+            tokens, found = store.load(ids)
+            assert tokens == 5 * CHUNK
+            assert same(found, whole)
+            assert store.counters()["faults"] == faults

@@ -7,11 +7,14 @@ that changes a counted entry also changes the sum, so the sum is exact once the 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvpack.runtime.locks import Lock
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .counters import Counters
     from .redis_client import Client
 
@@ -19,6 +22,8 @@ SUM_SECONDS = 600.0
 """Seconds after which the sizes are summed again, because any user of the server may have changed the sum."""
 WAIT_SECONDS = 0.25
 """Seconds for which one put continues a count. Until it is complete, entries are exchanged (redis_scripts.py)."""
+TIME_SHARE = 0.25
+"""The share of the time that a client spends on counting, so that a put in several requests does not wait in each."""
 NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
 """Number of keys of the server, and of sizes, in one page."""
@@ -43,6 +48,7 @@ class EntryCount:
         self._lock = Lock()
         self._summed: float | None = None
         self._running = False
+        self._due = 0.0
         self._phase, self._cursor = 0, _BEGIN
 
     @property
@@ -54,7 +60,7 @@ class EntryCount:
         """Continue a count for at most ``WAIT_SECONDS``. If the sum is only old, a put continues by one page, and uses the sum."""
         with self._lock:
             if self._summed is None:
-                self._sum(time.monotonic() + WAIT_SECONDS, trusted=True)
+                self._step(partial(self._sum, trusted=True))
             elif self._running or time.monotonic() - self._summed > SUM_SECONDS:
                 answer = self._client.call("sum", int(not self._running), SIZES_AT_ONCE, 0)
                 self._running = answer == 0
@@ -62,17 +68,14 @@ class EntryCount:
                     self._summed = time.monotonic()
                 elif answer == _UNSOUND:
                     self._summed = None
-                    self._recount(time.monotonic() + WAIT_SECONDS)
+                    self._step(self._recount)
 
     def sum_again(self) -> bool:
         """Sum the sizes again, unless that was done in the last ``AGAIN_SECONDS``; return True if they have been summed now."""
         with self._lock:
             if self._summed is None or time.monotonic() - self._summed < AGAIN_SECONDS:
                 return False
-            is_done = self._sum(time.monotonic() + WAIT_SECONDS)
-            # Later puts continue.
-            self._running = not is_done
-            return is_done
+            return self._step(self._sum)
 
     def recount(self) -> bool:
         """Count the entries by scanning the server's keys, because their sum was lost; return True if it is known now.
@@ -81,13 +84,23 @@ class EntryCount:
         """
         with self._lock:
             self._summed = None
-            return self._recount(time.monotonic() + WAIT_SECONDS)
+            return self._step(self._recount)
 
     def collect(self) -> bool:
         """Count all entries from the beginning, without a time limit."""
         with self._lock:
             self._phase, self._cursor = 0, _BEGIN
             return self._recount(float("inf"))
+
+    def _step(self, count: Callable[[float], bool]) -> bool:
+        """Call ``count`` with a deadline and return its result, which is True for a complete count; return False if it is too early."""
+        begun = time.monotonic()
+        if begun < self._due:
+            return False
+        is_done = count(begun + WAIT_SECONDS)
+        now = time.monotonic()
+        self._due = 0.0 if is_done else now + (now - begun) * (1 / TIME_SHARE - 1)
+        return is_done
 
     def _recount(self, deadline: float) -> bool:
         while self._phase < len(_PHASES):

@@ -186,6 +186,7 @@ def test_a_put_that_the_server_refuses_is_not_counted(shared: Server, client: An
 def count_slowly(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a count take many puts."""
     monkeypatch.setattr(redis_count, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(redis_count, "TIME_SHARE", 1)
     monkeypatch.setattr(redis_count, "NAMES_AT_ONCE", 10)
     client.mset({f"somebody's {number}": "x" for number in range(200)})
 
@@ -203,6 +204,28 @@ def test_a_server_of_many_names_is_counted_in_turns(shared: Server, client: Any,
     assert store.counters()["faults"] == {}
     assert int(client.get(BYTES)) == stored_bytes(client)[1]
     assert client.zcard(USED) == client.hlen(SIZES) == stored_bytes(client)[0] == 2 * (seed + 1)
+
+
+def test_a_put_in_several_requests_counts_once(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_slowly(client, monkeypatch)
+    monkeypatch.setattr(redis_count, "TIME_SHARE", 1e-6)
+    store = open_store(shared, max_bytes=10**10)
+    save(store, prompt(1))
+    asked: list[str] = []
+    real = redis_client.Client.call
+
+    def listed(self: Any, script: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(script)
+        return real(self, script, *arguments, **options)
+
+    monkeypatch.setattr(redis_client.Client, "call", listed)
+    for seed in range(1, 9):
+        save(store, prompt(1, seed=seed), seed=seed)
+    assert asked == [], "the pause after the first is long"
+    assert not store._backend._count.is_known
+    store.collect()
+    assert store._backend._count.is_known
+    assert int(client.get(BYTES)) == stored_bytes(client)[1]
 
 
 @pytest.mark.parametrize("harm", ["all is lost", "the sum is lost", "the uses are lost", "the sizes are lost", "the sum is junk"])

@@ -1,4 +1,4 @@
-"""basis.md: checks of the tensors that make up a basis."""
+"""Checks of the tensors of a basis (spec/basis.md)."""
 
 from __future__ import annotations
 

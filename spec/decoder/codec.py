@@ -1,4 +1,4 @@
-"""codecs/: what the pages of all codecs define."""
+"""Definitions that all codecs share (spec/codecs.md and the pages of spec/codecs/)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""container.md, Reading: decoding of a whole file."""
+"""Decoding of a whole file (spec/container.md, Reading)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md, Conventions: stored numbers, and roundings to binary32 and binary16."""
+"""Stored numbers, and rounding to binary32 and binary16 (spec/README.md, Conventions)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Correctly rounded cosines and sines for the tables of codecs/angle.md and codecs/polar.md."""
+"""Correctly rounded cosines and sines for the tables of the codecs angle and polar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""packing.md, Generator."""
+"""The seeded generator (spec/packing.md, Generator)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""container.md, Fields: from the tensor ``kvpack.header`` to layers and tensors."""
+"""Parsing of the tensor ``kvpack.header`` to layers and tensors (spec/container.md, Fields)."""
 
 from __future__ import annotations
 

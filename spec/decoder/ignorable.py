@@ -1,4 +1,4 @@
-"""container.md, Layer positions, Layer states, Hidden tokens and Position offsets: the data of these features."""
+"""Data of ignorable features: layer positions, layer states, hidden tokens and position offsets (spec/container.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""container.md, JSON header, and Tensors and alignment."""
+"""The JSON header, tensors and alignment (spec/container.md)."""
 
 from __future__ import annotations
 

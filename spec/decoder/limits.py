@@ -1,4 +1,4 @@
-"""container.md, Limits."""
+"""Limits (spec/container.md, Limits)."""
 
 from __future__ import annotations
 

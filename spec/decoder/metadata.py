@@ -1,4 +1,4 @@
-"""container.md, Metadata."""
+"""Metadata (spec/container.md, Metadata)."""
 
 from __future__ import annotations
 

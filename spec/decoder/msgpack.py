@@ -1,4 +1,4 @@
-"""container.md, msgpack profile."""
+"""The msgpack profile (spec/container.md, msgpack profile)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""container.md, Header tensor: new features and codecs are reported before errors."""
+"""Search for new features and codecs, which are reported before errors (spec/container.md, Header tensor)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""packing.md, Norms of 8 bits, and the other dtypes of a token's norm."""
+"""Norms of tokens: 8-bit norms and other dtypes (spec/packing.md, Norms of 8 bits)."""
 
 from __future__ import annotations
 

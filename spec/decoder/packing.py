@@ -1,4 +1,4 @@
-"""packing.md, Bit packing."""
+"""Bit packing (spec/packing.md, Bit packing)."""
 
 from __future__ import annotations
 

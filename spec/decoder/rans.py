@@ -1,4 +1,4 @@
-"""rans.md."""
+"""The entropy coder rANS (spec/rans.md)."""
 
 from __future__ import annotations
 

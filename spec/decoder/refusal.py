@@ -1,4 +1,4 @@
-"""The error for files that break a rule of the text."""
+"""The error for files that break a rule of the specification."""
 
 from __future__ import annotations
 

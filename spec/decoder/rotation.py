@@ -1,4 +1,4 @@
-"""packing.md, Rotation."""
+"""Rotations (spec/packing.md, Rotation)."""
 
 from __future__ import annotations
 

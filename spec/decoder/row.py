@@ -1,4 +1,4 @@
-"""row.md."""
+"""Rows of pages (spec/row.md)."""
 
 from __future__ import annotations
 

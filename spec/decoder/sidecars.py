@@ -1,4 +1,4 @@
-"""side-cars.md: parameters, streams and special values."""
+"""Sidecars: parameters, streams and special values (spec/side-cars.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""container.md, Token ids."""
+"""Token ids (spec/container.md, Token ids)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""container.md, Reading, step 9: decoding of a layer's keys or values, by side-cars.md, Layout and Decode."""
+"""Decoding of a layer's keys or values (spec/container.md, Reading, step 9; spec/side-cars.md, Layout and Decode)."""
 
 from __future__ import annotations
 

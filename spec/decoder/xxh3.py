@@ -1,4 +1,4 @@
-"""container.md, Digests: "XXH3-128 with seed 0 ... in canonical form: 16 bytes, most significant first"."""
+"""XXH3-128 with seed 0, most significant byte first (spec/container.md, Digests)."""
 
 from __future__ import annotations
 

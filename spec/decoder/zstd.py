@@ -1,4 +1,4 @@
-"""container.md, zstd: RFC 8878, Sec. 3.1.1."""
+"""Frames of zstd: RFC 8878, Sec. 3.1.1 (spec/container.md, zstd)."""
 
 from __future__ import annotations
 

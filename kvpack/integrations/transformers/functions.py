@@ -42,7 +42,7 @@ def attention(
             return _plain(module, query, k, v, attention_mask, options)
     elif not isinstance(key, Layer):
         if isinstance(value, (Layer, PackedStates)):
-            raise InvalidParameter("the value states are a packed layer and the key states are a tensor")
+            raise InvalidParameter("value_states is a packed layer, but key_states is a tensor: pass both as the cache returned them")
         if starts is not None:
             raise InvalidParameter(
                 f"{type(module).__name__} got tensors, but the mask was made for the packed layers of a KvpackCache, which records itself "

@@ -1,4 +1,4 @@
-"""codecs/angle.md."""
+"""Codec angle (spec/codecs/angle.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/group.md."""
+"""Codec group (spec/codecs/group.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/klt.md."""
+"""Codec klt (spec/codecs/klt.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/lossless.md."""
+"""Codec lossless (spec/codecs/lossless.md)."""
 
 from __future__ import annotations
 

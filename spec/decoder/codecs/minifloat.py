@@ -1,4 +1,4 @@
-"""codecs/minifloat.md."""
+"""Codec minifloat (spec/codecs/minifloat.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/octahedral.md."""
+"""Codec octahedral (spec/codecs/octahedral.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/polar.md."""
+"""Codec polar (spec/codecs/polar.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/quaternion.md."""
+"""Codec quaternion (spec/codecs/quaternion.md)."""
 
 from __future__ import annotations
 

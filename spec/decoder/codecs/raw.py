@@ -1,4 +1,4 @@
-"""codecs/raw.md."""
+"""Codec raw (spec/codecs/raw.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/scalar.md."""
+"""Codec scalar (spec/codecs/scalar.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""codecs/transform.md."""
+"""Codec transform (spec/codecs/transform.md)."""
 
 from __future__ import annotations
 

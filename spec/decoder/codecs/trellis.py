@@ -1,4 +1,4 @@
-"""codecs/trellis.md."""
+"""Codec trellis (spec/codecs/trellis.md)."""
 
 from __future__ import annotations
 

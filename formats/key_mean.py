@@ -7,7 +7,7 @@ product with the query to the scores of a page.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout, stored_norm
@@ -34,6 +34,8 @@ BITS = (4, 8)
 @dataclass(frozen=True)
 class KeyMean(PageVector):
     """Sidecar that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a binary16 scale.
+
+    Only an encoder knows ``share``, by which it multiplies the means.
     """
 
     name: ClassVar[str] = "key_mean"
@@ -44,6 +46,7 @@ class KeyMean(PageVector):
     dim: int
     tokens: int
     bits: int
+    share: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
         for name, value, known in (("tokens", self.tokens, PAGE_SIZES), ("bits", self.bits, BITS)):
@@ -75,6 +78,15 @@ class KeyMean(PageVector):
         return {"tokens": self.tokens, "bits": self.bits}
 
     @property
+    def halved(self) -> Self:
+        """The sidecar with half means, for pages with a token far from the mean, such as an attention sink of small norm.
+
+        Without its whole mean such a token would be encoded as a large one, and lose most of its own size. With half of it, the others lose
+        little, and this token loses no more than they do.
+        """
+        return replace(self, share=0.5)
+
+    @property
     def nominal_bits(self) -> float:
         return self.bits / self.tokens
 
@@ -101,13 +113,14 @@ class KeyMean(PageVector):
         return RunStep({}, encode)
 
     def page_means(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the means of the pages of ``x`` ``[batch, kv_head, token, dim]``: float32 ``[batch, kv_head, page, dim]``."""
+        """Return the means of the pages of ``x`` ``[batch, kv_head, token, dim]`` times ``share``: float32 ``[batch, kv_head, page, dim]``.
+        """
         batch, heads, tokens, dim = x.shape
         whole = tokens // self.tokens * self.tokens
         parts = [x[:, :, :whole].reshape(batch, heads, tokens // self.tokens, self.tokens, dim).mean(3, dtype=torch.float64)]
         if whole < tokens:
             parts.append(x[:, :, whole:].mean(2, keepdim=True, dtype=torch.float64))
-        return torch.cat(parts, 2).to(torch.float32)
+        return torch.cat(parts, 2).mul_(self.share).to(torch.float32)
 
     def without_vectors(self, x: torch.Tensor) -> torch.Tensor:
         return x - self._expand_to_tokens(self.page_means(x), x.shape[2])

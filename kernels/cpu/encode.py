@@ -203,7 +203,7 @@ def _encode_centered(
     """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``KeyMean.begin`` and the codec."""
     (key_mean,) = codec.sidecars
     assert isinstance(key_mean, KeyMean)
-    mean = _measure_pages(codec.codec, x, key_mean.tokens, codec.dim, threads, level)
+    mean = _measure_pages(codec.codec, x, key_mean.tokens, codec.dim, threads, level).mul_(key_mean.share)
     if not mean.numel() or not mean.abs().amax().item() < _MAX_MEAN:
         return None
     mean_streams = key_mean.encode_means(codec.rotation.forward(mean))

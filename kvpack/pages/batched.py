@@ -64,6 +64,7 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
         raw, streams = lane.raw, {}
         if raw is None or key_norms is None:
             encoded, lost = _encode(lane, x, x, None)
+            lost = None if lost is None else _halve_means(lane, x, x, None, encoded, lost)
             left_out += _count_without_room(lane, x, key_norms, misfits, lost)
         else:
             choose = partial(store_in_slots, raw, x, key_norms, lane.plain.token_group, lane.slots)
@@ -75,6 +76,10 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
                     result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
                     encoded = encode_all(lane.plain, result.codec_input, _lane_name(lane))
                     count = result.left_out[:, 0].sum()
+                    if lane.halved is not None:
+                        lost = lost.masked_fill(result.chosen, 0.0)
+                        left = _halve_means(lane, x, result.codec_input, result.chosen, encoded, lost)
+                        count, lost = count - (lost[0] > 1).sum() + (left[0] > 1).sum(), left
                 else:
                     count += (lost[0] > 1).sum()
                 costly = torch.minimum(count, costly + ((lost[1] > 1) & ~result.chosen).sum())
@@ -166,15 +171,42 @@ def _measure(
 
 
 def _encode(
-    lane: Lane, x: torch.Tensor, codec_input: torch.Tensor, chosen: torch.Tensor | None
+    lane: Lane, x: torch.Tensor, codec_input: torch.Tensor, chosen: torch.Tensor | None, codec: Codec | None = None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """Encode ``codec_input``, and return the streams and their ``excesses``.
 
     ``codec_input`` is ``x``, the values of pages, with any raw tokens replaced. The factors ignore the tokens ``chosen``, if given.
     """
-    sizes = room_for_sizes(lane.plain, x)
-    encoded = encode_all(lane.plain, codec_input, _lane_name(lane), sizes=sizes)
-    return encoded, excesses(EncodedRun(lane.plain, x, encoded, cache(partial(norms_per_head, x)), sizes, chosen))
+    codec = codec or lane.plain
+    sizes = room_for_sizes(codec, x)
+    encoded = encode_all(codec, codec_input, _lane_name(lane), sizes=sizes)
+    return encoded, excesses(EncodedRun(codec, x, encoded, cache(partial(norms_per_head, x)), sizes, chosen))
+
+
+def _halve_means(
+    lane: Lane,
+    x: torch.Tensor,
+    codec_input: torch.Tensor,
+    chosen: torch.Tensor | None,
+    encoded: dict[str, torch.Tensor],
+    lost: torch.Tensor,
+) -> torch.Tensor:
+    """Encode the layers of pages with tokens that have ``lost`` precision again, with half means, into ``encoded``.
+
+    The parameters are those of ``_encode`` and its results. Returns what tokens lose then.
+    """
+    if lane.halved is None or not (lost[0] > 1).any():
+        return lost
+    pages = (lost[0] > 1).any(1).nonzero()[:, 0]
+    streams, left = _encode(lane, x[pages], codec_input[pages], None if chosen is None else chosen[pages], lane.halved)
+    for name, stream in streams.items():
+        # Some versions of PyTorch cannot index uint16 on some devices.
+        whole = encoded[name]
+        dtype = torch.int16 if stream.dtype == torch.uint16 else stream.dtype
+        whole.view(dtype)[pages] = stream.view(dtype)
+    lost = lost.clone()
+    lost[:, pages] = 0.0 if left is None else left
+    return lost
 
 
 def _count_without_room(

@@ -19,6 +19,7 @@ from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, excesse
 from kvpack.coding.token_errors import EncodedRun, may_lose, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.head_norms import TOKENS, norms_per_head
+from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -81,6 +82,15 @@ class Lane:
         if self.raw is not None or not (self.plain.shared_scales or has_means):
             return self.raw
         return RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO)
+
+    @cached_property
+    def halved(self) -> Codec | None:
+        """``plain`` with half means (``KeyMean.halved``); None if it has no means."""
+        key_mean = self.plain.sidecar(KeyMean)
+        if key_mean is None:
+            return None
+        assert isinstance(self.plain, WithSidecars)
+        return self.plain.with_sidecar(key_mean.halved)
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -211,10 +221,13 @@ class _BoundLane:
         misfits = self._misfits(slot, row, sizes, used)
         if misfits is not None:
             more, lost = self._with_misfits(used, misfits)
-            left_out = left_out + lost
             if changed := {number for number, tokens in more.items() if len(tokens) > len(used.get(number, ()))}:
                 used = more
-                self._encode(slot, row, threads, rest | {number: self._without_raw(slot, number, used[number]) for number in changed})
+                rest |= {number: self._without_raw(slot, number, used[number]) for number in changed}
+                sizes = self._encode(slot, row, threads, rest)
+            if self._lane.halved is not None and lost.any():
+                lost = self._halve_means(slot, row, self._lane.halved, sizes, used, rest, misfits)
+            left_out = left_out + lost
         if raw is None:
             return left_out
         for name in (POSITIONS, VALUES):
@@ -248,19 +261,46 @@ class _BoundLane:
         lane = self._lane
         if not lane.measured:
             return None
-        dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
         streams = _RowStreams(lane, row)
         # The exact computation needs a copy of the page.
         if not may_lose(lane.plain, streams, sizes, self._tensors[0].device):
             least = lane.plain.min_sizes(streams)
-            sample = () if least is None else [tensor[slot, :, :: sample_step(tokens)].to(dtype)[None] for tensor in self._tensors]
+            step, dtype = sample_step(lane.geometry.tokens), lane.geometry.computed_dtype
+            sample = () if least is None else [tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors]
             if least is None or run_fits(torch.cat(sample), least):
                 return None
-        x = torch.cat([tensor[slot].to(dtype)[None] for tensor in self._tensors])
-        kept = torch.zeros(lane.count, tokens, dtype=torch.bool, device=x.device)
-        for number, places in used.items():
-            kept[number, places] = True
-        return excesses(EncodedRun(lane.plain, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
+        return self._exact_misfits(slot, streams, sizes, self._mask(used))
+
+    def _exact_misfits(self, slot: int, streams: _RowStreams, sizes: TokenSizes, kept: torch.Tensor) -> torch.Tensor | None:
+        x = torch.cat([tensor[slot].to(self._lane.geometry.computed_dtype)[None] for tensor in self._tensors])
+        return excesses(EncodedRun(self._lane.plain, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
+
+    def _mask(self, used: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return a mask of the tokens ``used``, bool ``[layer, token]``."""
+        result = torch.zeros(self._lane.count, self._lane.geometry.tokens, dtype=torch.bool, device="cpu")
+        for number, tokens in used.items():
+            result[number, tokens] = True
+        return result
+
+    def _halve_means(
+        self,
+        slot: int,
+        row: memoryview,
+        halved: Codec,
+        sizes: TokenSizes,
+        used: Mapping[int, torch.Tensor],
+        rest: Mapping[int, torch.Tensor],
+        misfits: torch.Tensor,
+    ) -> Counts:
+        """Encode layers with ``misfits`` that are not ``used`` again, with ``halved`` means; return the counts of those that are left."""
+        kept = self._mask(used)
+        for number in ((misfits[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
+            for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
+                if target is not None and source is not None:
+                    target[number] = source[0]
+        left = self._exact_misfits(slot, _RowStreams(self._lane, row), sizes, kept)
+        none: Counts = numpy.zeros(2, numpy.int64)
+        return none if left is None else (left > 1).sum((1, 2)).numpy()
 
     def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> tuple[dict[int, torch.Tensor], Counts]:
         """Add the worst ``misfits`` for which there is room to the ``used`` tokens; return them, and the counts of the others, ``[2]``."""
@@ -303,22 +343,23 @@ class _BoundLane:
             errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain.summary.direction_spread else None
             if all(self._run_encoder(stretch, slot, address, threads, errors) for stretch in self._stretches):
                 return TokenSizes(errors=errors)
-        result = list[TokenSizes]()
-        for number, tensor in enumerate(self._tensors):
-            x, layer = rest[number][0] if number in rest else tensor[slot], lane.first + number
-            streams = self._streams(row, number)
-            if isinstance(lane.codec, Opaque):
-                streams["bytes"].copy_(x.view(torch.uint8)[None])
-            elif isinstance(lane.codec, Raw) and RAW_DTYPES[lane.codec.dtype] == _stored_name(x.dtype):
-                streams["values"].copy_(x[None])
-            else:
-                x = x.to(lane.geometry.computed_dtype)[None]
-                sizes = room_for_sizes(lane.plain, x)
-                encoded = encode_all(lane.plain, x, f"layers[{layer}].{lane.side}", sizes=sizes)
-                result.append(sizes)
-                for name, stream in encoded.items():
-                    streams[name].copy_(stream)
+        result = [self._encode_layer(slot, row, number, rest, lane.plain) for number in range(lane.count)]
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
+
+    def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
+        """Encode layer ``number``, or that of ``rest``, with ``codec``, and return the sizes of its tokens."""
+        lane, streams = self._lane, self._streams(row, number)
+        x, sizes = rest[number][0] if number in rest else self._tensors[number][slot], TokenSizes()
+        if isinstance(codec, Opaque):
+            streams["bytes"].copy_(x.view(torch.uint8)[None])
+        elif isinstance(codec, Raw) and RAW_DTYPES[codec.dtype] == _stored_name(x.dtype):
+            streams["values"].copy_(x[None])
+        else:
+            x = x.to(lane.geometry.computed_dtype)[None]
+            sizes = room_for_sizes(codec, x)
+            for name, stream in encode_all(codec, x, f"layers[{lane.first + number}].{lane.side}", sizes=sizes).items():
+                streams[name].copy_(stream)
+        return sizes
 
     def decode(self, row: memoryview, slot: int, threads: int) -> None:
         """Decode a checked row to ``slot``. Raises MemoryError."""

@@ -119,7 +119,7 @@ LOSSES = [
     (32, "int-3", "v", 40.0),
     (32, "fp8", "v", 3e5),
     (32, "oscar-2", "k", 100.0),
-    (32, "k=octahedral:b=3,mean=32;v=raw", "k", 60.0),
+    (32, "k=octahedral:b=3,mean=32;v=raw", "k", 200.0),
     (64, "int-3", "v", 20.0),
     (64, "kvpack-3", "k", 60.0),
 ]

@@ -27,11 +27,6 @@ SHARED_RATIO = 1.5
 GROUP_RATIO = 2.0
 """Multiple of the usual norm in a head above which a token costs the other tokens of its group precision."""
 
-ERROR_RATIO = 1.75
-"""Factor by which a token's error in a head must exceed the usual one, both as it is and relative to the token's norm, before the token
-loses precision.
-"""
-
 MAX_PER_PAGE = 4
 """Maximum number of tokens per page that are kept raw because of one head. If there are more, they are not outliers."""
 

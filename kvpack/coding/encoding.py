@@ -21,7 +21,6 @@ from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.group import PER_HEAD
 from kvpack.formats.head_norms import (
-    ERROR_RATIO,
     GROUP_RATIO,
     HEADS,
     SHARED_RATIO,
@@ -71,12 +70,12 @@ _GROUP_MULTIPLE = 128
 MANY_RATIO = 4.0
 """In a page with many large tokens, a warning counts only tokens that are more than this many times as large as usual in a head."""
 
+OWN_RATIO = 1.75
+"""A token is stored raw if its error in a head, both as it is and relative to the token's norm, is more than this many times the usual one.
+"""
 
 OWN_WARNING_RATIO = 2.0
-"""A token is counted in a warning if its own error is more than this many times the usual one.
-
-Above ``head_norms.ERROR_RATIO`` times it is stored raw.
-"""
+"""A token is counted in a warning if its own error is more than this many times the usual one."""
 
 MANY_OWN_RATIO = 3.0
 """In a page with many tokens of large own errors, only those above this many times the usual error count.
@@ -454,7 +453,7 @@ def room_for_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 
 def _losses(run: EncodedRun) -> list[Loss]:
     """Return the losses of the tokens of ``run``: what they lose themselves, and what they cost others."""
-    shared, losses = run.codec.summary.shared_scales, losses_of(run)
+    shared, losses = run.codec.summary.shared_scales, _measured_losses(run)
     if shared:
         measured = run.norms() if run.sizes.norms is None else run.sizes.norms
         # In most runs no scale is too large.
@@ -465,18 +464,16 @@ def _losses(run: EncodedRun) -> list[Loss]:
     return losses
 
 
-def losses_of(run: EncodedRun) -> list[Loss]:
+def _measured_losses(run: EncodedRun) -> list[Loss]:
     """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale of the run."""
     losses = []
-    for kind, measure, ratios in ((_OWN, own_errors, (ERROR_RATIO, OWN_WARNING_RATIO)), (_RUN, crowding, (1.0, 1.0))):
-        sizes = measure(run)
-        if sizes is None:
-            continue
-        factors = sizes.amax(1)
-        if kind == _OWN:
-            large = factors > ERROR_RATIO
-            factors = factors.masked_fill(large & ~drop_crowded_pages(large) & (factors <= MANY_OWN_RATIO), 0.0)
-        losses.append(Loss(kind, factors, *ratios, sizes))
+    if (errors := own_errors(run)) is not None:
+        factors = errors.amax(1)
+        large = factors > OWN_RATIO
+        factors = factors.masked_fill(large & ~drop_crowded_pages(large) & (factors <= MANY_OWN_RATIO), 0.0)
+        losses.append(Loss(_OWN, factors, OWN_RATIO, OWN_WARNING_RATIO, errors))
+    if (sizes := crowding(run)) is not None:
+        losses.append(Loss(_RUN, sizes.amax(1), 1.0, 1.0, sizes))
     return losses
 
 
@@ -485,7 +482,7 @@ def excesses(run: EncodedRun) -> torch.Tensor | None:
 
     Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
     """
-    losses = losses_of(run)
+    losses = _measured_losses(run)
     if not losses:
         return None
     factors = torch.stack([loss.factors for loss in losses])

@@ -43,7 +43,7 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
         difference = float((model(sample).logits - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
-            f"the twin's logits differ from the model's by {difference:.1e} of the largest, but may by {TWIN_TOLERANCE:.1e} at most: "
+            f"the twin's logits differ by {difference:.1e} of the largest from the model's, but the limit is {TWIN_TOLERANCE:.1e}: "
             "--twin requires keys and queries that are outputs of k_proj and q_proj, rotated in pairs"
         )
     return difference
@@ -85,7 +85,7 @@ def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> f
     difference = float((after - before).abs().max() / before.abs().max())
     if not difference <= TWIN_TOLERANCE:
         raise InvalidParameter(
-            f"the logits with key offsets differ from the model's by {difference:.1e} of the largest, but must differ by at most "
+            f"the logits with key offsets differ by {difference:.1e} of the largest from the model's, but the limit is "
             f"{TWIN_TOLERANCE:.1e}: --offset requires attention that is a plain softmax over scores"
         )
     return difference

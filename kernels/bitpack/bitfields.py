@@ -1,7 +1,8 @@
 """Tiles of packed words with bit fields: words are loaded as stored, and one field of all words is a block of channels.
 
-Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two adjacent words share a register, and the
-inline PTX (``FAST``) processes both at once; without it, the same functions use plain Triton.
+Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two words share a register, and the inline PTX
+(``FAST``) processes both at once; without it, the same functions use plain Triton. Which two words share one is up to the compiler: in
+most layouts they are neighbors, in others they are 32 columns apart, so each half goes by its own column.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -149,6 +150,12 @@ def _load_stream_fields(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constex
     return tl.load(numbers + column % WIDTH // ((WIDTH + 1) // 2) * 8), tl.load(numbers + column // WIDTH)
 
 
+BYTES_PTX = tl.constexpr(
+    """{ .reg .b32 a, b; shr.u32 a, $2, 3; shr.u32 b, $2, 11; add.u32 a, a, b; add.u32 a, a, 0x4240; prmt.b32 $0, $1, 0, a; }"""
+)
+"""PTX that takes the byte at bit 0 or 8 of each half of a register, by the shift in the same half of another: bytes 0 or 1, and 2 or 3."""
+
+
 @triton.jit
 def expand_planes(
     loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
@@ -156,22 +163,14 @@ def expand_planes(
     """Return the planes of code stream ``NUMBER`` as int16 tiles, with a plane of bytes reduced to one byte per column."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
-    WIDTH: tl.constexpr = PACKING.width
     expanded = ()
     for plane in tl.static_range(BYTES // 2):
         expanded = expanded + (loaded[FIRST + plane],)
     if BYTES % 2:
         word = loaded[FIRST + BYTES // 2]
         shift = broadcast_columns(column_fields[2 * NUMBER], TRANSPOSED)
-        if FAST and (WIDTH + 1) // 2 % 2 == 0:
-            byte = tl.inline_asm_elementwise(
-                "{ .reg .b32 a; and.b32 a, $2, 15; shr.b32 a, $1, a; and.b32 $0, a, 0x00FF00FF; }",
-                "=r,r,r",
-                [word, shift],
-                dtype=tl.int16,
-                is_pure=True,
-                pack=2,
-            )
+        if FAST:
+            byte = tl.inline_asm_elementwise(BYTES_PTX, "=r,r,r", [word, shift], dtype=tl.int16, is_pure=True, pack=2)
         else:
             byte = (word >> shift) & 0xFF
         expanded = expanded + (byte,)
@@ -179,8 +178,10 @@ def expand_planes(
 
 
 @triton.constexpr_function
-def _select_ptx(field: int) -> str:
-    return f"{{ .reg .pred p; .reg .b32 a; and.b32 a, $3, 0xFFFF; setp.ge.u32 p, a, {field}; selp.b32 $0, $2, $1, p; }}"
+def select_ptx(field: int) -> str:
+    # Bit 15 of each half of a, and then all bits of the half, say that its field number is at least ``field``.
+    return f"""{{ .reg .b32 a; add.u32 a, $3, {(0x8000 - field) * 0x10001}; prmt.b32 a, a, 0, 0xBB99;
+        lop3.b32 $0, a, $2, $1, 0xCA; }}"""
 
 
 @triton.jit
@@ -189,16 +190,15 @@ def select_by_field(
     other: tl.tensor,
     column_fields: tl.tuple,
     NUMBER: tl.constexpr,
-    WIDTH: tl.constexpr,
     FIELD: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Select ``value`` in columns with a field number less than ``FIELD``, else ``other``; both are 16-bit tiles of stream ``NUMBER``."""
     column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
-    if FAST and WIDTH % 2 == 0:
+    if FAST:
         value = tl.inline_asm_elementwise(
-            _select_ptx(FIELD), "=r,r,r,r", [value, other, column_field], dtype=value.dtype, is_pure=True, pack=2
+            select_ptx(FIELD), "=r,r,r,r", [value, other, column_field], dtype=value.dtype, is_pure=True, pack=2
         )
     else:
         value = tl.where(column_field < FIELD, value, other)
@@ -231,8 +231,10 @@ def extract_bits(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: 
 
 
 @triton.constexpr_function
-def _shift_ptx(position: int, stride_bits: int) -> str:
-    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; mad.lo.u32 by, by, {stride_bits}, {position}; shr.b32 $0, $1, by; }}"
+def shift_ptx(position: int, stride_bits: int) -> str:
+    return f"""{{ .reg .b32 a, b, low, high; and.b32 a, $2, 0xFFFF; shr.u32 b, $2, 16;
+        mad.lo.u32 a, a, {stride_bits}, {position}; mad.lo.u32 b, b, {stride_bits}, {position};
+        shr.u32 low, $1, a; shr.u32 high, $1, b; prmt.b32 $0, low, high, 0x7610; }}"""
 
 
 @triton.jit
@@ -240,7 +242,6 @@ def shift_to_field(
     word: tl.tensor,
     column_fields: tl.tuple,
     NUMBER: tl.constexpr,
-    WIDTH: tl.constexpr,
     POSITION: tl.constexpr,
     STRIDE_BITS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -252,9 +253,9 @@ def shift_to_field(
     other fields or, with ``FAST``, to the neighboring word.
     """
     column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
-    if FAST and WIDTH % 2 == 0:
+    if FAST:
         value = tl.inline_asm_elementwise(
-            _shift_ptx(POSITION, STRIDE_BITS), "=r,r,r", [word, column_field], dtype=tl.int16, is_pure=True, pack=2
+            shift_ptx(POSITION, STRIDE_BITS), "=r,r,r", [word, column_field], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
         value = word >> (column_field * STRIDE_BITS + POSITION)
@@ -291,11 +292,11 @@ def step_words(
     BEGIN: tl.constexpr = FIRST + FIELD * BITS
     LAST: tl.constexpr = BEGIN + (FIELDS_PER_TILE - 1) * FIELD_STRIDE * BITS
     if BEGIN // 16 == (LAST + BITS - 1) // 16:
-        value = shift_to_field(planes[BEGIN // 16], column_fields, NUMBER, PACKING.width, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
+        value = shift_to_field(planes[BEGIN // 16], column_fields, NUMBER, BEGIN % 16, FIELD_STRIDE * BITS, TRANSPOSED, FAST)
     else:
         value = extract_bits(planes, BEGIN, BITS, FAST)
         for index in tl.static_range(1, FIELDS_PER_TILE):
             if FIELD + index * FIELD_STRIDE < FIELDS:
                 other = extract_bits(planes, BEGIN + index * FIELD_STRIDE * BITS, BITS, FAST)
-                value = select_by_field(value, other, column_fields, NUMBER, PACKING.width, index, TRANSPOSED, FAST)
+                value = select_by_field(value, other, column_fields, NUMBER, index, TRANSPOSED, FAST)
     return value

@@ -227,9 +227,9 @@ def _replicate(
             else:
                 value = (value & keep_mask) | (next_value & ~keep_mask)
     shift = broadcast_columns(copy_field % FIELDS_PER_WINDOW * SIZE, TRANSPOSED)
-    if FAST and PACKING.width % 2 == 0:
+    if FAST:
         value = tl.inline_asm_elementwise(
-            _move_ptx(AT, (FIELDS_PER_WINDOW - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
+            move_ptx(AT, (FIELDS_PER_WINDOW - 1) * SIZE), "=r,r,r", [value, shift], dtype=tl.int16, is_pure=True, pack=2
         )
     else:
         value = ((value >> shift) & ((1 << SIZE) - 1)) << AT
@@ -237,10 +237,15 @@ def _replicate(
 
 
 @triton.constexpr_function
-def _move_ptx(at: int, last: int) -> str:
-    """Return PTX that moves fields from any bit up to ``last`` to bit ``at``; a multiplication, if possible, keeps the shift units free."""
-    turn = "shl.b32 by, 1, by; mul.lo.u32 $0, $1, by;" if at >= last else "shf.l.wrap.b32 $0, $1, $1, by;"
-    return f"{{ .reg .b32 by; and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn} }}"
+def move_ptx(at: int, last: int) -> str:
+    """Return PTX that moves the field of each half of a register from any bit up to ``last`` to bit ``at``.
+
+    A multiplication, if possible, keeps the shift units free.
+    """
+    turn = "shl.b32 by, 1, by; mul.lo.u32 {0}, $1, by;" if at >= last else "shf.l.wrap.b32 {0}, $1, $1, by;"
+    low = f"and.b32 by, $2, 0xFFFF; sub.u32 by, {at}, by; {turn.format('low')}"
+    high = f"shr.u32 by, $2, 16; sub.u32 by, {at}, by; {turn.format('high')}"
+    return f"{{ .reg .b32 by, low, high; {low} {high} prmt.b32 $0, low, high, 0x7610; }}"
 
 
 @triton.constexpr_function

@@ -33,6 +33,9 @@ _SMALLEST_NORMAL = 2.0**-126
 _SPREADS = (1.75, 1.9, 2.3, 3.1, 4.2, 6.0, 7.5, 9.0)
 """``error_spread`` by bits per value, from 1, for 64 channels."""
 
+_USUAL_ERROR = 1.6
+"""Usual relative error of directions, times 2 for every bit per value."""
+
 
 def read_norm_rule(options: Options) -> str:
     """Return the norm rule that a recipe requests."""
@@ -47,6 +50,14 @@ def error_spread(bits: float, dim: int) -> float:
     """
     index = min(max(math.ceil(bits), 1), len(_SPREADS)) - 1
     return _SPREADS[index] * math.sqrt(math.sqrt(64 / dim))
+
+
+def comparable_errors(errors: torch.Tensor, bits: float) -> torch.Tensor:
+    """Return relative ``errors`` that are at least the usual one of a codec with ``bits`` bits per value, for comparison with their median.
+
+    Tokens that the codec decoded before have no errors when they are encoded again, and other tokens would seem large beside them.
+    """
+    return errors.clamp_min(_USUAL_ERROR * 2.0**-bits)
 
 
 def relative_errors(codec: Codec, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.formats.head_norms import PAGE_TOKENS, exceeds_usual, has_large_size, usual_norms
+from kvpack.formats.norm_rule import comparable_errors
 
 from . import dispatch
 from .dispatch import UNMEASURED
@@ -90,8 +91,10 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
 def may_lose(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
     """Return False if ``own_errors`` is None for a run of these streams, which are on ``device``, and these sizes."""
     summary = codec.summary
-    if sizes.errors is not None and has_large_size(sizes.errors, _DIRECTION_MARGIN * summary.direction_spread):
-        return True
+    if sizes.errors is not None:
+        errors = comparable_errors(sizes.errors, codec.family.nominal_bits)
+        if has_large_size(errors, _DIRECTION_MARGIN * summary.direction_spread):
+            return True
     if summary.error_spread:
         return dispatch.has_large_error(codec, streams, summary.error_spread, device)
     return sizes.norms is not None and has_large_size(sizes.norms, CODED_SPREAD)
@@ -126,7 +129,8 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
     """
     if run.sizes.errors is None:
         return None
-    suspects = exceeds_usual(run.sizes.errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
+    errors = comparable_errors(run.sizes.errors, run.codec.family.nominal_bits)
+    suspects = exceeds_usual(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
     if suspects is None or run.kept is None:
         return suspects
     suspects &= ~run.kept[:, None]

@@ -189,6 +189,19 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_raw_or_named(recipe: st
 
 
 @pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("recipe", ["octahedral:b=4", "scalar:b=2", "polar:b=4", "scalar:b=3,mean=32"])
+def test_tokens_beside_decoded_ones_are_ordinary(recipe: str) -> None:
+    """Tokens that the codec decoded before are encoded again without an error, as when a cache with a raw tail is converted."""
+    x = torch.randn(1, HEADS, 60, 64, generator=torch.Generator().manual_seed(0))
+    decoded = kvpack.pack([(x, x)], f"k={recipe};v=raw")[0].unpack(torch.float32)[0]
+    assert decoded is not None
+    k = torch.cat([decoded, x[:, :, :20] + 1e-3], 2)
+    side = kvpack.pack([(k, k)], f"k={recipe};v=raw;raw=0,0,4")[0].k
+    assert side is not None
+    assert side.runs[0].streams["raw_positions"].shape[2] == 0
+
+
+@pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize("tokens", [128, 300])
 def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

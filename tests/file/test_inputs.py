@@ -221,3 +221,18 @@ CUT = [b"", b"\x02" + bytes(7) + b"1234", bytes(8) + b"1", bytes(8) + bytes(12),
 def test_bytes_that_are_none_determine_nothing(data: bytes) -> None:
     found = Inputs.from_bytes(data)
     assert found == Inputs(undetermined=("what its tokens came from is not readable",))
+
+
+@pytest.mark.parametrize(
+    ("size", "start", "known"), [(32, 5, True), (64, 5, True), (33, 5, False), (96, 5, False), (0, 5, False), (32, 0, False)]
+)
+def test_digests_of_earlier_ids_are_one_for_each_sequence_or_for_all(size: int, start: int, known: bool) -> None:
+    inputs = Inputs.from_features({"inputs": Inputs().to_bytes(), "earlier-ids": bytes(size)}, batch=2, start=start)
+    assert inputs is not None
+    assert bool(inputs.earlier) == known
+
+
+@pytest.mark.parametrize(("sequences", "stored"), [(2048, True), (2049, False)])
+def test_digests_that_a_feature_cannot_hold_are_left_out(sequences: int, stored: bool) -> None:
+    inputs = Inputs(earlier={5: tuple(number.to_bytes(32, "little") for number in range(sequences))})
+    assert ("earlier-ids" in inputs.to_features(5)[1]) == stored

@@ -145,7 +145,7 @@ def test_a_constant_group_decodes_exactly(value: float, axis: str) -> None:
 def test_a_zero_center_is_symmetric_and_keeps_the_largest_magnitude(axis: str) -> None:
     x = contents("gaussian", (1, 2, 33, 80), seed=4)
     for bits in range(1, 9):
-        symmetric, middle = (group(80, b=bits, g=8, axis=axis, center=center) for center in reversed(CENTERS))
+        symmetric, middle = (group(80, b=bits, g=8, axis=axis, centre=center) for center in reversed(CENTERS))
         assert symmetric == middle
         streams = symmetric.encode(x)
         assert not streams["scales"][..., 1].any()

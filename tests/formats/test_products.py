@@ -117,4 +117,5 @@ def test_values_on_a_device_do_not_depend_on_it_either(recipe: str) -> None:
     there = kvpack.pack([tuple(x.to(DEVICE) for x in pair) for pair in pairs], kvpack.Recipe(recipe, basis))
     for found, same, value in zip(*(x[0].unpack(torch.float32) for x in (packed.to(DEVICE), there, packed)), strict=True):
         torch.testing.assert_close(found.cpu(), value, rtol=2**-10, atol=2**-10)
-        assert (same.cpu() - value).abs().gt(2**-9).float().mean() < 2e-3
+        # A code next to a bound may be another one there, and changes all values of its token.
+        assert (same.cpu() - value).abs().amax(-1).gt(2**-9).float().mean() < 2e-2

@@ -154,6 +154,7 @@ def evaluate(
         "basis": None if source is None else {"file": source.where, "digest": source.digest.hex()},
         "settings": {**sizes, "windows": len(places), "seed": seed},
         "precision": f"{dtype_text(model)} on {execution_device(model).type}",
+        "uncompressed_bits": 8 * getattr(torch, dtype_text(model).split()[-1]).itemsize,
         **summary([start for _, start in places], exact, forgotten, None, rows, None if reference is None else _name(reference)),
         "others": [], "generated": None,
     }  # fmt: skip

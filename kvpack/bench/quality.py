@@ -188,6 +188,7 @@ def run(
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
         "precision": _precision(network),
+        "uncompressed_bits": 8 * network.dtype.itemsize,
         **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), peers, reference, settings.seed, inserted, progress).run(),
     }
     report["cpu_seconds"] = time.process_time() - began

@@ -211,7 +211,8 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
         f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "attention\nerror", "needles\nright",
         "95 %\ninterval", "encode\ns", "load\nms",
     ]  # fmt: skip
-    rows = [["uncompressed", "32.00", "", f"{exact['perplexity']:.4f}", *[""] * 8, *_recall_cells(exact["needles"]), "", ""]]
+    bits = f"{report['uncompressed_bits']:.2f}"
+    rows = [["uncompressed", bits, "", f"{exact['perplexity']:.4f}", *[""] * 8, *_recall_cells(exact["needles"]), "", ""]]
     for row in report["recipes"]:
         rows.append(
             [
@@ -249,7 +250,7 @@ def show(report: dict[str, Any]) -> None:
     print("Attention error is the relative error of a layer with exact input, averaged over layers.")
     print("Encode and load are the median times for the tokens before the scored ones.")
     for other in report["others"]:
-        _show_other(other, reference)
+        _show_other(other, reference, report["uncompressed_bits"])
     if exact["needles"] is not None:
         _show_needles(report)
     if report["generated"] is not None:
@@ -275,11 +276,11 @@ def sizes_text(settings: dict[str, Any]) -> str:
     return f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 
-def _show_other(other: dict[str, Any], reference: str | None) -> None:
-    """Print the results on a further text."""
+def _show_other(other: dict[str, Any], reference: str | None, bits: int) -> None:
+    """Print the results on a further text. Uncompressed values have ``bits`` bits."""
     columns = ["recipe", "bits per\nvalue", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-"]
     columns += [f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
-    rows = [["uncompressed", "32.00", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]
+    rows = [["uncompressed", f"{bits:.2f}", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]
     rows += [[row["recipe"], f"{row['bits_per_value']:.2f}", *_predicted_cells(row)] for row in other["recipes"]]
     rows.append(["past forgotten", "0.00", *_predicted_cells(other["forgotten"])])
     print_table(f"{other['text']}: {sizes_text(other['settings'])}", columns, rows)

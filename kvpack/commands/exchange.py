@@ -55,6 +55,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--streams", type=int, metavar="N", help="slots only: streams of the context (default: as in the imported slot)")
     add_force(parser)
     add_json(parser)
+    parser.hints["--format"] = "--to names the program that will read it"
     parser.set_defaults(run=export)
 
 

@@ -1,4 +1,4 @@
-"""A command-line parser that suggests the closest known word."""
+"""A command-line parser that names unknown words and suggests the closest known one."""
 
 from __future__ import annotations
 
@@ -8,38 +8,60 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 
 class Parser(argparse.ArgumentParser):
-    """A command-line parser without abbreviations, whose errors suggest similar words."""
+    """A command-line parser without abbreviations, whose errors name the unknown word and a similar known one.
+
+    ``hints`` has, for options of other commands or programs, what to write instead.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.hints: dict[str, str] = {}
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
+        result, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            # Fail here rather than in the outer parser, whose usage has none of this command's options.
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return result, unknown
 
     def error(self, message: str) -> NoReturn:
-        super().error(message + "".join(f" (did you mean {close}?)" for close in _suggestions(self, self._words)))
+        super().error(_unknown_option(self, self._words) or message + _similar_command(self, self._words))
 
 
-def _suggestions(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
-    """Yield the closest command or option for each of ``words`` that is unknown to the parser and to the command's parser."""
+def _unknown_option(parser: Parser, words: Sequence[str]) -> str | None:
+    """Return a message that names the first of ``words`` that looks like an option and is none of this parser; None without one."""
     options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
-    commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
-    for number, word in enumerate(words):
+    has_commands = _commands(parser) is not None
+    for word in words:
         name = word.partition("=")[0]
-        if word == "--":
-            return
-        if name.startswith("--"):
-            if name not in options:
-                yield from difflib.get_close_matches(name, options, 1)
-        elif commands is not None:
-            if word in commands.choices:
-                yield from _suggestions(commands.choices[word], words[number + 1 :])
-            else:
-                yield from difflib.get_close_matches(word, list(commands.choices), 1)
-            return
+        if word == "--" or (has_commands and not word.startswith("-")):
+            return None
+        # argparse reads words with spaces as values.
+        if name.startswith("--") and name not in options and " " not in name:
+            hint = parser.hints.get(name) or "".join(f"did you mean {close}?" for close in _close(name, options))
+            return f"unknown option {name}" + (f"; {hint}" if hint else "")
+    return None
+
+
+def _similar_command(parser: Parser, words: Sequence[str]) -> str:
+    """Return a suggestion if the first word that is not an option is no command of this parser."""
+    commands = _commands(parser)
+    word = next((word for word in words if not word.startswith("-")), None)
+    if commands is None or word is None or word in commands.choices:
+        return ""
+    return "".join(f" (did you mean {close}?)" for close in _close(word, commands.choices))
+
+
+def _commands(parser: Parser) -> Any:
+    """Return the action that selects a command; None if the parser has no commands."""
+    return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
+
+
+def _close(word: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word, list(known), 1)

@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
     from kvpack.cache.side import Side
 
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in RAW_DTYPES.items()}
+"""Names of the dtypes that can be written, by the names that models record."""
 
-def export_values(where: str, side: Side, dtype: str | None, library: str) -> torch.Tensor:
+
+def export_values(where: str, side: Side, dtype: str | None, library: str, recorded: str | None = None) -> torch.Tensor:
     """Return values ``[batch, kv_head, token, dim]`` on the CPU, in their stored dtype or rounded to ``dtype``.
+
+    ``recorded`` is the dtype of the model that the cache names, which the error suggests if it is one of bf16, fp16 and fp32.
 
     Raises InvalidParameter if a dtype is needed or unknown, and OutOfRange if it would make a value infinite.
     """
@@ -25,9 +30,12 @@ def export_values(where: str, side: Side, dtype: str | None, library: str) -> to
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
     exact = side.codec.exact_dtype
     if dtype is None and exact is None:
+        known = _NAMES.get(recorded or "")
+        advice = f"the cache was computed in {known}, so pass" if known else "choose one, such as"
+        example = known or "bf16"
         raise InvalidParameter(
-            f"{where}: the codec {side.codec.id} decodes to binary32, but {library} stores the dtype of the model: choose one, such as "
-            "dtype='bf16' (--dtype bf16 on the command line)"
+            f"{where}: the codec {side.codec.id} decodes to binary32, but {library} stores the dtype of the model: {advice} "
+            f"--dtype {example} on the command line, or dtype='{example}' in Python"
         )
     wanted = dtype or exact
     assert wanted is not None

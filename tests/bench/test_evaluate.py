@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+import torch
 
 import kvpack
 from kvpack.bench import quality
@@ -67,6 +69,14 @@ def test_it_is_a_table_as_html_and_as_text(found: kvpack.bench.evaluate.Evaluati
     assert lines[3].startswith("octopus-3 ")
     odd = kvpack.bench.evaluate.Evaluation({**found.report, "model": "<script>"})
     assert "<script>" not in odd._repr_html_()
+
+
+def test_uncompressed_bits_are_those_of_the_models_dtype(model: Any, found: kvpack.bench.evaluate.Evaluation) -> None:
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    sizes = SIZES | {"tokens": 64, "score": 16, "windows": 1}
+    reports = (found, kvpack.evaluate(half, None, TEXT, "kivi-2", reference=None, **sizes))
+    rows = [next(line.split() for line in str(report).splitlines() if line.startswith("uncompressed")) for report in reports]
+    assert [row[1] for row in rows] == ["32.00", "16.00"]
 
 
 def test_the_model_stays_as_it_was(model: Any) -> None:

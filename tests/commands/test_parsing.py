@@ -30,25 +30,35 @@ def complaint(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("words", "command", "message"),
     [
-        (["inspct", "x"], "inspect"),
-        (["inspect", "--jsn", "x"], "--json"),
-        (["inspect", "x", "--jsn"], "--json"),
-        (["generate", "x", "--promt=y"], "--prompt"),
-        (["store", "lst", "x"], "ls"),
-        (["store", "gc", "x", "--max-byts", "1"], "--max-bytes"),
-        (["bench", "qualty"], "quality"),
-        (["bench", "quality", "--recip", "x"], "--recipe"),
+        (["inspct", "x"], "", "(did you mean inspect?)"),
+        (["store", "lst", "x"], "store", "(did you mean ls?)"),
+        (["bench", "qualty"], "bench", "(did you mean quality?)"),
+        (["--vrsion"], "", "unknown option --vrsion; did you mean --version?"),
+        (["inspect", "--jsn", "x"], "inspect", "unknown option --jsn; did you mean --json?"),
+        (["inspect", "x", "--jsn"], "inspect", "unknown option --jsn; did you mean --json?"),
+        (["inspect", "--xyzzy", "x"], "inspect", "unknown option --xyzzy"),
+        (["generate", "x", "--promt=y z"], "generate", "unknown option --promt; did you mean --prompt?"),
+        (["generate", "x", "--promt", "y"], "generate", "unknown option --promt; did you mean --prompt?"),
+        (["cache", "--modle", "M", "--prompt-file", "x", "--out", "y"], "cache", "unknown option --modle; did you mean --model?"),
+        (["cache", "--model", "M", "--prompt", "x", "--out", "y"], "cache", "pass --prompt-file FILE, or --prompt-file -"),
+        (["export", "x", "y", "--format", "llama.cpp"], "export", "unknown option --format; --to names the program that will read it"),
+        (["store", "gc", "x", "--max-byts", "1"], "store gc", "unknown option --max-byts; did you mean --max-bytes?"),
+        (["bench", "quality", "--recip", "x"], "bench quality", "unknown option --recip; did you mean --recipe?"),
     ],
 )
-def test_close_words_are_suggested(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert complaint(capsys, words).endswith(f"(did you mean {meant}?)")
+def test_unknown_words_are_named_with_a_close_one(words: list[str], command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(*words)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].endswith(message)
+    assert lines[0].startswith(" ".join(["usage: kvpack", command]).rstrip() + " [-h]")
 
 
-@pytest.mark.parametrize("words", [["frobnicate"], ["inspect", "--xyzzy", "x"], ["convert", "a"], ["inspect", "x", "--", "--jsn"], []])
-def test_other_words_are_not(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    if words[-1:] == ["--jsn"]:
+@pytest.mark.parametrize("words", [["frobnicate"], ["convert", "a"], ["inspect", "x", "--", "--jsn"], ["inspect", "--two words"], []])
+def test_other_words_get_no_suggestion(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if words[:1] == ["inspect"]:
         assert run(*words) == 3
         assert "did you mean" not in capsys.readouterr().err
     else:

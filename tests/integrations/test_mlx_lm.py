@@ -207,6 +207,8 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), tmp_path / "out")
     with pytest.raises(InvalidParameter, match=r"layer 0: the codec octahedral decodes to binary32.*dtype='bf16'"):
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3"), path)
+    with pytest.raises(InvalidParameter, match="the cache was computed in fp16, so pass --dtype fp16 on the command line"):
+        export_prompt_cache(kvpack.pack([(K, V)], "octopus-3", model={"name": "m", "dtype": "float16"}), path)
     with pytest.raises(InvalidParameter, match=r"the newest 30 of 40 tokens: give its sliding window, such as windows=\{0: 31\}"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path)
     with pytest.raises(InvalidParameter, match="holds the newest 30 of 40 tokens, but a window of 32 needs 31 before the next token"):
@@ -229,7 +231,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["import", str(source), str(tmp_path / "x.kvpack"), "--recipe", "octopus-4"]) == 0
     assert kvpack.load(tmp_path / "x.kvpack").metadata == {"model": "m"}
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors")]) == 2
-    assert "such as dtype='bf16' (--dtype bf16 on the command line)" in capsys.readouterr().err
+    assert "choose one, such as --dtype bf16 on the command line, or dtype='bf16' in Python" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--dtype", "bf16", "--window", "0=64"]) == 0
     assert (import_prompt_cache(tmp_path / "out.safetensors")[0].unpack(torch.float32)[0] - K).norm() < 0.1 * K.norm()
     assert main(["export", str(tmp_path / "x.kvpack"), str(tmp_path / "out.safetensors"), "--window", "all=64"]) == 2

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvpack.coding.encoding import Progress
+
+
+_GAP = 3
+"""Characters between two columns of a table."""
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +41,26 @@ def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] 
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first ``left`` columns are text and whose other columns are numbers. Cells are never truncated."""
+    """Print a table whose first ``left`` columns are text and whose other columns are numbers.
+
+    On a terminal that is too narrow, text is wrapped between words. Cells are never truncated.
+    """
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    rows = [list(row) for row in rows]
+    cells = [[column, *(row[number] for row in rows)] for number, column in enumerate(columns)]
+    widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in cells]
+    if sys.stdout.isatty():
+        words = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in cells[:left]]
+        _shrink(widths, words, shutil.get_terminal_size().columns - _GAP * len(widths))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="left" if number < left else "right", no_wrap=True, vertical="bottom")
+    for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        justify: Literal["left", "right"] = "left" if number < left else "right"
+        table.add_column(Text(column), justify=justify, no_wrap=number >= left, width=width, vertical="bottom")
     for row in rows:
         table.add_row(*map(Text, row))
     console = Console()
@@ -53,6 +69,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     with console.capture() as capture:
         console.print(table)
     print(f"\n{title}\n{capture.get()}", end="")
+
+
+def _shrink(widths: list[int], least: Sequence[int], available: int) -> None:
+    """Reduce the first ``widths``, the widest first and each down to its ``least``, until all take at most ``available`` characters."""
+    for _ in range(sum(widths) - available):
+        spare = [(width, number) for number, (width, limit) in enumerate(zip(widths, least, strict=False)) if width > limit]
+        if not spare:
+            return
+        widths[max(spare)[1]] -= 1
 
 
 @contextlib.contextmanager

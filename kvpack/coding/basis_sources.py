@@ -105,7 +105,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
         return header
     if source is None:
         raise MissingBasis(
-            f"the basis {min(needed).hex()} is needed: pass its file, or a folder that contains it, as basis= (--basis on the command line)"
+            f"the basis {min(needed).hex()} is needed: pass its file, or a folder that contains it: --basis for a command, basis= in Python"
         )
     bases = {digest: find(source, digest) for digest in needed}
     for digest in {part.basis for part in unbound} - needed:

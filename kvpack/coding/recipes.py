@@ -274,7 +274,7 @@ class Recipe:
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
-            remedy = "pass kvpack.Recipe(text, basis), or --basis FILE in commands (kvpack calibrate makes a basis)"
+            remedy = "pass --basis FILE to a command, or kvpack.Recipe(text, basis) in Python (kvpack calibrate makes a basis)"
             missing = MissingBasis(f"recipe {self._written!r} needs {named}: {remedy}")
             # The request is wrong, not a file.
             missing.exit_code = 2

@@ -22,8 +22,32 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
     from kvpack.models import LayerShape
 
+RECOMMENDED = {
+    "lossless": "no bit may change",
+    "fp8": "the loss of fp8 engines",
+    "kvpack-4": "a good default",
+    "kvpack-4-trellis": "less loss, slow to pack",
+    "kvpack-3": "a small loss is fine",
+    "kvpack-3-trellis": "less loss, slow to pack",
+    "kvpack-2": "measure its loss first",
+    "kvpack-2-trellis": "less loss, slow to pack",
+    "transform-1.5": "smallest; needs a basis",
+    "transform-1": "smallest; needs a basis",
+    "transform-0.6": "smallest; needs a basis",
+}
+"""The recipes that are listed without ``--all``, and a note on each."""
+
+_KLT, _TRANSFORM = "calibrated for the model", "calibrated for the model, entropy-coded"
+CALIBRATED = dict.fromkeys(("klt-2.5", "klt-1.75", "klt-1.25"), _KLT) | dict.fromkeys(
+    ("transform-1.5", "transform-1", "transform-0.6"), _TRANSFORM
+)
+"""Measured recipes that need a basis, and their sources. Their codecs take other numbers of bits too."""
+
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
 """Default shape of the cache. Presets for one model have their own layers and head dim."""
+
+MEASURED_MODEL = "SmolLM2-135M-Instruct"
+"""Model of the published measurement."""
 
 _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim": MAX_DIM}
 
@@ -31,12 +55,12 @@ _LIMITS = {"layers": MAX_LAYERS, "heads": MAX_HEADS, "tokens": MAX_TOKENS, "dim"
 def add(commands: Any) -> None:
     """Add ``recipes`` to the command line."""
     description = (
-        "List the presets, or the given recipes, with two counts of bits per value: nominal bits as the papers count them, "
-        "and bits in the file, which count all bytes of a cache of the given shape. KL is the loss that was measured on a real model of "
-        "head dim 64, for presets of kvpack's published measurement, and the next column names keys that break a recipe."
+        "List the recommended recipes, or price the given ones. Bits in the file count all bytes of a cache of the given shape, and "
+        "nominal bits are counted as in the papers. KL is the loss that was measured on a real model of head dim 64, for presets of "
+        "kvpack's published measurement. Breaks on names keys that a recipe is not suited for."
     )
     parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=description)
-    parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: all presets)")
+    parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: the recommended ones)")
     parser.add_argument("--recipe", action="append", dest="more", default=[], metavar="RECIPE", help="another recipe; may be repeated")
     parser.add_argument(
         "--model", metavar="MODEL", help="price caches of this model, a folder or a name on the hub; only its configuration is read"
@@ -47,6 +71,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--basis", metavar="FILE", help="the basis of recipes such as klt-1.75; layers, KV heads and head dim come from its model"
     )
+    parser.add_argument("--all", action="store_true", help="list all presets, with all columns; --json always does")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -54,6 +79,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print one row per recipe, followed by the additions if all presets are listed."""
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
+
+    lists_all = arguments.all or arguments.json
 
     arguments.recipes = [*arguments.recipes, *arguments.more]
     requested = {name: getattr(arguments, name) for name in DEFAULTS if getattr(arguments, name) is not None}
@@ -69,49 +96,54 @@ def run(arguments: argparse.Namespace) -> int:
     model = None if arguments.model is None else _model_shape(arguments.model, requested, basis)
     rows: list[dict[str, Any]] = []
     missing: list[MissingBasis] = []
-    for name in arguments.recipes or PUBLISHED:
+    measured = _published()
+    listed = [*PUBLISHED, *CALIBRATED] if lists_all else list(RECOMMENDED)
+    calibrated = [name for name in listed if name in CALIBRATED and basis is None and not arguments.recipes]
+    for name in arguments.recipes or [name for name in listed if name not in calibrated]:
         try:
-            rows.append(_row(name, requested, basis, model, listed=not arguments.recipes))
+            rows.append(_row(name, requested, basis, model, measured.get(name), listed=not arguments.recipes))
         except MissingBasis as error:
-            missing.append(error)
+            missing.append(_with_measured_bits(error, measured.get(name)))
     if missing and not rows:
         raise missing[0]
     if model is not None and not arguments.recipes:
         # Drop presets for other models.
         rows = [row for row in rows if row["bytes"] is not None]
-    additions = (
-        [] if arguments.recipes else [{"name": name, "source": entry.source, "recipe": entry.recipe} for name, entry in ADDITIONS.items()]
-    )
+    additions = [
+        {"name": name, "source": entry.source, "recipe": entry.recipe}
+        for name, entry in ADDITIONS.items()
+        if lists_all and not arguments.recipes
+    ]
     for refusal in missing:
         print(f"kvpack: {refusal}", file=sys.stderr)
     code = worst_exit_code(refusal.exit_code for refusal in missing)
+    without_basis = [
+        {"name": name, "source": CALIBRATED[name], "measured_bits": measured[name].bits, "kl_divergence": measured[name].divergence}
+        for name in calibrated
+    ]
     if arguments.json:
-        print_json({"recipes": rows, "additions": additions})
+        print_json({"recipes": rows, "additions": additions, "calibrated": without_basis})
         return code
     shape = DEFAULTS | requested
-    suffix = f" of {arguments.model}: {model.words}" if model is not None else f" of {shape['heads']} heads"
-    print_table(
-        f"files of {shape['tokens']:,} tokens{suffix}",
-        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "bytes", "KL", "breaks on", "lossless for"],
-        (
-            [
-                row["name"],
-                row["source"],
-                str(row["layers"]),
-                str(row["dim"]),
-                _bits(row["nominal_bits"]),
-                _bits(row["bits_per_value"]),
-                "-" if row["bytes"] is None else bytes_text(row["bytes"]),
-                "-" if row["kl_divergence"] is None else f"{row['kl_divergence']:.4f}",
-                ", ".join(row["breaks_on"]) or "-",
-                ", ".join(row["lossless"]) or "-",
-            ]
-            for row in rows
-        ),
-        left=2,
-    )
-    if any(row["kl_divergence"] is not None for row in rows):
-        print("KL: SmolLM2-135M-Instruct, head dim 64, 768 tokens packed and 256 scored (kvpack bench quality)")
+    same_shape = len({(row["layers"], row["dim"]) for row in rows}) == 1
+    if model is not None:
+        suffix = f" of {arguments.model}: {model.words}"
+    elif same_shape:
+        suffix = f": {rows[0]['layers']} layers of {shape['heads']} heads of dim {rows[0]['dim']}"
+    else:
+        suffix = f" of {shape['heads']} heads"
+    title = f"files of {shape['tokens']:,} tokens{suffix}"
+    if arguments.all or not same_shape:
+        _print_all_columns(title, rows, without_basis)
+    else:
+        _print_table(title, rows, without_basis, notes=not arguments.recipes)
+    if without_basis:
+        print(f"* measured in files of 1,024 tokens of {MEASURED_MODEL}, with its basis.")
+        print("  For other shapes, pass --basis FILE with your model's (kvpack calibrate).")
+    if any(row["kl_divergence"] is not None for row in [*rows, *without_basis]):
+        print(f"KL: {MEASURED_MODEL}, head dim 64, 768 tokens packed, 256 scored")
+    if not arguments.recipes and not arguments.all:
+        print("kvpack recipes --all lists all presets and columns")
     if additions:
         print_table(
             "additions: write them after a recipe, as in octopus-3;boundary-1",
@@ -120,6 +152,72 @@ def run(arguments: argparse.Namespace) -> int:
             left=2,
         )
     return code
+
+
+def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]], *, notes: bool) -> None:
+    """Print the columns that fit in 80 characters; if ``notes``, the note on each recipe, and otherwise the keys that it breaks on."""
+    print_table(
+        title,
+        ["recipe", "note" if notes else "breaks on", "bits in\nthe file", "bytes", "KL"],
+        [
+            *(
+                [
+                    row["name"],
+                    RECOMMENDED.get(row["name"], "") if notes else ", ".join(row["breaks_on"]) or "-",
+                    _bits(row["bits_per_value"]),
+                    _size(row["bytes"]),
+                    _divergence(row["kl_divergence"]),
+                ]
+                for row in rows
+            ),
+            *(
+                [row["name"], RECOMMENDED[row["name"]], f"{row['measured_bits']:.2f} *", "-", _divergence(row["kl_divergence"])]
+                for row in without_basis
+            ),
+        ],
+        left=2,
+    )
+
+
+def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]]) -> None:
+    print_table(
+        title,
+        ["recipe", "from", "layers", "head dim", "nominal bits", "bits in the file", "bytes", "KL", "breaks on", "lossless for"],
+        [
+            *(
+                [
+                    row["name"],
+                    row["source"],
+                    str(row["layers"]),
+                    str(row["dim"]),
+                    _bits(row["nominal_bits"]),
+                    _bits(row["bits_per_value"]),
+                    _size(row["bytes"]),
+                    _divergence(row["kl_divergence"]),
+                    ", ".join(row["breaks_on"]) or "-",
+                    ", ".join(row["lossless"]) or "-",
+                ]
+                for row in rows
+            ),
+            *(
+                [
+                    row["name"], f"{row['source']}; needs a basis", "-", "-", "-", f"{row['measured_bits']:.2f} *", "-",
+                    _divergence(row["kl_divergence"]), "-", "-",
+                ]
+                for row in without_basis
+            ),
+        ],
+        left=2,
+    )  # fmt: skip
+
+
+def _with_measured_bits(error: MissingBasis, published: _Measured | None) -> MissingBasis:
+    """Return ``error``, with the bits per value in its message that a published measurement found."""
+    if published is None:
+        return error
+    result = MissingBasis(f"{error}; files of 1,024 tokens of {MEASURED_MODEL} took {published.bits:.2f} bits per value")
+    result.exit_code = error.exit_code
+    return result
 
 
 class _ModelShape(NamedTuple):
@@ -158,6 +256,14 @@ def _bits(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def _size(value: int | None) -> str:
+    return "-" if value is None else bytes_text(value)
+
+
+def _divergence(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
 def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     """Return ``requested`` with the layers, heads and head dim of the model of ``basis``.
 
@@ -174,7 +280,9 @@ def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
     return requested | result
 
 
-def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _ModelShape | None, *, listed: bool) -> dict[str, Any]:
+def _row(
+    name: str, requested: dict[str, int], basis: Basis | None, model: _ModelShape | None, published: _Measured | None, *, listed: bool
+) -> dict[str, Any]:
     """Return the row of one recipe. If it is ``listed`` but does not support the shape, its bits are None."""
     from kvpack.coding.presets import PUBLISHED, Preset
     from kvpack.coding.recipes import Recipe, parse_recipe
@@ -202,16 +310,23 @@ def _row(name: str, requested: dict[str, int], basis: Basis | None, model: _Mode
         "nominal_bits": nominal,
         "bits_per_value": stored,
         "bytes": size,
-        "kl_divergence": _published_divergences().get(name),
+        "kl_divergence": None if published is None else published.divergence,
         "breaks_on": _unsuitable_keys(recipe, shape),
         "lossless": [] if stored is None else list(recipe.lossless(shape["layers"], shape["dim"])),
     }
 
 
-def _published_divergences() -> dict[str, float]:
-    """Return the KL divergences in the published measurement, by recipe."""
+class _Measured(NamedTuple):
+    """The published measurement of a recipe: bits per value in files of 1,024 tokens, and the KL divergence."""
+
+    bits: float
+    divergence: float
+
+
+def _published() -> dict[str, _Measured]:
+    """Return the published measurement of each measured recipe."""
     report = json.loads((files("kvpack.bench") / "measured" / "quality.json").read_text(encoding="utf-8"))
-    return {row["recipe"]: row["kl_divergence"] for row in report["recipes"]}
+    return {row["recipe"]: _Measured(row["bits_per_value"], row["kl_divergence"]) for row in report["recipes"]}
 
 
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:

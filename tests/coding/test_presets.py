@@ -148,7 +148,7 @@ def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[s
     # TurboAngle's total for Mistral-7B; a range in fp16 takes half of what Eq. 3 counts.
     assert rows["mixedkv-mistral-7b"]["bits_per_value"] == pytest.approx(6.56 + RAW_BITS, abs=0.005)
     assert (rows["mixedkv-olmo-1b"]["layers"], rows["mixedkv-olmo-1b"]["dim"]) == (32, 64)
-    text = run(capsys)
+    text = run(capsys, "--all")
     for name in (*PRESETS, *ADDITIONS):
         assert f" {name} " in text
 
@@ -178,7 +178,7 @@ def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str
         cache = kvpack.pack(random_pairs(3, 64, dims=(32, 32)), kvpack.Recipe(row["name"], path))
         assert (row["nominal_bits"], row["bits_per_value"]) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
     for words, message in (
-        (["klt-2"], "or --basis FILE in commands"),
+        (["klt-2"], "pass --basis FILE to a command, or kvpack.Recipe"),
         (["klt-2", "--basis", path, "--heads", 8], "--heads is 8, but .*x.kvbasis is for caches with 2: omit --heads"),
         (["klt-2", "--basis", uneven], r"uneven.kvbasis: its layers have different shapes, \[\(2, 32\), \(2, 48\)\]"),
     ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,45 @@ def test_a_recipe_without_its_basis_leaves_the_others(capsys: pytest.CaptureFixt
     assert shown.err.startswith("kvpack: recipe 'klt-2' needs a basis: ")
     assert cli.main(["recipes", "klt-2"]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_the_list_is_short_and_narrow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    assert [line.split()[0] for line in output.splitlines() if line.startswith((" lossless ", " kvpack-4 ", " transform-1 "))] == [
+        "lossless", "kvpack-4", "transform-1",
+    ]  # fmt: skip
+    assert "octopus" not in output
+    assert cli.main(["recipes", "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert {" octopus-3 ", " klt-1.75 ", " transform-1 "} <= set(re.findall(r"^ [\w.-]+ ", everything, re.MULTILINE))
+    assert "boundary-1" in everything
+
+
+def test_recipes_that_need_a_basis_show_their_measured_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" transform-1 "))
+    assert row[-4:] == ["1.11", "*", "-", "0.0141"]
+    assert cli.main(["recipes", "--json"]) == 0
+    found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["calibrated"]}
+    assert found["transform-1"]["measured_bits"] == pytest.approx(1.11, abs=0.005)
+    assert cli.main(["recipes", "transform-1"]) == 2
+    assert "files of 1,024 tokens of SmolLM2-135M-Instruct took 1.11 bits per value" in capsys.readouterr().err
+
+
+def test_text_is_wrapped_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["recipes", "octopus-3-scaled", "--all"]
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(words) == 0
+    piped = capsys.readouterr().out
+    assert "OCTOPUS keys, values in groups, for keys with outlier channels" in piped
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(words) == 0
+    wrapped = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "OCTOPUS keys, values" not in wrapped
+    assert max(map(len, wrapped.splitlines())) < max(map(len, piped.splitlines()))
+    assert sorted(wrapped.replace("─", "").split()) == sorted(piped.replace("─", "").split())
 
 
 def test_layers_with_a_window_hold_its_tokens(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ def test_recipes() -> None:
 
 
 def test_what_the_basis_lacks() -> None:
-    with pytest.raises(MissingBasis, match=r"needs a basis: pass kvpack.Recipe.*kvpack calibrate makes a basis"):
+    with pytest.raises(MissingBasis, match=r"needs a basis: pass --basis FILE.*kvpack\.Recipe.*kvpack calibrate makes a basis"):
         kvpack.pack(pairs(40), RECIPE)
     without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
     with pytest.raises(OutOfBounds, match=r"layers\[0\].k: .* no balanced frames for the keys of layer 0: make them with kvpack calibrate"):

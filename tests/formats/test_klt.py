@@ -259,12 +259,12 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         kvpack.pack([(k[:, :1], v[:, :1]) for k, v in pairs(3)], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match="model whose name is 'x', but the name of the cache's model is 'y'"):
         kvpack.pack(pairs(3), kvpack.Recipe("klt-2", basis), model={"name": "y"})
-    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass kvpack"):
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass --basis FILE"):
         kvpack.pack(pairs(3), "klt-2")
     plain = kvpack.pack(pairs(3), "raw", model={"name": "y"})
     with pytest.raises(InvalidParameter, match="model whose name is 'x', but the name of the cache's model is 'y'"):
         plain.convert(kvpack.Recipe("klt-2", basis))
-    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass kvpack"):
+    with pytest.raises(MissingBasis, match="recipe 'klt-2' needs a basis: pass --basis FILE"):
         plain.convert("klt-2")
     with pytest.raises(OutOfBounds, match="the basis has no matrices for the values of layer 7"):
         basis.rows(7, "v")

@@ -72,7 +72,7 @@ def test_copies_of_an_empty_cache_have_the_basis(model: Any, basis: Path) -> Non
 
 
 def test_a_basis_that_is_missing_or_of_another_model_is_refused(model: Any, basis: Path, tmp_path: Path) -> None:
-    with KvpackCache(model, RECIPE) as cache, pytest.raises(MissingBasis, match="needs a basis: pass kvpack"):
+    with KvpackCache(model, RECIPE) as cache, pytest.raises(MissingBasis, match="needs a basis: pass --basis FILE"):
         next_logits(model, cache, 1)
     with KvpackCache(model, kvpack.Recipe(RECIPE, basis)) as cache:
         next_logits(model, cache, 1)

@@ -508,7 +508,7 @@ def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: P
     assert found["tuned"]["bits_per_value"] <= 3.0
     assert f"# basis {digest}" in out.read_text()
     assert f"basis={digest}" in measurements.read_text()
-    with pytest.raises(MissingBasis, match=r"needs a basis: pass kvpack\.Recipe"):
+    with pytest.raises(MissingBasis, match=r"needs a basis: pass --basis FILE"):
         tune.run(None, None, 3.0, settings, candidates=few)
     quick = tune.run(None, None, 3.0, settings, quick=True, basis=str(basis))
     assert set(re.findall(r"=([a-z]+)", quick["recipe"])) <= {"heads", "klt", "kv"}

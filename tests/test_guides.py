@@ -60,6 +60,7 @@ COMPOSE: dict[str, Any] = {
         },
         "worker": {
             "image": str,
+            "build": {"dockerfile_inline": str},
             "command": [str],
             "environment": {"KVPACK_STORE": str},
             "volumes": ["[^:]+:[^:]+:ro"],
@@ -92,6 +93,9 @@ def test_the_compose_file_starts_what_the_guide_does() -> None:
     assert " ".join(redis["command"][3:]) in guide
     assert worker["deploy"]["replicas"] == len(re.findall(r"for number in ([\d ]+);", guide)[0].split())
     assert worker["volumes"] == ["./worker.py:/app/worker.py:ro"]
+    steps = worker["build"]["dockerfile_inline"].splitlines()
+    # PyTorch's CPU build comes first, so that kvpack's dependencies find it.
+    assert [step.rpartition(" ")[2] for step in steps[1:]] == ["https://download.pytorch.org/whl/cpu", "'kvpack[redis,transformers]'"]
     assert worker["environment"]["KVPACK_STORE"].startswith("redis://redis:")
 
 

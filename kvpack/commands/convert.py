@@ -66,6 +66,7 @@ def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = Tr
 def run(arguments: argparse.Namespace) -> int:
     """Load the file, convert it and save it."""
     import kvpack
+    from kvpack.coding.recipes import preset_of
 
     arguments.recipe = arguments.recipe or arguments.named
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
@@ -78,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     save(converted, arguments)
     if _adds_bits(cache, converted):
         note = f"{arguments.output} has more bits per value than {arguments.input}, but no better quality"
-        reason = f"values that {cache.recipe} has rounded stay rounded. If possible, convert the original values instead"
+        recipe = preset_of(cache.recipe) or cache.recipe
+        reason = f"values that {recipe} has rounded stay rounded. If possible, convert the original values instead"
         print(f"kvpack: note: {printable(note)}: {printable(reason)}", file=sys.stderr)
     return 0
 

@@ -236,10 +236,11 @@ def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: lis
         )
     if forced := os.environ.get("KVPACK_KERNELS"):
         advice.append(f"KVPACK_KERNELS={forced} selects the kernels: unset it to use the fastest ones on each device")
-    if kernels and not any(check["name"].startswith(_FILES_ON) and check["name"] != f"{_FILES_ON}the CPU" for check in checks):
+    has_cuda = any(check["name"].startswith(_FILES_ON) and check["name"] != f"{_FILES_ON}the CPU" for check in checks)
+    if kernels and not has_cuda:
         advice.append("PyTorch finds no CUDA device: on a machine that has one, install PyTorch for CUDA (https://pytorch.org)")
     for package in packages:
-        if package["ok"] or (package["name"] == "triton" and "Triton kernels" in kernels.get("cuda", "")):
+        if package["ok"] or (package["name"] == "triton" and (not has_cuda or "Triton kernels" in kernels.get("cuda", ""))):
             continue
         found = "is not installed" if package["version"] is None else f"is {package['version']}, older than {package['oldest']}"
         wanted = f"kvpack[{package['extra']}]" if package["extra"] else f"{package['name']}>={package['oldest']}"

@@ -273,8 +273,8 @@ def test_convert_says_when_more_bits_gain_nothing(
     packed, out = tmp_path / "in", tmp_path / "out"
     kvpack.save(kvpack.pack(random_pairs(2, 128), before), packed)
     assert run("convert", packed, out, after) == 0
-    err, recipe = capsys.readouterr().err, kvpack.Recipe(before).text
-    note = f"kvpack: note: {out} has more bits per value than {packed}, but no better quality: values that {recipe} has rounded"
+    err = capsys.readouterr().err
+    note = f"kvpack: note: {out} has more bits per value than {packed}, but no better quality: values that {before} has rounded"
     assert (note in err) == told
     assert kvpack.load(out).recipe == kvpack.Recipe(after).text
 

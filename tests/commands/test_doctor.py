@@ -51,7 +51,7 @@ def test_what_is_missing_or_old_is_named_with_its_remedy(capsys: pytest.CaptureF
     real = metadata.version
 
     def version(name: str) -> str:
-        if name == "transformers":
+        if name in ("transformers", "triton"):
             raise metadata.PackageNotFoundError(name)
         return {"redis": "4.9", "vllm": "0.32.1"}.get(name) or real(name)
 
@@ -65,6 +65,9 @@ def test_what_is_missing_or_old_is_named_with_its_remedy(capsys: pytest.CaptureF
     assert "pip install -U 'kvpack[transformers]'" in advice
     assert "redis is 4.9, older than 5, needed for stores on Redis and Valkey: pip install -U 'kvpack[redis]'" in advice
     assert "install a C compiler" in advice
+    if not torch.cuda.is_available():
+        # Only CUDA devices need Triton, and PyTorch for CUDA brings it.
+        assert "triton" not in advice
 
 
 WITHOUT_TORCH = """

@@ -79,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     save(converted, arguments)
     if _adds_bits(cache, converted):
         note = f"{arguments.output} has more bits per value than {arguments.input}, but no better quality"
-        recipe = preset_of(cache.recipe) or cache.recipe
-        reason = f"values that {recipe} has rounded stay rounded. If possible, convert the original values instead"
+        name = preset_of(cache.recipe) or cache.recipe
+        reason = f"values that {name} has rounded stay rounded. If possible, convert the original values instead"
         print(f"kvpack: note: {printable(note)}: {printable(reason)}", file=sys.stderr)
     return 0
 

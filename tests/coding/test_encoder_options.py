@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 RECIPES = [
-    "k=scalar:b=2,rounding=scaled,norm_rule=norm;v=group:b=3,g=32,centre=zero",
+    "k=scalar:b=2,rounding=scaled;v=group:b=3,g=32,centre=zero",
     "kv=octahedral:b=2,rounding=scalar,norm_rule=norm",
     "octopus-2;layers=0,-1:k=scalar:b=2,norm_rule=norm",
     "turboquant-sym3-g4",

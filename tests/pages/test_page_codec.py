@@ -575,7 +575,8 @@ def test_pages_take_no_memory_where_c_codes_them(recipe: str) -> None:
         if recipe in BY_TORCH[name]:
             assert taken.count > large.raw_bytes
         else:
-            assert max(taken.count, most) < large.raw_bytes // 16
+            # Of a token's 128 bytes, its norm and its error take 8.
+            assert max(taken.count, most) < large.raw_bytes // 12
 
 
 @pytest.mark.parametrize(

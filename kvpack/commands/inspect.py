@@ -87,14 +87,17 @@ def _print(summary: dict[str, Any]) -> None:
         print(f"{len(summary['states']):,} states of {len(states):,} layers, {bytes_text(size)} bytes")
     for digest in summary["bases"]:
         print(f"needs the basis {digest.hex()}")
-    codecs = [_codec_text(params) for params in summary["codecs"]]
+    # Parameters are below the table, which then fits in 80 characters.
+    codecs = [f"{params['id']} ({number})" for number, params in enumerate(summary["codecs"])]
     whole = (summary["start"], summary["stop"])
     # Show the column only if some layer does not have all tokens.
     positions = any((side["start"], side["stop"]) != whole for layer in summary["layers"] for side in layer.values())
     rows = "rows" if summary["is_basis"] else "tokens"
-    columns = ["layers", "side", "codec", "batch", "heads", rows, "raw tail", "dim", "bits per\nvalue", "bytes"]
+    batched = any(side["batch"] != 1 for layer in summary["layers"] for side in layer.values())
+    batch = ["batch"] if batched else []
+    columns = ["layers", "side", "codec", *batch, "heads", rows, "raw\ntail", "dim", "bits per\nvalue", "bytes"]
     if positions:
-        columns.insert(6, "positions")
+        columns.insert(columns.index(rows) + 1, "positions")
     print_table(
         "layers",
         columns,
@@ -103,7 +106,7 @@ def _print(summary: dict[str, Any]) -> None:
                 f"{first}-{last}" if last > first else str(first),
                 name,
                 codecs[side["codec"]],
-                *(str(side[key]) for key in ("batch", "heads", "tokens")),
+                *(str(side[key]) for key in (*batch, "heads", "tokens")),
                 *([f"{side['start']} to {side['stop']}"] if positions else []),
                 *(str(side[key]) for key in ("tail_tokens", "dim")),
                 f"{side['bits_per_value']:.3f}",
@@ -113,6 +116,9 @@ def _print(summary: dict[str, Any]) -> None:
         ),
         left=3,
     )
+    print("codecs:")
+    for number, params in enumerate(summary["codecs"]):
+        print(f"({number}) {_codec_text(params)}")
     print_table(
         "bytes by stream",
         ["stream", "bytes", "share"],

@@ -77,7 +77,13 @@ def test_inspect_as_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "tokens 256 to 356" in text
     assert "name toy, revision 7" in text
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
-    assert ["1-2", "k", "group bits=2 axis=token size=32 raw_positions=bf16", "1", "2", "100", "4", "64"] in [row[:8] for row in rows]
+    assert ["1-2", "k", "group (2)", "2", "100", "4", "64"] in [row[:7] for row in rows]
+    assert "\n(2) group bits=2 axis=token size=32 raw_positions=bf16\n" in text
+    assert max(map(len, text.splitlines()[3:])) <= 80
+    kvpack.save(kvpack.pack(random_pairs(1, 64, batch=2), "kivi-2"), file.with_name("batch"))
+    assert run("inspect", file.with_name("batch")) == 0
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["k"])
+    assert row[2:6] == ["group", "(0)", "2", "2"]
     assert "header and padding" in {row[0] for row in rows}
 
 

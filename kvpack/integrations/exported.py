@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from kvpack.cache.side import Side
 
-_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in RAW_DTYPES.items()}
-"""Names of the dtypes that can be written, by the names that models record."""
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in RAW_DTYPES.items()} | {name: name for name in RAW_DTYPES}
+"""Names of the dtypes that can be written, by the names that models of transformers and llama.cpp record."""
 
 
 def export_values(where: str, side: Side, dtype: str | None, library: str, recorded: str | None = None) -> torch.Tensor:
@@ -30,7 +30,7 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")
     exact = side.codec.exact_dtype
     if dtype is None and exact is None:
-        known = _NAMES.get(recorded or "")
+        known = _NAMES.get((recorded or "").partition(" ")[0])
         advice = f"the cache was computed in {known}, so pass" if known else "choose one, such as"
         example = known or "bf16"
         raise InvalidParameter(

@@ -520,6 +520,8 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     refused(made, r"windows\[7\] is 8, expected a layer number from 0 to 1", windows={7: 8})
     refused(made, "dtype is 'q8_0', expected one of bf16, fp16, fp32", dtype="q8_0")
     refused(cache((k, v), recipe="octopus-3"), r"layer 0: the codec octahedral decodes to binary32, but llama.cpp stores .*dtype='bf16'")
+    recorded = replace(cache((k, v), recipe="octopus-3"), model={"name": "m", "dtype": "fp16 of llama.cpp", "config": CONFIG})
+    refused(recorded, "the cache was computed in fp16, so pass --dtype fp16 on the command line")
     refused(cache((k.float() * 1e6, v)), "layer 0: a value is too large for fp16", OutOfRange, dtype="fp16")
     refused(cache((k, v), start=5), "the cache begins at position 5, but a sequence of llama.cpp must begin at position 0")
     refused(cache((None, v)), "layer 0 contains no keys: for llama.cpp, kvpack writes only keys and values, or only latents")

@@ -166,7 +166,7 @@ def export_slot(
         else:
             kept = _saved_tokens(number, layer, latents, tokens, window)
             blocks = [
-                _side_cells(f"layer {number}", side, kind, dtype, kept, turned)
+                _side_cells(f"layer {number}", side, kind, dtype, kept, turned, cache.model.get("dtype"))
                 for side, turned, kind in zip((layer.k, layer.v), (False, transposed), kinds, strict=True)
                 if side is not None
             ]
@@ -280,12 +280,17 @@ def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str |
     return keys, values or None
 
 
-def _side_cells(where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool) -> _Stored:
-    """Return a side's newest tokens in llama.cpp's layout. Raises the errors of ``exported``, and InvalidParameter for another ``kind``."""
+def _side_cells(
+    where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool, recorded: str | None
+) -> _Stored:
+    """Return a side's newest tokens in llama.cpp's layout. ``recorded`` is the dtype in the cache's model fields.
+
+    Raises the errors of ``exported``, and InvalidParameter for another ``kind``.
+    """
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
         return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
-    values = export_values(where, side, dtype or kind, "llama.cpp")
+    values = export_values(where, side, dtype or kind, "llama.cpp", recorded)
     return _to_cells(values[0, :, -kept:], transposed)
 
 

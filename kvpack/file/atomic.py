@@ -246,7 +246,9 @@ def _new_mode(folder: str) -> int:
     """
     descriptor, path = _create(folder, mode=0o666)
     try:
-        os.unlink(path)
+        # A sweep of another writer may remove the file first, because it is not locked.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
         return stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o666
     finally:
         os.close(descriptor)

@@ -48,6 +48,21 @@ def test_a_new_file_has_the_mode_of_the_umask(mask: int, expected: int, tmp_path
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_a_save_completes_while_another_sweeps_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = atomic._create
+
+    def create_and_sweep(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
+        made = create(folder, mode=mode)
+        if mode != 0o600:
+            assert remove_dead(folder).removed == [made[1]]
+        return made
+
+    monkeypatch.setattr(atomic, "_create", create_and_sweep)
+    with umask(0o022):
+        write_file(tmp_path / "a", DATA)
+    assert (os.listdir(tmp_path), mode(tmp_path / "a"), (tmp_path / "a").read_bytes()) == (["a"], 0o644, b"new bytes")
+
+
 @pytest.mark.parametrize("old", [0o600, 0o664, 0o640, 0o755])
 def test_an_old_file_keeps_its_mode(old: int, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")

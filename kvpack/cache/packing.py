@@ -219,6 +219,11 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
             f"inputs were recorded for tokens [{first}:{first + count}] of a sequence, but the cache has tokens "
             f"[{start}:{start + tokens}]: record them after the last change to the cache, or omit inputs="
         )
+    if inputs.tokens > tokens:
+        raise InvalidParameter(
+            f"inputs have {inputs.tokens} token ids per sequence, but the cache has {tokens} tokens: if only its newest tokens were "
+            f"dropped, pass inputs.slice(0, {tokens}, {start}), else omit inputs="
+        )
     batch = min((side.batch for layer in layers for side in layer.sides.values()), default=1)
     rows = max([len(inputs.rows), *(stretch.row + 1 for stretch in inputs.hidden)])
     if rows > batch or (inputs.rows and rows != batch):

@@ -89,11 +89,13 @@ def pack(arguments: argparse.Namespace) -> int:
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
     layers, note, inputs = _read_dense(arguments.input)
     recipe = parse_recipe_option(arguments, reads_cache=False)
+    known = 0 if inputs is None else inputs.tokens
+    sides = [(layer.skipped, x) for layer in layers for x in (layer.k, layer.v) if x is not None and len(x.shape) == 4]
+    tokens = max((skipped + x.shape[2] for skipped, x in sides), default=known)
+    if known > tokens:
+        raise InvalidParameter(f"{arguments.input}: {IDS} has {known} ids, but the layers have {tokens} tokens: remove the extra ids")
     with progress("encode", arguments) as callback:
         cache = kvpack.pack(layers, recipe, model=note.model, start=note.start, inputs=inputs, progress=callback)
-    known = 0 if inputs is None else len(inputs.known[0]) // ID_BYTES
-    if known > cache.tokens:
-        raise InvalidParameter(f"{arguments.input}: {IDS} has {known} ids, but the layers have {cache.tokens} tokens: remove the extra ids")
     save(replace(cache, metadata=MappingProxyType(note.metadata), position_offsets=note.offsets), arguments)
     return 0
 

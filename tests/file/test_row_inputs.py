@@ -161,6 +161,11 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
         kvpack.pack([(k, k)], "raw", start=501, inputs=recorded)
     with pytest.raises(InvalidParameter, match=r"recorded for tokens \[0:12\] of a sequence, but the cache has tokens \[0:10\]"):
         kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=recorded)
+    # Inputs of files and of packed caches were recorded for their tokens, too.
+    with pytest.raises(InvalidParameter, match=r"inputs have 12 token ids per sequence, .*pass inputs\.slice\(0, 10, 0\), else omit"):
+        kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=cache.inputs)
+    cropped = kvpack.pack([(k[:, :, :10], k[:, :, :10])], "raw", inputs=recorded.slice(0, 10, 0))
+    assert cropped.token_ids.tolist() == [[*range(10)]] * 2
     with pytest.raises(InvalidParameter, match=r"starts at position 501, but its inputs start at position 0"):
         replace(cache, start=501)
     assert replace(cache, start=501, inputs=None).start == 501

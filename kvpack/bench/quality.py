@@ -29,8 +29,8 @@ from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
     PASS,
     Bf16Cache,
-    Forgotten,
     Measured,
+    NoContextResult,
     measure,
     packed_file,
     prefill,
@@ -245,7 +245,8 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
     check_size("score", score, 1, tokens - 1, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
     check_size("step", settings.step, 1, tokens, f"in a window of {tokens} tokens")
-    sized = f"with windows of {_MIN_BYTES} tokens or more" if long.of_bytes else f"of {max(lengths, default=needles.LENGTHS[0]):,} tokens"
+    longest = max(lengths, default=needles.LENGTHS[0])
+    sized = f"with windows of {_MIN_BYTES} tokens or more" if long.is_byte_level else f"of {longest:,} tokens"
     check_size("needles", count, 0, prompts, f"prompts in {long.name}, {sized}")
     most = (max_positions or len(long.ids)) - generated.PROMPT
     written = settings.generated or 0
@@ -255,7 +256,7 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
 
 def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:
     """Return the lengths of needle prompts: a window's for a model of bytes, otherwise several lengths that fit."""
-    if text.of_bytes:
+    if text.is_byte_level:
         return (tokens,) if tokens >= _MIN_BYTES else ()
     most = min(len(text.ids), max_positions or len(text.ids))
     return tuple(length for length in needles.LENGTHS if length <= most)
@@ -317,9 +318,9 @@ class _Measurement:
         result["generated"] = None if written is None else along_summary(self.names, written)
         return result
 
-    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[Forgotten], list[list[Measured]]]:
+    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[NoContextResult], list[list[Measured]]]:
         exact_losses: list[float] = []
-        forgotten: list[Forgotten] = []
+        forgotten: list[NoContextResult] = []
         measured: list[list[Measured]] = [[] for _ in self.recipes]
         size = window_ids(part.sizes.tokens, part.text)
         begun = starts(len(part.text.ids), size, part.sizes.windows, self.seed)
@@ -348,7 +349,7 @@ class _Measurement:
             size = length - needles.QUESTION_TOKENS - len(self.long.start)
             for number, start in enumerate(starts(len(self.long.ids), size, count, self.seed + 1)):
                 ids = self.long.ids[start : start + size]
-                if self.long.of_bytes:
+                if self.long.is_byte_level:
                     yield needles.key_lines(self.long, ids, generator)
                 else:
                     yield needles.pass_key(self.long, ids, (number + 0.5) / count, generator)

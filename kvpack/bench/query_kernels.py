@@ -58,7 +58,7 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
 
     k, v = normal(shape.heads, shape.tokens), normal(shape.heads, shape.tokens)
     tensors = {count: normal(shape.q_heads, count) for count in queries if count <= shape.tokens}
-    peers = {count: _libraries(q, k, v) for count, q in tensors.items()}
+    peers = {count: _sdpa_seconds(q, k, v) for count, q in tensors.items()}
     rows = []
     for recipe in recipes:
         layer = synthetic_basis.pack(k, v, recipe)
@@ -85,10 +85,10 @@ def run(recipes: Sequence[str], shape: QueryShape, queries: Sequence[int] = QUER
     return {**shape._asdict(), "peers": [{"queries": count, **row} for count, row in peers.items()], "rows": rows}
 
 
-def _libraries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
-    """Return the times in seconds of the SDPA backends that support the shape.
+def _sdpa_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
+    """Return the times in seconds of the SDPA backends that support the shape, without a causal mask.
 
-    There is no mask; without one, only FlashAttention aligns queries with the last tokens.
+    With ``is_causal``, only FlashAttention would align the queries with the last tokens.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention

@@ -15,7 +15,7 @@ from kvpack.output import counted, print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.evaluation.windows import Forgotten, Measured
+    from kvpack.evaluation.windows import Measured, NoContextResult
 
     from .generated import GenerationEffect
     from .quality_peers import PeerMeasured
@@ -45,7 +45,7 @@ class NeedleAnswer:
 def summary(
     starts: Sequence[int],
     exact_losses: Sequence[float],
-    forgotten: Sequence[Forgotten],
+    forgotten: Sequence[NoContextResult],
     exact_recall: dict[str, Any] | None,
     recipes: Sequence[tuple[str, Sequence[Measured], dict[str, Any] | None]],
     reference: str | None = None,
@@ -81,7 +81,7 @@ def summary(
 def part_summary(
     starts: Sequence[int],
     exact_losses: Sequence[float],
-    forgotten: Sequence[Forgotten],
+    forgotten: Sequence[NoContextResult],
     measured: Sequence[Sequence[Measured]],
     names: Sequence[str],
     reference: str | None,
@@ -144,7 +144,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
     return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
-def _prediction_results(windows: Sequence[Forgotten | Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _prediction_results(windows: Sequence[NoContextResult | Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
     """Return the results of the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]

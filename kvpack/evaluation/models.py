@@ -23,14 +23,14 @@ MAX_TEXT_BYTES = 2**30
 class Text:
     """A text as token ids: ``start`` are the ids at the start of each sequence, and ``ids`` are those of the text itself.
 
-    If ``of_bytes``, the model has no tokenizer: ids are byte values, and sequences start with id 256. ``encode`` converts other text to
+    If ``is_byte_level``, there is no tokenizer: ids are byte values, and sequences start with id 256. ``encode`` converts other text to
     ids.
     """
 
     name: str
     start: tuple[int, ...]
     ids: Sequence[int]
-    of_bytes: bool
+    is_byte_level: bool
     encode: Callable[[str], list[int]]
 
 
@@ -62,14 +62,14 @@ def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
         raise InvalidParameter(
             f"{folder}: has no tokenizer, and bytes need at least {BOS + 1} token ids, but the model has only {ids_below}: add a tokenizer"
         )
-    return Text(name, (BOS,), data, of_bytes=True, encode=lambda text: [*text.encode()])
+    return Text(name, (BOS,), data, is_byte_level=True, encode=lambda text: [*text.encode()])
 
 
 def tokenize(name: str, text: str, tokenizer: Any) -> Text:
     """Return ``text`` as a Text, tokenized by ``tokenizer``."""
     ids = tokenizer(text)["input_ids"]
     starts_with_bos = bool(ids) and ids[0] == tokenizer.bos_token_id
-    return Text(name, tuple(ids[:starts_with_bos]), ids[starts_with_bos:], of_bytes=False, encode=partial(_encode, tokenizer))
+    return Text(name, tuple(ids[:starts_with_bos]), ids[starts_with_bos:], is_byte_level=False, encode=partial(_encode, tokenizer))
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -132,7 +132,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Forgotten:
+class NoContextResult:
     """The model's predictions without the past of a window."""
 
     log_perplexity: float
@@ -241,7 +241,7 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
-def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
+def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> NoContextResult:
     """Evaluate a window's scored tokens, at their own positions, over only its first ``kept`` tokens."""
     cache = uncompressed_cache(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
@@ -249,7 +249,7 @@ def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> Forgotten:
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
         logits = model(tokens, **cache_names.passing(model, cache), position_ids=positions).logits[0]
-    return Forgotten(*compare_predictions(exact, functional.log_softmax(logits.float(), -1)))
+    return NoContextResult(*compare_predictions(exact, functional.log_softmax(logits.float(), -1)))
 
 
 def packed_file(pairs: Pairs, recipe: str | Recipe, path: str) -> Cache:

@@ -319,7 +319,7 @@ def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
     with torch.inference_mode():
         logits = model(sample).logits[0]
     digest = xxhash.xxh3_128(logits.float().contiguous().numpy().tobytes())
-    digest.update(bytes(text.ids) if text.of_bytes else str(list(text.ids)).encode())
+    digest.update(bytes(text.ids) if text.is_byte_level else str(list(text.ids)).encode())
     digest.update(repr((kvpack.__version__, sizes)).encode())
     return digest.hexdigest()
 

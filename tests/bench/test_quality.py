@@ -257,7 +257,7 @@ def test_one_window_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def bytes_text(data: bytes = b"") -> Text:
-    return Text("bytes", (256,), data, of_bytes=True, encode=lambda text: [*text.encode()])
+    return Text("bytes", (256,), data, is_byte_level=True, encode=lambda text: [*text.encode()])
 
 
 def test_planting_key_lines() -> None:
@@ -460,7 +460,7 @@ def test_a_model_with_a_tokenizer(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("<s> " + " ".join(f"w{number % 48}" for number in range(200)))
     read = read_text(str(text), tmp_path, 50)
-    assert (read.start, list(read.ids[:3]), len(read.ids), read.of_bytes) == ((0,), [2, 3, 4], 200, False)
+    assert (read.start, list(read.ids[:3]), len(read.ids), read.is_byte_level) == ((0,), [2, 3, 4], 200, False)
     found = quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, score=32))
     assert found["settings"]["windows"] == 3
     assert found["settings"]["needles"] == 0

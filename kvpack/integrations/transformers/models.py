@@ -38,7 +38,7 @@ from kvpack.identity.modules import parts
 from .changes import modules_of
 from .hooks import models_in, outermost
 from .plain import NAMES
-from .reads import omits_window, reads_states
+from .reads import omits_window, reads_kv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,7 +166,7 @@ class Model(ExpectedLayers):
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
         self._tells_no_window = omits_window(decoder)
-        self._may_take_packed_layers = settable and not reads_states(decoder)
+        self._may_take_packed_layers = settable and not reads_kv(decoder)
         self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
         self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
         self._decoder_config = decoder.config

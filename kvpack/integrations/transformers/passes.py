@@ -84,7 +84,7 @@ class Pass:
         if module.training:
             self._found.append("were computed in training mode")
         if not encoder:
-            self._check_mask(arguments.get("attention_mask"))
+            self._record_mask(arguments.get("attention_mask"))
         self.check_positions(arguments)
 
     def note(self, text: str) -> None:
@@ -136,7 +136,7 @@ class Pass:
         counted = self.visible.cumsum(1)[:, self.start :] - 1
         return bool(((positions.to(visible.device) == counted) | ~visible).all())
 
-    def _check_mask(self, mask: Any) -> None:
+    def _record_mask(self, mask: Any) -> None:
         plain = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if plain and mask.shape[1] == (mask.shape[1] if self.ids is None else self.start + self.ids.shape[1]):
             self.visible = mask != 0

@@ -33,33 +33,34 @@ WITHOUT_COUNTERPART = {
 """Options of attention functions that ``attend`` does not support."""
 
 _ATTENTION = "attention_interface"
-"""The name by which transformers' models call the attention that is set."""
+"""The name of the configured attention function in transformers' models."""
 
 
-def reads_states(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` uses the results of ``Cache.update`` for anything but the attention that is set.
+def reads_kv(model: torch.nn.Module) -> bool:
+    """Return True if a module of ``model`` uses the results of ``Cache.update`` other than to pass them to attention.
 
-    Passing that attention an option of ``WITHOUT_COUNTERPART`` counts as such a use.
+    Passing attention an option of ``WITHOUT_COUNTERPART`` counts as such a use.
     """
-    return any(read.states for read in _analyses(model))
+    return any(read.reads_kv for read in _analyses(model))
 
 
 def omits_window(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` calls the set attention without the option ``sliding_window``, so that only its mask has one."""
+    """Return True if a module of ``model`` calls attention without the option ``sliding_window``, so that only its mask has one."""
     return any(read.no_window for read in _analyses(model))
 
 
-class _StateUse(NamedTuple):
+class _Analysis(NamedTuple):
     """Result of analyzing one function.
 
-    ``states`` is True if it reads the states, and ``no_window`` if it calls attention without a window.
+    ``reads_kv`` is True if the function uses the keys and values that ``Cache.update`` returns other than to pass them to attention, and
+    ``no_window`` if it calls attention without a window.
     """
 
-    states: bool
+    reads_kv: bool
     no_window: bool
 
 
-def _analyses(model: torch.nn.Module) -> Iterator[_StateUse]:
+def _analyses(model: torch.nn.Module) -> Iterator[_Analysis]:
     classes = {type(module) for module in modules_of(model) if not isinstance(module, PreTrainedModel)}
     return (_analyze(function) for kind in classes for function in _functions(kind))
 
@@ -72,16 +73,16 @@ def _functions(kind: type) -> Iterable[FunctionType]:
 
 
 @lru_cache(maxsize=4096)
-def _analyze(function: Any) -> _StateUse:
+def _analyze(function: Any) -> _Analysis:
     if "update" not in function.__code__.co_names:
-        return _StateUse(False, False)
+        return _Analysis(False, False)
     # Faster than inspect.getsource, which first searches all modules.
     lines = linecache.getlines(function.__code__.co_filename)[function.__code__.co_firstlineno - 1 :]
     try:
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (SyntaxError, IndexError):
         # Without source code, assume that the function is like most of transformers' own.
-        return _StateUse(False, False)
+        return _Analysis(False, False)
     updates = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and _is_update(node)]
     names = {name.id for update in updates for name in ast.walk(update.targets[0]) if isinstance(name, ast.Name)}
     first = min((update.lineno for update in updates), default=0)
@@ -96,7 +97,7 @@ def _analyze(function: Any) -> _StateUse:
         for node in ast.walk(tree)
     )
     biased = any(not options.isdisjoint(WITHOUT_COUNTERPART) for options in given)
-    return _StateUse(bool(updates) and (biased or any(read)), any("sliding_window" not in options for options in given))
+    return _Analysis(bool(updates) and (biased or any(read)), any("sliding_window" not in options for options in given))
 
 
 def _is_update(node: ast.Assign) -> bool:

@@ -299,8 +299,8 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
     if lost.any():
         entry, head, channel = torch.nonzero(lost)[0].tolist()
         raise OutOfRange(
-            f"the raw token at batch {int(sequence[entry])}, head {head}, token {int(token[entry])} is "
-            f"{exact[entry, head, channel].item():.6g} at channel {channel}, but the largest {dtype} is "
+            f"raw token {int(token[entry])} (sequence {int(sequence[entry])}, head {head}) has the value "
+            f"{exact[entry, head, channel].item():.6g} in channel {channel}, but the largest {dtype} is "
             f"{torch.finfo(values.dtype).max:.6g}: {remedy}"
         )
     return values

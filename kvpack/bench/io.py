@@ -135,7 +135,7 @@ def run(
     Raises InvalidParameter.
     """
     if repeats < 1:
-        raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
+        raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")
     if torch.device(device).type != "cpu":
         return {
             "source": cache.label,

@@ -47,7 +47,7 @@ def run(
     Raises InvalidParameter if files stay in memory, as in a tmpfs.
     """
     if repeats < 1:
-        raise InvalidParameter(f"--repeats is {repeats}, expected an integer of at least 1")
+        raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")
     target = checked_device(device)
     rows = []
     recipes = recipes or RECIPES

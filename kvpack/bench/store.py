@@ -117,7 +117,7 @@ def run(
     """
     for name, value in (("--layers", layers), ("--chunks", chunks), ("--repeats", repeats), *(("--entries", count) for count in entries)):
         if value < 1:
-            raise InvalidParameter(f"{name} is {value}, expected an integer of at least 1")
+            raise InvalidParameter(f"{name} is {value}, expected a positive integer")
     step = step_counter(progress, 2 + len(PROCESSES) + len(entries))
 
     identity = Identity("bench", recipe)

@@ -88,7 +88,10 @@ class Layer(PackedObject):
         if (start, stop) == (0, self.seen):
             return self
         if self.states:
-            raise OutOfBounds(_states_message(self, f"tokens [{start}:{stop}] were requested"))
+            raise OutOfBounds(
+                f"tokens [{start}:{stop}] were requested from a layer with states {_names(self)}, which belong to its last token: "
+                "use the whole layer"
+            )
         if not self.sides:
             return self
         if not self.skipped <= start <= stop <= self.seen:
@@ -111,7 +114,10 @@ class Layer(PackedObject):
         InvalidParameter if keys or values are missing, if they differ in their number of tokens, or if the layer has states.
         """
         if self.states:
-            raise InvalidParameter(_states_message(self, f"{where}: tokens cannot be appended"))
+            raise InvalidParameter(
+                f"{where}: tokens cannot be appended to a layer with recurrent or convolution states {_names(self)}, because the states "
+                "would not include them"
+            )
         sides, first = [], None if start is None else start + self.skipped
         unit = None
         if any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
@@ -140,9 +146,8 @@ class Layer(PackedObject):
         return replace(self, k=k, v=v, states=MappingProxyType({name: state.to(device) for name, state in self.states.items()}))
 
 
-def _states_message(layer: Layer, request: str) -> str:
-    names = " and ".join(layer.states)
-    return f"{request}, but the layer has the states {names} only after the cache's last token: request tokens up to that one"
+def _names(layer: Layer) -> str:
+    return f"({', '.join(layer.states)})"
 
 
 def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
@@ -159,7 +164,10 @@ def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, 
             fault = f"which has only positions [{first + layer.skipped}:{first + layer.seen}], not [{first + start}:{first + stop}]"
         raise OutOfBounds(f"tokens [{start}:{stop}] were requested from layers[{number}], {fault}")
     if layer.states and stop != count:
-        raise OutOfBounds(f"layers[{number}]: {_states_message(layer, f'tokens [{start}:{stop}] of {count} were requested')}")
+        raise OutOfBounds(
+            f"tokens [{start}:{stop}] of {count} were requested, but layers[{number}] has its states {_names(layer)} only after the last "
+            f"token: request tokens up to {count}"
+        )
     with prefix_errors(f"layers[{number}]", OutOfBounds):
         # The states after the last token belong to every range that ends there.
         return replace(replace(layer, states=MappingProxyType({}))[start:stop], states=layer.states)

@@ -181,7 +181,7 @@ def _layer_of_tuple(number: int, pair: Sequence[Any]) -> DenseLayer:
     if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
         shown = skipped if isinstance(skipped, int) else type(skipped).__name__
         raise InvalidParameter(
-            f"{where}: skipped (the number of tokens dropped before k and v) is {shown}, expected an integer of at least 0"
+            f"{where}: skipped (the number of tokens dropped before k and v) is {shown}, expected a non-negative integer"
         )
     if pair[0] is None and pair[1] is None:
         raise InvalidParameter(f"{where}: k and v are both None: pass keys, values or both")

@@ -36,7 +36,7 @@ def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
     if isinstance(untyped, Basis):
         return untyped
     if os.path.isdir(path_text(untyped)):
-        raise InvalidParameter(f"{path_text(untyped)}: is a folder: to pack a cache, pass one basis file in it")
+        raise InvalidParameter(f"{path_text(untyped)} is a folder: to pack a cache, pass a single basis file")
     return Basis.load(untyped)
 
 

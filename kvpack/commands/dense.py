@@ -194,10 +194,10 @@ def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
     layers = {int(name.partition(".")[0]) for name in names}
     count = len(layers) if note.starts is None else len(note.starts)
     if count > MAX_LAYERS:
-        raise InvalidParameter(f"{path}: has {count} layers, but may have at most {MAX_LAYERS}")
+        raise InvalidParameter(f"{path} has {count} layers, expected at most {MAX_LAYERS}")
     if not layers or max(layers) >= count:
         expected = "all layers from 0 to the last" if note.starts is None else f"some of the {count} layers in its metadata"
-        raise InvalidParameter(f"{path}: has the layers {sorted(layers)[:8]}, expected {expected}")
+        raise InvalidParameter(f"{path} has the layers {sorted(layers)[:8]}, expected {expected}")
     for number, start in enumerate(note.starts or ()):
         if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
             raise InvalidParameter(

@@ -90,7 +90,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.temperature is None:
         return options
     if not 0 <= arguments.temperature < float("inf"):
-        raise InvalidParameter(f"--temperature is {arguments.temperature}, expected a finite number of at least 0")
+        raise InvalidParameter(f"--temperature is {arguments.temperature}, expected a finite, non-negative number")
     return options | ({"do_sample": True, "temperature": arguments.temperature} if arguments.temperature else {"do_sample": False})
 
 

@@ -269,7 +269,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
 
     filters = (arguments.model, arguments.recipe, arguments.older_than, arguments.tenant or None)
     if filters == (None, None, None, None):
-        raise InvalidParameter("no filter is set: pass --model, --recipe, --older-than or --tenant, or several of them")
+        raise InvalidParameter("no filter is set: pass at least one of --model, --recipe, --older-than and --tenant")
     recipe = None if arguments.recipe is None else parse_recipe(arguments.recipe).canonical
     before = None if arguments.older_than is None else time.time_ns() - arguments.older_than * 10**9
     store = CommandStore(arguments)

@@ -340,7 +340,7 @@ def _parse(data: bytes) -> Header:
         tensors=tuple(map(_tensor, count(), top["tensors"])),
     )
     if not canonical or not _is_canonical(top, data):
-        raise InvalidHeader("kvpack.header is not canonical msgpack: its values, packed again, give other bytes")
+        raise InvalidHeader("kvpack.header is not canonical msgpack: re-encoding its values gives different bytes")
     return header
 
 

@@ -44,7 +44,7 @@ def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidde
     Raises InvalidHeader, which names the record.
     """
     if not data or len(data) % _RECORD.size:
-        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each range, and at least one range")
+        raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")
     hidden = tuple(Hidden(*record) for record in _RECORD.iter_unpack(data))
     last = Hidden(-1, 0, 0)
     for number, token_range in enumerate(hidden):

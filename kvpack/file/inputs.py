@@ -88,7 +88,7 @@ class Inputs:
         if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
             raise InvalidParameter(f"undetermined is {describe(self.undetermined)}, expected a tuple of nonempty strings")
         if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):
-            raise InvalidParameter(f"starts is {describe(self.starts)}, expected a tuple of positions (integers of at least 0)")
+            raise InvalidParameter(f"starts is {describe(self.starts)}, expected a tuple of positions (non-negative integers)")
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.undetermined))
         if len(self.starts) != len(self.undetermined):

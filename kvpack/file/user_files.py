@@ -90,7 +90,7 @@ def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str =
     try:
         return data.decode("utf-8-sig"), mode
     except UnicodeDecodeError as error:
-        raise InvalidParameter(f"{path_text(path)}: byte {error.start} is not valid UTF-8, but {what} must be text") from None
+        raise InvalidParameter(f"{path_text(path)}: byte {error.start} is not valid UTF-8, expected UTF-8 text") from None
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON file") -> Any:
@@ -104,9 +104,9 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON 
     try:
         return json.loads(text)
     except RecursionError:
-        raise InvalidParameter(f"{path_text(path)}: is not {what}: it is nested too deeply") from None
+        raise InvalidParameter(f"{path_text(path)} is not {what}: it is nested too deeply") from None
     except ValueError as error:
-        raise InvalidParameter(f"{path_text(path)}: is not {what}: {error}") from None
+        raise InvalidParameter(f"{path_text(path)} is not {what}: {error}") from None
 
 
 def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[bytes, int]:

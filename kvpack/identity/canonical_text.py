@@ -138,10 +138,10 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
     if tensor.device.type == "meta":
         raise InvalidParameter(
             f"{where} is on the meta device: its values are not in memory (offloaded, or not loaded yet), so they cannot be digested; "
-            "load the whole model, or give weights= (a revision) if it is a weight"
+            "load the whole model, or pass weights= (a revision) if it is a weight"
         )
     if kind.endswith(".DTensor"):
-        raise InvalidParameter(f"{where} is a DTensor, but this process holds only part of it: give weights= (a revision), or {BY_HAND}")
+        raise InvalidParameter(f"{where} is a DTensor, but this process holds only part of it: pass weights= (a revision), or {BY_HAND}")
     described = tensor_text(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
@@ -153,8 +153,8 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise InvalidParameter(
-            f"{where} is a {kind} of {described}, whose bytes cannot be read to digest them ({reason}): "
-            f"give weights= (a revision) if it is a weight, or {BY_HAND}"
+            f"{where} ({kind}, {described}) cannot be digested, because its bytes cannot be read ({reason}): "
+            f"pass weights= (a revision) if it is a weight, or {BY_HAND}"
         ) from None
     return f"{described} {xxhash.xxh3_128_hexdigest(data.data)}"
 

@@ -76,5 +76,5 @@ def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[in
         )
     for window in windows:
         if window is not None and as_integer(window, "sliding_windows") < 1:
-            raise InvalidParameter(f"sliding_windows contains {window}, expected integers of at least 1, or None")
+            raise InvalidParameter(f"sliding_windows contains {window}, expected positive integers or None")
     return tuple(windows)

@@ -75,7 +75,8 @@ class PageBuffer:
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
-            raise InvalidType(f"{where}: a {type(x).__name__}, expected a dense tensor in memory")
+            found = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise InvalidType(f"{where} is {found}, expected a dense tensor in memory")
         if x.dtype != geometry.torch_dtype:
             raise InvalidType(f"{where}: dtype {x.dtype}, expected {geometry.dtype}")
         expected = (geometry.heads, geometry.tokens, dim)

@@ -179,13 +179,13 @@ class PageCodec:
         if isinstance(rows, torch.Tensor):
             if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.device != CPU or (rows.numel() and rows.stride(1) != 1):
                 found = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
-                raise InvalidParameter(f"rows are {found}, expected uint8 [page, byte] in the memory of the pages or of the host")
+                raise InvalidParameter(f"rows are {found}, expected uint8 [page, byte] in host memory or on the device of the pages")
             # Views of memory do not depend on the mode in which the tensor was created.
             rows = [row.numpy().data for row in rows.detach().unbind()]
         try:
             views = [memoryview(row).cast("B") for row in rows]
         except TypeError as error:
-            raise InvalidParameter(f"rows are not contiguous buffers of bytes ({error}): give bytearrays or one uint8 tensor") from None
+            raise InvalidParameter(f"rows are not contiguous buffers of bytes ({error}): pass bytearrays or one uint8 tensor") from None
         if len(views) != count:
             raise InvalidParameter(f"{len(views)} rows were given for {count} slots")
         for number, view in enumerate(views):
@@ -201,7 +201,7 @@ class PageCodec:
 
 
 def _overlapping(apart: int, nbytes: int) -> str:
-    return f"two rows begin {apart} bytes apart, but a page takes {nbytes}: give each page a row of its own"
+    return f"two rows begin {apart} bytes apart, but a page takes {nbytes}: pass a separate row for each page"
 
 
 def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes | None]:

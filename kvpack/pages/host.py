@@ -102,7 +102,7 @@ class HostPages:
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Decode rows that have already been checked."""
+        """Check each row, and decode the valid ones into their slots. Return the error of each row; None for a decoded one."""
         plan = self._plan
         lanes = [lane.of(pages) for lane in plan.lanes]
 

@@ -70,8 +70,8 @@ class PageLayout:
             order = result[at].argsort()
             if at.numel() != numbers.numel() or not torch.equal(result[at][order], numbers.flatten()):
                 raise InvalidParameter(
-                    f"{side}: the writer put {numbers.numel()} values at {at.numel()} positions, {len(set(result[at].tolist()))} of them "
-                    "distinct: the layout is not a permutation, so its pages cannot be packed"
+                    f"{side}: the writer put {numbers.numel()} values at {at.numel()} positions, which hold "
+                    f"{len(set(result[at].tolist()))} distinct values; the layout is not a permutation, so its pages cannot be packed"
                 )
             if bool(taken[at].any()):
                 raise InvalidParameter(f"{side}: the writer put keys and values at the same positions, so its pages cannot be packed")

@@ -359,7 +359,7 @@ class Store:
         """
         start = as_integer(start, "start")
         if start < 0:
-            raise InvalidParameter(f"start is {describe(start)}, expected a token position of at least 0")
+            raise InvalidParameter(f"start is {describe(start)}, expected a non-negative token position")
         keys = self.keys(token_ids, inputs=inputs)
         removed = keys[-(-start // self.chunk) :]
         unpin_chains(self._backend, set(removed))

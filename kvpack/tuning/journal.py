@@ -32,7 +32,7 @@ _FORMAT = "kvpack measurements"
 
 
 def identity(exact: Sequence[Exact]) -> str:
-    """Return a digest of the model, the text and the sizes, based on the uncompressed model's tokens and predictions."""
+    """Return a digest of the model, the text and the sizes: of the tokens, and of the predictions with the uncompressed cache."""
     digest = xxhash.xxh3_128()
     for window in exact:
         digest.update(window.tokens.numpy().tobytes())
@@ -83,10 +83,10 @@ def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
     except InvalidParameter:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
-        raise InvalidParameter(f"{path}: contains no measurements of kvpack tune: pass another path or remove the file")
+        raise InvalidParameter(f"{path} contains no measurements of kvpack tune: pass another path or remove the file")
     if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, journal.of):
         raise InvalidParameter(
-            f"{path}: has measurements of another model, text, size, seed, number of threads or version of kvpack: "
+            f"{path} was written for a different model, text, size, seed, thread count or kvpack version: "
             "pass another path or remove the file"
         )
     journal.losses = {recipe: _loss(path, recipe, result, len(exact)) for recipe, result in content["losses"].items()}

@@ -235,11 +235,11 @@ class Statistics:
 
         def counted(_: list[str], metadata: dict[str, str]) -> int:
             if metadata.get("format") != _FORMAT or metadata.get("of") != of:
-                raise InvalidParameter(f"{path}: belongs to a calibration of another model, text or size: remove the file")
+                raise InvalidParameter(f"{path} belongs to a calibration with a different model, text or size: remove the file")
             try:
                 return int(metadata["windows"])
             except (KeyError, ValueError) as error:
-                raise InvalidParameter(f"{path}: is not valid progress of a calibration ({error!r}): remove the file") from None
+                raise InvalidParameter(f"{path} is not valid progress of a calibration ({error!r}): remove the file") from None
 
         tensors, result.windows = tensor_files.read(path, counted, _MAX_HEADER_BYTES)
         for key, tensor in tensors.items():

@@ -207,11 +207,11 @@ def _check_folder(path: str) -> None:
     """Raise WriteFailed for a file that cannot be written, before the search starts."""
     folder = os.path.dirname(path) or "."
     if not path or (os.path.exists(path) and not os.path.isfile(path)):
-        raise WriteFailed(f"{path!r}: could not be written: is not a regular file")
+        raise WriteFailed(f"cannot write {path!r}: it is not a regular file")
     if not os.path.isdir(folder):
-        raise WriteFailed(f"{path}: could not be written: {folder} is not a folder")
+        raise WriteFailed(f"cannot write {path}: {folder} is not a folder")
     if not os.access(folder, os.W_OK):
-        raise WriteFailed(f"{path}: could not be written: {folder} is not writable")
+        raise WriteFailed(f"cannot write {path}: {folder} is not writable")
 
 
 def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:

@@ -138,4 +138,4 @@ def test_pack_refuses_more_layers_than_a_cache_has(tmp_path: Path, capsys: pytes
     note = json.dumps({"start": {"range": 0, "layers": [0] * 5000}, "model": {}})
     save_file({"0.k": torch.zeros(1, 1, 4, 8), "0.v": torch.zeros(1, 1, 4, 8)}, path, {"kvpack.unpacked": note})
     assert cli.main(["pack", str(path), str(tmp_path / "out"), "--recipe", "raw"]) == 2
-    assert "has 5000 layers, but may have at most 4096" in capsys.readouterr().err
+    assert "has 5000 layers, expected at most 4096" in capsys.readouterr().err

@@ -99,8 +99,8 @@ def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys:
     ("words", "code", "message"),
     [
         (["--prompt", "a", "--max-tokens", "0"], 2, "--max-tokens is 0, expected at least 1"),
-        (["--prompt", "a", "--temperature", "-1"], 2, "--temperature is -1.0, expected a finite number of at least 0"),
-        (["--prompt", "a", "--temperature", "nan"], 2, "--temperature is nan, expected a finite number of at least 0"),
+        (["--prompt", "a", "--temperature", "-1"], 2, "--temperature is -1.0, expected a finite, non-negative number"),
+        (["--prompt", "a", "--temperature", "nan"], 2, "--temperature is nan, expected a finite, non-negative number"),
         (["--prompt", "a", "--update", "--out", "x"], 2, "pass only one of them"),
         (["--prompt", "a", "--out", "{file}"], 2, "is an input of this command"),
         (["--prompt", "a", "--model", "/nowhere"], 3, "has no config.json"),

@@ -276,9 +276,9 @@ def test_encrypted_entries_with_and_without_their_key(
     ("text", "mode", "message"),
     [
         ("a 00", 0o640, "has the mode 0640, but only its owner"),
-        ("a", 0o600, "line 1 is not an id and a key"),
-        ("a 00 00", 0o600, "line 1 is not an id and a key"),
-        ("\na xyz", 0o600, "line 2 is not an id and a key"),
+        ("a", 0o600, "line 1: expected an id and a hexadecimal key"),
+        ("a 00 00", 0o600, "line 1: expected an id and a hexadecimal key"),
+        ("\na xyz", 0o600, "line 2: expected an id and a hexadecimal key"),
         ("a 0011", 0o600, "has 2 bytes, expected 16, 24 or 32"),
         ("# none", 0o600, "expected at least one key"),
         (f"a {'00' * 16}\nb {'00' * 16}\na {'11' * 16}", 0o600, "line 3 repeats the id 'a' of line 1"),

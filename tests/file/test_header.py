@@ -572,5 +572,5 @@ def test_values_that_are_stored_in_another_form_are_refused(change: str) -> None
     if change == "width":
         # An integer of 16 bits that fits 7.
         data = data.replace(msgpack.packb("start") + b"\x00", msgpack.packb("start") + b"\xcd\x00\x00")
-    with pytest.raises(InvalidHeader, match="not canonical msgpack: its values, packed again, give other bytes"):
+    with pytest.raises(InvalidHeader, match="not canonical msgpack: re-encoding its values gives different bytes"):
         parse_header(data)

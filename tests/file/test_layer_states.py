@@ -74,7 +74,7 @@ def test_a_device_gets_and_gives_every_bit(tmp_path: Path) -> None:
     check_row_matches(read_to(HostBus(), container.open_file(path)), cache)
     save_from(HostBus(), cache, tmp_path / "staged")
     assert (tmp_path / "staged").read_bytes() == path.read_bytes()
-    with pytest.raises(OutOfBounds, match=r"layers\[0\]: tokens \[0:16\] of 32 were requested"):
+    with pytest.raises(OutOfBounds, match=r"tokens \[0:16\] of 32 were requested, but layers\[0\] has its states"):
         read_to(HostBus(), container.open_file(path), tokens=16)
 
 
@@ -85,13 +85,13 @@ def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
     rest = replace(cache, layers=cache.layers[:2])[:, 0:TOKENS]
     check_row_matches(rest, replace(cache, layers=cache.layers[:2]))
     for cut in (lambda: cache[:, :16], lambda: kvpack.load(path, tokens=16), lambda: cache[:, :31]):
-        with pytest.raises(OutOfBounds, match=r"layers\[0\].* has the states conv.0 and recurrent.0 only after the cache's last token"):
+        with pytest.raises(OutOfBounds, match=r"layers\[0\] has its states \(conv.0, recurrent.0\) only after the last token"):
             cut()
-    with pytest.raises(OutOfBounds, match="has the states"):
+    with pytest.raises(OutOfBounds, match=r"a layer with states \(conv.0, recurrent.0\), .* its last token: use the whole layer"):
         cache[2][1:]
     assert cache[2][:].states is cache[2].states
     pairs = [(None, None), *random_pairs(2, 1)]
-    with pytest.raises(InvalidParameter, match=r"layers\[0\]: tokens cannot be appended, but the layer has the states"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\]: tokens cannot be appended to a layer with recurrent or convolution states"):
         cache.append(pairs)
     assert [len(layer.states) for layer in kvpack.load(path, layers=[1, 2])] == [0, 0, 2]
 

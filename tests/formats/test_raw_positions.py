@@ -288,7 +288,7 @@ def test_codecs_that_lose_nothing_have_no_raw_tokens(codec: str) -> None:
 def test_raw_values_that_do_not_fit() -> None:
     x = torch.ones(1, 1, 40, DIM)
     x[0, 0, 1, 3] = 7e4
-    with pytest.raises(OutOfRange, match=r"layers\[0\]\.k: the raw token at batch 0, head 0, token 1 is 70000 at channel 3"):
+    with pytest.raises(OutOfRange, match=r"layers\[0\]\.k: raw token 1 \(sequence 0, head 0\) has the value 70000 in channel 3"):
         kvpack.pack([(x, x)], "kv=scalar:b=2,raw_first=2,raw_dtype=fp16")
     x[0, 0, 1, 3] = torch.inf
     with pytest.raises(InvalidParameter, match=r"layers\[0\]\.k: the value at batch 0, head 0, token 1, channel 3 is inf"):

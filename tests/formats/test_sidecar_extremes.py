@@ -139,12 +139,12 @@ PLACES = {
         "outliers=3",
         ", tokens 128 to 255: the outlier at batch 1, head 2, token 72, channel 9 of the coded frame is 1e",
     ),
-    "a raw token": (4, -7e4, "sinks=6", ", tokens 0 to 127: the raw token at batch 1, head 2, token 4 is -70000 at channel 9"),
+    "a raw token": (4, -7e4, "sinks=6", ", tokens 0 to 127: raw token 4 (sequence 1, head 2) has the value -70000 in channel 9"),
     "a raw token of a measured run": (
         150,
         -7e4,
         "sinks=200,channel_scale=fp16",
-        ": tokens 128 to 255: the raw token at batch 1, head 2, token 22 is -70000 at channel 9, but the largest fp16 is 65504",
+        ": tokens 128 to 255: raw token 22 (sequence 1, head 2) has the value -70000 in channel 9, but the largest fp16 is 65504",
     ),
 }
 

@@ -265,7 +265,7 @@ def test_blocks_are_never_recoded(tmp_path: Path) -> None:
         ({"scale": 0xF7FF}, None, ""),
         ({"scale": 0x7800}, OutOfRange, "layer 1: a scale of q8_0 is 32768, but kvpack supports at most 32752"),
         ({"heads": 8}, InvalidParameter, "layer 0: its 8 heads have 16 channels, but q8_0 has blocks of 32"),
-        ({"transposed": True}, InvalidParameter, "the values of full-attention layer 0 have 1 bytes per value, which q8_0 cannot have"),
+        ({"transposed": True}, InvalidParameter, "layer 0 have 1 bytes per value, expected values that are not quantized"),
         ({"kind": 2}, InvalidParameter, "layers have different cache types, expected those of layer 0 in all: q8_0 and q8_0"),
     ],
 )
@@ -386,8 +386,8 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state([], magic=0x67676C61), {}, r"is an adapter \('ggla'\)"),
         (state(SEVEN, whole(), version=2), {}, "is a sequence state of version 2, but kvpack reads only version 3"),
         (state(SEVEN, whole(), version=4), {}, "is a sequence state of version 4, but kvpack reads only version 3"),
-        (state(SEVEN), {}, "is truncated: the streams of its full-attention layers take 4 bytes from byte 40, but only 0 remain"),
-        (struct.pack("<III", 0x67677371, 3, 2**32 - 1), {}, "its 4294967295 token ids take 17179869180 bytes from byte 12, but only"),
+        (state(SEVEN), {}, "is truncated: the streams of its full-attention layers take 4 bytes at offset 40, but only 0 remain"),
+        (struct.pack("<III", 0x67677371, 3, 2**32 - 1), {}, "its 4294967295 token ids take 17179869180 bytes at offset 12, but only"),
         (state(SEVEN, whole())[:-1], {}, "is truncated: the values of full-attention layer 1 take 224 bytes"),
         (state(SEVEN, whole()) + b"x", {}, "1 bytes follow its 2 layers, perhaps of sliding-window layers"),
         (state(SEVEN, whole(), windowed()) + b"x", {"windows": {0: 4}}, "1 bytes follow its 3 layers, perhaps of recurrent states"),
@@ -401,9 +401,9 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(SEVEN, whole([0, 1, 2, 2, 3, 4, 5])), {}, "positions from 0 to 5, with 2 in place of 3"),
         (state(SEVEN, whole(range(1, 8))), {}, "positions from 1 to 7, with 1 in place of 0"),
         (state(SEVEN, whole([-(2**31), *range(1, 7)])), {}, "positions from -2147483648 to 6"),
-        (state(SEVEN[:-1], whole()), {}, "holds 6 token ids for 7 cells, expected one for each, or none"),
+        (state(SEVEN[:-1], whole()), {}, "has 6 token ids for 7 cells, expected one per cell, or none"),
         (state([*SEVEN[:-1], -7], whole()), {}, "token 6 has the id -7, but ids are at least 0"),
-        (state(of_server(SEVEN[:-1]), whole()), {}, "holds 6 token ids for 7 cells"),
+        (state(of_server(SEVEN[:-1]), whole()), {}, "has 6 token ids for 7 cells"),
         (
             state([-1, 2, *of_server(SEVEN)[2:]], whole()),
             {},
@@ -413,17 +413,17 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state([*of_server(SEVEN), 0], whole()), {}, "its 12 words of token ids begin like llama-server's"),
         (state([-1], whole()), {}, "its 1 words of token ids begin like llama-server's"),
         (state(of_server(SEVEN, 3), whole()), {}, "its tokens include 1 media, such as images"),
-        (state(SEVEN, Caches([], list(range(7)))), {}, "holds 0 full-attention layers, but windows= names 0: expected 1 to 4096 layers"),
-        (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "the keys of full-attention layer 0 have ggml type 99, which no cache has"),
-        (state(SEVEN, whole(kinds={1: 3})), {}, "the keys of full-attention layer 1 have 32 bytes per cell, which q4_1 cannot have"),
-        (state(SEVEN, whole(kinds={1: 8})), {}, "the keys of full-attention layer 1 have 32 bytes per cell, which q8_0 cannot have"),
-        (state(SEVEN, Caches([(k[:, :0], v) for k, v in LAYERS], list(range(7)))), {}, "0 have 0 bytes per cell, which fp16 cannot have"),
+        (state(SEVEN, Caches([], list(range(7)))), {}, "has 0 layers, expected 1 to 4096"),
+        (state(SEVEN, whole(kinds={1: 30, 0: 99})), {}, "layer 0 have the unsupported ggml type 99"),
+        (state(SEVEN, whole(kinds={1: 3})), {}, "layer 1 have 32 bytes per cell, expected a positive multiple of 20 for q4_1"),
+        (state(SEVEN, whole(kinds={1: 8})), {}, "layer 1 have 32 bytes per cell, expected a positive multiple of 34 for q8_0"),
+        (state(SEVEN, Caches([(k[:, :0], v) for k, v in LAYERS], list(range(7)))), {}, "0 have 0 bytes per cell, expected a positive"),
         (
             state(SEVEN, Caches([(k, v[:, :0]) for k, v in LAYERS], list(range(7)), True)),
             {},
             "the values of full-attention layer 0 have no channels",
         ),
-        (state(SEVEN, whole(transposed=True, kinds={0: 0, 1: 0})), {}, "layer 0 have 2 bytes per value, which fp32 cannot have"),
+        (state(SEVEN, whole(transposed=True, kinds={0: 0, 1: 0})), {}, "layer 0 have 2 bytes per value, expected 4 for fp32"),
         (state(SEVEN, whole(transposed=2)), {}, "has 2 full-attention layers, transposed 2: expected at most 4096, and 0 or 1"),
         (state(SEVEN, whole()), {"kv_heads": 3}, "layer 0: 16 channels are not divisible by 3 heads"),
         (state(SEVEN, whole()), {"kv_heads": 0}, "kv_heads is 0, expected a positive integer, or one for each of 2 layers"),
@@ -433,7 +433,7 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (
             state(SEVEN, whole(), windowed()),
             {"windows": {0: 4, 1: 4}},
-            "holds 2 full-attention layers and 1 sliding-window layers, but windows= names 2",
+            "has 1 sliding-window layer, but windows has 2: pass one window per layer of that kind",
         ),
         (state(SEVEN, whole(), windowed()), {"windows": {0: 8}}, "hold 4 of 7 tokens, but layer 0 has a window of 8"),
         (state(SEVEN, whole(), windowed()), {"windows": {0: 3}}, "hold 4 of 7 tokens, but layer 0 has a window of 3"),
@@ -469,9 +469,9 @@ def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     at = data.index(struct.pack("<iQ", 1, 32))
     for size in (2**63, 2**40, 34):
         data[at + 4 : at + 12] = struct.pack("<Q", size)
-        message = f"the keys of full-attention layer 0 take {7 * size} bytes from byte"
+        message = f"the keys of full-attention layer 0 take {7 * size} bytes at offset"
         if size == 34:
-            message = "the keys of full-attention layer 1 have ggml type"
+            message = "the keys of full-attention layer 1 have the unsupported ggml type"
         with pytest.raises(InvalidParameter, match=message):
             import_slot(written(tmp_path / "in.bin", bytes(data)), kv_heads=2)
 

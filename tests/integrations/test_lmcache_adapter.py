@@ -261,7 +261,7 @@ def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytes
     assert waited(lambda: adapter.query_load_result(number)).bits == [False]
     number = adapter.submit_lookup_and_lock_task(KEYS[:1], None)
     assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False]
-    assert "LMCache's load: 1 of 1 objects were refused, the first by AttributeError" in caplog.text
+    assert "LMCache load: 1 of 1 objects failed; first error: AttributeError" in caplog.text
 
     def broken(keys: Any, *_: Any) -> None:
         raise OSError("no listener")
@@ -282,7 +282,7 @@ def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callabl
     number = adapter.submit_store_task(keys, [states, given[0], states, given[1]])
     # LMCache knows no part of a task.
     assert waited(adapter.pop_completed_store_tasks)[number] == -1
-    assert "LMCache's store: 2 of 4 objects were refused, the first by InvalidParameter: the object is torch.float32 [3, 50]" in caplog.text
+    assert "LMCache store: 2 of 4 objects failed; first error: InvalidParameter: the object is torch.float32 [3, 50]" in caplog.text
     layouts = {**LAYOUTS, 1: types.SimpleNamespace(shapes=[torch.Size([3, 50])], dtypes=[torch.float32])}
     number = adapter.submit_lookup_and_lock_task(keys, layouts)
     assert waited(lambda: adapter.query_lookup_and_lock_result(number)).bits == [False, True, False, True]

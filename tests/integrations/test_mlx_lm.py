@@ -209,7 +209,7 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3"), path)
     with pytest.raises(InvalidParameter, match="the cache was computed in fp16, so pass --dtype fp16 on the command line"):
         export_prompt_cache(kvpack.pack([(K, V)], "octopus-3", model={"name": "m", "dtype": "float16"}), path)
-    with pytest.raises(InvalidParameter, match=r"the newest 30 of 40 tokens: give its sliding window, such as windows=\{0: 31\}"):
+    with pytest.raises(InvalidParameter, match=r"the newest 30 of 40 tokens: pass its sliding window, such as windows=\{0: 31\}"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path)
     with pytest.raises(InvalidParameter, match="holds the newest 30 of 40 tokens, but a window of 32 needs 31 before the next token"):
         export_prompt_cache(kvpack.pack([(K[:, :, 10:], V[:, :, 10:], 10)], "raw"), path, windows={0: 32})

@@ -273,7 +273,7 @@ def test_a_forward_without_its_signature_is_told_from_one_with_it(model: Any) ->
                 assert model.generate(text, past_key_values=cache, max_new_tokens=4, **OPTIONS).tolist() == expected
                 continue
             with pytest.raises(
-                InvalidParameter, match=r"got 60 token ids, which may begin with the 20 that the cache holds.*functools\.wraps"
+                InvalidParameter, match=r"cannot skip the cache's 20 tokens if the 60 token ids .*functools\.wraps"
             ):
                 model.generate(text, past_key_values=cache, max_new_tokens=4, **OPTIONS)
             # Ids that differ from the cache's follow it.

@@ -90,7 +90,7 @@ def test_attention_alone_tells_such_a_model(model_type: str) -> None:
     with KvpackCache(model, "raw") as past:
         model(PROMPT, position_ids=positions(0, 32), past_key_values=past)
         packed = past.packed
-    with pytest.raises(InvalidParameter, match=r"write KvpackCache\.of\(cache, model\)"):
+    with pytest.raises(InvalidParameter, match=r"use KvpackCache\.of\(cache, model\)"):
         KvpackCache.of(packed)
     model.set_attn_implementation("kvpack")
     alone = KvpackCache.of(replace(packed, position_offsets=None))
@@ -109,7 +109,7 @@ def test_other_models_have_positions_of_one_dimension(name: str) -> None:
         model(PROMPT, past_key_values=past)
         packed = past.packed
     assert packed.position_offsets is None
-    with pytest.raises(InvalidParameter, match="ForCausalLM is not one"):
+    with pytest.raises(InvalidParameter, match=r"rotary positions, but .*ForCausalLM has none"):
         KvpackCache.of(replace(packed, position_offsets=(-12,)), model)
 
 

@@ -748,7 +748,7 @@ def test_the_connector_tells_the_tier_of_a_store_of_the_model(connector: Any, on
     [
         ({"placement": "tier"}, 'placement is \'tier\', expected "primary" or "store"'),
         ({"location": "/cache"}, 'the primary tier holds the rows: set "placement": "store" too'),
-        ({"placement": "store"}, '"store" needs location'),
+        ({"placement": "store"}, '"store" requires "location"'),
         ({"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and location'),
         (STORE | {"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and location'),
     ],

@@ -115,7 +115,7 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
     for write, message in (
         (adding, "k: the writer changes values"),
         (skipping, "k: the writer changes values"),
-        (lossy, r"k: the writer put 512 values at 511 positions, 511 of them distinct: the layout is not a permutation"),
+        (lossy, r"k: the writer put 512 values at 511 positions, which hold 511 distinct values; the layout is not a permutation"),
         (repeating, r"k: the writer put 512 values at 1024 positions"),
         (overlapping, "v: the writer put keys and values at the same positions"),
         (scaling, "k: the writer changes values, by a scale or another dtype"),

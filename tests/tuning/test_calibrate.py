@@ -58,7 +58,7 @@ def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_p
     with pytest.raises(KeyboardInterrupt):
         calibrate.run(None, None, str(path), SIZES)
     assert [one.name for one in tmp_path.iterdir()] == ["x.kvbasis.progress"]
-    with pytest.raises(InvalidParameter, match="belongs to a calibration of another model, text or size"):
+    with pytest.raises(InvalidParameter, match="belongs to a calibration with a different model, text or size"):
         calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, score=16, windows=1))
     calibrate.run(None, None, str(path), SIZES)
     assert len(read) == 3

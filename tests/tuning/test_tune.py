@@ -151,7 +151,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert strict(capsys.readouterr().out) == resumed
     assert len(read) == before + 2
     assert cli.main([*words, "--bits", "3.4", "--seed", "1"]) == 2
-    assert f"{path}: has measurements of another model, text, size, seed" in capsys.readouterr().err
+    assert f"{path} was written for a different model, text, size, seed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -268,10 +268,10 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--bits", "3", "--candidate", "k=scalar:b=2"], 2, r"--candidate has no codec for values"),
         (["--bits", "3", "--model", "/nowhere"], 3, r"/nowhere: has no config.json"),
         (["--bits", "3", "--text", "/nowhere"], 3, r"/nowhere: could not be opened"),
-        (["--bits", "3", "--out", "none/x"], 3, r"none/x: could not be written: none is not a folder"),
-        (["--bits", "3", "--out", "."], 3, r"'\.': could not be written: is not a regular file"),
-        (["--bits", "3", "--out", "/dev/null"], 3, r"'/dev/null': could not be written: is not a regular file"),
-        (["--bits", "3", "--measurements", ""], 3, r"'': could not be written"),
+        (["--bits", "3", "--out", "none/x"], 3, r"cannot write none/x: none is not a folder"),
+        (["--bits", "3", "--out", "."], 3, r"cannot write '\.': it is not a regular file"),
+        (["--bits", "3", "--out", "/dev/null"], 3, r"cannot write '/dev/null': it is not a regular file"),
+        (["--bits", "3", "--measurements", ""], 3, r"cannot write ''"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )

@@ -19,6 +19,7 @@ from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.arguments import model_fields
 from kvpack.integrations.exported import export_values, windows_of
+from kvpack.output import counted
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of
@@ -193,7 +194,7 @@ def _check_origin(cache: Cache) -> None:
     if cache.model.get("config") != CONFIG:
         raise InvalidParameter(
             f"the cache did not come from llama.cpp: its model has the config {cache.model.get('config', '')!r:.80}, expected {CONFIG!r}; "
-            "llama.cpp orders the channels of keys as in its GGUF. If this cache does too, pass "
+            "llama.cpp stores the channels of keys in GGUF order. If this cache uses that order too, pass "
             f"dataclasses.replace(cache, model={{'config': {CONFIG!r}}})"
         )
 
@@ -208,12 +209,16 @@ def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> No
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
     """Return the file's number of tokens. Raises InvalidParameter unless its layers match ``windows``, and its cells the token ids."""
     counts = [len(section.keys) for section in file.sections]
-    if not 0 < sum(counts) <= MAX_LAYERS or len(windows) != sum(counts[1:]):
-        held = f"{counts[0]} full-attention layers" + (f" and {counts[1]} sliding-window layers" if counts[1:] else "")
-        raise InvalidParameter(f"{where}: holds {held}, but windows= names {len(windows)}: expected 1 to {MAX_LAYERS} layers")
+    if not 0 < sum(counts) <= MAX_LAYERS:
+        raise InvalidParameter(f"{where} has {sum(counts)} layers, expected 1 to {MAX_LAYERS}")
+    if len(windows) != sum(counts[1:]):
+        raise InvalidParameter(
+            f"{where} has {counted(sum(counts[1:]), 'sliding-window layer')}, but windows has {len(windows)}: pass one window per layer of "
+            "that kind"
+        )
     tokens, held_tokens = len(file.sections[0].positions), len(file.sections[-1].positions)
     if file.ids and len(file.ids) != ID_BYTES * tokens:
-        raise InvalidParameter(f"{where}: holds {len(file.ids) // ID_BYTES} token ids for {tokens} cells, expected one for each, or none")
+        raise InvalidParameter(f"{where} has {len(file.ids) // ID_BYTES} token ids for {tokens} cells, expected one per cell, or none")
     for number, window in windows.items():
         if not min(tokens, window - 1) <= held_tokens <= min(tokens, window):
             raise InvalidParameter(

@@ -124,7 +124,7 @@ class Reader:
         """Return the offset of the next ``count`` bytes. Raises InvalidParameter if the file does not have them."""
         if count > self.remaining:
             raise InvalidParameter(
-                f"{self.where}: is truncated: {what} take {count} bytes from byte {self.at}, but only {self.remaining} remain"
+                f"{self.where} is truncated: {what} take {count} bytes at offset {self.at}, but only {self.remaining} remain"
             )
         begin, self.at = self.at, self.at + count
         return begin
@@ -177,7 +177,7 @@ def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile
 
 def _check_front(reader: Reader) -> None:
     if reader.size < 8:
-        raise InvalidParameter(f"{reader.where}: is not a sequence state of llama.cpp: it has only {reader.size} bytes")
+        raise InvalidParameter(f"{reader.where} is not a sequence state of llama.cpp: it has only {reader.size} bytes")
     magic, version = reader.numbers("II", "its magic and version")
     if magic != _MAGIC:
         problem = f"is {_OTHER_MAGICS[magic]}" if magic in _OTHER_MAGICS else f"begins with {magic:#010x}"
@@ -186,7 +186,7 @@ def _check_front(reader: Reader) -> None:
             "save it with llama_state_seq_save_file, or a slot with llama-server"
         )
     if version != _VERSION:
-        raise InvalidParameter(f"{reader.where}: is a sequence state of version {version}, but kvpack reads only version {_VERSION}")
+        raise InvalidParameter(f"{reader.where} is a sequence state of version {version}, but kvpack reads only version {_VERSION}")
 
 
 def _ids(reader: Reader) -> tuple[bytes, str]:
@@ -245,13 +245,13 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
     transposed, layers = reader.numbers("II", f"the counts of its {kind} layers")
     if transposed > 1 or layers > MAX_LAYERS:
         raise InvalidParameter(
-            f"{reader.where}: has {layers} {kind} layers, transposed {transposed}: expected at most {MAX_LAYERS}, and 0 or 1; "
+            f"{reader.where} has {layers} {kind} layers, transposed {transposed}: expected at most {MAX_LAYERS}, and 0 or 1; "
             f"{_OTHER_CELLS}"
         )
     keys = tuple(_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
     if layers and not reader.remaining and not latents:
         raise InvalidParameter(
-            f"{reader.where}: ends after its keys: it is truncated, or from a model with multi-head latent attention (MLA), which "
+            f"{reader.where} ends after its keys: it is truncated, or from a model with multi-head latent attention (MLA), which "
             "has only latents; for such a model, pass latents=True, or --latents"
         )
     value_layers = () if latents else range(layers)
@@ -264,12 +264,15 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
     if dtype is None:
-        raise InvalidParameter(f"{reader.where}: {what} have ggml type {ggml_type}, which no cache has; {_OTHER_CELLS}")
+        raise InvalidParameter(f"{reader.where}: {what} have the unsupported ggml type {ggml_type}; {_OTHER_CELLS}")
     quantized = BLOCKS.get(dtype)
     element_bytes = quantized.size if quantized else TYPES[dtype][1]
     if (transposed and (quantized or size != element_bytes)) or not size or size % element_bytes:
         unit = "value" if transposed else "cell"
-        raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {unit}, which {dtype} cannot have")
+        expected = f"a positive multiple of {element_bytes} for {dtype}"
+        if transposed:
+            expected = "values that are not quantized, because they are transposed" if quantized else f"{element_bytes} for {dtype}"
+        raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {unit}, expected {expected}")
     row = size * channels[0] if transposed else size
     if not row:
         raise InvalidParameter(f"{reader.where}: {what} have no channels")

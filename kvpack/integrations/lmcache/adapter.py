@@ -364,7 +364,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if refused:
             first = refused[0]
             log.warning(
-                "LMCache's %s: %d of %d objects were refused, the first by %s: %s",
+                "LMCache %s: %d of %d objects failed; first error: %s: %s",
                 kind,
                 len(refused),
                 len(keys),

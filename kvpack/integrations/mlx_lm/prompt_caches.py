@@ -146,7 +146,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     """Return keys and values ``[batch, kv_head, token, dim]`` in token order, and the number of tokens before them."""
     if not {0, 1} <= parts.keys() or any(parts[part].dim() != 4 or not parts[part].numel() for part in (0, 1)):
         shapes = [list(parts[part].shape) if part in parts else "missing" for part in (0, 1)]
-        raise InvalidParameter(f"{where}: contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
+        raise InvalidParameter(f"{where} contains no keys and values [batch, kv_head, token, dim]: its arrays 0 and 1 are {shapes}")
     keys, values = parts[0], parts[1]
     length = keys.shape[2]
     if keys.shape[:3] != values.shape[:3]:
@@ -207,10 +207,13 @@ def _stored_layer(
     """Return the class for a layer, its arrays, and its counts in the order of the class's state."""
     held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
     if max(layer.seen, window or 0) > _MAX_COUNT:
-        raise InvalidParameter(f"{held} in a window of {window}, but mlx-lm's counts are at most {_MAX_COUNT}: export fewer tokens")
+        raise InvalidParameter(
+            f"layer {number} has {layer.seen} tokens{f' and a window of {window}' if window else ''}, but mlx-lm supports at most "
+            f"{_MAX_COUNT}: export fewer tokens"
+        )
     if window is None:
         if layer.skipped:
-            raise InvalidParameter(f"{held}: give its sliding window, such as windows={{{number}: {layer.tokens + 1}}}")
+            raise InvalidParameter(f"{held}: pass its sliding window, such as windows={{{number}: {layer.tokens + 1}}}")
         return _WHOLE[0], pair, (layer.tokens,)
     if layer.skipped and layer.tokens < window - 1:
         raise InvalidParameter(f"{held}, but a window of {window} needs {window - 1} before the next token: export a cache that keeps them")

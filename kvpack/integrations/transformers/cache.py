@@ -181,7 +181,8 @@ class KvpackCache(PassCalls):
         for number, layer in enumerate(self.layers):
             if dense and expected is None and layer.is_sliding:
                 raise InvalidParameter(
-                    f"layers[{number}] skipped tokens, and dense layers need the model's window: use KvpackCache.of(cache, model)"
+                    f"layers[{number}] dropped tokens outside its sliding window, so dense=True needs the model's window size: "
+                    "use KvpackCache.of(cache, model)"
                 )
             layer.check_window()
         tokens = self.live.tokens
@@ -327,7 +328,7 @@ class KvpackCache(PassCalls):
 
     @property
     def states_at(self) -> tuple[int, ...]:
-        """Numbers of tokens, ascending, to which ``crop`` can return in a cache with states."""
+        """Token counts, ascending, to which ``crop`` can shorten a cache with states."""
         return self._rollback.positions()
 
     def keep_states(self) -> None:

@@ -52,9 +52,8 @@ class RotaryPositions:
                 raise InvalidParameter("rope_deltas is for models with multi-dimensional rotary positions: leave it out")
             if recorded is not None:
                 raise InvalidParameter(
-                    "the positions of tokens after the cache differ from their indices, which only works for models with "
-                    "multi-dimensional rotary positions: "
-                    f"{'write KvpackCache.of(cache, model)' if model is None else f'{model.name} is not one'}"
+                    "the cache's position offsets require a model with multi-dimensional rotary positions"
+                    f"{': use KvpackCache.of(cache, model)' if model is None else f', but {model.name} has none'}"
                 )
             return None
         tokens = 0 if cache is None else cache.tokens

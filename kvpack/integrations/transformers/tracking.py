@@ -471,9 +471,8 @@ class Tracking:
         if "attention_mask" in inspect.signature(model.forward).parameters or self.record.differing(ids[:, :tokens]) is not None:
             return
         raise InvalidParameter(
-            f"generate got {ids.shape[1]} token ids, which may begin with the {tokens} that the cache holds, but would compute all of "
-            f"them, because the forward of {type(model).__name__} has no parameter attention_mask: if forward was replaced, give it the "
-            "original signature with functools.wraps"
+            f"{type(model).__name__}.forward has no parameter attention_mask, so generate cannot skip the cache's {tokens} tokens if the "
+            f"{ids.shape[1]} token ids begin with them: if forward was replaced, keep its signature with functools.wraps"
         )
 
 

@@ -99,9 +99,9 @@ def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
         )
     if is_packed == ("location" in options):
         raise InvalidParameter(
-            'location names a store, but the primary tier holds the rows: set "placement": "store" too, or leave location out'
+            '"location" is set, but "placement" is "primary": set "placement": "store", or omit "location"'
             if is_packed
-            else 'the placement "store" needs location, the folder, server or object store that holds it'
+            else '"placement": "store" requires "location": set it to a folder, a server or an object store'
         )
     if is_packed:
         options["spec_name"], options["spec_module_path"] = KvpackSpec.__name__, KvpackSpec.__module__

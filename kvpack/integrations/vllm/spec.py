@@ -47,7 +47,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         version = check_version(vllm.__version__, bool(options.get("any_version", False)))
         groups: list[Group] | None = options.get(GROUPS)
         if groups is None:
-            raise InvalidParameter('KvpackSpec is made by kvpack\'s connector: write "kv_connector": "KvpackConnector"')
+            raise InvalidParameter('KvpackSpec is created by KvpackConnector: set "kv_connector": "KvpackConnector"')
         self._groups = groups
         given = recipe_with_basis(_text(options, "recipe"), options.get("basis"), config.model.name)
         self._recipe, self._layout = given.text, str(options.get("layout", ""))

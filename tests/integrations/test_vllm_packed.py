@@ -526,7 +526,7 @@ class Quantization:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (config(options={"kvpack_groups": None}), 'write "kv_connector": "KvpackConnector"'),
+        (config(options={"kvpack_groups": None}), 'set "kv_connector": "KvpackConnector"'),
         (config(options={"recipe": None}), "recipe is None, expected text"),
         (config(options={"layout": None}), "layout is missing"),
         (config(options={"cpu_bytes_to_use": 100}), "cpu_bytes_to_use is 100, but one chunk takes"),

@@ -65,7 +65,7 @@ class Minifloats:
         arguments: dict[str, Any] = {"elements": self.elements, "scales": self.scales, "global_scale": self.global_scale}
         for name, value in arguments.items():
             if not isinstance(value, torch.Tensor) and (name != "global_scale" or value is not None):
-                hint = "" if name == "elements" else ": write a number as torch.tensor(1.0)"
+                hint = "" if name == "elements" else ": pass a number as torch.tensor(1.0)"
                 raise InvalidType(f"{name}: expected a tensor, but got a {type(value).__name__}{hint}")
         if self.granularity not in (None, *GRANULARITIES):
             raise InvalidParameter(f"granularity is {self.granularity!r}, expected one of {', '.join(GRANULARITIES)}")

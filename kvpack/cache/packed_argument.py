@@ -21,5 +21,5 @@ def check_packed(value: Any, call: str) -> None:
     elif isinstance(value, (list, tuple)) or hasattr(value, "layers"):
         correct_call = call.format("kvpack.pack(past_key_values, recipe)")
     else:
-        raise InvalidType(f"a {type(value).__name__} is not a packed cache: make one with kvpack.pack, or read one with kvpack.load")
-    raise InvalidType(f"a {type(value).__name__} is not a packed cache: write {correct_call}")
+        raise InvalidType(f"a {type(value).__name__} is not a packed cache: create one with kvpack.pack, or read one with kvpack.load")
+    raise InvalidType(f"a {type(value).__name__} is not a packed cache: use {correct_call}")

@@ -159,7 +159,7 @@ def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
             f"basis {basis['digest'][:16]} of {printable(basis['model'].get('name', ''))}, {bytes_text(basis['bytes'])} bytes, {needed}"
         )
     if closed:
-        lines.append(f"{closed:,} encrypted entries not readable {'with the given keys' if keys else 'without keys: give --key-file'}")
+        lines.append(f"{closed:,} encrypted entries not readable {'with the given keys' if keys else 'without keys: pass --key-file'}")
     if refused:
         lines.append(f"{refused:,} entries refused as damaged{', not encrypted' if keys else ''} or too large: run verify for the reasons")
     if closed and catalog.entries and not keys:
@@ -287,7 +287,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     if catalog.pages and before is None:
         print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than, without other filters, removes them")
     if catalog.undecryptable:
-        print(f"{len(catalog.undecryptable):,} encrypted entries could not be looked at: give --key-file")
+        print(f"{len(catalog.undecryptable):,} encrypted entries could not be looked at: pass --key-file")
     return store.exit_code()
 
 

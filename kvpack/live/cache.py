@@ -130,7 +130,7 @@ class LiveCache:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter(
-            "a LiveCache cannot be pickled, nor a KvpackCache, which contains one: write live.freeze(), or the packed of a KvpackCache, "
+            "a LiveCache cannot be pickled, nor a KvpackCache, which contains one: use live.freeze(), or the packed of a KvpackCache, "
             "with kvpack.save, and continue with LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model)"
         )
 

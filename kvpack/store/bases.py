@@ -78,7 +78,7 @@ class StoredBasis:
         self._counters.fault(
             operation,
             MissingBasis(
-                f"the basis {self._digest.hex()} is needed, but the store does not have it: give the identity a Recipe(text, basis)"
+                f"the basis {self._digest.hex()} is needed, but the store does not have it: pass a Recipe(text, basis) to the identity"
             ),
         )
 

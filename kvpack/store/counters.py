@@ -26,7 +26,7 @@ NAMES = {
     "load_tokens": "Tokens requested from load.",
     "hit_tokens": "Tokens that load returned.",
     "hit_chunks": "Chunks of those tokens; for a tier of several, the chunks found in it.",
-    "other_chunks": "Lookups that missed tokens stored in chunks of another size: give all stores here the same chunk size.",
+    "other_chunks": "Lookups that missed tokens stored in chunks of a different size: use one chunk size for all stores here.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
     "dropped_writes": "Entries that never reached a slower tier: the queue was full, or not empty in time when the store was closed.",
     "lease_waits": "Calls of load that waited for another worker to save what was missing.",

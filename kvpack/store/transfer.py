@@ -133,16 +133,16 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
     if data := joined(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:
-            raise InvalidParameter(f"{file.where}: holds its token ids, and digests of other inputs with them: import it without --tokens")
+            raise InvalidParameter(f"{file.where} holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
         return ExportedPrefix(identity, _to_list(ids), cache, digests, chunk)
     inputs = Inputs.from_features(header.ignorable, tokens=header.tokens)
     data = (b"" if inputs is None else inputs.token_ids) if tokens is None else _read_ids(tokens)
     if not data:
-        raise InvalidParameter(f"{file.where}: contains no token ids; give them as a JSON array with --tokens")
+        raise InvalidParameter(f"{file.where} contains no token ids: pass them as a JSON array with --tokens")
     if tokens is None and len(data) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
-            f"{file.where}: holds the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens; give all of them as a JSON array "
+            f"{file.where} has the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens: pass all of them as a JSON array "
             "with --tokens"
         )
     size = header.ignorable.get(CHUNK_FEATURE, b"")

@@ -151,7 +151,7 @@ def test_a_cache_is_not_pickled() -> None:
 
 
 def test_a_live_cache_is_not_pickled() -> None:
-    with pytest.raises(InvalidParameter, match=r"a LiveCache cannot be pickled, .*: write live\.freeze"):
+    with pytest.raises(InvalidParameter, match=r"a LiveCache cannot be pickled, .*: use live\.freeze"):
         torch.save(kvpack.LiveCache("kivi-2", layers=1), io.BytesIO())
 
 

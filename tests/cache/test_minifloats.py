@@ -221,7 +221,7 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
         (with_code("nvfp4", "scales", 0x80), InvalidParameter, r"the e4m3 scale at .* is 0x80, which is NaN or below zero"),
         (with_code("mxfp8", "scales", 0xFE), InvalidParameter, r"the value \(element times scale\) at .* is -?inf"),
         (changed("fp8 tensor", scales=torch.tensor(float("nan"))), InvalidParameter, "scale at .* is nan"),
-        (changed("fp8 tensor", scales=1.0), InvalidType, "scales: expected a tensor, but got a float: write a number as torch.tensor"),
+        (changed("fp8 tensor", scales=1.0), InvalidType, "scales: expected a tensor, but got a float: pass a number as torch.tensor"),
         (changed("nvfp4", global_scale=1.0), InvalidType, "global_scale: expected a tensor, but got a float"),
         (changed("fp8 tensor", elements=[[0]]), InvalidType, "elements: expected a tensor, but got a list"),
         (changed("fp8 tensor", granularity="row"), InvalidParameter, "granularity is 'row', expected one of tensor, head, token, block"),

@@ -195,7 +195,7 @@ def test_import_of_a_file_that_holds_some_of_its_token_ids(tmp_path: Path, capsy
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids[:40]))), path)
     run("import", tmp_path / "store", path, "--trust-names", code=2)
-    assert f"holds the ids of 40 of its {len(ids)} tokens; give all of them as a JSON array with --tokens" in capsys.readouterr().err
+    assert f"has the ids of 40 of its {len(ids)} tokens: pass all of them as a JSON array with --tokens" in capsys.readouterr().err
 
 
 def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

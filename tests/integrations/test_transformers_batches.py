@@ -269,7 +269,7 @@ def test_an_encoder_needs_a_cache_of_two_parts(name: str) -> None:
     assert lossy.cross_attention_cache.packed.bits_per_value < 32
     with (
         pytest.warns(kvpack.KvpackWarning),
-        pytest.raises(InvalidParameter, match=r"has an encoder.*write EncoderDecoderCache\(KvpackCache"),
+        pytest.raises(InvalidParameter, match=r"has an encoder.*use EncoderDecoderCache\(KvpackCache"),
     ):
         generated(model, ROWS, KvpackCache(model, "raw"))
     with pytest.raises(

@@ -313,7 +313,7 @@ def test_a_model_that_cannot_be_named_is_not_taken_for_any_other(tmp_path: Path)
     unknown = peft.get_peft_model(small_llama(), settings).eval()
     path = saved(small_llama(), tmp_path / "file")
     why = "has the adapter .*AdaptionPrompt.*, which kvpack does not recognize"
-    with pytest.raises(InvalidParameter, match=f"but this one cannot be compared with it: .*{why}.*; if both compute the same, write "):
+    with pytest.raises(InvalidParameter, match=f"but this one cannot be compared with it: .*{why}.*; if both compute the same, use "):
         KvpackCache.load(path, unknown)
     cache = replace(kvpack.load(path), model={})
     KvpackCache.of(cache, unknown).release()

@@ -85,7 +85,7 @@ def test_the_cache_generates_as_its_model_does(model: Any, shape: Any) -> None:
         with pytest.raises(InvalidType, match="expected token ids"):
             cache.generate("text")
         packed = cache.packed
-    with pytest.raises(InvalidParameter, match=r"has no model to generate with: write KvpackCache\.of\(cache, model\)"):
+    with pytest.raises(InvalidParameter, match=r"has no model to generate with: use KvpackCache\.of\(cache, model\)"):
         KvpackCache.of(packed).generate(longer)
 
 
@@ -181,7 +181,7 @@ def test_a_cache_of_a_configuration(model: Any) -> None:
         KvpackCache(model, "raw", config=model.config)
     with pytest.raises(InvalidParameter, match="expected the configuration of a transformers model"):
         KvpackCache(config={}, recipe="raw")
-    with pytest.raises(InvalidType, match=r"write KvpackCache\(model, recipe\), or KvpackCache\(config="):
+    with pytest.raises(InvalidType, match=r"use KvpackCache\(model, recipe\), or KvpackCache\(config="):
         KvpackCache(recipe="raw")
 
 
@@ -191,7 +191,7 @@ def test_what_a_cache_is_made_of(model: Any) -> None:
     for kind, text, call in [
         (InvalidParameter, "needs a recipe, such as", lambda: KvpackCache(model)),
         (InvalidParameter, "unknown word 'octopus-33'", lambda: KvpackCache(model, "octopus-33")),
-        (InvalidType, "is not a packed cache: write KvpackCache", lambda: KvpackCache.of([], model)),
+        (InvalidType, "is not a packed cache: use KvpackCache", lambda: KvpackCache.of([], model)),
         (InvalidParameter, "the cache has 3 layers", lambda: KvpackCache.of(packed, gemma())),
     ]:
         with pytest.raises(kind, match=text):

@@ -62,16 +62,16 @@ def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
     ):
         with pytest.raises(KvpackError, match=r"AutoModelForCausalLM\.from_pretrained\(.*\) loads? (one|a model)|load the model first"):
             call()
-    with pytest.raises(InvalidType, match=r"write KvpackCache\.load\(path, model\)"):
+    with pytest.raises(InvalidType, match=r"use KvpackCache\.load\(path, model\)"):
         KvpackCache.load(model, file)  # type: ignore[arg-type]
     with pytest.raises(InvalidType, match="expected the model that continues the cache"):
         KvpackCache.of(kvpack.load(file), "octopus-3")  # type: ignore[arg-type]
     for swapped in (lambda: KvpackCache(kvpack.load(file), "raw"), lambda: KvpackCache(model, kvpack.load(file))):  # type: ignore[arg-type]
-        with pytest.raises(InvalidType, match=r"write KvpackCache\.of\(cache, model\) to continue a packed one"):
+        with pytest.raises(InvalidType, match=r"use KvpackCache\.of\(cache, model\) to continue a packed one"):
             swapped()
-    with pytest.raises(InvalidType, match=r"the first argument is a model: write KvpackCache\.of\(cache, model\)"):
+    with pytest.raises(InvalidType, match=r"the first argument is a model: use KvpackCache\.of\(cache, model\)"):
         KvpackCache.of(model, kvpack.load(file))  # type: ignore[arg-type]
-    with pytest.raises(InvalidType, match=r"the cache is None, which Store\.load returns .*: write KvpackCache\(model, recipe\)"):
+    with pytest.raises(InvalidType, match=r"the cache is None, which Store\.load returns .*: use KvpackCache\(model, recipe\)"):
         KvpackCache.of(None, model)  # type: ignore[arg-type]
     KvpackCache.load(file, model).release()
 

@@ -528,11 +528,11 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
 @pytest.mark.parametrize(
     ("given", "instead"),
     [
-        (KvpackCache.of(pack(PAST, FP32)), "a KvpackCache is not a packed cache: write {}cache.packed"),
-        (PAST, "a list is not a packed cache: write {}kvpack.pack(past_key_values, recipe)"),
-        (DynamicCache(PAST), "a DynamicCache is not a packed cache: write {}kvpack.pack(past_key_values, recipe)"),
-        ("prompt.kvpack", "a str is not a packed cache: write {}kvpack.load('prompt.kvpack')"),
-        (Path("prompt.kvpack"), "a PosixPath is not a packed cache: write {}kvpack.load('prompt.kvpack')"),
+        (KvpackCache.of(pack(PAST, FP32)), "a KvpackCache is not a packed cache: use {}cache.packed"),
+        (PAST, "a list is not a packed cache: use {}kvpack.pack(past_key_values, recipe)"),
+        (DynamicCache(PAST), "a DynamicCache is not a packed cache: use {}kvpack.pack(past_key_values, recipe)"),
+        ("prompt.kvpack", "a str is not a packed cache: use {}kvpack.load('prompt.kvpack')"),
+        (Path("prompt.kvpack"), "a PosixPath is not a packed cache: use {}kvpack.load('prompt.kvpack')"),
     ],
 )
 def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tm
 
 
 def test_none_is_what_a_store_gives_for_a_miss(tmp_path: Path) -> None:
-    with pytest.raises(InvalidType, match=re.escape("write KvpackCache(model, recipe), which begins an empty one")):
+    with pytest.raises(InvalidType, match=re.escape("use KvpackCache(model, recipe), which begins an empty one")):
         KvpackCache.of(None)  # type: ignore[arg-type]
     with pytest.raises(InvalidType, match="a NoneType is not a packed cache"):
         kvpack.save(None, tmp_path / "file")

@@ -181,7 +181,7 @@ def test_commands_with_keys_refuse_what_is_not_encrypted(
     assert len(found["undecryptable"]) == 2
     run("ls", folder, code=0)
     said = capsys.readouterr().out
-    assert "2 encrypted entries not readable without keys: give --key-file" in said
+    assert "2 encrypted entries not readable without keys: pass --key-file" in said
     assert "stores with keys refuse them" in said
     # What a key of another id encrypted is not damage to any reader.
     path.write_bytes(b"".join(Cipher(OTHER_KEYS, IDENTITY.tenant).encrypt(store.keys(ids)[1], [memoryview(plain_entry)])))

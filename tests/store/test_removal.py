@@ -89,7 +89,7 @@ def test_pinned_entries_stay(stores: dict[str, kvpack.Store], capsys: pytest.Cap
 
 def test_rm_of_nothing_in_particular_is_refused(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
     assert rm(stores) == 2
-    assert "pass --model, --recipe, --older-than or --tenant" in capsys.readouterr().err
+    assert "pass at least one of --model, --recipe, --older-than or --tenant" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         rm(stores, "--older-than", "soon")
     assert "such as 90s, 30m, 12h or 7d" in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_encrypted_entries_need_the_key(tmp_path: Path, capsys: pytest.CaptureFi
     store = open_store(tmp_path / "store", encryption=KEYS)
     save(store, prompt(2))
     assert main(["store", "rm", str(tmp_path / "store"), "--model", "model"]) == 0
-    assert "2 encrypted entries could not be looked at: give --key-file" in capsys.readouterr().out
+    assert "2 encrypted entries could not be looked at: pass --key-file" in capsys.readouterr().out
     assert open_store(tmp_path / "store", encryption={"k": bytes(32)}).clear() == 0
     assert store.clear() == 2
 

@@ -24,9 +24,9 @@ def check_flags(*, keep_all: bool, **options: bool | None) -> None:
 def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
     """Check the arguments of an empty cache, and return its recipe. Raises InvalidType and InvalidParameter."""
     if isinstance(model, Cache) or isinstance(recipe, Cache):
-        raise InvalidType("KvpackCache(model, recipe) begins an empty cache: write KvpackCache.of(cache, model) to continue a packed one")
+        raise InvalidType("KvpackCache(model, recipe) begins an empty cache: use KvpackCache.of(cache, model) to continue a packed one")
     if model is None and config is None:
-        raise InvalidType("the model is None: write KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
+        raise InvalidType("the model is None: use KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
     if model is not None and config is not None:
         raise InvalidParameter("model and config were both passed, but a model has its own config: leave one of them out")
     if model is not None and not isinstance(model, torch.nn.Module):
@@ -41,10 +41,10 @@ def check_cache(cache: Any, model: Any) -> None:
     """Raise InvalidType unless ``cache`` is a packed cache and ``model`` is a model or None."""
     if cache is None:
         raise InvalidType(
-            "the cache is None, which Store.load returns if nothing is stored: write KvpackCache(model, recipe), which begins an empty one"
+            "the cache is None, which Store.load returns if nothing is stored: use KvpackCache(model, recipe), which begins an empty one"
         )
     if isinstance(cache, torch.nn.Module):
-        raise InvalidType("the first argument is a model: write KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
+        raise InvalidType("the first argument is a model: use KvpackCache.of(cache, model), or KvpackCache(model, recipe)")
     if isinstance(cache, str | os.PathLike):
         raise InvalidType(f"{describe(cache)} is not a packed cache: KvpackCache.load(path, model) continues a file")
     check_packed(cache, "KvpackCache.of({}, model)")
@@ -56,5 +56,5 @@ def check_model_of_file(path: Any, model: Any) -> None:
     """Raise InvalidType unless the second argument of ``KvpackCache.load`` is a model."""
     if not isinstance(model, torch.nn.Module):
         swapped = isinstance(path, torch.nn.Module)
-        instead = "write KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
+        instead = "use KvpackCache.load(path, model)" if swapped else "AutoModelForCausalLM.from_pretrained(folder) loads one"
         raise InvalidType(f"the second argument is {describe(model)}, expected a transformers model: {instead}")

@@ -300,7 +300,7 @@ class KvpackCache(PassCalls):
         """
         model: Any = self.passes.model_of_cache
         if model is None:
-            raise InvalidParameter("the cache has no model to generate with: write KvpackCache.of(cache, model)")
+            raise InvalidParameter("the cache has no model to generate with: use KvpackCache.of(cache, model)")
         ids = token_ids_of(token_ids).to(execution_device(model))
         if len(ids) == 1:
             # Without a mask, transformers warns if the padding token is also the end-of-text token.

@@ -117,7 +117,7 @@ class Chat:
         history = messages_in(cache, tokenizer) if messages is None else messages
         if history is None:
             raise InvalidParameter(
-                f"{path}: contains no messages (Chat.save writes them): give messages=, which the cache was computed from, or "
+                f"{path} contains no messages (Chat.save writes them): pass messages=, which the cache was computed from, or "
                 "continue its token ids with KvpackCache.load(path, model)"
             )
         chat = cls(model, tokenizer, messages=history, template=template)

@@ -209,7 +209,7 @@ def check_window_given(own: int | None, given: int | None, module: torch.nn.Modu
     if own is not None and (given is None or given > own):
         attended = "all tokens" if given is None else f"a window of {given}"
         raise InvalidParameter(
-            f"{type(module).__name__} attends to {attended}, but its cache keeps a window of {own}: write "
+            f"{type(module).__name__} attends to {attended}, but its cache keeps a window of {own}: use "
             "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
         )
 

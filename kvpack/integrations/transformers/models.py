@@ -54,7 +54,7 @@ _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
-_SAME_MODEL_ADVICE = "if both compute the same, write KvpackCache.of(dataclasses.replace(cache, model={}), model)"
+_SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
 """The advice for a cache whose model only seems to be another one."""
 _WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """The kinds of PEFT adapters that provide a cache of their own."""

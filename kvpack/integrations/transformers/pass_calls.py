@@ -192,6 +192,6 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         check_layers(len(self.layers), module)
         if has_multidimensional_positions(module):
             raise InvalidParameter(
-                f"{type(module).__name__} has multi-dimensional rotary positions, which need the model: write KvpackCache.of(cache, model)"
+                f"{type(module).__name__} has multi-dimensional rotary positions, which need the model: use KvpackCache.of(cache, model)"
             )
         self._seen.add(type(module))

@@ -86,7 +86,7 @@ class RotaryPositions:
             return
         if self._cut is not None:
             raise InvalidParameter(
-                f"after crop, the cache holds {self._cut} tokens, but does not record where positions continue after them: write "
+                f"after crop, the cache holds {self._cut} tokens, but does not record where positions continue after them: use "
                 "KvpackCache.of(cache.packed, model, rope_deltas=...) with the value of model.model.rope_deltas after these tokens"
             )
         mask = arguments.get("attention_mask")

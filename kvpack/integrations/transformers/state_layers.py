@@ -153,7 +153,7 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
         if layer.states and not keeps:
             raise InvalidParameter(
                 f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, and no "
-                "model is known to keep them: write KvpackCache.of(cache, model) with the model that computed it"
+                "model is known to keep them: use KvpackCache.of(cache, model) with the model that computed it"
             )
         if keeps:
             # States kept for earlier tokens may be in host memory.

@@ -185,5 +185,5 @@ def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
 
 _REMEDY = (
     'the model\'s attention reads keys and values as tensors, and these are packed: call model.set_attn_implementation("kvpack"), or, '
-    "for a model whose attention cannot take packed layers, write KvpackCache.of(cache, model), or KvpackCache.of(cache, dense=True)"
+    "for a model whose attention cannot take packed layers, use KvpackCache.of(cache, model), or KvpackCache.of(cache, dense=True)"
 )

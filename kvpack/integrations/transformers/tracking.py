@@ -120,7 +120,7 @@ class Tracking:
         self._check_model(module)
         if self._model is not None and self._model.has_encoder and not self._passes.has_encoder:
             raise InvalidParameter(
-                f"{self._model.name} has an encoder, whose cache has two parts: write "
+                f"{self._model.name} has an encoder, whose cache has two parts: use "
                 "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, recipe))"
             )
         self._check_checkpointing(module)
@@ -480,7 +480,7 @@ def check_rows_fit(rows: int, held: int) -> None:
     """Raise InvalidParameter unless the number of a pass's ``rows`` is a multiple of the ``held`` sequences of a cache."""
     if rows % held:
         raise InvalidParameter(
-            f"the forward pass has {rows} rows, but the cache holds {_sequences(held)}: give one row per sequence, or select sequences "
+            f"the forward pass has {rows} rows, but the cache holds {_sequences(held)}: pass one row per sequence, or select sequences "
             "with Cache.select"
         )
 

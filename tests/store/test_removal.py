@@ -89,7 +89,7 @@ def test_pinned_entries_stay(stores: dict[str, kvpack.Store], capsys: pytest.Cap
 
 def test_rm_of_nothing_in_particular_is_refused(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
     assert rm(stores) == 2
-    assert "pass at least one of --model, --recipe, --older-than or --tenant" in capsys.readouterr().err
+    assert "pass at least one of --model, --recipe, --older-than and --tenant" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         rm(stores, "--older-than", "soon")
     assert "such as 90s, 30m, 12h or 7d" in capsys.readouterr().err

@@ -103,31 +103,31 @@ def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> 
 def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict[str, _TensorEntry], dict[str, str]]:
     """Return the tensor entries in file order, and the metadata. Raises InvalidParameter unless the tensors fill the file exactly."""
     if source.size < 8:
-        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes")
+        raise InvalidParameter(f"{path} is not a safetensors file: it has {source.size} bytes")
     first = bytes(_read(path, source, 0, 8))
     length = int.from_bytes(first, "little")
     # The first bytes of a length can look like another format, so the size is checked first.
     if 8 + length > source.size and (other := other_format(first)):
         hint = ": save its tensors with safetensors.torch.save_file" if "PyTorch" in other or "pickle" in other else ""
-        raise InvalidParameter(f"{path}: is {other}, not a safetensors file{hint}")
+        raise InvalidParameter(f"{path} is {other}, not a safetensors file{hint}")
     if 8 + length > source.size:
-        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, but its header would end at {8 + length}")
+        raise InvalidParameter(f"{path} is not a safetensors file: it has {source.size} bytes, but its header would end at {8 + length}")
     if length > max_header_bytes:
         raise InvalidParameter(f"{path}: its header has {length} bytes, but may have at most {max_header_bytes}")
     header = _parse_header(path, _read(path, source, 8, 8 + length))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise InvalidParameter(f"{path}: is not a safetensors file: its __metadata__ is not a map from names to strings")
+        raise InvalidParameter(f"{path} is not a safetensors file: its __metadata__ is not a map from names to strings")
     entries = {name: _entry(path, name, described) for name, described in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 0
     for name, entry in entries.items():
         if entry.begin != end:
             fault = f"the tensor {name!r} begins at {entry.begin}, expected {end}"
-            raise InvalidParameter(f"{path}: is not a safetensors file: {fault}, the end of the tensor before it")
+            raise InvalidParameter(f"{path} is not a safetensors file: {fault}, the end of the tensor before it")
         end = entry.end
     if 8 + length + end != source.size:
-        raise InvalidParameter(f"{path}: is not a safetensors file: it has {source.size} bytes, but its tensors end at {8 + length + end}")
+        raise InvalidParameter(f"{path} is not a safetensors file: it has {source.size} bytes, but its tensors end at {8 + length + end}")
     return {name: entry._replace(begin=8 + length + entry.begin, end=8 + length + entry.end) for name, entry in entries.items()}, metadata
 
 
@@ -151,7 +151,7 @@ def _parse_header(path: str, data: memoryview) -> dict[str, Any]:
             str(name).encode()
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise InvalidParameter(f"{path}: is not a safetensors file: its header is not valid JSON: {reason}") from None
+        raise InvalidParameter(f"{path} is not a safetensors file: its header is not valid JSON: {reason}") from None
     return header
 
 
@@ -164,18 +164,18 @@ def _entry(path: str, name: str, described: Any) -> _TensorEntry:
             pass
         case _:
             raise InvalidParameter(
-                f"{path}: is not a safetensors file: the tensor {name!r:.200} is {described!r:.200}, expected a dtype, a shape and "
+                f"{path} is not a safetensors file: the tensor {name!r:.200} is {described!r:.200}, expected a dtype, a shape and "
                 "data_offsets of integers"
             )
     torch_dtype = _DTYPES.get(dtype)
     if torch_dtype is None:
         fault = f"the tensor {name!r:.200} has the dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}"
-        raise InvalidParameter(f"{path}: is not a safetensors file: {fault}")
+        raise InvalidParameter(f"{path} is not a safetensors file: {fault}")
     _check_shape(path, name, shape)
     size = math.prod(shape) * torch_dtype.itemsize
     if end - begin != size:
         fault = f"of {dtype} {shape} has {end - begin} bytes, expected {size}"
-        raise InvalidParameter(f"{path}: is not a safetensors file: the tensor {name!r:.200} {fault}")
+        raise InvalidParameter(f"{path} is not a safetensors file: the tensor {name!r:.200} {fault}")
     return _TensorEntry(torch_dtype, tuple(shape), begin, end)
 
 

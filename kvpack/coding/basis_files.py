@@ -68,7 +68,7 @@ def open_basis(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
     source = OnDisk(open_regular(where, "a basis"))
     try:
         if source.size > MAX_FILE_BYTES:
-            raise LimitExceeded(f"{where}: has {source.size} bytes, but a basis can have at most {MAX_FILE_BYTES}")
+            raise LimitExceeded(f"{where} has {source.size} bytes, but a basis can have at most {MAX_FILE_BYTES}")
         check_is_basis(container.File(source, where, None))
         yield BasisFile(source, where)
     finally:

@@ -50,7 +50,7 @@ def read_clauses(path: str) -> list[tuple[int, str]]:
     clauses = [(number, clause.strip()) for number, line in enumerate(lines, 1) for clause in line.partition("#")[0].split(";")]
     result = [(number, clause) for number, clause in clauses if clause]
     if not result:
-        raise InvalidParameter(f"{path}: is a recipe file without clauses: add at least one, such as kv=octahedral:b=3")
+        raise InvalidParameter(f"{path} is a recipe file without clauses: add at least one, such as kv=octahedral:b=3")
     for number, clause in result:
         if clause.startswith("@"):
             raise InvalidParameter(f"{path}, line {number}: {clause!r}: a recipe file cannot include another: copy its clauses instead")

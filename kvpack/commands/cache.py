@@ -75,5 +75,5 @@ def read_prompt(path: str) -> str:
     except UnicodeDecodeError as error:
         raise InvalidParameter(f"{path}: byte {error.start} is not valid UTF-8: convert the text, for example with iconv") from None
     if not text:
-        raise InvalidParameter(f"{path}: is empty: pass a file with the text that the model should read")
+        raise InvalidParameter(f"{path} is empty: pass a file with the text that the model should read")
     return text

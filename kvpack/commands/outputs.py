@@ -33,7 +33,7 @@ def check_output(arguments: argparse.Namespace, output: str, *inputs: str | None
     for path in filter(None, inputs):
         for name in (path, path.partition(";")[0].removeprefix("@")):
             if os.path.isfile(name) and os.path.samefile(name, output):
-                raise InvalidParameter(f"{output}: is an input of this command: write to another path")
+                raise InvalidParameter(f"{output} is an input of this command: write to another path")
     target = os.path.realpath(output)
     folders = [path for path in inputs if path and os.path.isdir(path)]
     model = getattr(arguments, "model", None)
@@ -41,6 +41,6 @@ def check_output(arguments: argparse.Namespace, output: str, *inputs: str | None
         folders.append(model)
     for folder in folders:
         if os.path.commonpath((os.path.realpath(folder), target)) == os.path.realpath(folder):
-            raise InvalidParameter(f"{output}: is in the folder {folder}, which is an input of this command: write to another path")
+            raise InvalidParameter(f"{output} is in the folder {folder}, which is an input of this command: write to another path")
     if not arguments.force:
-        raise InvalidParameter(f"{output}: already exists: write to another path, or replace it with --force")
+        raise InvalidParameter(f"{output} already exists: write to another path, or replace it with --force")

@@ -235,7 +235,7 @@ def _model_shape(path: str, requested: dict[str, int], basis: Basis | None) -> _
     layers = cache_shapes(path)
     present = [layer for layer in layers if layer is not None]
     if not present:
-        raise InvalidParameter(f"{path}: has no layers with keys and values: pass another model")
+        raise InvalidParameter(f"{path} has no layers with keys and values: pass another model")
     usual = Counter(present).most_common(1)[0][0]
     shape = {"layers": len(layers), "heads": usual.heads, "dim": usual.dim_k}
     for name in shape.keys() & requested.keys():

@@ -175,7 +175,7 @@ class File:
         nonzero padding or an invalid zstd frame.
         """
         if name not in self.tensors:
-            raise OutOfBounds(f"{self.where}: has no tensor {name!r}")
+            raise OutOfBounds(f"{self.where} has no tensor {name!r}")
         entry, place, start = self.tensors[name], self.front.places[name], len(self.front.text)
         with prefix_errors(self.where):
             stored = self._source.view(start + place.begin, start + place.end)
@@ -365,7 +365,7 @@ class File:
         layer_entry = layers[layer] if 0 <= layer < len(layers) else None
         entry = {"k": layer_entry.k, "v": layer_entry.v}.get(side) if layer_entry else None
         if entry is None:
-            raise OutOfBounds(f"{self.where}: has no side {layer}.{side}")
+            raise OutOfBounds(f"{self.where} has no side {layer}.{side}")
         return entry
 
 

@@ -143,16 +143,16 @@ def frame_of(data: memoryview, where: str) -> Frame:
     Raises NotKvpack, UnsupportedVersion, InvalidHeader and Truncated.
     """
     if len(data) < FRAME_BYTES:
-        raise Truncated(f"{where}: has {len(data)} bytes, expected at least {FRAME_BYTES} for the frame of a row")
+        raise Truncated(f"{where} has {len(data)} bytes, expected at least {FRAME_BYTES} for the frame of a row")
     frame = Frame(*_FRAME.unpack_from(data))
     if frame.magic != MAGIC:
         if frame.magic.startswith(b"kvpack-row "):
-            raise UnsupportedVersion(f"{where}: is a row of another version, {frame.magic!r}, but this kvpack reads version 1")
-        raise NotKvpack(f"{where}: is not the row of a page: it begins with {frame.magic!r}")
+            raise UnsupportedVersion(f"{where} is a row of a different version, {frame.magic!r}, but this kvpack reads version 1")
+        raise NotKvpack(f"{where} is not the row of a page: it begins with {frame.magic!r}")
     if frame.length % ALIGNMENT or frame.length < FRAME_BYTES:
         raise InvalidHeader(f"{where}: its length is {frame.length}, expected a multiple of {ALIGNMENT} of at least {FRAME_BYTES}")
     if frame.length > len(data):
-        raise Truncated(f"{where}: has {len(data)} bytes, but the row needs {frame.length}")
+        raise Truncated(f"{where} has {len(data)} bytes, but the row needs {frame.length}")
     return frame
 
 
@@ -172,16 +172,16 @@ def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespac
     """Raise InvalidHeader about the first difference of a checked row from this layout, namespace and key (None: any key)."""
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if description != layout.description:
-        raise InvalidHeader(f"{where}: is the row of another page: {_description_difference(description, layout.description)}")
+        raise InvalidHeader(f"{where} is the row of a different page: {_description_difference(description, layout.description)}")
     if frame.length != layout.nbytes:
         raise InvalidHeader(f"{where}: its length is {frame.length}, expected {layout.nbytes}")
     pads = [(100, FRAME_BYTES), (FRAME_BYTES + len(layout.description), layout.payload), *layout.pads]
     if any(any(row[begin:end]) for begin, end in pads):
         raise InvalidHeader(f"{where}: its padding is not zero")
     if frame.namespace != namespace:
-        raise InvalidHeader(f"{where}: has the namespace {frame.namespace.hex()}, expected {namespace.hex()}")
+        raise InvalidHeader(f"{where} has the namespace {frame.namespace.hex()}, expected {namespace.hex()}")
     if key is not None and frame.key != key:
-        raise InvalidHeader(f"{where}: has the key {frame.key.hex()}, expected {key.hex()}")
+        raise InvalidHeader(f"{where} has the key {frame.key.hex()}, expected {key.hex()}")
 
 
 def _align(at: int) -> int:

@@ -150,16 +150,16 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
     """Check the digest of an encrypted entry, and return the id of its key and the offset of its nonce."""
     version = encrypted_version(view[:FRONT_BYTES])
     if version is None:
-        raise NotKvpack(f"{where}: is not encrypted, but a store with keys reads only encrypted entries")
+        raise NotKvpack(f"{where} is not encrypted, but a store with keys reads only encrypted entries")
     if version > VERSION:
-        raise UnsupportedVersion(f"{where}: is encrypted in version {version}, but this kvpack reads version {VERSION}: upgrade kvpack")
+        raise UnsupportedVersion(f"{where} is encrypted in version {version}, but this kvpack reads version {VERSION}: upgrade kvpack")
     # A damaged entry is useless to everyone; an entry of another key is not.
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
     name = key_id(view[:FRONT_BYTES])
     if name is None or len(view) < sealed_bytes(name, 0):
-        raise Truncated(f"{where}: is truncated: its {len(view)} bytes end within the id of its key, its nonce or its tag")
+        raise Truncated(f"{where} is truncated: its {len(view)} bytes end within the id of its key, its nonce or its tag")
     if len(view) > sealed_bytes(name, MAX_PLAIN_BYTES):
-        raise LimitExceeded(f"{where}: has {len(view)} bytes, but at most {sealed_bytes(name, MAX_PLAIN_BYTES)} can be decrypted")
+        raise LimitExceeded(f"{where} has {len(view)} bytes, but at most {sealed_bytes(name, MAX_PLAIN_BYTES)} can be decrypted")
     return name, len(MAGIC) + 1 + len(name)
 
 

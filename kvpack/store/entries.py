@@ -157,11 +157,11 @@ class EntryReader:
         self._check_key(named, key, where)
         self.check_shape(file)
         if len(named.ids) != self.chunk * ID_BYTES:
-            raise InvalidHeader(f"{where}: is a chunk of {len(named.ids) // ID_BYTES} tokens, expected {self.chunk}")
+            raise InvalidHeader(f"{where} is a chunk of {len(named.ids) // ID_BYTES} tokens, expected {self.chunk}")
         cache = files.read(file, check_values=self.check_values, basis=self.basis)
         check_payload(named.payload, file_payload_digest(file, view), where)
         if file.header.states:
-            raise InvalidHeader(f"{where}: has the state {file.header.states[0].where}, expected no states in a chunk of a prefix")
+            raise InvalidHeader(f"{where} has the state {file.header.states[0].where}, expected no states in a chunk of a prefix")
         if any(layer.skipped for layer in cache if layer.sides):
             held = ["[{}:{}]".format(*cache.positions(index)) for index in range(len(cache))]
             raise InvalidHeader(f"{where}: its layers have the positions {held}, expected [{start}:{start + self.chunk}] in each")
@@ -190,7 +190,7 @@ class EntryReader:
                 f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)
             ]
             raise InvalidHeader(
-                f"{file.where}: has another shape than the store's entries (heads and head dims of sides): {descriptions[0]}; "
+                f"{file.where} has a different shape from the store's entries (heads and head dims of sides): {descriptions[0]}; "
                 f"expected {descriptions[1]}"
             )
 
@@ -224,9 +224,9 @@ def check_entry(
     """Check the header of a chunk's entry, and return its fields, without reading any tensor. Raises InvalidHeader and LimitExceeded."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
-        raise InvalidHeader(f"{file.where}: is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
+        raise InvalidHeader(f"{file.where} is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
     if FEATURE not in header.ignorable:
-        raise InvalidHeader(f"{file.where}: is not an entry of a store: its header has no feature {FEATURE!r}")
+        raise InvalidHeader(f"{file.where} is not an entry of a store: its header has no feature {FEATURE!r}")
     check_header(file, start, model, recipe)
     named = ChunkFields.of(header.ignorable[FEATURE], file.where)
     _check_chunk(file, len(named.ids) // ID_BYTES, max_bytes)

@@ -66,7 +66,7 @@ UNENCRYPTED = Form()
 def check_size(where: str, size: int, max_bytes: int) -> None:
     """Raise LimitExceeded if an entry of ``size`` bytes is larger than ``max_bytes``."""
     if size > max_bytes:
-        raise LimitExceeded(f"{where}: has {size} bytes, but max_entry_bytes is {max_bytes}")
+        raise LimitExceeded(f"{where} has {size} bytes, but max_entry_bytes is {max_bytes}")
 
 
 def encrypted_version(beginning: bytes | memoryview) -> int | None:

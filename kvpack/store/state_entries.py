@@ -47,7 +47,7 @@ class StatesFields:
         if named.key != (key := states_key(named.chunk)):
             raise InvalidHeader(f"{where}: its header names the key {named.key.hex()}, but states after its chunk have {key.hex()}")
         if not header.states or any(True for layer in header.layers for _ in layer.sides()):
-            raise InvalidHeader(f"{where}: has no states, or has keys and values, but an entry of states has only states")
+            raise InvalidHeader(f"{where} has no states, or has keys and values, but an entry of states has only states")
         for state in header.states:
             if state.shape[0] != 1:
                 raise InvalidHeader(f"{where}: {state.where} has {state.shape[0]} sequences, expected one")
@@ -87,6 +87,6 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
     check_header(file, position, model, recipe)
     named = StatesFields.of(file)
     if named.chunk != chunk:
-        raise InvalidHeader(f"{file.where}: has the states after the chunk {named.chunk.hex()}, expected those after {chunk.hex()}")
+        raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk.hex()}, expected those after {chunk.hex()}")
     check_payload(named.payload, file_payload_digest(file, memoryview(data)), file.where)
     return states_of(files.read(file))

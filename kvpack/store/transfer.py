@@ -87,7 +87,7 @@ def export_prefix(
         file = open_entry(decrypt_entry(key, data, cipher), key)
         # A listed entry may have been replaced since.
         if check_entry(file, entry.start, entry.model, entry.recipe) != entry.fields:
-            raise InvalidHeader(f"{file.where}: is not the entry that was listed")
+            raise InvalidHeader(f"{file.where} is not the entry that was listed")
         chunks.append(files.read(file, basis=basis))
     cache = concat(chunks)
     if states is not None:

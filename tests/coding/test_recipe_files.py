@@ -88,7 +88,7 @@ def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str
         ),
         ("tail=33\nkivi-2", r"^bad\.txt, line 1: tail=33 must be a multiple of 32"),
         ("k=group:b=2\n", r"^bad\.txt: recipe 'k=group:b=2' has no codec for values"),
-        ("\n# nothing\n ; \n", r"^bad\.txt: is a recipe file without clauses"),
+        ("\n# nothing\n ; \n", r"^bad\.txt is a recipe file without clauses"),
         ("kivi-2\n@tuned.txt", r"^bad\.txt, line 2: '@tuned\.txt': a recipe file cannot include another: copy its clauses"),
         ("kivi-2\n#" + "x" * 65536, r"^bad\.txt: has more than 65536 bytes"),
         (b"kivi-2\xff", r"^bad\.txt: byte 6 is not valid UTF-8"),

@@ -318,7 +318,7 @@ def test_no_command_writes_over_its_input(
     for force in ([], ["--force"]):
         assert run(*given, *force) == 2
         printed = capsys.readouterr()
-        assert (printed.out, printed.err) == ("", f"kvpack: {out}: is an input of this command: write to another path\n")
+        assert (printed.out, printed.err) == ("", f"kvpack: {out} is an input of this command: write to another path\n")
     assert file.read_bytes() == before
     assert out.is_symlink() == (link == "a symbolic link")
 
@@ -349,7 +349,7 @@ def test_no_command_writes_over_a_file_of_a_folder_that_it_reads(
         out.symlink_to(precious)
     names = {"IN": file, "FOLDER": home, "OUT": out}
     assert run(*[str(names.get(word, word)) for word in words], "--force") == 2
-    expected = f"kvpack: {out}: is in the folder {home}, which is an input of this command: write to another path\n"
+    expected = f"kvpack: {out} is in the folder {home}, which is an input of this command: write to another path\n"
     assert capsys.readouterr().err == expected
     assert precious.read_bytes() == b"precious"
 
@@ -367,7 +367,7 @@ def test_a_command_replaces_a_file_only_by_force(
     given = [str(names.get(word, word)).replace("RECIPE", str(recipe)) for word in words]
     assert run(*given) == 2
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", f"kvpack: {notes}: already exists: write to another path, or replace it with --force\n")
+    assert (printed.out, printed.err) == ("", f"kvpack: {notes} already exists: write to another path, or replace it with --force\n")
     assert notes.read_text() == "mine"
     if words[0] in ("convert", "unpack", "pack") and "--basis" not in words:
         assert run(*given, "--force") == 0
@@ -564,7 +564,7 @@ def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest
         plain.write_bytes(data)
         assert run("pack", plain, tmp_path / "out", "--recipe", "kivi-2") == 2
         message = capsys.readouterr().err
-        assert message.startswith(f"kvpack: {plain}: is not a safetensors file")
+        assert message.startswith(f"kvpack: {plain} is not a safetensors file")
         assert message.strip().isprintable(), "a terminal would obey it"
 
 
@@ -572,7 +572,7 @@ def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest
 def test_a_checkpoint_of_pytorch_is_named(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"0.k": torch.zeros(1, 1, 4, 64)}, tmp_path / "x.pt")
     assert run(command[0], tmp_path / "x.pt", tmp_path / "out", *command[1:]) == 2
-    assert "x.pt: is a zip archive, such as a PyTorch checkpoint, not a safetensors file: " in capsys.readouterr().err
+    assert "x.pt is a zip archive, such as a PyTorch checkpoint, not a safetensors file: " in capsys.readouterr().err
 
 
 def test_a_header_whose_length_begins_like_a_pickle_is_read(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_closed_and_refused_files_hold_no_descriptor(tmp_path: Path) -> None:
 def test_unknown_names_are_out_of_bounds() -> None:
     file = container.open_bytes(small_file("raw"))
     for name in ("kvpack.header", "kvpack.pad.0", "0.k", ""):
-        with pytest.raises(OutOfBounds, match=f"bytes: has no tensor '{name}'"):
+        with pytest.raises(OutOfBounds, match=f"bytes has no tensor '{name}'"):
             file.tensor(name)
     for layer, name in ((1, "k"), (2, "v"), (3, "k"), (-1, "v"), (0, "q")):
         with pytest.raises(OutOfBounds, match=f"has no side {layer}.{name}"):

@@ -103,5 +103,5 @@ def test_a_row_opens_with_the_codec_of_its_page() -> None:
     if refused is None:
         assert torch.equal(decoded[0], recorded)
     else:
-        assert "is the row of another page: " in str(refused)
+        assert "is the row of a different page: " in str(refused)
         assert not decoded.any()

@@ -597,7 +597,7 @@ def test_a_row_of_another_page_says_what_differs(recipe: str, geometry: PageGeom
     assert codec.encode_into(filled(SMALL, 1)[0], [0], [row]) == [None]
     (refused,) = other.check([row])
     assert isinstance(refused, InvalidHeader)
-    assert f"row 0: is the row of another page: {message}" in str(refused)
+    assert f"row 0 is the row of a different page: {message}" in str(refused)
 
 
 def test_a_row_of_another_length_or_description_says_so() -> None:
@@ -611,8 +611,8 @@ def test_a_row_of_another_length_or_description_says_so() -> None:
     shorter[96:100] = (int.from_bytes(row[96:100], "little") - 1).to_bytes(4, "little")
     for changed, message in (
         (longer, f"row 0: its length is {len(longer)}, expected {len(row)}"),
-        (unreadable, "is the row of another page: kvpack.header is not msgpack"),
-        (shorter, "is the row of another page: kvpack.header is not msgpack"),
+        (unreadable, "is the row of a different page: kvpack.header is not msgpack"),
+        (shorter, "is the row of a different page: kvpack.header is not msgpack"),
     ):
         rows_of.write_checksum(memoryview(changed))
         (refused,) = codec.check([changed])

@@ -145,7 +145,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(read) == len(set(read)) + len({resumed["tuned"]["recipe"], resumed["uniform"]["recipe"]})
     before = len(read)
     assert cli.main([*words, "--bits", "3.4"]) == 2
-    assert "recipe.txt: already exists" in capsys.readouterr().err
+    assert "recipe.txt already exists" in capsys.readouterr().err
     words.append("--force")
     assert cli.main([*words, "--bits", "3.4"]) == 0
     assert strict(capsys.readouterr().out) == resumed

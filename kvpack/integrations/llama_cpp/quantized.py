@@ -95,7 +95,7 @@ def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
                 codes = codes[0].to(torch.uint8).view(*scale.shape, BLOCK)
                 return torch.cat([(-center)[..., None].contiguous().view(torch.uint8), _pack_blocks(codes, block)], -1)
     raise InvalidParameter(
-        f"{where}: was {kind} in llama.cpp and has been converted to the codec {codec.id} since: kvpack writes back only the "
+        f"{where} was {kind} in llama.cpp and has been converted to the codec {codec.id} since: kvpack writes back only the "
         "blocks that it read, because llama.cpp may have rotated them"
     )
 

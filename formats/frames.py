@@ -1,7 +1,7 @@
-"""Frames of a basis: the coordinates in which the codec transform represents the keys or values of one layer (spec/basis.md, Transform
+"""Frames of a basis: the coordinates in which the ``transform`` codec represents the keys or values of one layer (spec/basis.md, Transform
 matrices).
 
-A frame consists of a mean and, for each column, a vector of channels, a scale (the column's spread), and the number of the symbol table
+A frame consists of a mean and, for each column, a vector of channels, a scale (the column's spread), and the index of the symbol table
 that fits the scale. Keys are represented as they are before RoPE.
 """
 

@@ -229,7 +229,7 @@ def _prune_in_blocks(
 
 
 def _can_be_nearest(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a mask, bool like ``lists``, of the codewords that can be nearest somewhere in their cell.
+    """Return a bool mask shaped like ``lists``: True for codewords that are nearest to some direction in their cell.
 
     The direction at map coordinates t is (1 - sum |t|, t). An inner product is therefore its value at the cell's lowest corner plus a slope
     along each of the three axes, and so is the difference of two. Its minimum over the cell adds the negative slopes.

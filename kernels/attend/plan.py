@@ -214,7 +214,7 @@ def _launch(
 def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
     """Return the number of programs per sequence that finishes ``tokens`` tokens in steps of ``tile`` soonest.
 
-    One round of concurrent programs, or several rounds if the last one is then fuller.
+    All programs run in one round, or in several rounds if their last one leaves less of the device idle.
     """
     at_once = multiprocessors * shape.programs
     one_round = max(1, at_once // sequences)

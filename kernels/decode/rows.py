@@ -52,7 +52,7 @@ _STREAM_INTEGERS = tl.constexpr(3)
 
 
 class PackedPart(NamedTuple):
-    """A part to decode: the ``streams`` of ``tokens`` packed tokens, of which the first goes to output token ``first``."""
+    """``tokens`` packed tokens to decode from ``streams`` into the output, starting at output token ``first``."""
 
     streams: Mapping[str, torch.Tensor]
     tokens: int

@@ -1,7 +1,7 @@
 """kvpack bench serve: time decode steps, ``generate`` and the first token after a stored prefix, and measure memory.
 
-The model has a known shape, or that of a configuration, and random weights; keys and values are random. All results are compared with
-transformers' own caches, or with recomputing, in the same run. On a CPU, times are process times in one thread, and each round measures all
+The model has random weights, and a built-in shape or one from a configuration; keys and values are random. All results are compared with
+transformers' own caches, or recomputation, in the same run. On a CPU, times are process times in one thread, and each round measures all
 caches.
 """
 

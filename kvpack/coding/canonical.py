@@ -102,7 +102,7 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
 
 
 def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
-    """Return the codec for all layers, and the exceptions in order, given the rules for the keys or for the values."""
+    """Return the default codec and the exceptions of layers, in order, given the rules for the keys or for the values."""
     ranges: list[tuple[Range | None, CodecText]] = []
     for items, codec in rules:
         ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]

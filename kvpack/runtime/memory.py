@@ -82,7 +82,7 @@ _pieces: ContextVar[list[_Block] | None] = ContextVar("kvpack_pieces_of_memory",
 
 @contextlib.contextmanager
 def shared_arena(values: int) -> Iterator[None]:
-    """Allocate results within this context next to each other, if they encode at least ``MIN_OWN_MEMORY_BYTES`` of 16-bit ``values``."""
+    """Allocate results within this context next to each other if ``values`` 16-bit values take at least ``MIN_OWN_MEMORY_BYTES``."""
     if 2 * values < MIN_OWN_MEMORY_BYTES or _pieces.get() is not None:
         yield
         return

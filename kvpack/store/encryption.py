@@ -86,7 +86,7 @@ class Cipher:
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """The ids of the keys in order. The first key encrypts."""
+        """The ids of the keys, in the order given. New entries are encrypted with the first key."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:

@@ -121,7 +121,7 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
     """Return the matrix from columns to channels, its inverse, and the columns' standard deviations in descending order.
 
-    The cost of an error in a column is its square.
+    Columns are scaled so that the cost of an error is its square in each of them.
     """
     ridge = RIDGE * channel_costs(torch.from_numpy(cost)).numpy()
     ridged = cost + numpy.diag(numpy.maximum(ridge, numpy.finfo(float).tiny))

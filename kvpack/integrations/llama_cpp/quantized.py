@@ -1,6 +1,6 @@
 """Blocks of ggml's q8_0, q5_0 and q4_0, bit for bit: a block is 32 channels of a cell, as codes and one binary16 number d.
 
-A value is d * (code - 2^(bits - 1)). The codec group represents it exactly, with a scale of 2 d, a center of -d and a token scale of 1/2:
+A value is d * (code - 2^(bits - 1)). Codec ``group`` represents it exactly, with a scale of 2 d, a center of -d and a token scale of 1/2:
 (code - m) * 2 d - d = 2 d * (code - 2^(bits - 1)), where m is (2^bits - 1) / 2. So the file can also be decoded to values.
 """
 

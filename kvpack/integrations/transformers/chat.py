@@ -135,8 +135,8 @@ class Chat:
         """Return the model's reply to ``message``: user text, a message with another role, or several messages.
 
         If the conversation ends with a user message, text is appended to it. ``options`` are passed to the model's ``generate``, such as
-        max_new_tokens (default: 512), do_sample or streamer. Nothing changes if it raises. Raises InvalidParameter if the template refuses
-        the messages, and as KvpackCache does.
+        max_new_tokens (default: 512), do_sample or streamer. If it raises, the conversation is unchanged. Raises InvalidParameter if the
+        template rejects the messages, and the errors of KvpackCache.
         """
         messages = self._append_message(message)
         _, ids = self._render(messages, reply=True)

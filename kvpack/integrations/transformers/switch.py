@@ -17,7 +17,7 @@ _told: list[str] = []
 
 
 class Switch:
-    """A switch of one model to attention "kvpack". The previous attention is restored when the last reference to this object is gone."""
+    """Sets one model's attention to "kvpack", and restores the previous one when the last reference to this object is gone."""
 
     def __init__(self, model: Any) -> None:
         outer = outermost(model)

@@ -104,7 +104,7 @@ class PageCodec:
 
         Recipes with raw tokens or key means wait for the device: the next launches depend on the number of raw tokens in each page.
         """
-        slots, digests = self.checked(pages, slots, keys)
+        slots, digests = self.validate_arguments(pages, slots, keys)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=True)
             return device.encode(pages, slots, rows, digests) if slots else PageJob.of([])
@@ -126,7 +126,7 @@ class PageCodec:
     ) -> PageJob:
         """Start ``decode_into`` without waiting for the device; in host memory the job is complete on return."""
         check_flag(values, "values")
-        slots, digests = self.checked(pages, slots, keys, written=True)
+        slots, digests = self.validate_arguments(pages, slots, keys, written=True)
         if (device := self._device_of(pages)) is not None:
             self._check_rows(rows, len(slots), writable=False)
             return device.decode(rows, pages, slots, digests, values) if slots else PageJob.of([])
@@ -148,7 +148,7 @@ class PageCodec:
             self._devices[pages.device] = DevicePages(self._plan, self._host, pages.device, self._left_out)
         return self._devices[pages.device]
 
-    def checked(
+    def validate_arguments(
         self, pages: Any, slots: Sequence[int], keys: Sequence[bytes] | None, *, written: bool = False
     ) -> tuple[list[int], list[bytes | None]]:
         """Check ``pages``, ``slots`` and ``keys``, and return the slots as integers and the digests of the keys.

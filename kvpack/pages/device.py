@@ -177,7 +177,7 @@ class DevicePages:
                 rows.index_fill_(1, self._padding, 0)
         try:
             keys = key_norms = None
-            for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
+            for lane, given in zip(self._plan.lanes, self._page_sides(pages), strict=True):
                 norms = cache(partial(lanes.norms, given.layers, slots))
                 # The keys of some layers come before their values.
                 if lane.side == "k":
@@ -224,7 +224,7 @@ class DevicePages:
 
         job = lanes.PageJob(slots, rows, status)
         try:
-            for lane, given in zip(self._plan.lanes, self._lanes(pages), strict=True):
+            for lane, given in zip(self._plan.lanes, self._page_sides(pages), strict=True):
                 if lanes.decode(given, job):
                     continue
                 if not batched.supports(lane.codec):
@@ -251,7 +251,7 @@ class DevicePages:
 
         return rows.shape[1] >= self._nbytes and lanes.supports_rows(rows)
 
-    def _lanes(self, pages: PageBuffer) -> list[PageSide]:
+    def _page_sides(self, pages: PageBuffer) -> list[PageSide]:
         from kvpack.kernels.pages.lanes import PageSide
 
         if (known := self._known.get(pages)) is not None:

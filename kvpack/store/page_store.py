@@ -373,8 +373,10 @@ class PageStore:
             if len(pages) != count:
                 raise InvalidParameter(f"{len(pages)} page buffers were passed for {count} keys, expected one buffer per key")
             places = zip(pages, slots, strict=True)
-            return [BufferSlot(memory, self.codec.checked(memory, [slot], None, written=written)[0][0]) for memory, slot in places]
-        return [BufferSlot(pages, slot) for slot in self.codec.checked(pages, slots, None, written=written)[0]]
+            return [
+                BufferSlot(memory, self.codec.validate_arguments(memory, [slot], None, written=written)[0][0]) for memory, slot in places
+            ]
+        return [BufferSlot(pages, slot) for slot in self.codec.validate_arguments(pages, slots, None, written=written)[0]]
 
     def _entry_keys(self, keys: Sequence[bytes]) -> list[bytes]:
         self._check_open()

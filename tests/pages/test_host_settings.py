@@ -58,7 +58,7 @@ def test_every_call_of_a_codec(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
             for wrong in (lambda: codec.encode_into(pages, [9], rows[:1]), lambda: codec.decode_into(rows[:2], target, [0, 0])):
                 with pytest.raises(KvpackError):
                     wrong()
-            assert codec.checked(target, [1], None) == ([1], [None])
+            assert codec.validate_arguments(target, [1], None) == ([1], [None])
             assert codec.call("raw_tokens_left_out", lambda: codec.inner.raw_tokens_left_out)() >= 0
             codec.close()
     assert codec.called >= public(PageCodec)

@@ -56,7 +56,7 @@ _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, Line
 
 _SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
 """The advice for a cache whose model only seems to be another one."""
-_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
+_ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """The kinds of PEFT adapters that provide a cache of their own."""
 
 
@@ -207,7 +207,7 @@ def _check_takes_given_cache(model: Any) -> None:
     """Raise InvalidParameter if ``model`` is a wrapper that passes its own cache to the wrapped model."""
     settings = getattr(model, "active_peft_config", None)
     kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
-    if kind in _WITH_OWN_CACHE:
+    if kind in _ADAPTERS_WITH_OWN_CACHE:
         raise InvalidParameter(
             f"the active adapter of {type(model).__name__} is of the kind {kind}, which replaces the given cache with its "
             "own: run it without a KvpackCache"

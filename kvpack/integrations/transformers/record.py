@@ -139,7 +139,7 @@ class Record:
         texts = [*(text for text, _ in self._older), *(finding.what for finding in self._findings)]
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
-    def differing(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
+    def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
         """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs; None if none does."""
         self._settle()
         known = self._ids[:, : ids.shape[1]]

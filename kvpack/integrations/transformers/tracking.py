@@ -421,7 +421,7 @@ class Tracking:
     def check_ids(self, ids: torch.Tensor, following: int) -> None:
         """Raise InvalidParameter unless the last ``following`` of ``ids`` follow those of the cache."""
         held = self.record.tokens
-        differing = self.record.differing(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
+        differing = self.record.first_mismatch(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
         if differing is not None:
             token, row, known, given = differing
             raise InvalidParameter(
@@ -468,7 +468,7 @@ class Tracking:
         tokens = self.record.tokens
         if not 0 < tokens < ids.shape[1] or arguments.get("attention_mask") is not None:
             return
-        if "attention_mask" in inspect.signature(model.forward).parameters or self.record.differing(ids[:, :tokens]) is not None:
+        if "attention_mask" in inspect.signature(model.forward).parameters or self.record.first_mismatch(ids[:, :tokens]) is not None:
             return
         raise InvalidParameter(
             f"{type(model).__name__}.forward has no parameter attention_mask, so generate cannot skip the cache's {tokens} tokens if the "

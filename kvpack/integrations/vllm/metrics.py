@@ -49,7 +49,7 @@ def tier_definitions() -> dict[str, Any]:
     return result
 
 
-def packed_definitions() -> dict[str, Any]:
+def packing_metric_definitions() -> dict[str, Any]:
     """Return the definitions, for vLLM, of the metrics of workers that pack, and of the scheduler's metrics of loaded rows."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 

@@ -25,7 +25,7 @@ from kvpack.pages.codec import PageCodec
 from .chunk_keys import attach_keys
 from .groups import GROUPS, check_groups, check_layout_given
 from .identities import SETTINGS, identity_of
-from .metrics import packed_definitions
+from .metrics import packing_metric_definitions
 from .promotions import check_promotions
 from .versions import check_version
 from .worker import PackedWorker
@@ -97,7 +97,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
-        return {**super().build_metric_definitions(extra_config), **packed_definitions()}
+        return {**super().build_metric_definitions(extra_config), **packing_metric_definitions()}
 
     def get_manager(self) -> Any:
         """Return vLLM's manager, with secondary tiers whose loaded rows are checked."""

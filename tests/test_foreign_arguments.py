@@ -291,7 +291,7 @@ PARTS = {
     "Identity": {"of_header", "of_parts", "weights_of_kind"},
     "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice", "to_features"},
     "LiveCache": {"snapshot"},
-    "PageCodec": {"checked"},
+    "PageCodec": {"validate_arguments"},
     "PageGeometry": {"codec", "slots"},
     "PageStore": {"put_new"},
     "Recipe": {"check_layers", "recorded"},

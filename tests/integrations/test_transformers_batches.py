@@ -335,8 +335,8 @@ def test_after_assisted_decoding_only_ids_that_follow_may_be_given() -> None:
 def test_ids_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not in each step, which would wait for the device."""
     compared = []
-    differing = record.Record.differing
-    monkeypatch.setattr(record.Record, "differing", lambda self, ids: (compared.append(ids.shape[1]), differing(self, ids))[1])
+    differing = record.Record.first_mismatch
+    monkeypatch.setattr(record.Record, "first_mismatch", lambda self, ids: (compared.append(ids.shape[1]), differing(self, ids))[1])
     model = model_of("Llama")
     with KvpackCache(model, "raw") as cache:
         model(PROMPT[:, :20], past_key_values=cache)

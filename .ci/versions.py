@@ -39,8 +39,9 @@ TESTS = (
     "test_encryption.py",
 )
 """The fast part: every codec's bytes and values, caches of models, and the packages of extras."""
-COMPILED = "tests/kernels/test_compiling.py::test_the_default_recipe_compiles"
-"""What Triton's compiler is tried on in the fast part."""
+COMPILED = "tests/kernels/test_compiling.py"
+DEFAULT_COMPILED = f"{COMPILED}::test_the_default_recipe_compiles"
+"""The recipes that Triton's compiler is tried on with every Triton, and in the fast part."""
 KERNELS = "decode_the_pages_of_a_cache or batches_and_heads or many_short_pages or pack_and_append"
 """The fast part in Triton's interpreter: attention, decoding and encoding."""
 
@@ -77,12 +78,14 @@ class Environment:
         """What pytest says last of the tests on PyTorch operations, and of those of the kernels in Triton's interpreter."""
         files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if self.tests == "whole" or path.name in TESTS]
         if self.tests == "part":
-            files.append(COMPILED)
+            files.append(DEFAULT_COMPILED)
+        elif self.tests == "compiled":
+            files = [COMPILED]
         interpreted = [str(path) for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py"))]
         if self.kernels == "part":
             interpreted += ["-k", KERNELS]
         return (
-            "-" if self.tests == "none" else self._pytest(files),
+            self._pytest(files),
             "-" if self.kernels == "none" else self._pytest(interpreted, TRITON_INTERPRET="1"),
         )
 
@@ -124,7 +127,7 @@ def environments(whole: bool) -> list[Environment]:
         # This PyTorch brings a Triton that is too old for the kernels.
         Environment("oldest", (*oldest, f"torch=={torch}"), tests="whole", kernels="none"),
         Environment("newest", (*newest, "torch"), tests="whole"),
-        *(Environment(f"triton-{version}", (f"triton=={version}.*",), tests="none", kernels="whole") for version in TRITONS),
+        *(Environment(f"triton-{version}", (f"triton=={version}.*",), tests="compiled", kernels="whole") for version in TRITONS),
     ]
 
 

@@ -167,13 +167,12 @@ def _load_words(
     WORDS: tl.constexpr = (STORED_WORDS + 1) // 2
     ASSEMBLY: tl.constexpr = _load_ptx(STORED_WORDS, WORDS_PER_LOAD, MASKED)
     REGISTERS: tl.constexpr = _constraints(WORDS, MASKED)
-    TYPES: tl.constexpr = (tl.uint32,) * WORDS
     if MASKED:
         words = tl.inline_asm_elementwise(
-            ASSEMBLY, REGISTERS, [address, layout_source, valid.to(tl.int32)], dtype=TYPES, is_pure=True, pack=1
+            ASSEMBLY, REGISTERS, [address, layout_source, valid.to(tl.int32)], dtype=(tl.uint32,) * WORDS, is_pure=True, pack=1
         )
     else:
-        words = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [address, layout_source], dtype=TYPES, is_pure=True, pack=1)
+        words = tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [address, layout_source], dtype=(tl.uint32,) * WORDS, is_pure=True, pack=1)
     return words
 
 

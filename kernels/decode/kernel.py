@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class TileDecoder(NamedTuple):
-    """A codec's Triton function ``values``, for which the kernel is compiled, and its compile-time ``constants``.
+    """A codec's Triton function ``decode``, for which the kernel is compiled, and its compile-time ``constants``.
 
-    ``values(tile, constants, shape)`` must return the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
+    ``decode(tile, constants, shape)`` must return the values of a ``RowTile``, float32 ``[token, channel]``; ``shape`` is a ``TileShape``.
     """
 
-    values: Any
+    decode: Any
     constants: tuple[Any, ...]
 
     @property
@@ -140,7 +140,7 @@ def _decode(
     for begin in range(0, block_tokens, TOKENS):
         count = block.count - begin
         tile = RowTile(advance_rows(block.streams, begin, STREAMS), count, token, channel, table, norm_table)
-        value = DECODER.values(tile, CONSTANTS, SHAPE)
+        value = DECODER.decode(tile, CONSTANTS, SHAPE)
         if ROTATED:
             value = rotate_back(value, signs, DIM)
         store_tile(block.out + begin * token_stride, token_stride, token, channel, count, value, DIM)

@@ -61,11 +61,11 @@ def prepare(
         return None
     row = TABLE_CODECS[type(codec)]
     tables = [part for part in (row.table(codec, out.device), row.norm_table(codec, out.device)) if part is not None]
-    joined = 1 if form.values == 3 else form.values
-    constants = TableConstants(code_streams(codec), form, tables[0].numel() // form.values, len(codec.row_layouts) - 1, joined)
+    joined = 1 if form.width == 3 else form.width
+    constants = TableConstants(code_streams(codec), form, tables[0].numel() // form.width, len(codec.row_layouts) - 1, joined)
     return prepare_rows(
         codec, packed, out, rotated, pages, TileDecoder(_decode_table, constants), *tables, min_channels=joined,
-        threads=TRIPLET_THREAD_FACTOR if form.values == 3 else 1,
+        threads=TRIPLET_THREAD_FACTOR if form.width == 3 else 1,
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def _decode_table(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) 
     TOKENS: tl.constexpr = SHAPE.tokens
     CHANNELS: tl.constexpr = SHAPE.channels
     KIND: tl.constexpr = FORM.kind
-    VALUES: tl.constexpr = FORM.values
+    VALUES: tl.constexpr = FORM.width
     DIGITS: tl.constexpr = FORM.digits
     REPEATED: tl.constexpr = VALUES // JOINED
     lane = tl.arange(0, CHANNELS // JOINED)[None, :]

@@ -28,14 +28,14 @@ class DigitPiece(NamedTuple):
 
 
 class TableForm(NamedTuple):
-    """Mapping of a codec's symbols to table entries: ``values`` per symbol, and the pieces of each digit of a symbol.
+    """Mapping of a codec's symbols to table entries: ``width`` values per symbol, and the pieces of each digit of a symbol.
 
     An octahedral symbol is one number: a table index of ``index_bits`` bits, two sign bits at bit ``signs_at``, and a norm code at bit
     ``norm_at``, masked by ``norm_mask``. A quaternion's radius code is at most ``largest_radius``.
     """
 
     kind: str
-    values: int
+    width: int
     digits: tuple[tuple[DigitPiece, ...], ...]
     index_bits: int = 0
     signs_at: int = 0

@@ -209,7 +209,8 @@ def _load_tile_register(
 @triton.constexpr_function
 def _as_stored_register(register: Register, tile: Tile) -> Register:
     """Return ``register``, or its whole word if the tile's tokens use either half of a word."""
-    return register._replace(parity=-1) if tile.parity >= 0 else register
+    # Triton 3.9 passes a tuple of its own, with the fields of the Python one but without its methods.
+    return Register(register.load, register.half, -1) if tile.parity >= 0 else register
 
 
 @triton.jit

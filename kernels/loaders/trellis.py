@@ -151,8 +151,9 @@ def _shift_ptx() -> str:
 def _shift_strings(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
     """Shift each column's 32-bit string right by ``shift`` bits; return int16 tiles of its low and high halves."""
     if FAST:
-        types: tl.constexpr = (tl.int16, tl.int16)
-        halves = tl.inline_asm_elementwise(_shift_ptx(), "=r,=r,r,r,r", [words, following, shift], dtype=types, is_pure=True, pack=2)
+        halves = tl.inline_asm_elementwise(
+            _shift_ptx(), "=r,=r,r,r,r", [words, following, shift], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
+        )
     else:
         string = (
             words.to(tl.uint16, bitcast=True).to(tl.uint32) | (following.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)

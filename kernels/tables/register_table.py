@@ -73,5 +73,4 @@ def select_four(
             digits = digits | ((words[TERMS[term]] >> TERMS[term + 1]) & TERMS[term + 2])
         else:
             digits = digits | ((words[TERMS[term]] << -TERMS[term + 1]) & TERMS[term + 2])
-    types: tl.constexpr = (tl.uint32,) * 4
-    return tl.inline_asm_elementwise(_select_f16x2(TABLE), "=r,=r,=r,=r,r", [digits], dtype=types, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(_select_f16x2(TABLE), "=r,=r,=r,=r,r", [digits], dtype=(tl.uint32,) * 4, is_pure=True, pack=1)

@@ -97,12 +97,11 @@ def look_up(
     entries at ``OFFSET`` in shared memory are used instead.
     """
     if FAST and COPIES > 0:
-        types: tl.constexpr = (tl.float16,) * VALUES
         result = tl.inline_asm_elementwise(
             tile_lookup_ptx(POSITION, BITS, VALUES, OFFSET, COPIES, ENTRIES),
             register_constraints(VALUES, 1),
             [word],
-            dtype=types,
+            dtype=(tl.float16,) * VALUES,
             is_pure=True,
             pack=2,
         )

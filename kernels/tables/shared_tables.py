@@ -17,12 +17,12 @@ class SharedTable(NamedTuple):
 
 
 class TableContents(NamedTuple):
-    """The contents of a shared table: ``entries`` entries of ``values`` binary16 values, from side 0 (keys) or 1 (values)."""
+    """The contents of a shared table: ``entries`` entries of ``width`` binary16 values, from side 0 (keys) or 1 (values)."""
 
     side: int
     offset: int
     entries: int
-    values: int
+    width: int
     copies: int
 
 

@@ -27,7 +27,7 @@ def begin_tables(k_table: tl.tensor, v_table: tl.tensor, TABLES: tl.constexpr, W
 
 @triton.jit
 def _fetch_table(k_table: tl.tensor, v_table: tl.tensor, FILL: tl.constexpr) -> tl.tensor:
-    return fetch(k_table if FILL.side == 0 else v_table, FILL.entries, FILL.values)
+    return fetch(k_table if FILL.side == 0 else v_table, FILL.entries, FILL.width)
 
 
 @triton.jit
@@ -40,4 +40,4 @@ def fill_tables(entries: tl.tuple, TABLES: tl.constexpr) -> None:
 
 @triton.jit
 def _fill_table(entries: tl.tensor, FILL: tl.constexpr) -> None:
-    fill(entries, FILL.offset, FILL.entries, FILL.values, FILL.copies)
+    fill(entries, FILL.offset, FILL.entries, FILL.width, FILL.copies)

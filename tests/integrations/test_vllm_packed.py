@@ -747,7 +747,7 @@ def test_the_connector_tells_the_tier_of_a_store_of_the_model(connector: Any, on
     ("options", "message"),
     [
         ({"placement": "tier"}, 'placement is \'tier\', expected "primary" or "store"'),
-        ({"location": "/cache"}, 'the primary tier holds the rows: set "placement": "store" too'),
+        ({"location": "/cache"}, '"location" is set, but "placement" is "primary": set "placement": "store"'),
         ({"placement": "store"}, '"store" requires "location"'),
         ({"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and location'),
         (STORE | {"secondary_tiers": [{"type": "kvpack"}]}, 'set "placement": "store" and location'),

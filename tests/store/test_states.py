@@ -314,7 +314,7 @@ def test_slices_end_where_states_are_known() -> None:
     assert not later.states_at
     check(kvpack.concat([part[:, : 2 * CHUNK], later]), whole, 5 * CHUNK)
     assert list(kvpack.concat([part[:, : 2 * CHUNK], later]).states_at) == ends(2)
-    with pytest.raises(OutOfBounds, match=r"layers\[0\]: tokens \[0:96\] of 261 were requested, but the layer has the states"):
+    with pytest.raises(OutOfBounds, match=r"tokens \[0:96\] of 261 were requested, but layers\[0\] has its states"):
         whole[:, : 3 * CHUNK]
     rows = whole.select([0, 0])
     assert rows.states_at[2 * CHUNK][0]["conv.0"].shape[0] == 2

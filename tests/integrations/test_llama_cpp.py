@@ -252,7 +252,7 @@ def test_blocks_are_never_recoded(tmp_path: Path) -> None:
             # The same codec, with scales of its own.
             changed = kvpack.pack([layer.unpack(torch.float32) for layer in cache], recipe, model=cache.model, inputs=cache.inputs)
             changed = replace(changed, metadata=cache.metadata)
-        with pytest.raises(InvalidParameter, match=r"layer 0: was q8_0 in llama\.cpp and has been converted to the codec"):
+        with pytest.raises(InvalidParameter, match=r"layer 0 was q8_0 in llama\.cpp and has been converted to the codec"):
             export_slot(changed, tmp_path / "out.bin")
 
 
@@ -433,7 +433,7 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (
             state(SEVEN, whole(), windowed()),
             {"windows": {0: 4, 1: 4}},
-            "has 1 sliding-window layer, but windows has 2: pass one window per layer of that kind",
+            "is 1, but windows has 2: pass one window per sliding-window layer",
         ),
         (state(SEVEN, whole(), windowed()), {"windows": {0: 8}}, "hold 4 of 7 tokens, but layer 0 has a window of 8"),
         (state(SEVEN, whole(), windowed()), {"windows": {0: 3}}, "hold 4 of 7 tokens, but layer 0 has a window of 3"),

@@ -19,7 +19,6 @@ from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.arguments import model_fields
 from kvpack.integrations.exported import export_values, windows_of
-from kvpack.output import counted
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of
@@ -213,8 +212,8 @@ def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
         raise InvalidParameter(f"{where} has {sum(counts)} layers, expected 1 to {MAX_LAYERS}")
     if len(windows) != sum(counts[1:]):
         raise InvalidParameter(
-            f"{where} has {counted(sum(counts[1:]), 'sliding-window layer')}, but windows has {len(windows)}: pass one window per layer of "
-            "that kind"
+            f"the number of sliding-window layers in {where} is {sum(counts[1:])}, but windows has {len(windows)}: pass one window per "
+            "sliding-window layer"
         )
     tokens, held_tokens = len(file.sections[0].positions), len(file.sections[-1].positions)
     if file.ids and len(file.ids) != ID_BYTES * tokens:

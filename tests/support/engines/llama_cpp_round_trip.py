@@ -207,7 +207,7 @@ def check_refusals(folder: Path) -> Iterator[str]:
             context.save(path, IDS)
         refused(path, message, kv_heads=2)
         if arch == "gemma3":
-            refused(path, "has 2 sliding-window layers, but windows has 1", kv_heads=2, windows={0: WINDOW})
+            refused(path, "is 2, but windows has 1", kv_heads=2, windows={0: WINDOW})
             refused(path, "layer 0 has a window of 64", kv_heads=2, windows={0: 64, 2: 64})
     yield "recurrent, M-RoPE, a whole context, windows and heads that are not: refused"
 

@@ -46,6 +46,6 @@ def test_a_decoder_is_named_by_the_source_of_its_function() -> None:
     from kvpack.kernels.decode import group, table
     from kvpack.kernels.decode.kernel import TileDecoder
 
-    decoders = [TileDecoder(values, (number,)) for values in (group._decode_group, table._decode_table) for number in (1, 2)]
-    assert all(decoder.values.cache_key in decoder.cache_key for decoder in decoders)
+    decoders = [TileDecoder(function, (number,)) for function in (group._decode_group, table._decode_table) for number in (1, 2)]
+    assert all(decoder.decode.cache_key in decoder.cache_key for decoder in decoders)
     assert len({decoder.cache_key for decoder in decoders}) == 4

@@ -98,7 +98,9 @@ class Environment:
         lines = done.stdout.splitlines()
         if done.returncode:
             print("\n".join(lines[-60:]), file=sys.stderr)
-        summary = re.sub(r", \d+ (deselected|warnings?)|=+ ?", "", lines[-1] if lines else "no output")
+        # A library may print more when the process ends.
+        last = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "no summary")
+        summary = re.sub(r", \d+ (deselected|warnings?)|=+ ?", "", last)
         return f"{'FAILED: ' if done.returncode else ''}{summary}"
 
 

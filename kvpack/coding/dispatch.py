@@ -44,6 +44,7 @@ BACKENDS = ("torch", "triton", "cpu")
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 """Environment variable that disables inline PTX in the kernels if it is 0."""
 
+
 class TokenSizes(NamedTuple):
     """Tensors for what encoders measure of tokens in the coded frame, contiguous float32 ``[batch, kv_head, token]``; None if not needed.
 
@@ -56,7 +57,6 @@ class TokenSizes(NamedTuple):
 
 
 UNMEASURED = TokenSizes()
-
 
 _C_KERNELS = "the C kernels, which are missing or outdated (to build them, reinstall kvpack with a C compiler)"
 

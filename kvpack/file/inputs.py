@@ -84,7 +84,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.token_ids, bytes) or len(self.token_ids) % ID_BYTES:
-            raise InvalidParameter(f"token_ids must be bytes, {ID_BYTES} for each id, but got {_check_token_ids(self.token_ids)}")
+            raise InvalidParameter(f"token_ids must be bytes, {ID_BYTES} for each id, but got {_describe_token_ids(self.token_ids)}")
         if not _is_tuple(self.undetermined, str) or not all(self.undetermined):
             raise InvalidParameter(f"undetermined is {describe(self.undetermined)}, expected a tuple of nonempty strings")
         if not _is_tuple(self.starts, int) or any(start < 0 for start in self.starts):
@@ -98,7 +98,7 @@ class Inputs:
         if not _is_tuple(self.hidden, tuple) or not all(len(span) == 3 and _is_tuple(span, int) for span in self.hidden):
             raise InvalidParameter(f"hidden is {describe(self.hidden)}, expected a tuple of (sequence, start, stop)")
         if not all(isinstance(row, bytes) and len(row) == len(self.rows[0]) and len(row) % ID_BYTES == 0 for row in self.rows):
-            lengths = ", ".join(map(_check_token_ids, self.rows))
+            lengths = ", ".join(map(_describe_token_ids, self.rows))
             raise InvalidParameter(f"rows must all have the same length, a multiple of {ID_BYTES} bytes (one id), but got {lengths}")
         if not all(row.startswith(self.token_ids) for row in self.rows):
             raise InvalidParameter("token_ids must be the ids with which all rows begin, but one row begins with others")
@@ -423,5 +423,5 @@ def _is_tuple(value: object, kind: type) -> bool:
     return isinstance(value, tuple | list) and all(isinstance(item, kind) for item in value)
 
 
-def _check_token_ids(token_ids: object) -> str:
+def _describe_token_ids(token_ids: object) -> str:
     return f"{len(token_ids)} bytes" if isinstance(token_ids, bytes) else f"a {type(token_ids).__name__}"

@@ -138,7 +138,7 @@ class Chat:
         max_new_tokens (default: 512), do_sample or streamer. If it raises, the conversation is unchanged. Raises InvalidParameter if the
         template rejects the messages, and the errors of KvpackCache.
         """
-        messages = self._append_message(message)
+        messages = self._with_message(message)
         _, ids = self._render(messages, reply=True)
         written = self._generate(ids, {"max_new_tokens": MAX_REPLY_TOKENS, **options})
         reply: str = self.tokenizer.decode(written, skip_special_tokens=True)
@@ -147,7 +147,7 @@ class Chat:
 
     def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
         """Compute the cache of ``message`` without a reply, and return the number of tokens; later text is appended to the message."""
-        messages = self._append_message(message)
+        messages = self._with_message(message)
         _, ids = self._render(messages, reply=False)
         # The token that generate returns has no keys and values yet.
         self._generate(ids, {"max_new_tokens": 1, "do_sample": False})
@@ -167,7 +167,7 @@ class Chat:
             metadata |= self._metadata(cache)
         return save(cache, path, metadata=metadata, **options)
 
-    def _append_message(self, message: Any) -> list[Message]:
+    def _with_message(self, message: Any) -> list[Message]:
         """Return the messages so far, followed by the new ones in ``message``."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}

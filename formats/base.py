@@ -185,6 +185,7 @@ class CodecSummary(NamedTuple):
     changes_norms: bool
     error_spread: float
     direction_spread: float
+    min_error: float
 
 
 class EntryStreams:
@@ -286,6 +287,14 @@ class Codec(EntryStreams, ABC):
 
         0 for codecs whose errors depend on the sizes of values. Those of the others depend on directions, and no stream shows them, so
         encoders measure them.
+        """
+        return 0.0
+
+    @property
+    def min_error(self) -> float:
+        """Usual error of a token relative to its norm in the coded frame, for codecs with a ``direction_spread``; smaller ones count as it.
+
+        Tokens that the codec decoded before have no errors when they are encoded again, and other tokens would seem large beside them.
         """
         return 0.0
 
@@ -483,6 +492,7 @@ class Codec(EntryStreams, ABC):
             self.changes_norms,
             self.error_spread,
             self.direction_spread,
+            self.min_error,
         )
 
     @cached_property

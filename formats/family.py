@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Codec, Fields, check_choice, check_range
 from .errors import InvalidParameter
-from .norm_rule import error_spread
+from .norm_rule import error_spread, usual_error
 from .tables import MAX_CACHED_TABLES
 from .token_norms import norm_features
 
@@ -59,6 +59,10 @@ class CodecFamily(Codec):
     @property
     def direction_spread(self) -> float:
         return error_spread(self.nominal_bits, self.dim) if self.stores_directions else 0.0
+
+    @property
+    def min_error(self) -> float:
+        return usual_error(self.nominal_bits) if self.stores_directions else 0.0
 
     def __post_init__(self) -> None:
         """Raise InvalidParameter for a parameter outside its declared values. Subclasses add checks that involve several parameters."""

@@ -52,12 +52,10 @@ def error_spread(bits: float, dim: int) -> float:
     return _SPREADS[index] * math.sqrt(math.sqrt(64 / dim))
 
 
-def comparable_errors(errors: torch.Tensor, bits: float) -> torch.Tensor:
-    """Return relative ``errors`` that are at least the usual one of a codec with ``bits`` bits per value, for comparison with their median.
-
-    Tokens that the codec decoded before have no errors when they are encoded again, and other tokens would seem large beside them.
-    """
-    return errors.clamp_min(_USUAL_ERROR * 2.0**-bits)
+def usual_error(bits: float) -> float:
+    """Return the usual error, relative to the norm, of a codec that stores directions with ``bits`` bits per value."""
+    error: float = _USUAL_ERROR * 2.0**-bits
+    return error
 
 
 def relative_errors(codec: Codec, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:

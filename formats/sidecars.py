@@ -136,6 +136,10 @@ class WithSidecars(Codec):
     def direction_spread(self) -> float:
         return self.codec.direction_spread
 
+    @property
+    def min_error(self) -> float:
+        return self.codec.min_error
+
     def error_sizes(self, streams: Streams) -> torch.Tensor:
         return self.codec.error_sizes(streams)
 

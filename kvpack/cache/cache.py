@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy
 import torch
 
-from kvpack.coding.encoding import collected_misfits, warn_of_misfits
 from kvpack.coding.recipes import parse_recipe
+from kvpack.coding.token_errors import collected_misfits, warn_of_misfits
 from kvpack.file import container
 from kvpack.file.inputs import joined
 from kvpack.formats.arguments import as_integer, check_callback, checked_device, prefix_errors

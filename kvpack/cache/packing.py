@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.coding.encoding import RAW_NAMES, collected_misfits, warn_of_misfits
+from kvpack.coding.encoding import RAW_NAMES
 from kvpack.coding.recipes import Recipe, parse_recipe
+from kvpack.coding.token_errors import collected_misfits, warn_of_misfits
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping

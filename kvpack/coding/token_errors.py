@@ -1,28 +1,45 @@
-"""Find tokens that lose precision themselves, or cost other tokens precision.
+"""Find tokens that lose precision themselves, or cost other tokens precision, and warn about them.
 
-A cheap test of the stored streams finds the tokens that may. Only their pages are decoded, and their errors decide.
+A cheap test of the stored streams finds the tokens that may. Only their pages are decoded, and their errors decide. Each call of kvpack
+issues at most one warning, for all sides together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvpack.formats.head_norms import PAGE_TOKENS, exceeds_usual, has_large_size, usual_norms
-from kvpack.formats.norm_rule import comparable_errors
+from kvpack.formats.errors import KvpackWarning
+from kvpack.formats.group import PER_HEAD
+from kvpack.formats.head_norms import (
+    GROUP_RATIO,
+    HEADS,
+    PAGE_TOKENS,
+    SHARED_RATIO,
+    TOKENS,
+    drop_crowded_pages,
+    exceeds_usual,
+    has_large_size,
+    relative_norms,
+    shared_scale_factors,
+    usual_norms,
+    widening_factors,
+)
 
 from . import dispatch
-from .dispatch import UNMEASURED
+from .dispatch import UNMEASURED, TokenSizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvpack.formats.base import Codec
-
-    from .dispatch import TokenSizes
 
     Streams = Mapping[str, torch.Tensor]
 
@@ -34,6 +51,84 @@ _DIRECTION_MARGIN = 0.9
 
 _SAMPLED, _LEAST_SAMPLES = 32, 4
 """One in ``_SAMPLED`` tokens is enough to estimate the usual size of values, but short runs use at least ``_LEAST_SAMPLES``."""
+
+
+MANY_RATIO = 4.0
+"""In a page with many large tokens, a warning counts only tokens that are more than this many times as large as usual in a head."""
+
+OWN_RATIO = 1.75
+"""A token is stored raw if its error in a head, both as it is and relative to the token's norm, is more than this many times the usual one.
+"""
+
+OWN_WARNING_RATIO = 2.0
+"""A token is counted in a warning if its own error is more than this many times the usual one."""
+
+MANY_OWN_RATIO = 3.0
+"""In a page with many tokens of large own errors, only those above this many times the usual error count.
+
+In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5 times the usual error, so such pages are ordinary.
+"""
+
+_OWN, _RUN = "own", "run"
+"""Kinds of misfit: a token may lose precision itself, or make a scale of its run too large for other tokens."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """The tokens of an encoded run whose own errors are too large, or that make a shared scale too large.
+
+    Args:
+        where: The location to name in messages.
+        shared: What is affected, a key of ``_EFFECTS``.
+        count: Number of such tokens, over all sequences.
+        tokens: Number of all tokens, over all sequences.
+        factor: How many times the error or the scale is too large, for the worst token.
+        sequence: Sequence of the worst token.
+        token: Number of the worst token in the run.
+        head: Head of the worst token that causes the misfit.
+        rare: True if the tokens are few enough to be stored raw.
+    """
+
+    where: str
+    shared: str
+    count: int
+    tokens: int
+    factor: float
+    sequence: int
+    token: int
+    head: int
+    rare: bool
+
+
+class Loss(NamedTuple):
+    """A measure of how badly tokens fit a codec, for one ``kind`` of misfit.
+
+    ``factors`` ``[batch, token]`` are larger for a worse fit. Tokens with a factor above ``ratio`` are stored raw, and those above
+    ``warned`` are counted in a warning. ``sizes`` ``[batch, kv_head, token]`` determine which head of a token the warning names.
+    """
+
+    kind: str
+    factors: torch.Tensor
+    ratio: float
+    warned: float
+    sizes: torch.Tensor
+
+
+_EFFECTS = {
+    HEADS: ("other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
+    TOKENS: ("other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
+    _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the usual error"),
+    _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
+}
+"""For each kind of misfit, the text that describes what loses precision, and one about the worst token."""
+
+_REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
+    _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
+    _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
+}
+"""For each kind of misfit, the advice on avoiding it, by whether tokens can be raw."""
+
+_misfits: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None)
 
 
 @dataclass(frozen=True)
@@ -55,6 +150,114 @@ class EncodedRun:
     norms: Callable[[], torch.Tensor]
     sizes: TokenSizes = UNMEASURED
     kept: torch.Tensor | None = None
+
+
+def room_for_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
+    """Return uninitialized tensors for what is needed of the sizes that ``codec``, without raw tokens, encodes of ``x``."""
+    summary = codec.summary
+    room = partial(torch.empty, x.shape[:3], dtype=torch.float32, device=x.device)
+    needs_norms = summary.changes_norms and (not summary.error_spread or bool(summary.shared_scales))
+    return TokenSizes(room() if needs_norms else None, room() if summary.direction_spread else None)
+
+
+def losses_of(run: EncodedRun) -> list[Loss]:
+    """Return the losses of the tokens of ``run``: what they lose themselves, and what they cost others."""
+    shared, losses = run.codec.summary.shared_scales, _measured_losses(run)
+    if shared:
+        measured = run.norms() if run.sizes.norms is None else run.sizes.norms
+        # In most runs no scale is too large.
+        if TOKENS in shared and (factors := widening_factors(measured, shared)).any():
+            losses.insert(0, Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))
+        if HEADS in shared and (factors := shared_scale_factors(measured)).any():
+            losses.insert(0, Loss(HEADS, factors, SHARED_RATIO, SHARED_RATIO, measured))
+    return losses
+
+
+def _measured_losses(run: EncodedRun) -> list[Loss]:
+    """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale of the run."""
+    losses = []
+    if (errors := own_errors(run)) is not None:
+        factors = errors.amax(1)
+        large = factors > OWN_RATIO
+        factors = factors.masked_fill(large & ~drop_crowded_pages(large) & (factors <= MANY_OWN_RATIO), 0.0)
+        losses.append(Loss(_OWN, factors, OWN_RATIO, OWN_WARNING_RATIO, errors))
+    if (sizes := crowding(run)) is not None:
+        losses.append(Loss(_RUN, sizes.amax(1), 1.0, 1.0, sizes))
+    return losses
+
+
+def excesses(run: EncodedRun) -> torch.Tensor | None:
+    """Return by how much the losses of tokens that are not raw exceed their limits; None if no token can lose anything.
+
+    Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
+    """
+    losses = _measured_losses(run)
+    if not losses:
+        return None
+    factors = torch.stack([loss.factors for loss in losses])
+    if run.kept is not None:
+        factors = factors.masked_fill(run.kept, 0.0)
+    bounds = torch.tensor([[loss.ratio for loss in losses], [loss.warned for loss in losses]], dtype=torch.float32, device=factors.device)
+    return (factors / bounds[:, :, None, None]).amax(1)
+
+
+def report_misfit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
+    """Report the largest of ``losses`` over tokens that are not ``kept``, bool ``[batch, token]``, if anything is lost.
+
+    It is added to the list of a surrounding ``collected_misfits``; if there is none, its warning is issued. ``keeps_large`` is True if
+    ``kept`` includes tokens of high norm. A page with many large tokens in a head causes no warning unless they are more than
+    ``MANY_RATIO`` times as large as usual.
+    """
+    result = []
+    for name, factors, _, ratio, sizes in losses:
+        if kept is not None:
+            factors = factors.masked_fill(kept, 0.0)
+        lost = factors > ratio
+        if name == TOKENS and lost.any():
+            lost = drop_crowded_pages(lost) | (factors > MANY_RATIO)
+        if lost.any():
+            factors = factors.masked_fill(~lost, 0.0)
+            sequence, token = divmod(int(factors.argmax()), factors.shape[1])
+            head_sizes = relative_norms(sizes) if name in (HEADS, TOKENS) else sizes
+            head = int(head_sizes[sequence, :, token].nan_to_num(posinf=0.0).argmax())
+            rare = not keeps_large and bool((drop_crowded_pages(lost) == lost).all())
+            result.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
+    if not result:
+        return
+    worst, collected = max(result, key=lambda one: one.factor), _misfits.get()
+    if collected is None:
+        warn_of_misfits([worst], stacklevel=3)
+    else:
+        collected.append(worst)
+
+
+@contextlib.contextmanager
+def collected_misfits() -> Iterator[list[Misfit]]:
+    """Collect the misfits reported in the block, for ``warn_of_misfits``."""
+    result: list[Misfit] = []
+    before = _misfits.set(result)
+    try:
+        yield result
+    finally:
+        _misfits.reset(before)
+
+
+def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
+    """Issue one KvpackWarning about all of ``found``; none if it is empty."""
+    if not found:
+        return
+    worst = max(found, key=lambda one: one.factor)
+    others = f"; the same is true of tokens in {len(found) - 1} more of the layers' keys and values" if len(found) > 1 else ""
+    remedy = _REMEDIES[worst.shared]
+    which, effect = _EFFECTS[worst.shared]
+    if all(one.rare for one in found):
+        remedy += ", or add raw=4,0.6,4, which keeps such tokens raw"
+    warnings.warn(
+        f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so large that {which}, lose precision; in the worst, token "
+        f"{worst.token} of sequence {worst.sequence}, head {worst.head} {effect.format(worst.factor)}{others}. To avoid this, {remedy}",
+        KvpackWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def own_errors(run: EncodedRun) -> torch.Tensor | None:
@@ -92,7 +295,7 @@ def may_lose(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.de
     """Return False if ``own_errors`` is None for a run of these streams, which are on ``device``, and these sizes."""
     summary = codec.summary
     if sizes.errors is not None:
-        errors = comparable_errors(sizes.errors, codec.family.nominal_bits)
+        errors = sizes.errors.clamp_min(summary.min_error)
         if has_large_size(errors, _DIRECTION_MARGIN * summary.direction_spread):
             return True
     if summary.error_spread:
@@ -129,7 +332,7 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
     """
     if run.sizes.errors is None:
         return None
-    errors = comparable_errors(run.sizes.errors, run.codec.family.nominal_bits)
+    errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
     suspects = exceeds_usual(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
     if suspects is None or run.kept is None:
         return suspects

@@ -10,7 +10,8 @@ import torch
 
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
-from kvpack.coding.encoding import TORCH_DTYPES, collected_misfits, encode, warn_of_misfits
+from kvpack.coding.encoding import TORCH_DTYPES, encode
+from kvpack.coding.token_errors import collected_misfits, warn_of_misfits
 from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.dispatch import UNMEASURED, TokenSizes
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_sizes
-from kvpack.coding.token_errors import EncodedRun
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
+from kvpack.coding.token_errors import EncodedRun, excesses, room_for_sizes
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
 from kvpack.formats.key_mean import KeyMean
-from kvpack.formats.norm_rule import comparable_errors, relative_errors
+from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, put_slots, store_in_slots
 from kvpack.formats.sidecars import WithSidecars
@@ -121,7 +121,7 @@ def suspects(
     if HEADS in lane.shared:
         found.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
     if errors is not None:
-        found.append(mark_large(comparable_errors(errors, codec.family.nominal_bits), codec.summary.direction_spread))
+        found.append(mark_large(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
     if lane.measured:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:

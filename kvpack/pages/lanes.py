@@ -15,8 +15,8 @@ from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.dispatch import TokenSizes
-from kvpack.coding.encoding import MANY_RATIO, TORCH_DTYPES, encode_all, excesses, misfits_of, room_for_sizes
-from kvpack.coding.token_errors import EncodedRun, may_lose, run_fits, sample_step
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
+from kvpack.coding.token_errors import MANY_RATIO, EncodedRun, excesses, may_lose, room_for_sizes, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.head_norms import TOKENS, norms_per_head
 from kvpack.formats.key_mean import KeyMean

@@ -11,9 +11,9 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import pack_side
 from kvpack.coding import raw_clause
-from kvpack.coding.encoding import collected_misfits
 from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, own_codec
 from kvpack.coding.recipes import Recipe
+from kvpack.coding.token_errors import collected_misfits
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.head_norms import norms_per_head
 

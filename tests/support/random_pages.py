@@ -11,7 +11,8 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from kvpack.cache.side import pack_side
-from kvpack.coding.encoding import collected_misfits, rounding_is_shown
+from kvpack.coding.encoding import rounding_is_shown
+from kvpack.coding.token_errors import collected_misfits
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
 from kvpack.formats.sidecars import WithSidecars

@@ -30,7 +30,7 @@ from kvpack.runtime.memory import empty
 from . import codecs, library, rotations
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvpack.formats.base import Codec
 
@@ -149,7 +149,7 @@ def _encode(
     for name, layout in codec.run_layouts(batch, heads).items():
         shape = (*layout.shape[:2], -(-tokens // layout.tokens_per_row), *layout.shape[3:])
         streams[name] = known[name] if name in known else empty(shape, _STORED_DTYPES[layout.dtype], x.device)
-    call, names, _keep_alive = _create_values_call(codec, x, threads, level)
+    call, names, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
     # C reads run scales as float32.
     argument_streams = (
         streams | {name: stream.to(torch.float32).expand(batch, heads, -1) for name, stream in known.items()} if known else streams
@@ -164,19 +164,11 @@ def _encode(
     return streams if library.run("encode", call, "encode") != REFUSED else None
 
 
-def _create_values_call(codec: Codec, x: torch.Tensor, threads: int | None, level: int) -> tuple[library.Encode, tuple[str, ...], Any]:
-    """Create a C call that encodes ``x``, with a suitable number of threads (``create_call``)."""
-    call, names, keep_alive = create_call(codec, (x.shape[0], x.shape[1], x.shape[2]), x.dtype)
-    call.x = library.Stream.describe(x)
-    call.threads, call.level = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
-    return call, names, keep_alive
-
-
 def _measure_pages(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int) -> torch.Tensor:
     """Measure every ``page`` tokens of ``x`` (``kvpack_measure``): float32 ``[batch, kv_head, page, column]``."""
     batch, heads, tokens, _ = x.shape
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
-    call, _, _keep_alive = _create_values_call(codec, x, threads, level)
+    call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
     call.means, call.mean_tokens = library.Stream.describe(result), page
     library.run("measure", call, "encode")
     return result
@@ -212,10 +204,13 @@ def _encode_centered(
     return None if streams is None else streams | mean_streams
 
 
-def create_call(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[library.Encode, tuple[str, ...], Any]:
-    """Create a C call for values of ``shape`` (batch, heads, tokens) and ``dtype``, without the addresses of values and streams.
+def create_call(
+    codec: Codec, shape: Sequence[int], dtype: torch.dtype, x: torch.Tensor | None = None, threads: int | None = None, level: int = 0
+) -> tuple[library.Encode, tuple[str, ...], Any]:
+    """Create a C call for values of ``shape`` (batch, heads, tokens) and ``dtype``, without the addresses of streams.
 
-    Returns the call, its stream names, and objects that must outlive it.
+    If ``x`` is given, the call encodes these values, with a suitable number of threads; otherwise, it lacks their address. Returns the
+    call, its stream names, and objects that must outlive it.
     """
     description = codecs.describe(codec)
     assert description is not None
@@ -231,6 +226,9 @@ def create_call(codec: Codec, shape: tuple[int, int, int], dtype: torch.dtype) -
     call.candidates = candidates
     for index, table in enumerate(tables):
         call.bounds[index] = library.Table(table.data_ptr(), len(table))
+    if x is not None:
+        call.x, call.level = library.Stream.describe(x), level
+        call.threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
     return call, description.streams, (description, rotation, tables)
 
 

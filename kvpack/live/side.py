@@ -254,5 +254,5 @@ class LiveSide:
     def _all_runs(self) -> PackedRuns:
         """Return all runs. The object stays the same until the runs change, because kernels cache tables for it."""
         if self._joined is None:
-            self._joined = PackedRuns([*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)])
+            self._joined = PackedRuns((*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)))
         return self._joined

@@ -186,6 +186,7 @@ class CodecSummary(NamedTuple):
     error_spread: float
     direction_spread: float
     min_error: float
+    spreads_channels: bool
 
 
 class EntryStreams:
@@ -260,6 +261,11 @@ class Codec(EntryStreams, ABC):
     def changes_norms(self) -> bool:
         """True if encoding starts with a step that changes the norms of the values."""
         return False
+
+    @property
+    def spreads_channels(self) -> bool:
+        """True if values are rotated without a step before that evens out channels, so that one large channel costs all precision."""
+        return self.rotation.kind != "none"
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
         """Return the norms of the values in the coded frame, float32 ``[batch, kv_head, token]``.
@@ -493,6 +499,7 @@ class Codec(EntryStreams, ABC):
             self.error_spread,
             self.direction_spread,
             self.min_error,
+            self.spreads_channels,
         )
 
     @cached_property

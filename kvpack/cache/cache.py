@@ -105,6 +105,8 @@ class Cache(PackedObject):
                 f"the cache has {batch} sequences, but its inputs have token ids for {len(rows)}: pass inputs= with token ids for every "
                 "sequence, in order, or inputs=None"
             )
+        if self.inputs is not None:
+            object.__setattr__(self, "inputs", self.inputs.named(self.start, self.stop))
 
     def __repr__(self) -> str:
         ranges = {self.positions(number) for number, layer in enumerate(self) if layer.sides} - {(self.start, self.stop)}

@@ -36,6 +36,8 @@ ROWS_DIFFER = "differ from row to row of the batch"
 """End of the clause about tokens whose ids differ between sequences."""
 IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room for them"
 """End of the clause about tokens whose ids did not fit into the file."""
+WITHOUT_IDS = "came without their token ids"
+"""End of the clause about tokens that follow the known ids, whose own ids are unknown."""
 NOT_READABLE = "what its tokens came from is not readable"
 """Clause about inputs stored in an unknown form."""
 MASKED = "were computed with an attention mask that hides tokens"
@@ -131,6 +133,17 @@ class Inputs:
     def rows_are_unknown(self) -> bool:
         """True if sequences have different ids, and some of these ids are unknown."""
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
+
+    def named(self, start: int, stop: int) -> Inputs:
+        """Return the inputs of tokens ``[start, stop)``, with a clause about those whose ids are unknown for no recorded reason.
+
+        Without any ids there is no clause, because callers vouch for the ids of such caches.
+        """
+        unknown = start + self.tokens
+        if not start < unknown < stop or any(position <= unknown for position in self.starts):
+            return self
+        tokens = f"tokens {unknown} to {stop - 1}" if stop - unknown > 1 else f"token {unknown}"
+        return replace(self, undetermined=(*self.undetermined, f"{tokens} {WITHOUT_IDS}"), starts=(*self.starts, unknown))
 
     def slice(self, start: int, stop: int, first: int) -> Inputs:
         """Return the inputs of tokens ``[start, stop)`` of a cache whose first token is at position ``first``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import canonical_recorded_text, parse_recipe
-from kvpack.file.inputs import Inputs
+from kvpack.file.inputs import WITHOUT_IDS, Inputs
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.canonical_text import weights_kind
 
@@ -117,6 +117,11 @@ def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> No
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
         index = start // chunk
         if index < len(digests) and not digests[index]:
+            if text.endswith(WITHOUT_IDS):
+                raise InvalidParameter(
+                    f"{text}, so the ids that they are stored under cannot be compared with their own: if you know the ids of all tokens, "
+                    "write dataclasses.replace(cache, inputs=kvpack.Inputs(ids))"
+                )
             raise InvalidParameter(
                 f"{text}: token ids alone do not determine the cache's keys and values. Pass inputs=: for each chunk of {chunk} tokens, a "
                 f"digest of its other inputs, or b'' if it has none. Chunk {index} needs one"

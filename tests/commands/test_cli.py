@@ -396,7 +396,7 @@ IDS = [0, 5, 2**31, 2**32 - 1, 7]
 @pytest.mark.parametrize(
     ("inputs", "metadata"),
     [
-        (kvpack.Inputs(torch.tensor(IDS).to(torch.uint32).numpy().tobytes()), {}),
+        (kvpack.Inputs(torch.tensor(IDS).to(torch.uint32).numpy().tobytes(), ("an image",), (261,)), {}),
         (kvpack.Inputs(b"", ("tokens 2 to 5 came from embeddings", "an image"), (2, 40)), {"title": "a \u2603", "version": 3, "rate": 0.1}),
         (kvpack.Inputs.of_rows([bytes([5, 0, 0, 0, 6, 0, 0, 0]), bytes([0, 0, 0, 0, 6, 0, 0, 0])], (), (), 256), {}),
         (kvpack.Inputs.of_rows([b"\1\0\0\0" * 9], [(f"tokens from 256 on {PADDED}", 256)], (Hidden(1, 256, 260),), 256), {}),

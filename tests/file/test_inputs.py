@@ -13,7 +13,7 @@ import torch
 import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.cache.packing import pack
-from kvpack.file.inputs import Inputs
+from kvpack.file.inputs import WITHOUT_IDS, Inputs
 from kvpack.file.sources import MAX_NAMED, Source, clause, differing, sources_in
 from kvpack.formats.errors import InvalidParameter
 
@@ -41,19 +41,19 @@ def test_later_tokens_depend_on_what_was_undetermined_before_them() -> None:
 
 
 def test_positions_of_a_cache_that_does_not_start_at_0() -> None:
-    cache = cache_of(8, 4, Inputs(ids(1, 2, 3), (EMBEDDINGS,), (8,)))
-    assert cache[:, :4].inputs == Inputs(ids(1, 2, 3))
-    assert cache[:, 2:5].inputs == Inputs(ids(3), (EMBEDDINGS,), (8,))
+    cache = cache_of(8, 4, Inputs(ids(1, 2, 3, 4), (EMBEDDINGS,), (8,)))
+    assert cache[:, :4].inputs == Inputs(ids(1, 2, 3, 4))
+    assert cache[:, 2:5].inputs == Inputs(ids(3, 4), (EMBEDDINGS,), (8,))
 
 
 def test_of_joined_caches_ids_are_known_up_to_the_first_gap() -> None:
     first, second = cache_of(4, 0, Inputs(ids(1, 2, 3, 4))), cache_of(4, 4, Inputs(ids(5, 6, 7, 8), (EMBEDDINGS,), (6,)))
     assert concat([first, second]).inputs == Inputs(ids(*range(1, 9)), (EMBEDDINGS,), (6,))
     partly = replace(first, inputs=Inputs(ids(1, 2, 3)))
-    assert concat([partly, second]).inputs == Inputs(ids(1, 2, 3), (EMBEDDINGS,), (6,))
+    assert concat([partly, second]).inputs == Inputs(ids(1, 2, 3), (f"token 3 {WITHOUT_IDS}", EMBEDDINGS), (3, 6))
     unknown = replace(first, inputs=None)
     assert concat([unknown, second]).inputs == Inputs(b"", (EMBEDDINGS,), (6,))
-    assert concat([first, replace(second, inputs=None)]).inputs == Inputs(ids(1, 2, 3, 4))
+    assert concat([first, replace(second, inputs=None)]).inputs == Inputs(ids(1, 2, 3, 4), (f"tokens 4 to 7 {WITHOUT_IDS}",), (4,))
     assert concat([unknown, replace(second, inputs=None)]).inputs is None
 
 
@@ -171,11 +171,28 @@ def test_cutting_and_joining_again_gives_the_same() -> None:
 
 
 def test_operations_on_layers_keep_the_inputs() -> None:
-    inputs = Inputs(ids(1, 2), (EMBEDDINGS,), (8,))
+    inputs = Inputs(ids(*range(8)), (EMBEDDINGS,), (8,))
     cache = cache_of(12, 0, inputs)
     side = torch.randn(1, 2, 3, 32)
     for other in (cache.convert("raw"), cache.to("cpu"), cache.append([(side, side)])):
         assert other.inputs == inputs
+
+
+def test_tokens_whose_ids_are_unknown_are_named_wherever_they_come_from(tmp_path: Path) -> None:
+    side = torch.randn(1, 2, 3, 32)
+    named = Inputs(ids(*range(12)), (f"tokens 12 to 14 {WITHOUT_IDS}",), (12,))
+    cache = cache_of(12, 0, Inputs(ids(*range(12))))
+    longer = cache.append([(side, side)])
+    assert longer.inputs == named
+    assert longer.append([(side, side)]).inputs == named
+    assert longer[:, :12].inputs == cache.inputs
+    assert longer[:, 12:].inputs == Inputs(b"", named.undetermined, named.starts)
+    assert kvpack.pack([(torch.randn(1, 2, 15, 32),) * 2], "raw", inputs=Inputs(ids(*range(12)))).inputs == named
+    old = longer.contents
+    assert replace(longer, inputs=Inputs(ids(*range(12)))).contents == old, "files of earlier versions lack the clause"
+    rows = Inputs.of_rows((ids(1, 2), ids(1, 3)), (), (), 0)
+    batch = replace(cache_of(2, 0, None).select([0, 0]), inputs=rows).append([(side.expand(2, -1, -1, -1),) * 2])
+    assert batch.select([1]).inputs == Inputs(ids(1, 3), (f"tokens 2 to 4 {WITHOUT_IDS}",), (2,))
 
 
 def test_what_is_undetermined_from_an_unknown_token_on_stays_in_every_part() -> None:
@@ -198,7 +215,12 @@ def test_bad_inputs_are_refused(arguments: dict[str, Any], message: str) -> None
 
 
 def test_a_file_keeps_the_inputs(tmp_path: Path) -> None:
-    for inputs in (None, Inputs(), Inputs(ids(1, 2, 3)), Inputs(ids(*range(12)), (EMBEDDINGS, "tokens 9 to 9 \u00fc"), (8, 9))):
+    for inputs in (
+        None,
+        Inputs(),
+        Inputs(ids(1, 2, 3), (f"tokens 3 to 11 {WITHOUT_IDS}",), (3,)),
+        Inputs(ids(*range(12)), (EMBEDDINGS, "tokens 9 to 9 \u00fc"), (8, 9)),
+    ):
         kvpack.save(cache_of(12, 0, inputs), tmp_path / "file")
         assert kvpack.load(tmp_path / "file").inputs == inputs
         assert (tmp_path / "file").stat().st_size == cache_of(12, 0, inputs).nbytes

@@ -107,7 +107,12 @@ def test_ids_that_are_not_the_caches_own_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="token 37 of the cache"):
         store.save(other, computed(len(ids), ids[:50]))
     assert entries(tmp_path) == []
-    assert store.save(ids, computed(len(ids), ids[:10])) == 2 * CHUNK
+    partly = computed(len(ids), ids[:10])
+    with pytest.raises(
+        InvalidParameter, match=r"tokens 10 to 68 came without their token ids.*replace\(cache, inputs=kvpack.Inputs\(ids\)\)"
+    ):
+        store.save(ids, partly)
+    assert store.save(ids, dataclasses.replace(partly, inputs=Inputs(token_bytes(ids)))) == 2 * CHUNK
 
 
 def test_a_cache_of_another_number_of_tokens_is_refused(tmp_path: Path) -> None:

@@ -345,14 +345,14 @@ def _ids(cache: Cache) -> bytes:
     inputs = cache.inputs
     if inputs is None:
         return b""
-    if inputs.undetermined:
-        raise InvalidParameter(
-            f"{inputs.undetermined[0]}: a sequence state of llama.cpp holds only token ids, which do not determine this cache"
-        )
     if inputs.tokens not in (0, cache.tokens):
         raise InvalidParameter(
             f"the cache has the ids of only {inputs.tokens} of {cache.tokens} tokens: for a file without ids, pass "
             "dataclasses.replace(cache, inputs=None)"
+        )
+    if inputs.undetermined:
+        raise InvalidParameter(
+            f"{inputs.undetermined[0]}: a sequence state of llama.cpp holds only token ids, which do not determine this cache"
         )
     ids = np.frombuffer(inputs.token_ids, "<u4")
     if len(ids) and ids.max() >= 2**31:

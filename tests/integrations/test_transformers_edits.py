@@ -218,6 +218,68 @@ def test_the_digest_is_that_of_every_weight_by_itself() -> None:
         assert weights_of(parts(model)).text == f"sha256:{total.hexdigest()}"
 
 
+def load_other_state(model: Any) -> None:
+    model.load_state_dict({name: values * 1.01 for name, values in model.state_dict().items()})
+
+
+def assign_other_state(model: Any) -> None:
+    model.load_state_dict({name: values * 1.01 for name, values in model.state_dict().items()}, assign=True)
+
+
+def shift_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.5)
+
+
+def to_other_dtype(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("edit", "field"),
+    [
+        (load_other_state, "weights"),
+        (assign_other_state, "weights"),
+        (one_value, "weights"),
+        (negate_embedding, "weights"),
+        (other_data, "weights"),
+        (swapped, "weights"),
+        (shift_frequencies, "config"),
+        (to_other_dtype, "dtype"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_model_edited_between_loading_and_the_first_pass_is_refused(
+    edit: Callable[[Any], None], field: str, tokens: int, tmp_path: Path
+) -> None:
+    path, model = saved(small_llama(), tmp_path / "file"), small_llama()
+    parameters = list(model.parameters())
+    with torch.no_grad(), KvpackCache.load(path, model) as cache:
+        edit(model)
+        for _ in range(2):
+            with pytest.raises(InvalidParameter, match=f"the model's {field} changed after the cache was compared with it and before its"):
+                model(FOLLOWING[:, :tokens], past_key_values=cache)
+        assert cache.get_seq_length() == 40
+        cache.reset()
+        model(IDS, past_key_values=cache)
+        model(FOLLOWING, past_key_values=cache)
+        assert cache.packed.inputs.undetermined == ()
+        assert cache.packed.model == kvpack.Identity.of(model, "raw").header_model
+    assert parameters
+
+
+def test_a_model_edited_after_the_first_pass_over_a_loaded_cache_is_noted(tmp_path: Path) -> None:
+    path, model = saved(small_llama(), tmp_path / "file"), small_llama()
+    with torch.no_grad(), KvpackCache.load(path, model) as cache:
+        one_value(model)
+        with torch.no_grad():
+            k_proj(model)[3, 5] -= 2**-10
+        model(FOLLOWING, past_key_values=cache)
+        load_other_state(model)
+        model(FOLLOWING, past_key_values=cache)
+        assert cache.packed.inputs.undetermined == ("tokens 45 to 49 were computed after the model's weights changed",)
+
+
 def test_weights_that_change_without_a_trace_between_passes_are_noted() -> None:
     model = small_llama()
     with torch.inference_mode(), KvpackCache(model, "raw") as cache:

@@ -386,7 +386,8 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
     cache = KvpackCache(model, FP32)
     model(PROMPT, past_key_values=cache)
     if loaded:
-        cache = KvpackCache.of(cache.packed, model)
+        cache = KvpackCache.of(cache.packed[:, :19], model)
+        model(PROMPT[:, 19:], past_key_values=cache)
     model.set_adapter("b")
     model(FOLLOWING, past_key_values=cache)
     assert undetermined(cache) == ("tokens 20 to 23 were computed with other adapters than the first token",)
@@ -394,6 +395,14 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
     model.set_adapter("default")
     model(FOLLOWING, past_key_values=cache)
     assert undetermined(cache) == ()
+    cache = KvpackCache.of(cache.packed, model)
+    model.set_adapter("b")
+    with pytest.raises(
+        InvalidParameter, match="the model's adapter changed after the cache was compared with it and before its first pass"
+    ):
+        model(FOLLOWING, past_key_values=cache)
+    model.set_adapter("default")
+    model(FOLLOWING, past_key_values=cache)
 
 
 def scale(model: Any, by: float, name: str = "") -> None:
@@ -421,7 +430,8 @@ def test_weights_that_changed_between_passes_are_named(change: Any, named: str, 
     cache = KvpackCache(model, FP32)
     model(PROMPT, past_key_values=cache)
     if loaded:
-        cache = KvpackCache.of(cache.packed, model)
+        cache = KvpackCache.of(cache.packed[:, :19], model)
+        model(PROMPT[:, 19:], past_key_values=cache)
     change(model)
     model(FOLLOWING[:, :tokens], past_key_values=cache)
     last = "token 20" if tokens == 1 else "tokens 20 to 23"

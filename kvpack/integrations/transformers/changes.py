@@ -34,19 +34,23 @@ def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 
 
 class ModelState:
-    """A summary of a model's adapters, weights, dtypes and mode that reveals later changes, even in place.
+    """A summary of a model's adapters, weights, buffers, dtypes and mode that reveals later changes, even in place.
 
-    It is created without reading values, and keeps no weights alive.
+    It is created without reading values, and keeps no weights alive. Only writes through ``data`` or memory shared with other libraries
+    escape it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modes = adapters_in_effect(model), model.training
+        self._modes, self._tensors = adapters_in_effect(model), _versions_of(model)
+        self._is_training = model.training
         trained_first = sorted(_parameters_of(model), key=lambda parameter: not parameter.requires_grad)
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def is_of(self, model: torch.nn.Module) -> bool:
         """Return True if ``model`` has not changed since the summary was created."""
-        return self._modes == (adapters_in_effect(model), model.training) and not self.has_other_weights()
+        if (self._modes, self._is_training) != (adapters_in_effect(model), model.training):
+            return False
+        return not self.has_other_weights() and self._tensors == _versions_of(model)
 
     def has_other_weights(self, few: bool = False) -> bool:
         """Return True if parameters changed; with ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
@@ -54,6 +58,12 @@ class ModelState:
             if (parameter := kept()) is None or _version(parameter) != version:
                 return True
         return False
+
+
+def _versions_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
+    """Return the versions of all parameters and buffers in the order of their modules, so that exchanged ones differ."""
+    held = (x for module in modules_of(model) for x in (*module._parameters.values(), *module._buffers.values()))
+    return [() if x is None else _version(x) for x in held]
 
 
 def _layer_state(layer: Any) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ from kvpack.identity.identity import Identity
 from kvpack.identity.model_layers import cache_layers
 from kvpack.identity.modules import parts
 
-from .changes import modules_of
+from .changes import ModelState, modules_of
 from .hooks import models_in, outermost
 from .plain import NAMES
 from .reads import omits_window, reads_kv
@@ -54,7 +54,7 @@ _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
-_SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
+SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
 """The advice for a cache whose model only seems to be another one."""
 _ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """The kinds of PEFT adapters that provide a cache of their own."""
@@ -218,11 +218,14 @@ class NamedModel:
     """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named, for the reason
     ``unnamed``.
 
-    The digest of its weights is computed in the background, from their values at creation: they must not change before ``hold``.
+    The digest of its weights is computed in the background, from their values at creation: they must not change before ``hold``. ``state``
+    is that of the model before they were read, or None if no model was named.
     """
 
-    def __init__(self, identity: Identity | None = None, weights: Weights | None = None, unnamed: str = "") -> None:
-        self._identity, self._weights, self.unnamed = identity, weights, unnamed
+    def __init__(
+        self, state: ModelState | None = None, identity: Identity | None = None, weights: Weights | None = None, unnamed: str = ""
+    ) -> None:
+        self.state, self._identity, self._weights, self.unnamed = state, identity, weights, unnamed
 
     def hold(self) -> None:
         """Wait until later changes to the weights can no longer affect their digest."""
@@ -252,13 +255,14 @@ def named(model: Any) -> NamedModel:
     They are empty in training mode, or with buffers that are not in memory.
     """
     weights: Weights | None = None
+    state = ModelState(outermost(model))
     try:
         model_parts = _parts(model)
         with contextlib.suppress(InvalidParameter):
             weights = weights_of(model_parts)
-        return NamedModel(Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
+        return NamedModel(state, Identity.of_parts(model_parts, "raw", weights="", digests=()), weights)
     except InvalidParameter as error:
-        return NamedModel(unnamed=str(error))
+        return NamedModel(state, unnamed=str(error))
 
 
 def identity_of(model: Any) -> dict[str, str]:
@@ -303,7 +307,7 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     fields = dict(this.fields)
     if not fields:
         reason = "the cache names the model that computed it, but this one cannot be compared with it"
-        raise InvalidParameter(f"{reason}: {this.unnamed}; {_SAME_MODEL_ADVICE}")
+        raise InvalidParameter(f"{reason}: {this.unnamed}; {SAME_MODEL_ADVICE}")
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)
     if kind == SAMPLE:
@@ -323,9 +327,7 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
             # A file may record any text as the dtype.
             loads = field == "dtype" and isinstance(getattr(torch, recorded, None), torch.dtype)
             remedy = (
-                f"load the model with from_pretrained(..., dtype=torch.{recorded}); or, {_SAME_MODEL_ADVICE}"
-                if loads
-                else _SAME_MODEL_ADVICE
+                f"load the model with from_pretrained(..., dtype=torch.{recorded}); or, {SAME_MODEL_ADVICE}" if loads else SAME_MODEL_ADVICE
             )
             raise InvalidParameter(
                 f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}: {remedy}"

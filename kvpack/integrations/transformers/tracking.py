@@ -14,9 +14,9 @@ import torch
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 
 from .cache_lock import CacheLock
-from .changes import ModelState, checkpointing_modules
+from .changes import checkpointing_modules
 from .hooks import Passes, models_in, outermost
-from .models import NamedModel, named, weights_now
+from .models import SAME_MODEL_ADVICE, NamedModel, named, weights_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,9 +61,11 @@ class Tracking:
     ) -> None:
         self.record, self._positions, self._model, self._packed = record, positions, model, packed
         self._watched = None if watched is None else weakref.ref(watched)
-        self._first, self._state = first, None if watched is None else ModelState(outermost(watched))
-        self._is_new, self._latest, self._held = first is None, first, True
-        """Cached comparison of the model's last name with ``first``, and whether no pass can change the result."""
+        self._first = self._latest = first
+        self._is_new, self._held = first is None, True
+        """Whether the cache is to be named by ``first``, and whether no pass can change what ``first`` was computed from."""
+        self._is_unused = first is not None
+        """True until a pass continues a cache that was compared with the model."""
         self._verified = record.tokens
         """Number of tokens known to precede any unnoticed change of weights."""
         self._changed = ""
@@ -85,7 +87,7 @@ class Tracking:
         copied.states, copied._failed = self.states, self._failed
         copied.rows, copied._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
         copied._left, copied.told_source = self._left, self.told_source
-        copied._watched, copied._state = self._watched, self._state
+        copied._watched, copied._is_unused = self._watched, self._is_unused
         copied._is_new, copied._latest, copied._held, copied._verified = self._is_new, self._latest, self._held, self._verified
         copied._changed, copied.changes = self._changed, self.changes
         return copied
@@ -220,10 +222,9 @@ class Tracking:
         model = None if self._watched is None else self._watched()
         if model is None:
             return
-        if self._changed or (self._state is not None and not self._state.is_of(outermost(model))):
-            self._state, self._changed = ModelState(outermost(model)), ""
         self._first = self._latest = named(model)
-        self._is_new, self._held, self._verified = True, False, 0
+        self._is_new, self._held, self._verified, self._changed = True, False, 0, ""
+        self._is_unused = False
 
     def _hold(self) -> None:
         """Wait until the weights with which the first pass ran have been read."""
@@ -232,37 +233,47 @@ class Tracking:
             self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:
-        """Record the differences from the model of the first token if weights have changed."""
+        """Record the differences from the model of the first token if weights have changed.
+
+        Raises InvalidParameter if the model has changed since the cache was compared with it, before any pass.
+        """
         model, seen = None if self._watched is None else self._watched(), self._passes.current
-        if model is None or seen is None or self._state is None or self._first is None:
+        if model is None or seen is None or self._first is None or self._latest is None or self._latest.state is None:
             return
+        state, unused = self._latest.state, self._is_unused
         few = seen.ids is not None and seen.ids.shape[1] == 1
-        if self._state.has_other_weights(few=few) and self._first.weights and (current := named(model)).fields:
-            self._state, self._latest = ModelState(outermost(model)), current
-            self._changed = self._changed_fields()
+        has_changed = not state.is_of(outermost(model)) if unused else state.has_other_weights(few=few)
+        if has_changed and self._first.weights and (current := named(model)).fields:
+            changed = self._fields_changed_to(current)
+            if unused and changed:
+                raise InvalidParameter(
+                    f"the model's {changed} changed after the cache was compared with it and before its first pass: load the cache with "
+                    f"the model that computed it; {SAME_MODEL_ADVICE}"
+                )
+            self._latest, self._changed = current, changed
             self.changes += 1
+        self._is_unused = False
         if self._changed:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
         """Record the tokens since the last call if weights have changed unnoticed by passes, for example through ``data``."""
-        if self._latest is None or self._first is None or self._state is None or not self._latest.weights:
+        if self._latest is None or self._first is None or self._latest.state is None or not self._latest.weights:
             return
         # Every pass checks a few weights. If they differ, they have changed since the last pass.
-        if self._state.has_other_weights(few=True):
+        if self._latest.state.has_other_weights(few=True):
             return
         if weights_now(model) != self._latest.weights:
             self.record.note(self._verified, "may have been computed after the model's weights changed")
-            self._state, self._latest = ModelState(outermost(model)), named(model)
-            self._changed = self._changed_fields()
+            self._latest = named(model)
+            self._changed = self._fields_changed_to(self._latest)
         self._verified = self.record.tokens
 
-    def _changed_fields(self) -> str:
-        """Return the fields in which the model's name differs from that at the first token; empty if none differ."""
+    def _fields_changed_to(self, latest: NamedModel) -> str:
+        """Return the first field in which the model's ``latest`` name differs from that at the first token; empty if none differs."""
         assert self._first is not None
-        assert self._latest is not None
-        first, latest = self._first.fields, self._latest.fields
-        return next((name for name in _FIELDS if latest.get(name) != first.get(name)), "")
+        first, now = self._first.fields, latest.fields
+        return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
 
     def _note_failed(self, failed: Pass) -> None:
         self._failed = True

@@ -298,15 +298,24 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
     return result
 
 
-def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
-    """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C; return None for codecs that C does not support here."""
+def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
+    """Return the stream from which C reads ``codec.error_sizes``, its kind, and the ratio to compare them with instead of ``ratio``.
+
+    The result is None for codecs that C does not support here.
+    """
     family = codec.family
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
-        return has_large(streams["block_scales"], ratio, level, _POWERS)
+        return "block_scales", _POWERS, ratio
     if isinstance(family, Group) and family.scale_dtype == "fp16":
         # C's sums of squares may round differently from PyTorch's, so allow a margin.
-        return has_large(streams["scales"], ratio * _ROUNDING_MARGIN if streams["scales"].shape[3] > 1 else ratio, level, _PAIRS)
+        return "scales", _PAIRS, ratio * _ROUNDING_MARGIN if family.size < family.dim else ratio
     return None
+
+
+def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
+    """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C; return None for codecs that C does not support here."""
+    source = scales_of_errors(codec, ratio)
+    return None if source is None else has_large(streams[source[0]], source[2], level, source[1])
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
@@ -318,7 +327,11 @@ def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FL
         return None
     tokens, members = (sizes.shape[-1], 1) if kind == _FLOATS else sizes.shape[2:4]
     rows = sizes.nbytes // (tokens * members * (1 if kind == _POWERS else 4))
-    call = library.Sizes(sizes.data_ptr(), kind, rows, tokens, members, PAGE_TOKENS, ratio, level)
+    return run_sizes(library.Sizes(sizes.data_ptr(), kind, 1, 0, rows, tokens, members, PAGE_TOKENS, ratio, level))
+
+
+def run_sizes(call: library.Sizes) -> bool:
+    """Return True if a size is too large."""
     c_library = library.library()
     assert c_library is not None
     return bool(c_library.kvpack_has_large(ctypes.byref(call)))

@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes whenever a structure or function here changes; library.py rejects a library with another number. */
-#define KVPACK_INTERFACE 31
+#define KVPACK_INTERFACE 32
 
 enum { HEAD_RUN = 5 };
 enum { SIZE_FLOATS, SIZE_PAIRS, SIZE_POWERS };
@@ -252,11 +252,12 @@ typedef struct {
     int64_t threads, level;
 } RawSlots;
 
-/* Sizes of tokens, `data` [row][token][members]: floats, of one member; pairs of binary16, whose first are scales that add up as squares; or
-   bytes, exponents of powers of two, whose largest counts. A page has at most MAX_SIZES tokens. */
+/* Sizes of tokens, `data` [layer][row][token][members]: floats, of one member; pairs of binary16, whose first are scales that add up as
+   squares; or bytes, exponents of powers of two, whose largest counts. Layers are `stride` bytes apart. A page has at most MAX_SIZES
+   tokens. */
 typedef struct {
     const char *data;
-    int64_t kind, rows, tokens, members, page;
+    int64_t kind, layers, stride, rows, tokens, members, page;
     float ratio;
     int64_t level;
 } Sizes;

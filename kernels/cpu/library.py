@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """Name of the environment variable that sets the number of threads per call."""
 
-INTERFACE = 31
+INTERFACE = 32
 """Version of interface.h that the structures below mirror."""
 
 _OUT_OF_MEMORY = 1
@@ -182,7 +182,7 @@ class RawSlots(Structure):
 class Sizes(Structure):
     _fields_ = (
         ("data", c_void_p),
-        *((name, c_int64) for name in ("kind", "rows", "tokens", "members", "page")),
+        *((name, c_int64) for name in ("kind", "layers", "stride", "rows", "tokens", "members", "page")),
         ("ratio", c_float),
         ("level", c_int64),
     )

@@ -80,6 +80,28 @@ class Encoder:
         return library.run("encode", call, "encode") != encode.REFUSED
 
 
+class LargeErrors:
+    """A check of ``layers`` layers of an encoded page, ``stride`` bytes apart in its packed row, for tokens of a large own error."""
+
+    def __init__(self, codec: Codec, layers: int, heads: int, tokens: int, streams: Mapping[str, StreamLocation], stride: int) -> None:
+        source = encode.scales_of_errors(codec, codec.summary.error_spread)
+        assert source is not None
+        name, kind, ratio = source
+        self._offset, members = streams[name].offset, codec.row_layouts[name].shape[3]
+        self._call = library.Sizes(None, kind, layers, stride, heads, tokens, members, PAGE_TOKENS, ratio, 0)
+
+    def run(self, row: int) -> bool:
+        """Return True if ``encode.has_large_error`` is true of the packed row at address ``row``."""
+        call = library.Sizes.from_buffer_copy(self._call)
+        call.data = row + self._offset
+        return encode.run_sizes(call)
+
+
+def finds_large_errors(codec: Codec) -> bool:
+    """Return True if ``LargeErrors`` supports ``codec``."""
+    return codec.summary.error_spread > 0 and encode.scales_of_errors(codec, 1.0) is not None
+
+
 def supports_encoding(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
     """Return True if C can encode pages of ``dtype`` values with ``codec``."""
     return encode.encodes_in_one_call(codec) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))

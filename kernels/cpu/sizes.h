@@ -68,12 +68,15 @@ INLINE int page_has_large(const float *sizes, int64_t first, int64_t count, floa
 INLINE int64_t sizes_have_large(const Sizes *call, int64_t kind) {
     int64_t bytes = call->members * (kind == SIZE_POWERS ? 1 : 4);
     float sizes[MAX_SIZES + LANES];
-    for (int64_t row = 0; row < call->rows; row++)
-        for (int64_t first = 0; first < call->tokens; first += call->page) {
-            int64_t stop = first + call->page, begin = first;
-            if (stop > call->tokens) stop = call->tokens, begin = stop > call->page ? stop - call->page : 0;
-            read_sizes(call->data + (row * call->tokens + begin) * bytes, kind, call->members, stop - begin, sizes);
-            if (page_has_large(sizes, first - begin, stop - begin, call->ratio)) return 1;
+    for (int64_t layer = 0; layer < call->layers; layer++)
+        for (int64_t row = 0; row < call->rows; row++) {
+            const char *data = call->data + layer * call->stride + row * call->tokens * bytes;
+            for (int64_t first = 0; first < call->tokens; first += call->page) {
+                int64_t stop = first + call->page, begin = first;
+                if (stop > call->tokens) stop = call->tokens, begin = stop > call->page ? stop - call->page : 0;
+                read_sizes(data + begin * bytes, kind, call->members, stop - begin, sizes);
+                if (page_has_large(sizes, first - begin, stop - begin, call->ratio)) return 1;
+            }
         }
     return 0;
 }

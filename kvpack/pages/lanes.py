@@ -128,8 +128,11 @@ class Lane:
             return _BoundLane(self, tensors, keys)
         return _BoundLane(self, tensors, keys, *self._c_functions(), self._choosers(keys))
 
-    def _c_functions(self) -> tuple[Any, Any]:
-        """Return the C encoder and decoder for one layer, and those for all layers together; None if C does not support the codec."""
+    def _c_functions(self) -> tuple[Any, Any, Any]:
+        """Return the C encoder and decoder for one layer, and those for all layers together, and the check of all layers for large errors.
+
+        They are None if C does not support the codec.
+        """
         from kvpack.kernels.cpu import pages
 
         geometry, codec = self.geometry, self.plain
@@ -139,7 +142,10 @@ class Lane:
         arguments = {count: (codec, count, heads, tokens, dtype, streams, self.stride) for count in counts}
         encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype, codec.dim) else None
         decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
-        return encoders, decoders
+        large_errors = (
+            pages.LargeErrors(codec, self.count, heads, tokens, streams, self.stride) if pages.finds_large_errors(codec) else None
+        )
+        return encoders, decoders, large_errors
 
     def _choosers(self, keys: Sequence[torch.Tensor]) -> Any:
         """Return the C functions that choose the raw tokens of one layer, and of all layers together.
@@ -152,12 +158,7 @@ class Lane:
         shared = self.shared
         # C computes norms only of original keys; other codecs with shared scales need the norms passed.
         needs_norms = shared and (self.side != "k" or self.plain.changes_norms)
-        if (
-            self.watched is None
-            or geometry.computed_dtype not in encode.DTYPES
-            or not _has_contiguous_channels(keys)
-            or needs_norms
-        ):
+        if self.watched is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
             return None
         shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
         return {n: pages.RawTokenChooser(self.watched, n, *shape, shared) for n in {1, self.count}}
@@ -197,9 +198,11 @@ class _BoundLane:
         keys: Sequence[torch.Tensor],
         encoders: Any = None,
         decoders: Any = None,
+        large_errors: Any = None,
         choosers: Any = None,
     ) -> None:
         self._lane, self._tensors, self._keys, self._encoders, self._decoders = lane, tensors, keys, encoders, decoders
+        self._large_errors = large_errors
         self._choosers = choosers
         self._stretches: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
         if not _has_contiguous_channels(tensors):
@@ -260,6 +263,8 @@ class _BoundLane:
         """
         lane = self._lane
         if not lane.measured:
+            return None
+        if self._large_errors is not None and not self._large_errors.run(address_of(row)):
             return None
         streams = _RowStreams(lane, row)
         # The exact computation needs a copy of the page.

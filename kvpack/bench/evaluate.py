@@ -150,7 +150,7 @@ def evaluate(
     report = {
         "model": model_name(str(getattr(model, "name_or_path", ""))) or type(model).__name__,
         "text": f"{len(words)} {'text' if len(words) == 1 else 'texts'}",
-        "inserted": None,
+        "twin": None, "offset": None, "inserted": None,
         "basis": None if source is None else {"file": source.where, "digest": source.digest.hex()},
         "settings": {**sizes, "windows": len(places), "seed": seed},
         "precision": f"{dtype_text(model)} on {execution_device(model).type}",

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from transformers import DynamicCache
 
 from kvpack import cache_names
-from kvpack.evaluation.windows import Exact, divergences, packed_file, prefill, read_packed
+from kvpack.evaluation.windows import Exact, divergences, packed_file, prefill, read_packed, uncompressed_cache
 
 if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
@@ -44,7 +43,7 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Exact:
     """Sample ``tokens`` tokens after ``prompt`` ``[1, token]`` one by one, and return them with the model's predictions."""
     pairs = prefill(model, prompt[:, :-1])
     # Copy, because a growing cache may write after its last token.
-    cache = DynamicCache([(k.clone(), v.clone()) for k, v in pairs])
+    cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
     model.set_attn_implementation("kvpack")
     ids, predicted = [prompt[:, -1:]], []
     numbers = torch.Generator().manual_seed(seed)

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache
 
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.models import Text, bundled_text, read_text, vocabulary
 from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
     PASS,
     Bf16Cache,
@@ -36,6 +36,7 @@ from kvpack.evaluation.windows import (
     prefill,
     read_exactly,
     read_forgotten,
+    uncompressed_cache,
 )
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.identity.fingerprint import model_name
@@ -71,6 +72,7 @@ TEXT, LONG_TEXT = "prose", "long"
 OTHERS = ("code", LONG_TEXT)
 """Additional texts, for which only divergences are reported."""
 
+_TWIN_SAMPLE = 256
 _DIGITS = 5
 """Number of significant digits in a report's numbers."""
 
@@ -87,8 +89,10 @@ class Settings:
         score: Number of tokens scored at the end of each window.
         windows: Number of windows of the text.
         needles: Number of needle prompts of each length.
-        seed: Seed of windows, needles and generated text.
+        twin: Factor of the twin with outlier channels; None for the model itself.
+        seed: Seed of windows, needles, twins and generated text.
         step: Maximum number of scored tokens per forward pass.
+        offset: Factor of the constant that is added to some channels of keys; None for none.
         generated: Number of tokens to generate after a prompt; None for none.
         device: "cpu" (in float32) or "cuda" (in bfloat16).
         peers: Also measure transformers' own quantized caches in the windows.
@@ -100,8 +104,10 @@ class Settings:
     score: int | None = None
     windows: int | None = None
     needles: int | None = None
+    twin: float | None = None
     seed: int = 0
     step: int = PASS
+    offset: float | None = None
     generated: int | None = None
     device: str = "cpu"
     peers: bool = False
@@ -150,8 +156,7 @@ def run(
     given = None if basis is None else Basis.load(basis)
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [Recipe(recipe, given) for recipe in recipes]
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to measure on the CPU")
+    _check(settings, given)
     peers = installed_peers() if settings.peers else []
     if out is not None:
         picture.library()
@@ -174,9 +179,11 @@ def run(
         whole = other is long
         its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, score=None) if whole else settings
         parts.append(_TextWindows(other, _sizes(replace(its, needles=0), other, other, most)))
+    sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
     report = {
         "model": name,
         "text": words.name,
+        **_modify_keys(network, settings, sample),
         "inserted": settings.inserted,
         "basis": None if given is None else {"file": given.where, "digest": given.digest.hex()},
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
@@ -188,6 +195,28 @@ def run(
     if out is not None:
         _write(report, Path(out))
     return report
+
+
+def _check(settings: Settings, basis: Basis | None) -> None:
+    """Raise InvalidParameter for options that exclude each other, and for a missing device."""
+    if settings.offset is not None and basis is not None:
+        raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to measure on the CPU")
+    if settings.peers and settings.offset is not None:
+        raise InvalidParameter("--offset applies only to kvpack's caches: omit --offset or --peers")
+
+
+def _modify_keys(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
+    """Modify the keys of ``network`` according to the settings, and return a description of the change for the report."""
+    result: dict[str, Any] = {"twin": None, "offset": None}
+    if settings.twin is not None:
+        difference = make_twin(network, settings.twin, sample, settings.seed)
+        result["twin"] = {"factor": settings.twin, "pairs_a_head": OUTLIER_PAIRS, "largest_logit_difference": difference}
+    if settings.offset is not None:
+        difference = offset_keys(network, settings.offset, sample, settings.seed)
+        result["offset"] = {"factor": settings.offset, "largest_logit_difference": difference}
+    return result
 
 
 def _token_id(text: Text, token: str) -> int:
@@ -334,11 +363,11 @@ class _Measurement:
             length = tokens.shape[1]
             make_asked = partial(NeedleAnswer.of, length, prompt.depths)
             # Copy the cache for each question, because it may grow in place.
-            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: DynamicCache(_copy_pairs(pairs))))  # noqa: B023
+            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed_cache(self.model, _copy_pairs(pairs))))  # noqa: B023
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)
-                right += make_asked(needles.answers(self.model, prompt, partial(Bf16Cache.of, packed)))
+                right += make_asked(needles.answers(self.model, prompt, partial(Bf16Cache.over, self.model, packed)))
                 self._step()
         return exact_answers, result
 

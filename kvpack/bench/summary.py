@@ -259,8 +259,13 @@ def show(report: dict[str, Any]) -> None:
 
 
 def named(report: dict[str, Any]) -> str:
-    """Return the name of a report's model, with the change made to the text."""
+    """Return the name of a report's model, with the changes made to its keys or the text."""
+    twin, offset = report["twin"], report["offset"]
     name = str(report["model"])
+    if twin is not None:
+        name += f", its twin with key channels x {twin['factor']:g}"
+    if offset is not None:
+        name += f", keys moved by {offset['factor']:g} deviations in some channels"
     if report["inserted"] is not None:
         name += f", {report['inserted']} in the middle of the packed tokens"
     return name

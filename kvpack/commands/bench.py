@@ -107,7 +107,9 @@ def _add_quality(kinds: Any) -> None:
     )
     _add_model_options(quality)
     quality.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
-    quality.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the windows, needles and generated text (default: 0)")
+    quality.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the windows, needles, twins and generated text (default: 0)"
+    )
     quality.add_argument("--out", metavar="DIR", help="write quality.json, quality.png and quality.svg here")
     add_json(quality)
     quality.set_defaults(run=run_quality)
@@ -115,6 +117,18 @@ def _add_quality(kinds: Any) -> None:
 
 def _add_model_options(quality: Any) -> None:
     """Add the options that modify the model or the comparison."""
+    quality.add_argument(
+        "--twin",
+        type=float,
+        metavar="C",
+        help="measure a twin of the model: the keys of two channel pairs per head are C times as large, the queries 1/C times",
+    )
+    quality.add_argument(
+        "--offset",
+        type=float,
+        metavar="C",
+        help="add a constant to every key in an eighth of the channels, C times the channel's deviation; this changes no score",
+    )
     quality.add_argument(
         "--insert",
         metavar="TOKEN",
@@ -333,13 +347,13 @@ def run_quality(arguments: argparse.Namespace) -> int:
 
     model = None if arguments.model == DEMO else arguments.model or real_model.folder()
     basis = arguments.basis
-    if basis is None and arguments.model is None:
+    if basis is None and arguments.model is None and arguments.twin is None and arguments.offset is None:
         basis = real_model.basis(arguments.calibrated_on)
     elif arguments.calibrated_on != "prose":
-        raise InvalidParameter("--calibrated-on works only with the default model and its basis: omit --model and --basis")
+        raise InvalidParameter("--calibrated-on works only with the unmodified default model: omit --model, --basis, --twin and --offset")
     settings = quality.Settings(
-        arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.seed, arguments.step,
-        arguments.generate, arguments.device, arguments.peers, arguments.insert,
+        arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
+        arguments.offset, arguments.generate, arguments.device, arguments.peers, arguments.insert,
         tuple(name for name in quality.OTHERS if name != arguments.calibrated_on),
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:

@@ -27,6 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per window (default: 4096, or fewer if they do not fit)")
     parser.add_argument("--score", type=int, metavar="N", help="predict N tokens of each window, at several positions in it (default: 256)")
     parser.add_argument("--windows", type=int, metavar="N", help="windows of the text (default: 16, or as many as fit)")
+    parser.add_argument("--twin", type=float, metavar="C", help="calibrate the twin of the model that bench quality --twin C measures")
     parser.add_argument("--rows", default="fp16", choices=("fp16", "fp32"), help="the dtype of the rows (default: fp16)")
     parser.add_argument(
         "--scope",
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.tokens,
         arguments.score,
         arguments.windows,
+        arguments.twin,
         arguments.seed,
         arguments.scope,
         arguments.balanced_only,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.nn import functional
@@ -175,7 +175,7 @@ def prefill(
             f"{known.name} has layers with recurrent or convolution states, which are not supported: use a model in which all layers "
             "have keys and values"
         )
-    cache, options = DynamicCache(), {} if positions is None else {"position_ids": positions}
+    cache, options = uncompressed_cache(model), {} if positions is None else {"position_ids": positions}
     model.set_attn_implementation("kvpack" if observe is None else _OBSERVED)
     _observer.observe = observe
     try:
@@ -189,7 +189,7 @@ def prefill(
 def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
     """Evaluate a window ``[1, prefix + score + 1]`` with the uncompressed cache. The last token is scored but not read."""
     prefix = tokens.shape[1] - 1 - score
-    cache = DynamicCache(prefill(model, tokens[:, :prefix]))
+    cache = uncompressed_cache(model, prefill(model, tokens[:, :prefix]))
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
     with torch.inference_mode():
@@ -209,7 +209,7 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
     Empty for models that implement attention themselves, or whose attention weights have other terms, such as position biases.
     """
     known = pairs[0][0].shape[2]
-    cache = DynamicCache([(k.clone(), v.clone()) for k, v in pairs])
+    cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
     _recorder.has_other_weights = False
@@ -243,7 +243,7 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
 
 def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> NoContextResult:
     """Evaluate a window's scored tokens, at their own positions, over only its first ``kept`` tokens."""
-    cache = DynamicCache([(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
+    cache = uncompressed_cache(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
     model.set_attn_implementation("kvpack")
@@ -269,13 +269,55 @@ def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
 class Bf16Cache(KvpackCache):
     """A packed cache that rounds new keys and values to bf16, because models store them so even if a CPU computes in float32."""
 
+    _offsets: Any
+
+    @classmethod
+    def over(cls, model: Any, cache: Cache) -> Self:
+        """Return a cache for ``model`` that starts with the contents of ``cache``. It does not record the model's passes."""
+        past = cls.of(cache)
+        past._offsets = key_offsets(model)
+        return past
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        key_states = _offset(key_states, self._offsets, layer_idx)
         return super().update(key_states.to(torch.bfloat16), value_states.to(torch.bfloat16), layer_idx, *args, **kwargs)
+
+
+class _OffsetCache(DynamicCache):  # type: ignore[misc]
+    """An uncompressed cache that adds a constant per channel to keys (``key_offsets``)."""
+
+    def __init__(self, offsets: dict[int, torch.Tensor], pairs: Pairs | None) -> None:
+        super().__init__(pairs)
+        self._offsets = offsets
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        # Unset while the constructor fills the layers with pairs, whose keys already have the offsets.
+        offset_keys = _offset(key_states, getattr(self, "_offsets", None), layer_idx)
+        result: tuple[Any, Any] = super().update(offset_keys, value_states, layer_idx, *args, **kwargs)
+        return result
+
+
+def uncompressed_cache(model: Any, pairs: Pairs | None = None) -> Any:
+    """Return an uncompressed cache for the model that contains ``pairs``."""
+    offsets = key_offsets(model)
+    return DynamicCache(pairs) if offsets is None else _OffsetCache(offsets, pairs)
+
+
+def key_offsets(model: Any) -> dict[int, torch.Tensor] | None:
+    """Return the offsets ``[kv_head, 1, dim]`` that ``kvpack.evaluation.twins.offset_keys`` adds to keys, by layer.
+
+    Returns None for an unmodified model.
+    """
+    return getattr(model, "kvpack_key_offsets", None)
+
+
+def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: int) -> torch.Tensor:
+    return keys if offsets is None else keys + offsets[layer].to(keys.dtype)
 
 
 def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
     """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time. They are appended and packed."""
-    over = Bf16Cache.of(cache)
+    over = Bf16Cache.over(model, cache)
     result = read_over(model, exact, over, step)
     return Predicted(*compare_predictions(exact, result), result, over.packed)
 

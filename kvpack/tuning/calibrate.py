@@ -14,6 +14,7 @@ import kvpack
 from kvpack.coding.bases import Basis, basis_bytes, weights_key
 from kvpack.evaluation.models import Text, read_text, vocabulary
 from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.twins import make_twin
 from kvpack.evaluation.windows import prefill
 from kvpack.file.atomic import write_file
 from kvpack.file.basis import SUFFIX
@@ -72,6 +73,7 @@ class Settings:
         tokens: Tokens per window.
         score: Number of tokens per window that are predicted (``statistics.beginnings``). They are not in the window's cache.
         windows: Number of windows.
+        twin: Factor of the twin with outlier channels; None for the model itself.
         seed: Seed of the windows.
         scope: Scope of frames: "head", "layer" or, for a basis without frames, "none".
         balanced_only: Omit everything for klt and transform. Windows are then read once, and nothing is predicted.
@@ -83,6 +85,7 @@ class Settings:
     tokens: int | None = None
     score: int | None = None
     windows: int | None = None
+    twin: float | None = None
     seed: int = 0
     scope: str | None = None
     balanced_only: bool = False
@@ -109,7 +112,11 @@ def run(
     only = settings.balanced_only
     tokens, score, windows = _sizes(settings, words, longest, positions(network))
     read_again = _windows_for_widths(words, positions(network), settings) if settings.widths else []
-    sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed}
+    if settings.twin is not None:
+        make_twin(network, settings.twin, _sample(network, words), settings.seed)
+        identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
+        identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
+    sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
     framing, reason = (None, None) if only else _framing(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
     layer_ropes = _ropes(network, words, tokens, longest)

@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 import kvpack
@@ -33,6 +35,7 @@ from kvpack.coding.recipes import PRESETS
 from kvpack.evaluation import windows
 from kvpack.evaluation.models import Text, read_text
 from kvpack.evaluation.sizes import starts
+from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import demo_text, model_folder
@@ -345,6 +348,36 @@ def test_drawn_tokens_are_as_frequent_as_predicted() -> None:
     assert (drawn.bincount() / 3000).tolist() == pytest.approx([0.1, 0.6, 0.3], abs=0.03)
 
 
+def test_moved_keys_compute_the_same_function_and_cost_coarse_codecs_more() -> None:
+    sizes = quality.Settings(tokens=256, score=32, windows=2, needles=0)
+    plain = quality.run(None, None, ["kv=scalar:b=3"], sizes)
+    moved = quality.run(None, None, ["kv=scalar:b=3"], quality.Settings(**{**vars(sizes), "offset": 10.0}))
+    assert moved["offset"]["largest_logit_difference"] < 1e-4
+    assert moved["uncompressed"]["perplexity"] == pytest.approx(plain["uncompressed"]["perplexity"], rel=1e-4)
+    assert moved["forgotten"]["kl_divergence"] == pytest.approx(plain["forgotten"]["kl_divergence"], rel=1e-3)
+    assert moved["recipes"][0]["kl_divergence"] > 2 * plain["recipes"][0]["kl_divergence"]
+
+
+def test_moved_keys_are_in_every_cache_of_the_model(model: Any) -> None:
+    tokens = torch.tensor([[256, *demo_text()[:99]]])
+    before = windows.prefill(model, tokens)
+    try:
+        offset_keys(model, 5.0, tokens, seed=0)
+        after = windows.prefill(model, tokens)
+        again = windows.uncompressed_cache(model, [(k[:, :, :60].clone(), v[:, :, :60].clone()) for k, v in after])
+        with torch.inference_mode():
+            model(tokens[:, 60:], past_key_values=again)
+    finally:
+        model.kvpack_key_offsets = None
+    for (k, v), (moved, same), layer in zip(before, after, again.layers, strict=True):
+        difference = moved - k
+        torch.testing.assert_close(difference, difference[:, :, :1].expand_as(difference), rtol=1e-3, atol=1e-3)
+        share = (difference[0, :, 0].abs() > 1e-3).double().mean().item()
+        assert 0 < share < 0.5
+        torch.testing.assert_close(v, same, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(layer.keys, moved, rtol=1e-3, atol=1e-3)
+
+
 def test_no_scored_text_shares_a_passage_with_the_one_that_calibrates() -> None:
     folder = resources.files("kvpack.bench") / "texts"
     words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in ("calibration", quality.TEXT, *quality.OTHERS)}
@@ -379,10 +412,42 @@ def test_a_model_reads_kvpacks_own_texts_and_is_told_apart_by_them(tmp_path: Pat
     assert "20 tokens that the uncompressed model generated" in shown
 
 
-def test_a_device_must_be_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_must_be_there_and_an_offset_be_finite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "quality", "--model", "demo", "--device", "cuda"]) == 2
     assert "--device is cuda, but PyTorch finds no CUDA device" in capsys.readouterr().err
+    assert cli.main(["bench", "quality", "--model", "demo", "--offset", "inf"]) == 2
+    assert "--offset is inf" in capsys.readouterr().err
+
+
+def test_the_twin_has_outliers_and_the_same_function() -> None:
+    sample = torch.arange(40)[None] % 50
+    plain, twin = tiny_model(), tiny_model()
+    for network in (plain, twin):
+        torch.nn.init.normal_(network.model.layers[1].self_attn.k_proj.bias, generator=torch.Generator().manual_seed(0))
+    assert make_twin(twin, 30.0, sample, seed=5) < 1e-4
+    keys = []
+    for network in (plain, twin):
+        cache = DynamicCache()
+        with torch.inference_mode():
+            network(sample, past_key_values=cache)
+        keys.append(cache.layers[1].keys.norm(dim=2)[0])
+    ratio = keys[1] / keys[0]
+    for head in ratio:
+        outliers = (head > 15).nonzero().flatten()
+        assert len(outliers) == 4
+        assert outliers[:2].tolist() == (outliers[2:] - 16).tolist()
+        torch.testing.assert_close(head[outliers], torch.full((4,), 30.0), rtol=1e-3, atol=0.0)
+        assert (head < 1.001).sum() == 28
+
+
+def test_the_twin_of_a_model_that_normalizes_keys_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=32, vocab_size=50)).eval()
+    with pytest.raises(InvalidParameter, match=r"logits differ by .* from the model's, but the limit is 1\.0e-03"):
+        make_twin(model, 30.0, torch.arange(40)[None], 0)
+    with pytest.raises(InvalidParameter, match="in which 0 layers have k_proj and q_proj"):
+        make_twin(torch.nn.Linear(2, 2), 30.0, torch.arange(40)[None], 0)
 
 
 def test_a_model_with_a_tokenizer(tmp_path: Path) -> None:
@@ -421,12 +486,13 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
         (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
         (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected an integer from 0 to 0"),
         (["--step", "0"], 2, "--step is 0, expected an integer from 1 to 1024"),
+        (["--twin", "0"], 2, "--twin is 0.0"),
         (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),
         (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
         (["--text", "/nowhere"], 3, "/nowhere: could not be opened"),
         (["--out", "/dev/null/x"], 3, "/dev/null/x: could not be created"),
     ],
-    ids=["tokens", "more tokens", "score", "windows", "needles", "room", "step", "recipe", "model", "text", "out"],
+    ids=["tokens", "more tokens", "score", "windows", "needles", "room", "step", "twin", "recipe", "model", "text", "out"],
 )
 def test_what_is_refused(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quality", "--model", "demo", "--generate", "0", *words]) == code
@@ -441,10 +507,12 @@ def test_default_recipes() -> None:
 @pytest.mark.scenario
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "400", "--score", "32", "--windows", "2", "--needles", "1", "--generate", "40"]
-    words = ["bench", "quality", "--model", "demo", *sizes, "--recipe", "kivi-2"]
+    words = ["bench", "quality", "--model", "demo", *sizes, "--recipe", "kivi-2", "--twin", "8"]
     assert cli.main([*words, "--json", "--out", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "quality.json").read_text())
+    assert printed["twin"]["factor"] == 8
+    assert printed["twin"]["largest_logit_difference"] < 1e-4
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
     assert "kivi-2" in (tmp_path / "quality.svg").read_text()
     quality.show(printed)
@@ -456,6 +524,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{100 * row['same_choices']:.1f} %" in line
     assert "of 5" in line
     assert "at most 32 in a pass" in shown
+    assert "its twin with key channels x 8" in shown
     assert "past forgotten" in shown
     assert "75 to 100 %" in shown
 
@@ -508,7 +577,7 @@ def cluttered(spread: float) -> Any:
         for number, (x, y) in enumerate(values.tolist())
     ]
     settings = {"windows": 3, "score": 10, "tokens": 100}
-    kind = {"model": "m", "precision": "fp32 on a CPU", "inserted": "<s>", "peers": []}
+    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None, "inserted": "<s>", "peers": []}
     return {**kind, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
 
 

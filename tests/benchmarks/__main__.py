@@ -149,6 +149,8 @@ def _add_presets(kinds: Any) -> None:
     presets.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens packed in each window (default: 3840)")
     presets.add_argument("--processes", type=int, default=1, metavar="N", help="windows measured at once (default: 1)")
     presets.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu, in float32, or cuda, in bfloat16 (default: cpu)")
+    presets.add_argument("--twin", type=float, metavar="C", help="measure the twin of bench quality --twin C")
+    presets.add_argument("--offset", type=float, metavar="C", help="move keys as bench quality --offset C does")
     add_json(presets)
     presets.set_defaults(run=run_presets)
 
@@ -166,6 +168,8 @@ def run_presets(arguments: argparse.Namespace) -> int:
         arguments.windows,
         arguments.tokens,
         arguments.device,
+        arguments.twin,
+        arguments.offset,
     )
     with progress("presets", arguments) as callback:
         report = presets.run(settings, arguments.processes, progress=callback)

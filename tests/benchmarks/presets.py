@@ -24,6 +24,7 @@ from kvpack.coding.recipes import Recipe
 from kvpack.coding.recorded_presets import RECORDED
 from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.evaluation.sizes import window
+from kvpack.evaluation.twins import make_twin, offset_keys
 from kvpack.evaluation.windows import measure, read_exactly
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 TOKENS, SCORE = 3840, 256
+_SAMPLE = 256
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ ROWS = (
 class Settings:
     """The model's folder (None for the demo's), the text's file, the basis and where results are kept.
 
-    ``windows`` are spread evenly over the text.
+    ``windows`` are spread evenly over the text. ``twin`` and ``offset`` are those of ``kvpack bench quality``; with them no basis is used.
     """
 
     model: str | None
@@ -93,6 +95,8 @@ class Settings:
     windows: int = 8
     tokens: int = TOKENS
     device: str = "cpu"
+    twin: float | None = None
+    offset: float | None = None
 
 
 def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
@@ -100,7 +104,7 @@ def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, prog
 
     Raises InvalidParameter for a text without room for a window.
     """
-    rows = [row for row in rows if not row.by_basis or settings.basis is not None]
+    rows = [row for row in rows if not row.by_basis or (settings.basis is not None and settings.offset is None and settings.twin is None)]
     os.makedirs(settings.out, exist_ok=True)
     missing = [number for number in range(settings.windows) if not _file(settings, number).exists()]
     if processes == 1 or len(missing) == 1:
@@ -143,6 +147,11 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
     size = settings.tokens + SCORE + 1 - len(text.start)
     if size > len(text.ids):
         raise InvalidParameter(f"{settings.text}: has {len(text.ids)} tokens, and a window has {size}")
+    sample = window(text, 0, _SAMPLE).to(model.device)
+    if settings.twin is not None:
+        make_twin(model, settings.twin, sample, 0)
+    if settings.offset is not None:
+        offset_keys(model, settings.offset, sample, 0)
     start = round(number * (len(text.ids) - size) / max(1, settings.windows - 1))
     exact = read_exactly(model, window(text, start, size).to(model.device), SCORE)
     found = {}

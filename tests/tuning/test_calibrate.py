@@ -443,13 +443,14 @@ def test_levels_have_a_little_more_than_the_energy_of_the_columns() -> None:
 
 @pytest.mark.scenario
 def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "fp32.kvbasis"
-    arguments = ["calibrate", "--out", str(out), "--tokens", "32", "--score", "8", "--windows", "1", "--rows", "fp32"]
+    out = tmp_path / "twin.kvbasis"
+    arguments = ["calibrate", "--out", str(out), "--tokens", "32", "--score", "8", "--windows", "1", "--twin", "8", "--rows", "fp32"]
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["digest"] == Basis.load(out).digest.hex()
-    wide, plain = Basis.load(out), Basis.load(basis)
-    assert wide.rows(0, "k").rows.dtype == torch.float32
-    assert list(wide.sides()) == list(plain.sides())
+    twin, plain = Basis.load(out), Basis.load(basis)
+    assert twin.rows(0, "k").rows.dtype == torch.float32
+    assert not [key for key in twin.model if key.startswith("weights")]
+    assert list(twin.sides()) == list(plain.sides())
     with pytest.raises(InvalidParameter, match=r"the name of a basis must end in \.kvbasis"):
         calibrate.run(None, None, str(tmp_path / "x"), SIZES)
     assert kvpack.Basis is Basis

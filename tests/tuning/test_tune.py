@@ -18,7 +18,7 @@ import kvpack
 from kvpack import cli
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.evaluation import models, windows
+from kvpack.evaluation import models, twins, windows
 from kvpack.evaluation.sizes import starts, window
 from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
@@ -214,13 +214,9 @@ def test_the_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensitive: bool) -> None:
     with model_folder(None) as folder:
         model = load_model(folder)
-    # Outlier channels in the keys of one layer: a rotation spreads their error over all channels. Queries are divided by the factor.
-    attention = model.model.layers[2].self_attn
-    pair = torch.tensor([3, 3 + attention.head_dim // 2])
+    # Outlier channels in the keys of one layer: a rotation spreads their error over all channels.
     with torch.inference_mode():
-        for projection, scale in ((attention.k_proj, factor), (attention.q_proj, 1 / factor)):
-            for parameter in projection.parameters():
-                parameter.view(-1, attention.head_dim, *parameter.shape[1:])[:, pair] *= scale
+        twins._scale(model.model.layers[2].self_attn, factor, torch.Generator().manual_seed(0))
     model.save_pretrained(tmp_path)
     words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
     # Room for the finer keys of one layer, and not of two.

@@ -285,8 +285,9 @@ class Cache(PackedObject):
     ) -> Cache:
         """Return the cache encoded with another recipe, which is given as for ``pack``.
 
-        Keys and values that already have the right codec and window are shared. Raises InvalidParameter if a codec does not support a
-        layer's head dim or the basis belongs to another model, MissingFile for a recipe file that does not exist, and MissingBasis.
+        Packed keys and values that already have the right codec are shared; a raw tail is encoded as ``pack`` encodes it. Raises
+        InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a recipe
+        file that does not exist, and MissingBasis.
         """
         check_callback(progress)
         parsed = parse_recipe(recipe)

@@ -36,7 +36,7 @@ VALUES_AT_ONCE = 1 << 24
 def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
     """Encode ``layers``, whose first token is at position ``start``, with another recipe; return them and the recipe's text.
 
-    Keys and values that already have the right codec are reused. If only the packing of the codes differs, the codes are repacked.
+    Packed keys and values that already have the right codec are reused. If only the packing of the codes differs, the codes are repacked.
     """
     recipe.check_layers(len(layers))
     result = []
@@ -121,13 +121,11 @@ def _narrow_exactly(tail: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _with_window(side: Side, window: int, where: str, first: int, norms: Callable[[Codec], torch.Tensor | None]) -> Side:
-    """Return ``side`` with another window, and encode tail tokens that exceed it, as ``pack`` does."""
-    if window == side.window:
-        return side
+    """Return ``side`` with the window ``window``, and encode tail tokens that exceed it, as ``pack`` does."""
     tokens = side.tail.shape[2]
     ready = tokens - tokens % window if window else tokens
     if not ready:
-        return replace(side, window=window)
+        return side if window == side.window else replace(side, window=window)
     with float32_no_grad(side.device):
         before = side.runs[-1].streams if side.runs else None
         packed, key_norms = side.packed_tokens, norms(side.codec)

@@ -203,6 +203,21 @@ def test_convert_to_another_window_leaves_the_tail_that_pack_leaves(codec: str) 
     assert direct[0].k.packed_tokens == 250
 
 
+def test_convert_to_the_same_recipe_encodes_the_tail() -> None:
+    pairs = random_pairs(2, 168)
+    recipe = "k=scalar:b=4,mean=128;v=scalar:b=4"
+    cache = kvpack.pack([(k[:, :, :128], v[:, :, :128]) for k, v in pairs], recipe)
+    grown = cache.append([(k[:, :, 128:], v[:, :, 128:]) for k, v in pairs])
+    assert grown[0].k.tail.shape[2] == 40
+    same = grown.convert(recipe)
+    assert [side.tail.shape[2] for layer in same for side in layer.sides.values()] == [0, 0, 0, 0]
+    for name, stream in grown[0].k.runs[0].streams.items():
+        assert same[0].k.runs[0].streams[name].data_ptr() == stream.data_ptr(), name
+    assert relative_error(same, pairs) <= 0.2
+    longer = same.append([(k[:, :, :130], v[:, :, :130]) for k, v in pairs])
+    assert (longer.tokens, longer[0].k.tail.shape[2]) == (298, 2)
+
+
 def test_convert_keeps_what_already_fits() -> None:
     cache = kvpack.pack(random_pairs(2, 96), "kivi-2")
     same = cache.convert("kivi-2;layers=1:k=group:b=4")

@@ -206,13 +206,14 @@ class Slots:
     """Pages with a fixed number of raw tokens each.
 
     ``codec_input`` are the values that the codec encodes (``replace_tokens``). ``chosen``, bool ``[page, token]``, marks the raw tokens.
-    ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``left_out``, ``[page, 2]``, is returned by ``choose_slot_tokens``.
+    ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``wanted``, bool ``[2, page, token]``, is returned by
+    ``choose_slot_tokens``.
     """
 
     codec_input: torch.Tensor
     chosen: torch.Tensor
     streams: dict[str, torch.Tensor]
-    left_out: torch.Tensor
+    wanted: torch.Tensor
 
 
 def slot_count(tokens: int, least: int = 0) -> int:
@@ -233,7 +234,7 @@ def store_in_slots(
     a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    token, left_out = choose_slot_tokens(raw, norms, token_group, slots, misfits)
+    token, wanted = choose_slot_tokens(raw, norms, token_group, slots, misfits)
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
@@ -244,20 +245,20 @@ def store_in_slots(
     numbers = token.masked_fill(~used, -1).flatten()
     positions = encode_positions(numbers, torch.zeros_like(numbers)).view(*token.shape, _POSITION_WORDS)
     # Tokens with small norms do not enlarge scales; they matter only to codecs with groups of tokens.
-    codec_input, chosen = x, torch.zeros(len(x), tokens + 1, dtype=torch.bool, device=x.device).scatter_(1, token, True)[:, :tokens]
+    codec_input, chosen = x, slot_mask(token, tokens)
     if token_group > 1:
         places, sequence = chosen.T.nonzero().unbind(1)
         codec_input = replace_tokens(x, places, sequence, chosen, token_group)
-    return Slots(codec_input, chosen, {POSITIONS: positions, VALUES: values}, left_out)
+    return Slots(codec_input, chosen, {POSITIONS: positions, VALUES: values}, wanted)
 
 
 def choose_slot_tokens(
     raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``, and count those without a slot, int64 ``[page, 2]``.
+    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``; return them, and all that should be raw.
 
-    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The two counts are all tokens without a
-    slot, and those among them that cost other tokens precision.
+    The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The second result is bool ``[2, page,
+    token]``: all tokens that should be raw, with or without a slot, and those among them that cost other tokens precision if they are not.
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
@@ -269,8 +270,23 @@ def choose_slot_tokens(
         order, raw_mask = torch.where(unfit, torch.finfo(order.dtype).max / misfits, order), raw_mask | unfit
     least = order.topk(slots, 1, largest=False, sorted=True).indices
     token = torch.where(raw_mask.gather(1, least), least, tokens).sort(1).values
-    left_out = raw_mask.sum(1) - (token < tokens).sum(1)
-    return token, torch.stack([left_out, torch.minimum(left_out, (raw_mask & ~low).sum(1))], 1)
+    return token, torch.stack([raw_mask, raw_mask & ~low])
+
+
+def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the mask, bool ``[page, token]``, of the raw tokens that ``choose_slot_tokens`` returned for pages of ``tokens`` tokens."""
+    return torch.zeros(len(token), tokens + 1, dtype=torch.bool, device=token.device).scatter_(1, token, True)[:, :tokens]
+
+
+def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, misfits: torch.Tensor | None = None) -> torch.Tensor:
+    """Count the tokens of pages that should be raw but are not ``chosen``, bool ``[page, token]``, and those that cost precision: int64
+    ``[2]``.
+
+    ``wanted`` is returned by ``choose_slot_tokens``, and ``misfits``, ``[2, page, token]``, by ``token_errors.excesses``. A token that both
+    count is counted once.
+    """
+    left = wanted if misfits is None else wanted | (misfits > 1)
+    return (left & ~chosen).sum((1, 2))
 
 
 def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

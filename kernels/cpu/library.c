@@ -286,7 +286,7 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
     Candidate *wanted = (Candidate *)memory;
     float *norms = (float *)(wanted + call->tokens), *large = norms + call->tokens, *most = large + call->page, *least = most + call->page;
     float *sorted = least + call->page;
-    int64_t count = 0, lows = 0, *chosen = call->chosen + layer * call->slots;
+    int64_t count = 0, lows = 0, highs = 0, *chosen = call->chosen + layer * call->slots;
     ((const Job *)context)->level->norms(call, layer);
     if (!call->low && !call->high && !call->shared && !call->grouped) return;
     for (int64_t t = 0; t < call->tokens; t++) {
@@ -307,15 +307,16 @@ static void choose_item(const void *context, int64_t layer, char *memory) {
             by_head += large[t - first] > 0 && !is_low(call, norms[t], median) && !is_high(call, norms[t], median);
         for (int64_t t = first; t < stop; t++) {
             int low = is_low(call, norms[t], median);
-            int high = is_high(call, norms[t], median) || (!low && by_head <= call->few && large[t - first] > 0);
+            int high = !low && (is_high(call, norms[t], median) || (by_head <= call->few && large[t - first] > 0));
             float misfit = misfit_of(call, norms[t], median, most[t - first], least[t - first]);
-            lows += low;
+            lows += low, highs += high;
             if (low || high || misfit > 1) wanted[count++] = (Candidate){low ? norms[t] : high ? -norms[t] : FLT_MAX / misfit, t};
         }
     }
     int64_t used = smaller_of(count, call->slots);
     call->left_out[2 * layer] = count - used;
-    call->left_out[2 * layer + 1] = smaller_of(count - used, count - lows);
+    /* Slots go to high tokens, then to low ones, which cost only themselves precision, and then to misfits. */
+    call->left_out[2 * layer + 1] = count - lows - (used - smaller_of(used - smaller_of(used, highs), lows));
     if (count > used) {
         qsort(wanted, count, sizeof(Candidate), by_key);
         qsort(wanted, used, sizeof(Candidate), by_token);

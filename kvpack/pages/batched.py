@@ -24,7 +24,7 @@ from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_ove
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
-from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, put_slots, store_in_slots
+from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, put_slots, store_in_slots
 from kvpack.formats.sidecars import WithSidecars
 from kvpack.runtime.modes import writable
 
@@ -56,7 +56,7 @@ def supports(codec: Codec) -> bool:
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
     """Encode pages and write the streams of ``lane`` to ``rows``, uint8 ``[page, byte]``.
 
-    ``keys`` are the layers' keys. Raw tokens without room are added to ``left_out``, int64 ``[2]``, as in ``choose_slot_tokens``. Raises
+    ``keys`` are the layers' keys. Raw tokens without room are added to ``left_out``, int64 ``[2]``, as in ``count_left_out``. Raises
     InvalidParameter and OutOfRange for any of the pages.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
@@ -69,21 +69,15 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
         else:
             choose = partial(store_in_slots, raw, x, key_norms, lane.plain.token_group, lane.slots)
             result = choose(misfits)
+            wanted = result.wanted
             encoded, lost = _encode(lane, x, result.codec_input, result.chosen)
-            count, costly = result.left_out.sum(0)
-            if lost is not None and (lost[0] > 1).any():
-                if raw.high_norm:
-                    result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
-                    encoded = encode_all(lane.plain, result.codec_input, _lane_name(lane))
-                    count = result.left_out[:, 0].sum()
-                    if lane.halved is not None:
-                        lost = lost.masked_fill(result.chosen, 0.0)
-                        left = _halve_means(lane, x, result.codec_input, result.chosen, encoded, lost)
-                        count, lost = count - (lost[0] > 1).sum() + (left[0] > 1).sum(), left
-                else:
-                    count += (lost[0] > 1).sum()
-                costly = torch.minimum(count, costly + ((lost[1] > 1) & ~result.chosen).sum())
-            left_out += torch.stack([count, costly])
+            if lost is not None and raw.high_norm and (lost[0] > 1).any():
+                result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
+                encoded = encode_all(lane.plain, result.codec_input, _lane_name(lane))
+                if lane.halved is not None:
+                    lost = lost.masked_fill(result.chosen, 0.0)
+                    lost = _halve_means(lane, x, result.codec_input, result.chosen, encoded, lost)
+            left_out += count_left_out(wanted, result.chosen, lost)
             streams = result.streams
         with writable(rows):
             for name, place in _streams(lane, rows[first : first + len(some)]).items():
@@ -136,7 +130,7 @@ def suspects(
 def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """Count the tokens that lose precision, or cause others to, in pages without raw tokens that have been encoded to ``rows``.
 
-    The result is int64 ``[2]``, as in ``choose_slot_tokens``.
+    The result is int64 ``[2]``, as in ``count_left_out``.
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
@@ -212,14 +206,15 @@ def _halve_means(
 def _count_without_room(
     lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, misfits: torch.Tensor | None, lost: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the counts of ``choose_slot_tokens``, int64 ``[2]``, for the values ``x`` of pages without raw tokens.
+    """Return the counts of ``count_left_out``, int64 ``[2]``, for the values ``x`` of pages without raw tokens.
 
     ``lost`` is the result of the codec's ``excesses``, if there is one.
     """
-    result = torch.zeros(2, dtype=torch.int64, device=x.device)
+    none = torch.zeros(len(x), x.shape[2], dtype=torch.bool, device=x.device)
+    wanted = none.expand(2, -1, -1)
     if key_norms is not None and lane.watched is not None:
-        result += choose_slot_tokens(lane.watched, key_norms, lane.plain.token_group, 0, misfits)[1].sum(0)
-    return result if lost is None else result + (lost > 1).sum((1, 2))
+        _, wanted = choose_slot_tokens(lane.watched, key_norms, lane.plain.token_group, 0, misfits)
+    return count_left_out(wanted, none, lost)
 
 
 def _lane_name(lane: Lane) -> str:

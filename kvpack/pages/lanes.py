@@ -28,9 +28,11 @@ from kvpack.formats.raw_positions import (
     VALUES,
     RawPositions,
     choose_slot_tokens,
+    count_left_out,
     encode_positions,
     gather_raw_values,
     replace_tokens,
+    slot_mask,
 )
 from kvpack.formats.sidecars import WithSidecars
 
@@ -212,7 +214,7 @@ class _BoundLane:
         self._stretches_of_keys = [] if choosers is None else _stretches(keys)
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
-        """Encode the page in ``slot``; return the counts of raw tokens without room, int64 ``[2]``, as in ``choose_slot_tokens``."""
+        """Encode the page in ``slot``; return the counts of raw tokens without room, int64 ``[2]``, as in ``count_left_out``."""
         raw, watched = self._lane.raw, self._lane.watched
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
@@ -223,14 +225,17 @@ class _BoundLane:
         sizes = self._encode(slot, row, threads, rest)
         misfits = self._misfits(slot, row, sizes, used)
         if misfits is not None:
-            more, lost = self._with_misfits(used, misfits)
+            more = self._with_misfits(used, misfits)
             if changed := {number for number, tokens in more.items() if len(tokens) > len(used.get(number, ()))}:
                 used = more
                 rest |= {number: self._without_raw(slot, number, used[number]) for number in changed}
                 sizes = self._encode(slot, row, threads, rest)
-            if self._lane.halved is not None and lost.any():
-                lost = self._halve_means(slot, row, self._lane.halved, sizes, used, rest, misfits)
-            left_out = left_out + lost
+            kept = self._mask(used)
+            if self._lane.halved is not None and ((misfits[0] > 1) & ~kept).any():
+                misfits = self._halve_means(slot, row, self._lane.halved, sizes, kept, rest, misfits)
+            # The same token may be both without room and a misfit.
+            wanted = self._wanted(watched, slot)[1] if watched is not None and left_out.any() else torch.zeros_like(kept).expand(2, -1, -1)
+            left_out = count_left_out(wanted, kept, misfits).numpy()
         if raw is None:
             return left_out
         for name in (POSITIONS, VALUES):
@@ -245,16 +250,20 @@ class _BoundLane:
         if self._choosers is not None:
             result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
             return numpy.concatenate([chosen for chosen, _ in result]), numpy.concatenate([left_out for _, left_out in result]).sum(0)
-        lane, codec = self._lane, self._lane.plain
-        dtype, tokens = lane.geometry.computed_dtype, lane.geometry.tokens
+        token, wanted = self._wanted(raw, slot)
+        tokens = self._lane.geometry.tokens
+        left_out = count_left_out(wanted, slot_mask(token, tokens))
+        return token.masked_fill(token == tokens, -1).numpy(), left_out.numpy()
 
-        misfits = None
+    def _wanted(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``choose_slot_tokens`` of all layers of the page in ``slot``."""
+        lane, codec = self._lane, self._lane.plain
+        dtype, misfits = lane.geometry.computed_dtype, None
         if lane.shared:
             layers = enumerate(self._tensors, lane.first)
             misfits = torch.cat([misfits_of(codec, x[slot].to(dtype)[None], lane.shared, f"layers[{n}].{lane.side}") for n, x in layers])
         norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
-        token, left_out = choose_slot_tokens(raw, norms, codec.token_group, lane.slots, misfits)
-        return token.masked_fill(token == tokens, -1).numpy(), left_out.sum(0).numpy()
+        return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, misfits)
 
     def _misfits(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
@@ -293,31 +302,27 @@ class _BoundLane:
         row: memoryview,
         halved: Codec,
         sizes: TokenSizes,
-        used: Mapping[int, torch.Tensor],
+        kept: torch.Tensor,
         rest: Mapping[int, torch.Tensor],
         misfits: torch.Tensor,
-    ) -> Counts:
-        """Encode layers with ``misfits`` that are not ``used`` again, with ``halved`` means; return the counts of those that are left."""
-        kept = self._mask(used)
+    ) -> torch.Tensor | None:
+        """Encode layers with ``misfits`` that are not ``kept`` again, with ``halved`` means; return the misfits that are left."""
         for number in ((misfits[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
                 if target is not None and source is not None:
                     target[number] = source[0]
-        left = self._exact_misfits(slot, _RowStreams(self._lane, row), sizes, kept)
-        none: Counts = numpy.zeros(2, numpy.int64)
-        return none if left is None else (left > 1).sum((1, 2)).numpy()
+        return self._exact_misfits(slot, _RowStreams(self._lane, row), sizes, kept)
 
-    def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> tuple[dict[int, torch.Tensor], Counts]:
-        """Add the worst ``misfits`` for which there is room to the ``used`` tokens; return them, and the counts of the others, ``[2]``."""
-        result, left_out, (misfits, warned) = dict(used), numpy.zeros(2, numpy.int64), misfits
-        for number in (misfits > 1).any(1).nonzero()[:, 0].tolist():
+    def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Add the worst ``misfits`` for which there is room to the ``used`` tokens."""
+        result = dict(used)
+        for number in (misfits[0] > 1).any(1).nonzero()[:, 0].tolist():
             own = used.get(number, torch.empty(0, dtype=torch.int64, device=misfits.device))
-            worst = misfits[number].argsort(descending=True)[: int((misfits[number] > 1).sum())]
             room = max(0, self._lane.slots - len(own))
-            left_out += len(worst[room:]), int((warned[number, worst[room:]] > 1).sum())
-            if room:
-                result[number] = torch.cat([own, worst[:room]]).sort().values
-        return result, left_out
+            worst = misfits[0, number].argsort(descending=True)[: min(room, int((misfits[0, number] > 1).sum()))]
+            if len(worst):
+                result[number] = torch.cat([own, worst]).sort().values
+        return result
 
     def _without_raw(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return layer ``number`` of the page in ``slot`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""

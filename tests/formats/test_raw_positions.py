@@ -372,7 +372,8 @@ def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
     together, one_by_one = (store_in_slots(raw, x, norms_per_head(x), group, 1) for group in (32, 1))
     used = [slots.streams[POSITIONS][..., 0].to(torch.int64).bool().tolist() for slots in (together, one_by_one)]
     assert used == [[[True]] * 3, [[True], [False], [True]]]
-    assert [slots.left_out.tolist() for slots in (together, one_by_one)] == [[[0, 0], [0, 0], [1, 1]], [[0, 0]] * 3]
+    left = [(slots.wanted & ~slots.chosen).sum(2).T.tolist() for slots in (together, one_by_one)]
+    assert left == [[[0, 0], [0, 0], [1, 0]], [[0, 0]] * 3]
     assert together.streams[POSITIONS][:, 0, 0].tolist() == [6, 10, 10]
     assert together.codec_input.abs().max() < 10
 
@@ -385,7 +386,7 @@ def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> N
     raw, norms = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0), norms_per_head(x)
     alone, shared = (store_in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, misfit_scores(norms, {head_norms.HEADS})))
     assert [slots.streams[POSITIONS][..., 0].tolist() for slots in (alone, shared)] == [[[6, 0], [0, 0]], [[6, 10], [10, 21]]]
-    assert [slots.left_out.tolist() for slots in (alone, shared)] == [[[0, 0]] * 2, [[1, 1], [0, 0]]]
+    assert [(slots.wanted & ~slots.chosen).sum(2).T.tolist() for slots in (alone, shared)] == [[[0, 0]] * 2, [[1, 1], [0, 0]]]
 
 
 def test_positions_are_put_over_flags() -> None:

@@ -183,6 +183,18 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_counted(recipe: str) ->
     assert codec.raw_tokens_left_out == 1
 
 
+def test_a_token_that_is_too_large_and_fits_badly_itself_is_counted_once() -> None:
+    geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64, dtype="fp32")
+    pages, (k, _) = on_device(geometry, 2)
+    codec = PageCodec("k=scalar:b=4,mean=32;v=raw", geometry)
+    coordinate = torch.zeros(1, 1, 1, 64)
+    coordinate[..., 5] = 100
+    k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0].to(DEVICE)
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ"):
+        codec.encode_into(pages, [0, 1], torch.zeros(2, codec.nbytes, dtype=torch.uint8, device=DEVICE))
+    assert codec.raw_tokens_left_out == 1
+
+
 CASES = (
     [(WIDE, recipe) for recipe in EXACT]
     + [(SMALL, recipe) for recipe in CLOSE + TOGETHER + BY_HOST]

@@ -784,6 +784,36 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_named(recipe: str) -> N
     assert codec.raw_tokens_left_out == 1
 
 
+@pytest.mark.parametrize("kernels", ["", "torch"])
+def test_a_token_that_is_too_large_and_fits_badly_itself_is_counted_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPACK_KERNELS", kernels)
+    geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
+    pages, (k, _) = filled(geometry, 2)
+    codec = PageCodec("k=scalar:b=4,mean=32;v=raw", geometry)
+    coordinate = torch.zeros(1, 1, 1, 64)
+    coordinate[..., 5] = 100
+    k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0]
+    k[1, 0, :, 3] *= 20
+    with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 2 tokens that differ"):
+        assert codec.encode_into(pages, [0, 1], torch.zeros(2, codec.nbytes, dtype=torch.uint8)) == [None, None]
+    assert codec.raw_tokens_left_out == 2
+
+
+@pytest.mark.parametrize("kernels", ["", "torch"])
+def test_a_token_of_low_norm_without_room_is_harmless(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots go to tokens of high norm first: one that is left out costs only itself precision."""
+    monkeypatch.setenv("KVPACK_KERNELS", kernels)
+    geometry = PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
+    pages, (k, _) = filled(geometry, 1)
+    k[0, 0, :, 7] *= 30
+    k[0, 0, :, 9] *= 0.1
+    codec = PageCodec("k=group:b=2,g=8;v=raw;raw=0,0.6,4", geometry)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert codec.encode_into(pages, [0], torch.zeros(1, codec.nbytes, dtype=torch.uint8)) == [None]
+    assert codec.raw_tokens_left_out == 1
+
+
 def test_a_large_token_far_from_the_mean_of_its_page_keeps_its_precision() -> None:
     """Without channel scales, half of the mean fits it until its norm is four times as large as usual."""
     geometry = PageGeometry(2, 2, 32, 64, 64)

@@ -6,11 +6,12 @@ Ids are permanent: a codec id never changes its meaning, and equal ids and param
 from __future__ import annotations
 
 import math
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -693,6 +694,16 @@ def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
     names = tuple(name for name, _ in fields)
     if names != expected:
         raise InvalidParameter(f"codec {codec}: fields names the streams {', '.join(names) or 'none'}, expected {', '.join(expected)}")
+
+
+def check_magnitudes(codec: str, name: str, table: bytes, length: int) -> None:
+    """Raise InvalidParameter unless ``table``, a parameter of a codec, has ``length`` binary32 values within [0, 1] that ascend strictly.
+    """
+    if len(table) != 4 * length:
+        raise InvalidParameter(f"codec {codec}: {name} has {len(table)} bytes, expected {4 * length} for {length} binary32 values")
+    values = struct.unpack(f"<{length}f", table)
+    if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
+        raise InvalidParameter(f"codec {codec}: {name} must ascend strictly within [0, 1], found {values}")
 
 
 def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:

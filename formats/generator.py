@@ -24,18 +24,6 @@ class Generator:
         z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
         return z ^ z >> 31
 
-    def symmetric(self) -> float:
-        """Return the next value in [-1, 1), made from the top 53 bits of a word and exact in binary64."""
-        return ((self.word() >> 11) - (1 << 52)) / (1 << 52)
-
-    def unit_disc_point(self) -> tuple[float, float, float]:
-        """Sample a point (x, y) uniformly from the open unit disc by rejection; return x, y and the squared radius, which is never 0."""
-        while True:
-            x, y = self.symmetric(), self.symmetric()
-            square = x * x + y * y
-            if 0.0 < square < 1.0:
-                return x, y, square
-
 
 @lru_cache(maxsize=64)
 def signs(seed: int, count: int) -> tuple[int, ...]:
@@ -57,7 +45,10 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
 
 def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
-    """Return x, y and squared radius of ``count`` points, as ``Generator.unit_disc_point`` does, but vectorized."""
+    """Sample ``count`` points uniformly from the open unit disc by rejection; return x, y and the squared radius, which is never 0.
+
+    A coordinate is made from the top 53 bits of a word, and exact in binary64.
+    """
     result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, missing = 0, count
     while not result or missing > 0:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, check_fields
+from .base import MAX_DIM, Fields, Layout, check_fields, check_magnitudes
 from .columns import Columns, default_fields, reduce_rows
 from .encoding_blocks import encode_by_rows
-from .errors import InvalidParameter, InvalidPayload
+from .errors import InvalidPayload
 from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
@@ -76,8 +75,8 @@ class Octahedral(CodecFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_table("direction_table", self.direction_table, 2 ** (self.b_dir - 1))
-        _check_table("norm_table", self.norm_table, 2**self.b_norm)
+        check_magnitudes(self.id, "direction_table", self.direction_table, 2 ** (self.b_dir - 1))
+        check_magnitudes(self.id, "norm_table", self.norm_table, 2**self.b_norm)
         check_fields(self.id, self.fields, tuple(_bases(self.b_dir, self.b_norm, self.arrangement)))
         self.packings()
         _ = self.rotation
@@ -206,14 +205,6 @@ class Octahedral(CodecFamily):
             return digits[0], digits[1]
         bits = _digit_bits(self.b_dir, self.b_norm)[0]
         return digits[0] & 2**bits - 1, digits[0] >> bits
-
-
-def _check_table(name: str, table: bytes, length: int) -> None:
-    if len(table) != 4 * length:
-        raise InvalidParameter(f"codec octahedral: {name} has {len(table)} bytes, expected {4 * length} for {length} binary32 values")
-    values = struct.unpack(f"<{length}f", table)
-    if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
-        raise InvalidParameter(f"codec octahedral: {name} must ascend strictly within [0, 1], found {values}")
 
 
 def norm_extends_index(b_dir: int, b_norm: int) -> bool:

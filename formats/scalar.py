@@ -8,10 +8,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, Fields, Layout, check_fields, check_range
+from .base import MAX_DIM, Fields, Layout, check_fields, check_magnitudes, check_range
 from .columns import Columns, default_fields
 from .encoding_blocks import encode_by_rows
 from .errors import InvalidParameter
@@ -81,8 +80,8 @@ class Scalar(CodecFamily):
         if self.bits_high:
             check_range(self.id, "bits_high", self.bits_high, self.bits + 1, 8)
         _check_high_channels(self.high_channels, self.dim, self.bits_high)
-        _check_table("magnitude_table", self.magnitude_table, 2 ** (self.bits - 1))
-        _check_table("high_magnitude_table", self.high_magnitude_table, 2 ** (self.bits_high - 1) if self.bits_high else 0)
+        check_magnitudes(self.id, "magnitude_table", self.magnitude_table, 2 ** (self.bits - 1))
+        check_magnitudes(self.id, "high_magnitude_table", self.high_magnitude_table, 2 ** (self.bits_high - 1) if self.bits_high else 0)
         check_fields(self.id, self.fields, ("codes", "codes_high") if self.bits_high else ("codes",))
         if self.rounding == "scaled" and self.norm_rule != "unbiased":
             raise InvalidParameter(
@@ -211,14 +210,6 @@ def _check_high_channels(channels: bytes, dim: int, bits_high: int) -> None:
         raise InvalidParameter(
             f"codec scalar: high_channels is {channels.hex()}, expected at least one but not all of the first {dim} bits set, and no others"
         )
-
-
-def _check_table(name: str, table: bytes, length: int) -> None:
-    if len(table) != 4 * length:
-        raise InvalidParameter(f"codec scalar: {name} has {len(table)} bytes, expected {4 * length} for {length} binary32 values")
-    values = struct.unpack(f"<{length}f", table)
-    if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
-        raise InvalidParameter(f"codec scalar: {name} must ascend strictly within [0, 1], found {values}")
 
 
 @lru_cache(MAX_CACHED_TABLES)

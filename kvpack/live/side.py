@@ -127,18 +127,13 @@ class LiveSide:
         """Number of tokens before the tail, including unfinished ones."""
         return self.packed_tokens + self.unfinished.shape[2]
 
-    @property
-    def runs(self) -> PackedRuns:
-        """The packed tokens, as runs."""
-        return self._all_runs()
-
     def side(self, tokens: int) -> Side:
         """Return the side as it is now, with the first ``tokens`` tokens of the tail, as views."""
         return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
         """Return the side with another ``tail``."""
-        return Side(self.codec, self._all_runs(), self.with_unfinished(tail), self._given_window)
+        return Side(self.codec, self.runs, self.with_unfinished(tail), self._given_window)
 
     def without_tokens(self, batch: int) -> Side:
         """Return a side with the same codec and no tokens for ``batch`` sequences."""
@@ -159,11 +154,11 @@ class LiveSide:
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
-        side = Side(self.codec, self._all_runs(), raw[:, :, whole:].clone(), self._given_window)
+        side = Side(self.codec, self.runs, raw[:, :, whole:].clone(), self._given_window)
         if not whole:
             return side
         streams = self.encode(raw[:, :, :whole], where, position, norms)
-        return replace(side, runs=self._all_runs().append(PackedRun(self.codec, whole, streams)))
+        return replace(side, runs=self.runs.append(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
         """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed ones, without changing the side.
@@ -171,7 +166,7 @@ class LiveSide:
         ``position`` is the first token's position, and ``norms`` ``[batch, kv_head, token]`` begins with the norms of the tokens' keys, if
         they are known. Raises InvalidParameter and OutOfRange, naming ``where``. A warning about lost precision is issued only once.
         """
-        runs = self._all_runs()
+        runs = self.runs
         with float32_no_grad(x.device), collected_misfits() as misfits:
             before = runs[len(runs) - 1].streams if len(runs) else None
             streams = encode(self.codec, x, where, before, position, None if norms is None else norms[:, :, : x.shape[2]])
@@ -220,7 +215,7 @@ class LiveSide:
 
     def keep(self, start: int, stop: int) -> None:
         """Keep only the tokens ``[start:stop]`` of those before the tail. ``start`` begins a token group, or equals ``stop``."""
-        runs, packed = self._all_runs(), self.packed_tokens
+        runs, packed = self.runs, self.packed_tokens
         self._open, self._joined = [], None
         self._runs = runs.slice(min(start, packed), min(stop, packed))
         self.packed_tokens = self._runs.tokens
@@ -251,8 +246,9 @@ class LiveSide:
         windows = max(MIN_WINDOWS, self.packed_tokens // (GROWTH * self.window))
         return windows * self.window
 
-    def _all_runs(self) -> PackedRuns:
-        """Return all runs. The object stays the same until the runs change, because kernels cache tables for it."""
+    @property
+    def runs(self) -> PackedRuns:
+        """The packed tokens, as runs. The object stays the same until the runs change, because kernels cache tables for it."""
         if self._joined is None:
             self._joined = PackedRuns((*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)))
         return self._joined

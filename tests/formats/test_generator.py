@@ -46,16 +46,6 @@ def test_signs_are_the_bits_of_the_words(seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=str)
-def test_symmetric_values_are_exact_multiples_of_a_power_of_two(seed: int) -> None:
-    generator = Generator(seed)
-    values = [generator.symmetric() for _ in range(1000)]
-    assert values == [math.ldexp((word >> 11) - 2**52, -52) for word in splitmix64(seed, 1000)]
-    assert -1 <= min(values) < -0.9
-    assert 0.9 < max(values) < 1
-    assert abs(sum(values) / 1000) < 4 / math.sqrt(3000)
-
-
-@pytest.mark.parametrize("seed", SEEDS, ids=str)
 def test_unit_quaternions_follow_marsaglia(seed: int) -> None:
     values = iter(math.ldexp((word >> 11) - 2**52, -52) for word in splitmix64(seed, 4000))
 

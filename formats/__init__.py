@@ -27,7 +27,7 @@ from .raw_positions import RawPositions
 from .raw_tokens import RawTokens
 from .scalar import Scalar
 from .sidecar import ResidualSketch
-from .sidecars import WithSidecars
+from .sidecars import CodecWithSidecars
 from .transform import Transform
 from .trellis import Trellis
 
@@ -135,4 +135,4 @@ def codec_from_params(params: Mapping[str, Any]) -> Codec:
 
 def _with_sidecars(codec: Codec, created: list[Sidecar | None] | list[Sidecar]) -> Codec:
     sidecars = tuple(sidecar for sidecar in created if sidecar is not None)
-    return WithSidecars(codec, sidecars) if sidecars else codec
+    return CodecWithSidecars(codec, sidecars) if sidecars else codec

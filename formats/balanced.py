@@ -103,7 +103,7 @@ class Balanced(ValueMap):
         if self.source is None:
             raise missing_basis(self.basis_location)
         try:
-            return self.source.for_heads(heads)
+            return self.source.check_heads(heads)
         except InvalidParameter as error:
             raise InvalidParameter(f"the {self.basis_location}: {error}") from None
 

@@ -32,7 +32,7 @@ class BalancedFrames:
     def dim(self) -> int:
         return self.matrices.shape[2]
 
-    def for_heads(self, heads: int) -> BalancedFrames:
+    def check_heads(self, heads: int) -> BalancedFrames:
         """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads != heads:
             raise InvalidParameter(f"the frames are for {self.heads} heads, but the values have {heads}: use the basis of this model")

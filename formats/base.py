@@ -187,7 +187,6 @@ class CodecSummary(NamedTuple):
     error_spread: float
     direction_spread: float
     min_error: float
-    spreads_channels: bool
 
 
 class EntryStreams:
@@ -198,7 +197,7 @@ class EntryStreams:
         """SHA-256 of each basis that a reader needs to decode the values."""
         return frozenset()
 
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
         return {}
 
@@ -262,11 +261,6 @@ class Codec(EntryStreams, ABC):
     def changes_norms(self) -> bool:
         """True if encoding starts with a step that changes the norms of the values."""
         return False
-
-    @property
-    def spreads_channels(self) -> bool:
-        """True if values are rotated without a step before that evens out channels, so that one large channel costs all precision."""
-        return self.rotation.kind != "none"
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
         """Return the norms of the values in the coded frame, float32 ``[batch, kv_head, token]``.
@@ -500,7 +494,6 @@ class Codec(EntryStreams, ABC):
             self.error_spread,
             self.direction_spread,
             self.min_error,
-            self.spreads_channels,
         )
 
     @cached_property

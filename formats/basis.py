@@ -84,7 +84,7 @@ class BasisRows:
     def dim(self) -> int:
         return self.rows.shape[3]
 
-    def for_heads(self, heads: int) -> BasisRows:
+    def check_heads(self, heads: int) -> BasisRows:
         """Return these rows. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads != heads:
             raise InvalidParameter(f"the basis is for {self.heads} heads, but the values have {heads}: use the basis of this model")

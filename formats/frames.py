@@ -150,7 +150,7 @@ class Frames:
     def heads(self, dim: int) -> int:
         return self.count * self.columns // dim
 
-    def for_heads(self, heads: int, dim: int) -> Frames:
+    def check_heads(self, heads: int, dim: int) -> Frames:
         """Return these frames. Raises InvalidParameter unless they are for ``heads`` heads."""
         if self.heads(dim) != heads:
             raise InvalidParameter(f"the frames are for {self.heads(dim)} heads, but the values have {heads}: use the basis of this model")

@@ -46,7 +46,7 @@ def norms_over_heads(norms: torch.Tensor) -> torch.Tensor:
     return norms.square().sum(1).sqrt()
 
 
-def usual_norms(norms: torch.Tensor) -> torch.Tensor:
+def median_norms(norms: torch.Tensor) -> torch.Tensor:
     """Return the median of ``norms`` ``[..., token]`` over each token's page. NaN norms are ignored."""
     tokens, medians = norms.shape[-1], []
     for pages, count in _pages(norms):
@@ -55,7 +55,7 @@ def usual_norms(norms: torch.Tensor) -> torch.Tensor:
     return torch.cat([norms[..., tokens:], *medians], -1)
 
 
-def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
+def exceeds_median(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual size, which is not 0. None if there are none.
 
     Where the usual size is 0, no size counts: among zero tokens, such as padding, every other token is far from the median. NaN sizes are
@@ -65,12 +65,12 @@ def exceeds_usual(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
 
 def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return the mask of ``exceeds_usual``, even if it has no True, without waiting for a device."""
-    medians = usual_norms(sizes)
+    """Return the mask of ``exceeds_median``, even if it has no True, without waiting for a device."""
+    medians = median_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 
 
-def misfit_scores(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
+def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
     """Return how badly each token fits the scales it shares, float32 ``[batch, token]``. Above 1, it fits too badly.
 
     ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists what shares a scale: ``HEADS``,
@@ -89,11 +89,11 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
     # One of two tokens is not an outlier.
     if norms.shape[2] < 3 or (HEADS not in shared and not has_large_size(norms, GROUP_RATIO)):
         return none
-    medians = usual_norms(norms)
+    medians = median_norms(norms)
     largest = torch.where(medians > 0, norms / medians, 0.0).amax(1)
     if HEADS in shared:
         scale = norms_over_heads(norms)
-        largest = torch.where(scale > 0, largest / (scale / usual_norms(scale)), 0.0)
+        largest = torch.where(scale > 0, largest / (scale / median_norms(scale)), 0.0)
     return torch.where(largest > GROUP_RATIO, largest, none)
 
 
@@ -104,7 +104,7 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
     proportion if its norm exceeds its usual norm. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
     """
     scale = norms_over_heads(norms)
-    medians = usual_norms(scale)
+    medians = median_norms(scale)
     large = (scale > SHARED_RATIO * medians) & (medians > 0)
     if norms.shape[1] == 1 or not large.any():
         return torch.zeros_like(scale)
@@ -113,7 +113,7 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
 
 def relative_norms(norms: torch.Tensor) -> torch.Tensor:
     """Divide norms by the usual norm of their head. The result is infinite where that is 0."""
-    medians = usual_norms(norms)
+    medians = median_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 
 

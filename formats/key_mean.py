@@ -78,7 +78,7 @@ class KeyMean(PageVector):
         return {"tokens": self.tokens, "bits": self.bits}
 
     @property
-    def halved(self) -> Self:
+    def with_half_means(self) -> Self:
         """The sidecar with half means, for pages with a token far from the mean, such as an attention sink of small norm.
 
         Without its whole mean such a token would be encoded as a large one, and lose most of its own size. With half of it, the others lose

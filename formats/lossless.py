@@ -111,7 +111,7 @@ class Lossless(CodecFamily):
             "words": Layout("U16", (1, 1, 0), self.chunk, per="entry", batch_axis=None),
         }
 
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {"words": int(batch * heads * tokens * self.dim * _TYPICAL_EXPONENT_BITS) // 16}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

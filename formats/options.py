@@ -122,7 +122,7 @@ class Options:
         self._note(name, text, default if omitted == _DEFAULT else omitted)
         return text
 
-    def share(self, name: str, default: float) -> float:
+    def fraction(self, name: str, default: float) -> float:
         """Read a number above 0 and below 1 with at most four decimal places. Raises UnknownWord for anything else."""
         text = self._read(name)
         if text is None:

@@ -83,7 +83,7 @@ class Outliers(FramePart):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {VALUES: self.flags(streams).sum((1, 3)).T}
 
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: 0}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:

@@ -41,7 +41,7 @@ class Chunks(NamedTuple):
     states: Numbers
 
 
-class Decoded(NamedTuple):
+class DecodedChunks(NamedTuple):
     """Decoded ``symbols``, uint8 ``[chunk, symbol]``. For each chunk, ``read`` is the number of words read, and ``states`` are the final
     states.
     """
@@ -120,21 +120,21 @@ def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: 
     return Chunks(words[written], written.sum((1, 2), dtype=numpy.int64), states.astype(numpy.uint32))
 
 
-compiled_decoder: Callable[[Chunks, Numbers, Numbers, Numbers], Decoded | None] | None = None
+compiled_decoder: Callable[[Chunks, Numbers, Numbers, Numbers], DecodedChunks | None] | None = None
 """A faster equivalent of ``decode_in_numpy``, set by ``kvpack.coding.dispatch``. It returns None if it does not support the call."""
 
 
-def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
+def decode(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
     """Decode with ``compiled_decoder`` if it is set and supports the call, otherwise with ``decode_in_numpy``."""
     result = compiled_decoder(chunks, lengths, tables, table) if compiled_decoder is not None else None
     return decode_in_numpy(chunks, lengths, tables, table) if result is None else result
 
 
-def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> Decoded:
+def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Numbers) -> DecodedChunks:
     """Decode the first ``lengths`` ``[chunk]`` symbols of each chunk to uint8. Symbols after a chunk's last one are undefined.
 
     ``tables`` ``[table, symbol]`` sum to ``TOTAL``. ``table`` is the table number of each chunk, ``[chunk]``, or of each symbol, ``[chunk,
-    symbol]``. Any words, counts and states are safe to decode; ``Decoded.faulty_chunks`` reports those that no encoder produces.
+    symbol]``. Any words, counts and states are safe to decode; ``DecodedChunks.faulty_chunks`` reports those that no encoder produces.
     """
     count, longest = len(lengths), int(lengths.max(initial=0))
     steps, shortest = -(-longest // LANES), int(lengths.min(initial=longest))
@@ -163,7 +163,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
         at += words_needed
         states = following
     in_order = symbols.transpose(1, 0, 2).reshape(count, steps * LANES)[:, :longest]
-    return Decoded(in_order, at - begins, states.reshape(count, LANES))
+    return DecodedChunks(in_order, at - begins, states.reshape(count, LANES))
 
 
 def _tables_of_step(table: Numbers, step: int) -> Numbers:

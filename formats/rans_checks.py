@@ -26,7 +26,7 @@ def check_states(states: Array, where: str) -> None:
             raise InvalidPayload(f"{where}.states: the state at {at} is {block[:, ::2][low][0]}, expected at least {rans.MIN_STATE}")
 
 
-def check_ends(decoded: rans.Decoded, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
+def check_ends(decoded: rans.DecodedChunks, counts: Numbers, place: Callable[[int], Sequence[int]], where: str) -> None:
     """Raise InvalidPayload for the first chunk that no encoder produces.
 
     ``counts`` are the chunks' numbers of words, and ``place`` returns the indices of a chunk for the message.

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .head_norms import drop_crowded_pages, exceeds_usual, misfit_scores, norms_over_heads, norms_per_head, usual_norms
+from .head_norms import drop_crowded_pages, exceeds_median, measure_fit_errors, median_norms, norms_over_heads, norms_per_head
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
-from .sidecar import KeptTokens, RunStep
+from .sidecar import RunStep, WholeTokens
 from .value_blocks import BLOCK_VALUES, read_values, row_blocks
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ _MAX_FIRST = 1 << 16
 
 
 @dataclass(frozen=True)
-class RawPositions(KeptTokens):
+class RawPositions(WholeTokens):
     """Sidecar that stores the ``first`` tokens of a sequence, and tokens whose norm is far from their page's median, as ``dtype``.
 
     A norm is far from the median if it is below ``low_norm`` or above ``high_norm`` times the median; 0 disables a bound. With
     ``high_norm``, tokens are also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the
-    scales that heads or tokens share (``head_norms.misfit_scores``). These two rules apply only to pages with few such tokens.
+    scales that heads or tokens share (``head_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
 
     The norms are those of a token's keys, for values too, if the encoder receives the keys (``Run.norms``).
     """
@@ -64,7 +64,7 @@ class RawPositions(KeptTokens):
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
         dtype = options.choice("raw_dtype", "", tuple(DTYPES), omitted="bf16")
         first = options.integer("raw_first", 0, 1, _MAX_FIRST)
-        low_norm, high_norm = options.share("raw_low_norm", 0.0), options.ratio("raw_high_norm", 0.0)
+        low_norm, high_norm = options.fraction("raw_low_norm", 0.0), options.ratio("raw_high_norm", 0.0)
         if not (first or low_norm or high_norm):
             if dtype:
                 raise InvalidParameter(
@@ -81,7 +81,7 @@ class RawPositions(KeptTokens):
             VALUES: Layout(DTYPES[self.dtype], (1, 1, 0, heads, self.dim), per="entry", batch_axis=None),
         }
 
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         count = batch * min(tokens, self.first)
         return {POSITIONS: count, VALUES: count}
 
@@ -94,14 +94,14 @@ class RawPositions(KeptTokens):
         chosen = self.choose(norms, run.position, before is not None)
         if codec.shared_scales and self.high_norm:
             rest = _replace_in_run(run, chosen, codec.token_group) if codec.changes_norms else run
-            chosen = add_misfits(chosen, misfit_scores(codec.coded_norms(rest, before), codec.shared_scales))
+            chosen = add_poorly_fitting(chosen, measure_fit_errors(codec.coded_norms(rest, before), codec.shared_scales))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
         """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given key ``norms`` ``[batch, kv_head, token]``.
 
         ``position`` is the position of the first token. If it is None, the run begins the sequence unless it ``continues`` another run.
-        Tokens that do not fit the codec are added later by ``add_misfits``.
+        Tokens that do not fit the codec are added later by ``add_poorly_fitting``.
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -110,12 +110,12 @@ class RawPositions(KeptTokens):
         chosen[:, : max(0, self.first - position)] = True
         if (self.low_norm or self.high_norm) and tokens:
             token_norms = norms_over_heads(norms)
-            median = usual_norms(token_norms)
+            median = median_norms(token_norms)
             chosen |= (token_norms < self.low_norm * median) & torch.isfinite(median)
             if self.high_norm:
                 # If the median is 0, as in padding, every other norm would exceed it.
                 chosen |= (token_norms > self.high_norm * median) & (median > 0)
-                large = exceeds_usual(norms, self.high_norm)
+                large = exceeds_median(norms, self.high_norm)
                 if large is not None:
                     chosen |= drop_crowded_pages(large.any(1) & ~chosen)
         return chosen
@@ -194,11 +194,12 @@ class RawPositions(KeptTokens):
                 raise InvalidPayload(f"{where}.{VALUES}: an unused entry is not zero, expected zeros after the {used} used entries")
 
 
-def add_misfits(chosen: torch.Tensor, misfits: torch.Tensor) -> torch.Tensor:
-    """Add to ``chosen``, bool ``[batch, token]``, the tokens with ``misfits`` above 1 (``head_norms.misfit_scores``), in pages with few of
-    them.
+def add_poorly_fitting(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tensor:
+    """Add to ``chosen``, bool ``[batch, token]``, the tokens with ``fit_errors`` above 1, in pages with few of them.
+
+    ``fit_errors`` are those of ``head_norms.measure_fit_errors``.
     """
-    return chosen | drop_crowded_pages((misfits > 1) & ~chosen)
+    return chosen | drop_crowded_pages((fit_errors > 1) & ~chosen)
 
 
 @dataclass(frozen=True)
@@ -222,19 +223,19 @@ def slot_count(tokens: int, least: int = 0) -> int:
 
 
 def store_in_slots(
-    raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
+    raw: RawPositions, x: torch.Tensor, norms: torch.Tensor, token_group: int, slots: int, fit_errors: torch.Tensor | None = None
 ) -> Slots:
     """Store the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` in slots.
 
-    ``norms`` are the argument of ``RawPositions.choose``, and ``misfits`` the result of ``head_norms.misfit_scores`` if scales are shared.
-    The position of a page in its sequence is unknown, so the first tokens of a sequence get no special treatment. If slots run out, tokens
-    of high norm have priority, the largest first; they are raw only in codecs that encode tokens together, because otherwise they harm no
-    other token. Tokens of low norm follow, then tokens that make a shared scale too large, the worst first, however many a page has.
-    For codecs that encode tokens one by one and share no scale between heads, the host does not wait for the device. Raises OutOfRange for
-    a value that does not fit the dtype.
+    ``norms`` are the argument of ``RawPositions.choose``, and ``fit_errors`` the result of ``head_norms.measure_fit_errors`` if scales are
+    shared. The position of a page in its sequence is unknown, so the first tokens of a sequence get no special treatment. If slots run out,
+    tokens of high norm have priority, the largest first; they are raw only in codecs that encode tokens together, because otherwise they
+    harm no other token. Tokens of low norm follow, then tokens that make a shared scale too large, the worst first, however many a page
+    has. For codecs that encode tokens one by one and share no scale between heads, the host does not wait for the device. Raises OutOfRange
+    for a value that does not fit the dtype.
     """
     tokens = x.shape[2]
-    token, wanted = choose_slot_tokens(raw, norms, token_group, slots, misfits)
+    token, wanted = choose_slot_tokens(raw, norms, token_group, slots, fit_errors)
     used = token < tokens
     page = torch.arange(len(x), device=x.device)[:, None]
     exact = x.transpose(1, 2)[page, token.clamp_max(tokens - 1)]
@@ -253,7 +254,7 @@ def store_in_slots(
 
 
 def choose_slot_tokens(
-    raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, misfits: torch.Tensor | None = None
+    raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, fit_errors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``; return them, and all that should be raw.
 
@@ -265,9 +266,9 @@ def choose_slot_tokens(
     raw_mask = raw.choose(norms, raw.first) if token_group > 1 else low
     token_norms = norms_over_heads(norms)
     order = torch.where(low, token_norms, torch.where(raw_mask, -token_norms, torch.inf))
-    if misfits is not None and raw.high_norm:
-        unfit = (misfits > 1) & ~raw_mask
-        order, raw_mask = torch.where(unfit, torch.finfo(order.dtype).max / misfits, order), raw_mask | unfit
+    if fit_errors is not None and raw.high_norm:
+        unfit = (fit_errors > 1) & ~raw_mask
+        order, raw_mask = torch.where(unfit, torch.finfo(order.dtype).max / fit_errors, order), raw_mask | unfit
     least = order.topk(slots, 1, largest=False, sorted=True).indices
     token = torch.where(raw_mask.gather(1, least), least, tokens).sort(1).values
     return token, torch.stack([raw_mask, raw_mask & ~low])
@@ -278,14 +279,14 @@ def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.zeros(len(token), tokens + 1, dtype=torch.bool, device=token.device).scatter_(1, token, True)[:, :tokens]
 
 
-def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, misfits: torch.Tensor | None = None) -> torch.Tensor:
+def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
     """Count the tokens of pages that should be raw but are not ``chosen``, bool ``[page, token]``, and those that cost precision: int64
     ``[2]``.
 
-    ``wanted`` is returned by ``choose_slot_tokens``, and ``misfits``, ``[2, page, token]``, by ``token_errors.excesses``. A token that both
-    count is counted once.
+    ``wanted`` is returned by ``choose_slot_tokens``, and ``fit_errors``, ``[2, page, token]``, by ``token_errors.excesses``. A token that
+    both count is counted once.
     """
-    left = wanted if misfits is None else wanted | (misfits > 1)
+    left = wanted if fit_errors is None else wanted | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
 
 

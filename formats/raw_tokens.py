@@ -13,7 +13,7 @@ from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .raw import DTYPES
 from .raw_positions import gather_raw_values, replace_tokens
-from .sidecar import KeptTokens, RunStep
+from .sidecar import RunStep, WholeTokens
 from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _MAX_RAW_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class RawTokens(KeptTokens):
+class RawTokens(WholeTokens):
     """Sidecar that stores the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms of the first run, as ``dtype``."""
 
     name: ClassVar[str] = "raw_tokens"
@@ -63,7 +63,7 @@ class RawTokens(KeptTokens):
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {VALUES: streams[FLAGS][:, 0].T.to(torch.int64)}
 
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {VALUES: batch * min(tokens, self.first + self.low_norm)}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None, codec: Codec) -> RunStep:

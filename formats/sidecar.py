@@ -2,7 +2,7 @@
 
 Each sidecar's file defines one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
 
-1. ``KeptTokens`` take whole tokens out of the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them
+1. ``WholeTokens`` take whole tokens out of the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them
 into the coded frame. 3. ``PageVector`` subtracts a vector that the tokens of a page share. 4. ``FramePart`` takes a part of the values out
 of the coded frame; the codec encodes the rest. 5. ``ResidualSketch`` describes the codec's error.
 
@@ -109,7 +109,7 @@ class Sidecar(EntryStreams, ABC):
         return
 
 
-class KeptTokens(Sidecar):
+class WholeTokens(Sidecar):
     """Sidecar that takes whole tokens, in all heads, out of the values and keeps them in the original frame.
 
     Entries are ordered by token, then by sequence. The header stores only ``dtype``, that of the values.

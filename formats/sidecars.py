@@ -15,7 +15,7 @@ from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
 from .raw_positions import RawPositions
-from .sidecar import FramePart, KeptTokens, PageVector, ResidualSketch, Sidecar, ValueMap
+from .sidecar import FramePart, PageVector, ResidualSketch, Sidecar, ValueMap, WholeTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _SAFE_MAGNITUDE = 2.0**100
 
 
 @dataclass(frozen=True)
-class WithSidecars(Codec):
+class CodecWithSidecars(Codec):
     """Codec that combines ``codec`` with one or more ``sidecars``, in the order of the table ``formats.SIDECARS``.
 
     Raises InvalidParameter for a lossless codec, which has no error for a sidecar to reduce; for a sidecar without
@@ -67,11 +67,11 @@ class WithSidecars(Codec):
     @cached_property
     def without_raw_positions(self) -> Codec:
         remaining = tuple(sidecar for sidecar in self.sidecars if sidecar.name != RawPositions.name)
-        return WithSidecars(self.codec, remaining) if remaining else self.codec
+        return CodecWithSidecars(self.codec, remaining) if remaining else self.codec
 
     @cached_property
-    def kept_tokens(self) -> tuple[KeptTokens, ...]:
-        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, KeptTokens))
+    def whole_tokens(self) -> tuple[WholeTokens, ...]:
+        return tuple(sidecar for sidecar in self.sidecars if isinstance(sidecar, WholeTokens))
 
     @cached_property
     def value_maps(self) -> tuple[ValueMap, ...]:
@@ -123,10 +123,6 @@ class WithSidecars(Codec):
     def changes_norms(self) -> bool:
         return bool(self.value_maps or self.page_vectors or self.frame_parts)
 
-    @property
-    def spreads_channels(self) -> bool:
-        return self.codec.spreads_channels and not self.value_maps
-
     def coded_norms(self, run: Run, before: Streams | None) -> torch.Tensor:
         steps, _ = self._begin_steps(run, before, ())
         return self.codec.coded_norms(steps.run(), before)
@@ -157,7 +153,7 @@ class WithSidecars(Codec):
     def with_family(self, family: Codec) -> Codec:
         return replace(self, codec=family)
 
-    def with_sidecar(self, sidecar: Sidecar) -> WithSidecars:
+    def with_sidecar(self, sidecar: Sidecar) -> CodecWithSidecars:
         """Return the codec with ``sidecar`` in place of its sidecar of the same class."""
         place = [*map(type, self.sidecars)].index(type(sidecar))
         return replace(self, sidecars=(*self.sidecars[:place], sidecar, *self.sidecars[place + 1 :]))
@@ -200,10 +196,10 @@ class WithSidecars(Codec):
         """Return the layouts of the sidecars' streams, which are part of ``scales``."""
         return {name: layout for sidecar in self.sidecars for name, layout in sidecar.layout(batch, heads, tokens).items()}
 
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        counts = self.codec.usual_entry_counts(batch, heads, tokens)
+    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+        counts = self.codec.default_entry_counts(batch, heads, tokens)
         for sidecar in self.sidecars:
-            counts |= sidecar.usual_entry_counts(batch, heads, tokens)
+            counts |= sidecar.default_entry_counts(batch, heads, tokens)
         return counts
 
     def entries(self, streams: Streams) -> dict[str, torch.Tensor]:
@@ -230,7 +226,7 @@ class WithSidecars(Codec):
         ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself.
         ``watch(block, start)`` is called with each block of the codec's input. ``start`` is the number of a block's first token.
         """
-        steps, run_streams = self._begin_steps(run, before, self.kept_tokens)
+        steps, run_streams = self._begin_steps(run, before, self.whole_tokens)
         inner = self.codec.begin(steps.run(), before)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
@@ -247,7 +243,7 @@ class WithSidecars(Codec):
 
         return RunEncoder({**inner.streams, **run_streams}, encode)
 
-    def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[KeptTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
+    def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[WholeTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
         """Return the steps before the codec for the blocks of ``run``, and the streams with one row per run. ``kept`` take tokens out
         first.
         """
@@ -306,7 +302,7 @@ class WithSidecars(Codec):
     def complete(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Apply all sidecars to the codec's decoded ``frame``, and stay in the coded frame."""
         frame = self._apply_sidecars(frame, streams)
-        for tokens in self.kept_tokens:
+        for tokens in self.whole_tokens:
             sequences = tokens.token_positions(streams)[1]
             frame = tokens.put(frame, self.to_coded_frame(tokens.kept_values(streams), sequences, streams), streams)
         return frame
@@ -329,7 +325,7 @@ class WithSidecars(Codec):
     def complete_original(self, frame: torch.Tensor, streams: Streams) -> torch.Tensor:
         """Apply all sidecars to the codec's decoded ``frame``, and return values in the original frame."""
         values = self.original(self._apply_sidecars(frame, streams), streams)
-        for tokens in self.kept_tokens:
+        for tokens in self.whole_tokens:
             values = tokens.put(values, tokens.kept_values(streams), streams)
         return values
 
@@ -361,10 +357,10 @@ class WithSidecars(Codec):
         return q
 
     def same_codes(self, other: Codec) -> bool:
-        return isinstance(other, WithSidecars) and self.sidecars == other.sidecars and self.codec.same_codes(other.codec)
+        return isinstance(other, CodecWithSidecars) and self.sidecars == other.sidecars and self.codec.same_codes(other.codec)
 
     def repack(self, streams: Streams, other: Codec) -> dict[str, torch.Tensor]:
-        assert isinstance(other, WithSidecars)
+        assert isinstance(other, CodecWithSidecars)
         return self.codec.repack(streams, other.codec) | {name: streams[name] for name in self.sidecar_layout(1, 1, 0)}
 
     def finite_streams(self) -> list[str]:

@@ -146,7 +146,7 @@ class Transform(CodecFamily):
         counts = streams["tokens"][0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
         return int(counts.clamp_max(self.chunk).sum())
 
-    def usual_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
+    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
         return {"words": int(batch * heads * tokens * self.dim * self.nominal_bits) // 16}
 
     def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -160,7 +160,7 @@ class Transform(CodecFamily):
         if self.source is None:
             raise missing_basis(self.basis_location)
         try:
-            return self.source.for_heads(heads, self.dim)
+            return self.source.check_heads(heads, self.dim)
         except InvalidParameter as error:
             raise InvalidParameter(f"the {self.basis_location}: {error}") from None
 
@@ -378,9 +378,9 @@ class Transform(CodecFamily):
                 numbers[head],
                 source.tables,
             )
-            self.check_ends(rans.Decoded(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
+            self.check_ends(rans.DecodedChunks(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
-    def check_ends(self, decoded: rans.Decoded, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
+    def check_ends(self, decoded: rans.DecodedChunks, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
         """Apply ``rans_checks.check_ends`` to chunks in the order of token groups, sequences and heads; ``first`` is the number of the
         first chunk.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    class Stored(Protocol):
+    class StoredArray(Protocol):
         """An array whose values are read on demand, in C order."""
 
         @property
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
             """Return the values ``[start, stop)`` of the flattened array."""
             ...
 
-    Array = Stored | numpy.ndarray[Any, Any]
+    Array = StoredArray | numpy.ndarray[Any, Any]
 
 BLOCK_VALUES = 1 << 17
 """Number of values per block."""

@@ -50,9 +50,9 @@ def main() -> int:
     arguments = parser.parse_args()
     for name in arguments.target or TARGETS:
         folder = arguments.found / name
-        inputs_found = [path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()] if folder.is_dir() else []
-        written = write(name, [*committed_inputs(name), *inputs_found])
-        print(f"{name}: {written} inputs of {len(inputs_found)} found, {corpus_path(name).stat().st_size:,} bytes")
+        loaded_inputs = [path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()] if folder.is_dir() else []
+        written = write(name, [*committed_inputs(name), *loaded_inputs])
+        print(f"{name}: {written} inputs of {len(loaded_inputs)} found, {corpus_path(name).stat().st_size:,} bytes")
     return 0
 
 

@@ -10,7 +10,7 @@ import xxhash
 
 import kvpack
 from fuzz.byte_mutator import mutate_numbers
-from fuzz.file_mutator import mutate_file, repair, take_apart
+from fuzz.file_mutator import mutate_file, repair, split_file
 from kvpack.file import container
 from kvpack.formats.errors import KvpackError
 from kvpack.store.entries import FEATURE, EntryReader, to_pieces
@@ -47,7 +47,7 @@ def mutate_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, max
         front = 8 + int.from_bytes(data[:8], "little")
         return data[:front] + mutate_numbers(data[front:], "U8", source)
     mutated = mutate_file(data, vocabulary, source, max_bytes)
-    parts = take_apart(mutated)
+    parts = split_file(mutated)
     if parts is None or source.random() < 0.1:
         return mutated
     ignorable = parts.header.get("ignorable")
@@ -99,7 +99,7 @@ def _payload_digest(data: bytes, parts: Parts) -> bytes:
 
 def _repair_digests(data: bytes) -> bytes | None:
     """Return the entry with correct digests of its tensors, or None if the digest of its payload is wrong."""
-    parts = take_apart(data)
+    parts = split_file(data)
     if parts is None or parts.header["ignorable"][FEATURE][_DIGEST] != _payload_digest(data, parts):
         return None
     return repair(parts)

@@ -42,7 +42,7 @@ class Vocabulary:
         codecs: dict[bytes, dict[str, Any]] = {}
         words: set[str] = set()
         for data in files:
-            parts = take_apart(data)
+            parts = split_file(data)
             if parts is None:
                 continue
             for codec in parts.header.get("codecs") or []:
@@ -53,7 +53,7 @@ class Vocabulary:
         return cls([codecs[packed] for packed in sorted(codecs)], sorted(words | {"x", "required", "entries", "zstd", "none"}))
 
 
-def take_apart(data: bytes) -> Parts | None:
+def split_file(data: bytes) -> Parts | None:
     """Split a file into its parts. Returns None for bytes that do not have the header and tensors of a file."""
     try:
         parts = Parts.of(data)
@@ -65,7 +65,7 @@ def take_apart(data: bytes) -> Parts | None:
 
 def mutate_file(data: bytes, vocabulary: Vocabulary, source: random.Random, max_bytes: int) -> bytes:
     """Return ``data`` after one to four edits, usually repaired. The result has at most ``max_bytes`` bytes."""
-    parts = take_apart(data)
+    parts = split_file(data)
     if parts is None or source.random() < 0.03:
         return mutate_bytes(data, source, max_bytes)
     edits, weights = zip(*_EDITS, strict=True)

@@ -129,7 +129,7 @@ class PromptCacheOracle:
             return True
         if all(layer.tokens for layer in cache):
             imported = import_prompt_cache(self._out)
-            assert [layer.seen for layer in imported] == [layer.seen for layer in cache]
+            assert [layer.seen_tokens for layer in imported] == [layer.seen_tokens for layer in cache]
             for layer, again in zip(cache, imported, strict=True):
                 # A first token of zeros, after tokens that are gone, may be a place that no token was written to.
                 assert layer.tokens - again.tokens in ((0, 1) if layer.skipped else (0,))

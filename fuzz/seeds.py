@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuzz.file_mutator import take_apart
+from fuzz.file_mutator import split_file
 
 if TYPE_CHECKING:
     from support.parts import Parts
@@ -27,7 +27,7 @@ def kvpack_files() -> tuple[bytes, ...]:
 
 def files_with_codec(codec_id: str) -> list[bytes]:
     """Return the files that use only the codec ``codec_id``, without sidecars."""
-    return [data for data in kvpack_files() if (parts := take_apart(data)) and _codecs(parts) == {(codec_id, False)}]
+    return [data for data in kvpack_files() if (parts := split_file(data)) and _codecs(parts) == {(codec_id, False)}]
 
 
 @cache
@@ -39,13 +39,13 @@ def bases() -> tuple[bytes, ...]:
 
 
 def _is_basis(data: bytes) -> bool:
-    parts = take_apart(data)
+    parts = split_file(data)
     return parts is not None and "basis" in parts.header["required"]
 
 
 def files_with_sidecars() -> list[bytes]:
     """Return the files in which a codec has sidecars."""
-    return [data for data in kvpack_files() if (parts := take_apart(data)) and any(has for _, has in _codecs(parts))]
+    return [data for data in kvpack_files() if (parts := split_file(data)) and any(has for _, has in _codecs(parts))]
 
 
 def _codecs(parts: Parts) -> set[tuple[str, bool]]:
@@ -65,7 +65,7 @@ def headers() -> list[bytes]:
     """Return the header tensors of all files."""
     import msgpack
 
-    return [msgpack.packb(parts.header) for data in kvpack_files() if (parts := take_apart(data))]
+    return [msgpack.packb(parts.header) for data in kvpack_files() if (parts := split_file(data))]
 
 
 def corpus_path(target: str) -> Path:

@@ -148,7 +148,7 @@ class CachedLaunch:
             self._run([tensor.view(-1)[skipped:] if skipped else tensor for tensor, skipped in pointers])
 
     @property
-    def kept(self) -> bool:
+    def is_cached(self) -> bool:
         """True if ``at`` may be called, because the compiled kernel is cached."""
         return self._launch is not None
 
@@ -276,7 +276,7 @@ class LaunchChain:
                 return
         for launch, places in self._launches[first:]:
             launch(*[(place if isinstance(place, torch.Tensor) else given[place], skipped) for place, skipped in places])
-        if not self._kept and all(launch.kept for launch, _ in self._launches):
+        if not self._kept and all(launch.is_cached for launch, _ in self._launches):
             self._cache_addresses(given)
 
     def _cache_addresses(self, given: Sequence[torch.Tensor]) -> None:

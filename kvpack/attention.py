@@ -115,7 +115,7 @@ def attend(
                 scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None
             )
             prepared = kernels.prepare(q, layer, options)
-            if prepared.plain and request is not None:
+            if prepared.runs_only_kernels and request is not None:
                 _prepared_calls.setdefault(layer, {})[request] = prepared
                 _remember_options(layer, request, options, kernels)
             return prepared(q, sink_logits, lengths, starts)  # type: ignore[no-any-return]
@@ -268,10 +268,10 @@ def _check_window(queries: int, layer: Layer, sliding_window: int | None, length
     """Raise InvalidParameter if a query sees tokens that the layer has skipped."""
     if not layer.skipped:
         return
-    contents = f"the layer has only tokens [{layer.skipped}:{layer.seen}] of its cache"
+    contents = f"the layer has only tokens [{layer.skipped}:{layer.seen_tokens}] of its cache"
     if lengths is not None:
         raise InvalidParameter(f"{contents}, but lengths= counts from the cache's first token: omit lengths=")
-    first = layer.seen - queries
+    first = layer.seen_tokens - queries
     if sliding_window is None or first - sliding_window + 1 < layer.skipped:
         seen = "all tokens before it: pass sliding_window=" if sliding_window is None else f"{sliding_window} tokens: pass a smaller window"
         raise InvalidParameter(f"{contents}, but the query of token {first} sees {seen}")

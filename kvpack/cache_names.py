@@ -12,7 +12,7 @@ NAMES = ("cache", "past_key_values", "layer_past")
 """Names of the cache parameter of a model's forward. Models with custom code still use the older names."""
 
 
-def passing(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
+def cache_argument(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
     """Return the keyword argument that passes ``cache`` to ``model`` or to its ``generate``."""
     parameters = inspect.signature(getattr(model, "forward", model)).parameters
     return {next((name for name in NAMES if name in parameters), NAMES[0]): cache}
@@ -26,7 +26,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return None
 
 
-def cache_of(output: Any) -> Any:
+def output_cache(output: Any) -> Any:
     """Return the cache in the output of a forward pass; None if there is none."""
     # Access by the older name issues a warning if the output has the newer one.
     return next((getattr(output, name) for name in NAMES[:2] if hasattr(output, name)), None)

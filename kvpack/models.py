@@ -112,7 +112,7 @@ def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
         with torch.device("meta"), torch.inference_mode():
             model = library.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             cache = library.DynamicCache(config=config.get_text_config(decoder=True))
-            model(torch.zeros(1, 1, dtype=torch.int64, device="meta"), **cache_names.passing(model, cache))
+            model(torch.zeros(1, 1, dtype=torch.int64, device="meta"), **cache_names.cache_argument(model, cache))
     except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidParameter(
             f"{path}: transformers cannot create a decoder from the configuration ({next(iter(str(error).splitlines()), '')}): pass "

@@ -112,7 +112,7 @@ def bytes_text(count: int) -> str:
     return f"{count:,}"
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Return ``count`` with thousands separators, followed by ``noun`` in the singular or plural."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 

@@ -115,7 +115,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         assert v is not None
         page.copy_(torch.cat([k.flatten(), v.flatten()]))
 
-    layout = kvpack.pages.PageLayout.certify(GEOMETRY, writer, page)
+    layout = kvpack.pages.PageLayout.detect(GEOMETRY, writer, page)
     identity_options = dict.fromkeys(("name", "weights", "adapter", "tenant", "extra"), "x")
     engine_options = dict.fromkeys(("rope", "adapter", "tenant", "extra"), "x")
     identity = dict.fromkeys(("model", "weights", "adapter", "rope", "dtype", "tenant", "config", "extra"), "x")
@@ -217,15 +217,15 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
         "LiveCache.of": (kvpack.LiveCache.of, {"cache": CACHE, "sliding_windows": [None, 64]}),
         **{
             f"LiveCache.{name}": (partial(on_live, name), {"layer": 0})
-            for name in ("seen", "held", "skipped", "batch", "shapes", "keep_past", "share", "reset")
+            for name in ("seen_tokens", "stored_tokens", "skipped_tokens", "batch", "shapes", "keep_past", "share", "reset")
         },
         "LiveCache.update": (lambda **given: live().update(**given), {"layer": 0, "k": K, "v": V}),
         "LiveCache.try_update": (lambda **given: live().try_update(**given), {"layer": 0, "k": K, "v": V}),
         "LiveCache.attend": (lambda **given: live().attend(**given), {"layer": 0, "q": Q, **window}),
-        "LiveCache.replayed": (lambda **given: live().replayed(**given), {"tokens": 0}),
+        "LiveCache.record_replay": (lambda **given: live().record_replay(**given), {"tokens": 0}),
         "LiveCache.adjust_length": (lambda **given: live().adjust_length(**given), {"tokens": 40}),
         "LiveCache.layer": (lambda **given: live().layer(**given), {"layer": 0, "packed": False}),
-        "LiveCache.unpacked": (lambda **given: live().unpacked(**given), {"layer": 0, "dtype": torch.float32}),
+        "LiveCache.unpack": (lambda **given: live().unpack(**given), {"layer": 0, "dtype": torch.float32}),
         "LiveCache.freeze": (lambda **given: live().freeze(**given), {"packed": False}),
         "LiveCache.truncate": (lambda **given: live().truncate(**given), {"tokens": 1, "layer": 0}),
         "LiveCache.select": (lambda **given: live().select(**given), {"indices": [0], "layer": 0}),
@@ -264,14 +264,14 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
             codec.start_decode,
             {"rows": rows(codec), "pages": pages(), "slots": SLOTS, "keys": KEYS, "values": True},
         ),
-        "PageLayout.certify": (kvpack.pages.PageLayout.certify, {"geometry": GEOMETRY, "write": writer, "page": page}),
+        "PageLayout.detect": (kvpack.pages.PageLayout.detect, {"geometry": GEOMETRY, "write": writer, "page": page}),
         "PageLayout.buffer": (layout.buffer, {"pool": pool}),
         "PageLayout.staging": (layout.staging, {"slots": 2}),
         "PageLayout.gather": (layout.gather, {"pool": pool, "slots": SLOTS, "staging": layout.staging(2)}),
         "PageLayout.scatter": (layout.scatter, {"staging": layout.staging(2), "pool": pool, "slots": SLOTS}),
         "PageCodec.check": (codec.check, {"rows": rows(codec), "keys": KEYS, "values": True}),
         "PageStore": (lambda **given: kvpack.PageStore(**given).close(), {**locations, "geometry": GEOMETRY, "threads": 1, "jobs": 1}),
-        "PageStore.present": (paged.present, {"keys": KEYS}),
+        "PageStore.contains": (paged.contains, {"keys": KEYS}),
         "PageStore.put": (paged.put, {"keys": KEYS, "pages": pages(), "slots": SLOTS, "ancestors": [b"c"]}),
         "PageStore.get_into": (paged.get_into, {"keys": KEYS, "pages": pages(), "slots": SLOTS}),
         "PageStore.touch": (paged.touch, {"keys": KEYS, "ancestors": [b"c"]}),

@@ -126,10 +126,10 @@ def test_examples_name_no_argument_that_warns(path: Path) -> None:
 
 
 @pytest.mark.scenario
-@pytest.mark.skipif(not (real_model.place() / "config.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
+@pytest.mark.skipif(not (real_model.model_folder() / "config.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
 def test_the_guide_to_chats_runs_with_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "HuggingFaceTB").mkdir()
-    (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model.place())
+    (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model.model_folder())
     monkeypatch.chdir(tmp_path)
     run_examples(FOLDER / "resume-a-chat.md")
 

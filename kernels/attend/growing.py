@@ -142,7 +142,7 @@ class AppendCall:
         self._tails = k_tail, v_tail
         shapes = [torch.Size((*tail.shape[:2], tokens, tail.shape[3])) for tail in self._tails]
         self._expected = [(shape, tail.dtype, tail.device) for shape, tail in zip(shapes, self._tails, strict=True)]
-        dependent = plan.overlaps(k_tail.device)
+        dependent = plan.supports_launch_overlap(k_tail.device)
         launch = CachedLaunch(
             append.append_tokens,
             (k_tail.shape[0], 1, 1),

@@ -11,7 +11,7 @@ import torch
 
 from kvpack.formats.klt import Klt
 from kvpack.formats.minifloat import Minifloat
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.decode import tiles
 from kvpack.kernels.decode.tiles import FIRST_ADDRESS
 from kvpack.kernels.tiles.layers import keys_and_values
@@ -38,7 +38,7 @@ ALIGNMENT = 16
 _ALIGNMENT_INTEGERS = ALIGNMENT // 8
 """Tables are padded to multiples of this many int64 values, so that the next table is aligned."""
 
-_VALUE_DEPENDENT_CODECS = (WithSidecars, Klt, Minifloat)
+_VALUE_DEPENDENT_CODECS = (CodecWithSidecars, Klt, Minifloat)
 """Codecs whose prepared calls depend on stored values, so layers cannot share them."""
 
 

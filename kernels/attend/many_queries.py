@@ -189,7 +189,7 @@ class ManyQueriesCall:
         return call
 
     @property
-    def plain(self) -> bool:
+    def runs_only_kernels(self) -> bool:
         """True if no page transforms its values with PyTorch operations, which depend on the caller's modes."""
         return all(frame.page is None and frame.codec is not None for frame in self._frames)
 

@@ -9,7 +9,7 @@ import torch
 
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.outliers import CHUNK, Outliers
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.decode import decode
 from kvpack.kernels.loaders.outlier_patches import GRANULE
 from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, pack_entries
@@ -44,7 +44,7 @@ def page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.T
 
 def _compute_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
     codec = page.codec
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     sidecar = codec.sidecar(Outliers)
     assert sidecar is not None
     batch, heads = page.rows(start, start)[next(iter(codec.packings())) + ".0"].shape[:2]

@@ -109,7 +109,7 @@ def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
 
 
 @lru_cache(maxsize=16)
-def overlaps(device: torch.device) -> bool:
+def supports_launch_overlap(device: torch.device) -> bool:
     """Return True if a kernel can start while the previous one finishes (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -200,7 +200,7 @@ def _launch(
         "STAGES": shape.stages,
         "LOADS_AHEAD": k_tiles.loads_ahead and v_tiles.loads_ahead,
         "LATE": late,
-        "PREFETCH": late and overlaps(device) and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
+        "PREFETCH": late and supports_launch_overlap(device) and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
         "FAST": fast,
     }
     work = torch.from_numpy(rows)

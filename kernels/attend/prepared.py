@@ -14,7 +14,7 @@ import torch
 
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import device_tables, frame_columns
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
@@ -127,7 +127,7 @@ class PreparedCall:
     ) -> None:
         device = launches[0].work.device
         self.launches, self.shape, self.dtype, self.options, self.dim_v = launches, shape, dtype, options, dim_v
-        self._dual, self._device, self._dependent = dual, device, plan.overlaps(device)
+        self._dual, self._device, self._dependent = dual, device, plan.supports_launch_overlap(device)
         self._overlap = {"launch_pdl": True} if self._dependent else {}
         parts = sum(launch.parts for launch in launches)
         self._parts, self._columns = parts, max(launch.constants["V"].columns for launch in launches)
@@ -180,7 +180,7 @@ class PreparedCall:
         return self._run(self._call_tensors(q.contiguous(), sink_logits, lengths, starts), 0)
 
     @property
-    def plain(self) -> bool:
+    def runs_only_kernels(self) -> bool:
         """True if a call runs only kernels: no page transforms its values with PyTorch operations, which depend on the caller's modes."""
         return not self._mapped_frames and all(frame.page is None for frame in self._v_frames)
 
@@ -439,7 +439,7 @@ class _ScratchAllocator:
 def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
     """Return the query in the codec's inner frame, with the channel scales and order of the frame's page."""
     assert frame.page is not None
-    assert isinstance(frame.page.codec, WithSidecars)
+    assert isinstance(frame.page.codec, CodecWithSidecars)
     return frame.page.codec.inner_query(q.to(torch.float32), frame.page.streams)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvpack.formats.products import product
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.decode import sides, tiles
 from kvpack.kernels.decode.rows import PackedPart
 from kvpack.kernels.tiles import frame_columns
@@ -77,7 +77,7 @@ class DecodedFrame(NamedTuple):
         if self.codec is None:
             return x
         if self.page is not None:
-            assert isinstance(self.page.codec, WithSidecars)
+            assert isinstance(self.page.codec, CodecWithSidecars)
             mapped = x.to(torch.float32)
             for value_map in self.page.codec.value_maps:
                 mapped = value_map.forward(mapped, self.page.streams)

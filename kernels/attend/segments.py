@@ -19,7 +19,7 @@ from kvpack.formats.minifloat import Minifloat
 from kvpack.formats.outliers import VALUES as OUTLIERS
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.raw import Raw
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.loaders import minifloat
 from kvpack.kernels.loaders import outliers as tiles_outliers
 from kvpack.kernels.tiles import loaders
@@ -95,12 +95,12 @@ class Frame(NamedTuple):
         """
         if self.page is None:
             return self.codec
-        assert isinstance(self.page.codec, WithSidecars)
+        assert isinstance(self.page.codec, CodecWithSidecars)
         balanced = self.page.codec.folded_frame
         if balanced is None:
             return None
-        family, others = (self.codec.codec, self.codec.sidecars) if isinstance(self.codec, WithSidecars) else (self.codec, ())
-        return WithSidecars(family, (balanced, *others))
+        family, others = (self.codec.codec, self.codec.sidecars) if isinstance(self.codec, CodecWithSidecars) else (self.codec, ())
+        return CodecWithSidecars(family, (balanced, *others))
 
     def matches(self, other: Frame) -> bool:
         """Return True if queries and sums need the same matrices for both frames, even if their pages differ."""
@@ -138,12 +138,12 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
     because klt's tiles have no room for columns without codes. Pages whose value maps are equal on all pages use ``first_page``'s frame.
     """
     codec = page.codec
-    if not isinstance(codec, WithSidecars):
+    if not isinstance(codec, CodecWithSidecars):
         return [_page_segment(codec, first, page, page.streams, None)]
     frame = (page if codec.maps_by_run else first_page) if codec.value_maps else None
-    if not codec.kept_tokens:
+    if not codec.whole_tokens:
         return [_segment_with_sidecars(page, first, 0, page.tokens, frame)]
-    raw_tokens = {token for tokens in codec.kept_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
+    raw_tokens = {token for tokens in codec.whole_tokens for token in tokens.token_positions(page.streams)[0].tolist()}
     for size in (math.lcm(tokens, codec.family.token_group) for tokens in RAW_TOKENS):
         flagged = sorted({token // size for token in raw_tokens})
         if len(flagged) * size <= max(MAX_RAW_TOKENS, page.tokens // 2):
@@ -179,7 +179,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
 
     Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. Queries and sums apply the other ones.
     """
-    assert isinstance(page.codec, WithSidecars)
+    assert isinstance(page.codec, CodecWithSidecars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
     segment = _page_segment(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
     tiles = loaders.tiles_of(segment.codec)
@@ -194,7 +194,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
             outliers = {**entries, tiles_outliers.COLUMNS: tiles_outliers.column_stream(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
         sidecars = tuple(sidecar for sidecar in sidecars if type(sidecar) is not Outliers)
-    codec = WithSidecars(segment.codec, sidecars) if sidecars else segment.codec
+    codec = CodecWithSidecars(segment.codec, sidecars) if sidecars else segment.codec
     return segment._replace(codec=codec, streams={**segment.streams, **outliers})
 
 
@@ -210,7 +210,7 @@ def slice_segment(segment: SideSegment, start: int, stop: int) -> SideSegment:
             streams={"values": segment.streams["values"][:, :, start:stop]},
             start=segment.start + start,
         )
-    if isinstance(page.codec, WithSidecars):
+    if isinstance(page.codec, CodecWithSidecars):
         return _segment_with_sidecars(page, segment.first - segment.start, segment.start + start, segment.start + stop, segment.frame_page)
     part = page.slice(start, stop)
     return _page_segment(page.codec, segment.first + start, part, part.streams, None)

@@ -95,7 +95,7 @@ class PreparedAttention:
             sinks = None if sink_logits is None else sink_logits.detach().to("cpu", torch.float32).contiguous()
             work = batch * heads * rows * max(0, end - begin) * (self._k_dim + v_dim)
             threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + work // MIN_VALUES)
-            call = library.Attend(
+            call = library.AttendArguments(
                 batch, heads, rows, q_len, v_dim, visible.ctypes.data, None if sinks is None else sinks.data_ptr(), softcap or 0.0,
                 structs, len(spans), threads, level,
             )  # fmt: skip

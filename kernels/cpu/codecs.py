@@ -34,7 +34,7 @@ from kvpack.formats.quaternion import Quaternion, codewords
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar, signed_values
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import LOG8, TOKEN_NORMS, log8_bounds, log8_values
 from kvpack.formats.trellis import Trellis, window_values
 
@@ -70,7 +70,7 @@ def describe(codec: Codec) -> CodecDescription | None:
 
     Codecs are looked up by exact class, because a subclass may store more streams.
     """
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         return _describe_sidecars(codec)
     describe_family = FAMILIES.get(type(codec))
     packings = codec.packings().values()
@@ -341,7 +341,7 @@ def _describe_trellis(codec: Trellis) -> CodecDescription | None:
     return _finish(result, codec, ["norm"], [window_values(codec.table, "cpu")])
 
 
-def _describe_sidecars(codec: WithSidecars) -> CodecDescription | None:
+def _describe_sidecars(codec: CodecWithSidecars) -> CodecDescription | None:
     """Return the C description of a codec with sidecars: at most one key_mean, one outliers and one qjl, and any raw tokens."""
     description = describe(codec.codec)
     if description is None or any(len(kind) > 1 for kind in (codec.page_vectors, codec.frame_parts, codec.sketches)):
@@ -378,7 +378,7 @@ def _describe_sidecars(codec: WithSidecars) -> CodecDescription | None:
     if codec.frame_parts:
         struct.outlier_stream = len(streams)
         streams += [OUTLIER_FIRST, OUTLIER_CHUNKS]
-    if codec.kept_tokens:
+    if codec.whole_tokens:
         struct.patch_stream = len(streams)
         streams += [RAW_ENTRY, RAW_ENTRIES]
     struct.streams = len(streams)

@@ -23,7 +23,7 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 
@@ -71,7 +71,7 @@ def supports(codec: Codec, x: torch.Tensor) -> bool:
     It cannot encode groups with a rotation, token scales, other scales than binary16, or columns that are partly unused or wider than 32
     bits; minifloats with token scales or partly unused words; or sidecars, except key means of pages of whole vector registers.
     """
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         means = codec.sidecar(KeyMean)
         if means is None or len(codec.sidecars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
             return False
@@ -114,7 +114,7 @@ def encode(
     ``direction_spread``, ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``, receive ``codec.coded_norms`` and the
     errors of tokens relative to them. Raises MemoryError.
     """
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         return _encode_centered(codec, x, threads, level, norms, errors)
     known: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
@@ -127,7 +127,7 @@ def encode(
 
 def encodes_in_one_call(codec: Codec) -> bool:
     """Return True if a single C call encodes values with ``codec``, without measuring them first."""
-    return not isinstance(codec, WithSidecars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
+    return not isinstance(codec, CodecWithSidecars) and not (isinstance(codec, Minifloat) and codec.run_scale is not None)
 
 
 def _encode(
@@ -190,7 +190,7 @@ def _compute_run_scale(
 
 
 def _encode_centered(
-    codec: WithSidecars, x: torch.Tensor, threads: int | None, level: int, norms: torch.Tensor | None, errors: torch.Tensor | None
+    codec: CodecWithSidecars, x: torch.Tensor, threads: int | None, level: int, norms: torch.Tensor | None, errors: torch.Tensor | None
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` with a codec whose only sidecar is ``KeyMean``, to the same streams as ``KeyMean.begin`` and the codec."""
     (key_mean,) = codec.sidecars
@@ -206,7 +206,7 @@ def _encode_centered(
 
 def create_call(
     codec: Codec, shape: Sequence[int], dtype: torch.dtype, x: torch.Tensor | None = None, threads: int | None = None, level: int = 0
-) -> tuple[library.Encode, tuple[str, ...], Any]:
+) -> tuple[library.EncodeArguments, tuple[str, ...], Any]:
     """Create a C call for values of ``shape`` (batch, heads, tokens) and ``dtype``, without the addresses of streams.
 
     If ``x`` is given, the call encodes these values, with a suitable number of threads; otherwise, it lacks their address. Returns the
@@ -217,7 +217,9 @@ def create_call(
     if _TABLES not in codec.derived_values:
         codec.derived_values[_TABLES] = _encoder_tables(codec)
     rotation, (candidates, tables) = rotations.describe(codec.rotation), codec.derived_values[_TABLES]
-    call = library.Encode(*shape, ctypes.pointer(description.struct), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1)
+    call = library.EncodeArguments(
+        *shape, ctypes.pointer(description.struct), library.Stream(), DTYPES.index(dtype), rotation.struct, threads=1
+    )
     if isinstance(codec, Group):
         call.zero_center, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
     elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle | Trellis):
@@ -293,7 +295,7 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
         values = library.Stream.describe(x)
         sizes = {"layers": batch, "heads": heads, "tokens": tokens, "dim": dim, "page": PAGE_TOKENS}
         pointers = {"norms": result.data_ptr(), "left_out": left_out.ctypes.data}
-        call = library.RawSlots(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes)
+        call = library.RawSlotsArguments(x=values, dtype=DTYPES.index(x.dtype), threads=1, **pointers, **sizes)
         library.run("raw_slots", call, "choose raw tokens")
     return result
 
@@ -327,10 +329,10 @@ def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FL
         return None
     tokens, members = (sizes.shape[-1], 1) if kind == _FLOATS else sizes.shape[2:4]
     rows = sizes.nbytes // (tokens * members * (1 if kind == _POWERS else 4))
-    return run_sizes(library.Sizes(sizes.data_ptr(), kind, 1, 0, rows, tokens, members, PAGE_TOKENS, ratio, level))
+    return run_sizes(library.SizesArguments(sizes.data_ptr(), kind, 1, 0, rows, tokens, members, PAGE_TOKENS, ratio, level))
 
 
-def run_sizes(call: library.Sizes) -> bool:
+def run_sizes(call: library.SizesArguments) -> bool:
     """Return True if a size is too large."""
     c_library = library.library()
     assert c_library is not None

@@ -84,7 +84,7 @@ class Span(Structure):
     _fields_ = (("start", c_int64), ("stop", c_int64), ("k", SideArgument), ("v", SideArgument), ("queries", c_void_p), ("sums", c_void_p))
 
 
-class Attend(Structure):
+class AttendArguments(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "rows", "q_len", "v_dim")),
         ("visible", c_void_p),
@@ -106,7 +106,7 @@ class Stream(Structure):
         return cls(x.data_ptr(), batch * size, head * size, row * size)
 
 
-class Unpack(Structure):
+class UnpackArguments(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "start", "stop")),
         ("side", SideArgument),
@@ -118,7 +118,7 @@ class Unpack(Structure):
     )
 
 
-class Encode(Structure):
+class EncodeArguments(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "tokens")),
         ("codec", POINTER(Codec)),
@@ -136,21 +136,21 @@ class Encode(Structure):
     )
 
 
-class Rans(Structure):
+class RansDecodeArguments(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("words", "first_word", "states", "lengths", "slots", "table", "tables", "symbols", "read", "last")),
         *((name, c_int64) for name in ("chunks", "word_count", "stride", "threads", "level")),
     )
 
 
-class RansEncode(Structure):
+class RansEncodeArguments(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("symbols", "lengths", "table", "tables", "steps", "words", "written", "states")),
         *((name, c_int64) for name in ("chunks", "stride", "threads", "level")),
     )
 
 
-class Join(Structure):
+class JoinArguments(Structure):
     _fields_ = (
         ("exponents", c_void_p),
         ("plane", Stream),
@@ -159,7 +159,7 @@ class Join(Structure):
     )
 
 
-class Split(Structure):
+class SplitArguments(Structure):
     _fields_ = (
         ("exponents", c_void_p),
         ("plane", Stream),
@@ -169,7 +169,7 @@ class Split(Structure):
     )
 
 
-class RawSlots(Structure):
+class RawSlotsArguments(Structure):
     _fields_ = (
         ("x", Stream),
         *((name, c_int64) for name in ("dtype", "layers", "heads", "tokens", "dim", "slots", "page", "few")),
@@ -179,7 +179,7 @@ class RawSlots(Structure):
     )
 
 
-class Sizes(Structure):
+class SizesArguments(Structure):
     _fields_ = (
         ("data", c_void_p),
         *((name, c_int64) for name in ("kind", "layers", "stride", "rows", "tokens", "members", "page")),
@@ -189,16 +189,16 @@ class Sizes(Structure):
 
 
 _FUNCTIONS = {
-    "attend": Attend,
-    "encode": Encode,
-    "has_large": Sizes,
-    "join": Join,
-    "measure": Encode,
-    "rans": Rans,
-    "rans_encode": RansEncode,
-    "raw_slots": RawSlots,
-    "split": Split,
-    "unpack": Unpack,
+    "attend": AttendArguments,
+    "encode": EncodeArguments,
+    "has_large": SizesArguments,
+    "join": JoinArguments,
+    "measure": EncodeArguments,
+    "rans": RansDecodeArguments,
+    "rans_encode": RansEncodeArguments,
+    "raw_slots": RawSlotsArguments,
+    "split": SplitArguments,
+    "unpack": UnpackArguments,
 }
 """Argument of each function that takes one structure."""
 
@@ -216,7 +216,20 @@ def library() -> ctypes.CDLL | None:
         if result.kvpack_interface() != INTERFACE:
             continue
         result.kvpack_sizes.restype, result.kvpack_sizes.argtypes = c_int64, (c_int64,)
-        structures: tuple[Any, ...] = (Codec, Span, Attend, Unpack, Encode, Rans, Join, RansEncode, Split, Read, RawSlots, Sizes)
+        structures: tuple[Any, ...] = (
+            Codec,
+            Span,
+            AttendArguments,
+            UnpackArguments,
+            EncodeArguments,
+            RansDecodeArguments,
+            JoinArguments,
+            RansEncodeArguments,
+            SplitArguments,
+            Read,
+            RawSlotsArguments,
+            SizesArguments,
+        )
         if any(result.kvpack_sizes(number) != ctypes.sizeof(structure) for number, structure in enumerate(structures)):
             continue
         result.kvpack_level_name.restype, result.kvpack_level_name.argtypes = c_char_p, (c_int64,)

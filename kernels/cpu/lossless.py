@@ -52,7 +52,9 @@ def encode(
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
-    call = library.Split(None, library.Stream(), library.Stream.describe(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk)
+    call = library.SplitArguments(
+        None, library.Stream(), library.Stream.describe(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk
+    )
     call.threads, call.level = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
     library.run("split", call, "encode")
     tables = codec.tables_for(counts, before)
@@ -99,7 +101,7 @@ def _join(codec: Lossless, streams: dict[str, torch.Tensor], out: torch.Tensor, 
     batch, heads, tokens, dim = out.shape
     exponents, plane = codec.exponents(streams), streams["signed_fractions.0"]
     threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + out.numel() // MIN_VALUES)
-    call = library.Join(
+    call = library.JoinArguments(
         exponents.ctypes.data,
         library.Stream.describe(plane),
         library.Stream.describe(out),

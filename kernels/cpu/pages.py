@@ -14,7 +14,7 @@ import torch
 
 from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.head_norms import GROUP_RATIO, HEADS, MAX_PER_PAGE, PAGE_TOKENS, SHARED_RATIO, TOKENS
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import codecs, encode, library, rotations
 
@@ -71,7 +71,7 @@ class Encoder:
 
         ``errors``, unless 0, is the address of those of ``encode.encode``, one after another for all layers. Raises MemoryError.
         """
-        call = library.Encode.from_buffer_copy(self._call)
+        call = library.EncodeArguments.from_buffer_copy(self._call)
         call.x = library.Stream(*values)
         streams = (library.Stream * len(self._streams))()
         for index, (location, stride) in enumerate(self._streams):
@@ -88,11 +88,11 @@ class LargeErrors:
         assert source is not None
         name, kind, ratio = source
         self._offset, members = streams[name].offset, codec.row_layouts[name].shape[3]
-        self._call = library.Sizes(None, kind, layers, stride, heads, tokens, members, PAGE_TOKENS, ratio, 0)
+        self._call = library.SizesArguments(None, kind, layers, stride, heads, tokens, members, PAGE_TOKENS, ratio, 0)
 
     def run(self, row: int) -> bool:
         """Return True if ``encode.has_large_error`` is true of the packed row at address ``row``."""
-        call = library.Sizes.from_buffer_copy(self._call)
+        call = library.SizesArguments.from_buffer_copy(self._call)
         call.data = row + self._offset
         return encode.run_sizes(call)
 
@@ -119,7 +119,7 @@ class Decoder:
         self._tokens, self._described, rotation = tokens, description, rotations.describe(codec.rotation)
         self._kept = rotation
         side = library.SideArgument(ctypes.pointer(description.struct), None, 1)
-        self._call = library.Unpack(
+        self._call = library.UnpackArguments(
             batch=layers, heads=heads, stop=tokens, side=side, dtype=DTYPES.index(dtype), rotation=rotation.struct, threads=1
         )
 
@@ -128,14 +128,14 @@ class Decoder:
         segment = (ctypes.c_int64 * (2 + 4 * len(self._streams)))(0, self._tokens)
         for index, (location, stride) in enumerate(self._streams):
             segment[2 + 4 * index : 6 + 4 * index] = [row + location.offset, stride, location.head, location.row]
-        call = library.Unpack.from_buffer_copy(self._call)
+        call = library.UnpackArguments.from_buffer_copy(self._call)
         call.side.segments, call.out, call.threads = ctypes.addressof(segment), library.Stream(*values), threads
         library.run("unpack", call, "unpack")
 
 
 def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
     """Return True if C can decode pages of ``codec`` to ``dtype``."""
-    if library.library() is None or dtype not in DTYPES or isinstance(codec, WithSidecars):
+    if library.library() is None or dtype not in DTYPES or isinstance(codec, CodecWithSidecars):
         return False
     description = codecs.describe(codec)
     # Derived streams are not stored in packed rows.
@@ -168,7 +168,7 @@ class RawTokenChooser:
         high = raw.high_norm if token_group > 1 else 0.0
         sharing = {"shared": (HEADS, SHARED_RATIO), "grouped": (TOKENS, GROUP_RATIO)}
         ratios = {name: ratio if kind in shared and raw.high_norm else 0.0 for name, (kind, ratio) in sharing.items()}
-        self._call = library.RawSlots(dtype=dtype_index, low=raw.low_norm, high=high, **ratios, **sizes)
+        self._call = library.RawSlotsArguments(dtype=dtype_index, low=raw.low_norm, high=high, **ratios, **sizes)
 
     def run(self, keys: PageValues, threads: int) -> tuple[TokenIndices, TokenIndices]:
         """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and counts int64 ``[layer, 2]``.
@@ -177,7 +177,7 @@ class RawTokenChooser:
         """
         chosen = numpy.empty((self._layers, self._slots), numpy.int64)
         left_out, norms = numpy.zeros((self._layers, 2), numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)
-        call = library.RawSlots.from_buffer_copy(self._call)
+        call = library.RawSlotsArguments.from_buffer_copy(self._call)
         call.x, call.threads = library.Stream(*keys), threads
         call.norms, call.chosen, call.left_out = norms.ctypes.data, chosen.ctypes.data, left_out.ctypes.data
         library.run("raw_slots", call, "choose raw tokens")

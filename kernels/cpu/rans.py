@@ -25,7 +25,7 @@ MIN_SYMBOLS = 1 << 18
 
 def decode(
     chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
-) -> rans.Decoded:
+) -> rans.DecodedChunks:
     """Decode ``chunks`` like ``formats.rans.decode``, in C; the library must exist, and ``level`` is an index into ``library.levels()``."""
     count, longest = len(lengths), int(lengths.max(initial=0))
     words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)
@@ -45,11 +45,11 @@ def decode(
     # Chunks do not share output, and words past the end read as 0.
     addresses = (array.ctypes.data for array in (words, first, states, lengths, slots))
     output_addresses = (array.ctypes.data for array in (symbols, read, last))
-    call = library.Rans(
+    call = library.RansDecodeArguments(
         *addresses, _address(chunk_tables), _address(symbol_tables), *output_addresses, count, len(words), longest, threads, level
     )
     library.run("rans", call, "decode")
-    return rans.Decoded(symbols, read, last)
+    return rans.DecodedChunks(symbols, read, last)
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
@@ -71,7 +71,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
     states = numpy.empty((count, rans.LANES), numpy.uint32)
     threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + int(lengths.sum()) // MIN_SYMBOLS)
     addresses = (array.ctypes.data for array in (steps, words, written, states))
-    call = library.RansEncode(
+    call = library.RansEncodeArguments(
         symbols.ctypes.data, lengths.ctypes.data, _address(chunk_tables), _address(symbol_tables), *addresses, count, stride, threads, level
     )
     library.run("rans_encode", call, "encode")

@@ -19,7 +19,7 @@ from kvpack.formats.basis import BasisRows
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import VALUES, Outliers
 from kvpack.formats.raw import Raw
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import codecs, library
 
@@ -157,7 +157,7 @@ def _has_page_frames(codec: Codec) -> bool:
     """Return True if each page may have its own coded frame, from channel maps or from basis rows stored in the cache."""
     if isinstance(codec.family, Klt) and codec.family.rows != "basis":
         return True
-    return isinstance(codec, WithSidecars) and codec.maps_by_run
+    return isinstance(codec, CodecWithSidecars) and codec.maps_by_run
 
 
 @cache
@@ -259,14 +259,14 @@ def _raw_token_streams(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] 
     Returns None if C cannot use them, or if the number of flags differs from the number of raw tokens.
     """
     codec = stretch.codec
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     if len(stretch.ends) > 1 and _has_page_frames(codec):
         # Each page has its own coded frame.
         return None
     entry_indices = torch.full((batch, 1, int(stretch.ends[-1])), -1, dtype=torch.int32, device="cpu")
     entries, first = [], 0
     # If several sidecars store a token, the last one's value counts.
-    for tokens in codec.kept_tokens:
+    for tokens in codec.whole_tokens:
         (token, sequence), values = tokens.token_positions(stretch.streams), tokens.kept_values(stretch.streams)
         if len(token) != len(values):
             return None
@@ -282,7 +282,7 @@ def _outlier_streams(stretch: Stretch) -> dict[str, torch.Tensor] | None:
     Returns None if the number of flags differs from the number of outlier chunks.
     """
     codec = stretch.codec
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     (outliers,) = codec.frame_parts
     assert isinstance(outliers, Outliers)
     flags, values = outliers.flags(stretch.streams), stretch.streams[VALUES][0, 0]

@@ -8,13 +8,13 @@ import torch
 
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale, factors
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import library, rotations, sides
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
-    from kvpack.formats.sidecar import KeptTokens
+    from kvpack.formats.sidecar import WholeTokens
 
     from .sides import Side, SidePart
 
@@ -40,15 +40,15 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.side_parts(side)) is None:
         return False
-    if isinstance(codec, WithSidecars) and not all(isinstance(value_map, ChannelScale | Balanced) for value_map in codec.value_maps):
+    if isinstance(codec, CodecWithSidecars) and not all(isinstance(value_map, ChannelScale | Balanced) for value_map in codec.value_maps):
         return False
     balanced = codec.sidecar(Balanced)
     if balanced is None:
         _unpack_parts(side, parts, out, threads, level)
     else:
         _unpack_balanced(side, parts, balanced, out, threads, level)
-    if isinstance(codec, WithSidecars):
-        for tokens in codec.kept_tokens:
+    if isinstance(codec, CodecWithSidecars):
+        for tokens in codec.whole_tokens:
             _write_raw_tokens(side, tokens, out)
     return True
 
@@ -73,7 +73,7 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
         description = part.describe()
         rotation = rotations.NO_ROTATION if part.frame is None else rotations.describe(side.codec.rotation)
         scales = None if part.frame is None else _channel_scales(side.codec, part.frame)
-        call = library.Unpack(
+        call = library.UnpackArguments(
             batch, heads, part.start, part.stop, part.to_struct(description), DTYPES.index(out.dtype), rotation.struct,
             library.Stream() if scales is None else library.Stream.describe(scales),
             library.Stream.describe(out[:, :, part.start :]), out.nbytes >= MIN_STREAMED_BYTES, threads, level,
@@ -88,7 +88,7 @@ def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
     return factors(page.streams).contiguous()
 
 
-def _write_raw_tokens(side: Side, tokens: KeptTokens, out: torch.Tensor) -> None:
+def _write_raw_tokens(side: Side, tokens: WholeTokens, out: torch.Tensor) -> None:
     """Write the stored values of raw tokens to ``out``, because C only has their rotated values."""
     start = 0
     for stretch in side.runs.stretches:

@@ -94,7 +94,7 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
     launch, raw = _prepare(side_parts, start, out), _raw_tokens(side_parts, start)
     if launch is not None:
         launch.run(out)
-    elif side_parts and not _decode_otherwise(side_parts, start, out):
+    elif side_parts and not _decode_with_fallback(side_parts, start, out):
         remaining.append((side_parts[0].first + side_parts[0].start, side_parts[-1].first + side_parts[-1].stop))
         raw = None
     if raw is not None:
@@ -117,7 +117,7 @@ def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepar
     return None if parts[0].start % codec.token_group else decode.prepare(codec, packed, out, True)
 
 
-def _decode_otherwise(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
+def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
     """Decode ``parts`` with a copy or several launches, with the arguments of ``_prepare``; return True on success."""
     codec, packed = _codec_without_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if type(codec) is RawCodec:

@@ -18,7 +18,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.rans import LANES, MIN_STATE, Decoded
+from kvpack.formats.rans import LANES, MIN_STATE, DecodedChunks
 from kvpack.kernels.bitpack.columns import check_shape
 
 from .transform_chunks import allocate_factors, channels_per_tile, decode_symbols, frames_on_device, gather_chunks, join_halves
@@ -103,7 +103,7 @@ def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: s
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         decode_symbols(codec, chunks, tables, 0, rows * batch * heads, heads, None, (read, states))
     if ((read != chunks.counts) | (states != MIN_STATE).any(1)).any():
-        decoded = Decoded(numpy.empty((len(read), 0), numpy.uint8), read.cpu().numpy(), states.cpu().numpy().view(numpy.uint32))
+        decoded = DecodedChunks(numpy.empty((len(read), 0), numpy.uint8), read.cpu().numpy(), states.cpu().numpy().view(numpy.uint32))
         codec.check_ends(decoded, chunks.counts.cpu().numpy(), (batch, heads), where)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels import codecs
 from kvpack.kernels.loaders import key_mean as tiles_key_mean
 from kvpack.kernels.loaders import outliers as tiles_outliers
@@ -31,10 +31,10 @@ SIDECAR_LOADERS: dict[type[Sidecar], Callable[[Tiles, Any], Tiles | None]] = {
 @lru_cache(maxsize=256)
 def tiles_of(codec: Codec) -> Tiles | None:
     """Return the tile loader of ``codec``, including its sidecars, or None if there is none."""
-    return _with_sidecars(codec) if isinstance(codec, WithSidecars) else codecs.codec_kernels(codec).tiles(codec)
+    return _with_sidecars(codec) if isinstance(codec, CodecWithSidecars) else codecs.codec_kernels(codec).tiles(codec)
 
 
-def _with_sidecars(codec: WithSidecars) -> Tiles | None:
+def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
     tiles = tiles_of(codec.codec)
     for sidecar in codec.sidecars:
         load = SIDECAR_LOADERS.get(type(sidecar))
@@ -45,7 +45,7 @@ def _with_sidecars(codec: WithSidecars) -> Tiles | None:
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
     """Return the dual tile loader of ``codec``, with two tokens per row arranged by ``dual``; None if rows have other numbers of words."""
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         result = dual_tiles_of(codec.codec, dual)
         # Tiles do not include means.
         means = [sidecar for sidecar in codec.sidecars if isinstance(sidecar, KeyMean)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .process_time import time_interleaved
-from .serve_peers import outcome
+from .serve_peers import try_measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def call_seconds(calls: Sequence[Callable[[], None]], device: str) -> list[tuple
     """Return the time of each call in seconds, or the error that it raises."""
     if device == "cpu":
         return [(measured.process, None) for measured in time_interleaved(calls, REPEATS)]
-    return [outcome(partial(_median, call, device)) for call in calls]
+    return [try_measure(partial(_median, call, device)) for call in calls]
 
 
 def _median(call: Callable[[], None], device: str) -> float:

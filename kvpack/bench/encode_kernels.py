@@ -88,7 +88,7 @@ def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
     """Yield (side, codec) for ``recipe``, which may name a synthetic basis, skipping duplicates and exact codecs."""
-    named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
+    named, basis = synthetic_basis.resolve_recipe(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     result: list[Codec] = []
     for side in "kv":
@@ -107,7 +107,7 @@ def _row(inputs: list[torch.Tensor], recipe: str, side: str, codec: Codec, copie
     seconds = graph_seconds(runs) if runs else None
     pair = (inputs[0], None) if side == "k" else (None, inputs[0])
     _, heads, _, dim = inputs[0].shape
-    named, basis = synthetic_basis.named_by(recipe, heads, (dim, dim))
+    named, basis = synthetic_basis.resolve_recipe(recipe, heads, (dim, dim))
     layer = kvpack.pack([pair], kvpack.Recipe(named, basis))[0]
     size = inputs[0].nbytes
     stored = sum(stream.nbytes for page in layer.sides[side].runs for stream in page.streams.values())

@@ -13,7 +13,7 @@ import torch
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation.models import tokenize
 from kvpack.evaluation.sizes import positions, starts, window, window_ids
-from kvpack.evaluation.windows import PASS, measure, read_exactly, read_forgotten
+from kvpack.evaluation.windows import PASS, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.identity.fingerprint import dtype_text, model_name
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvpack.coding.encoding import Progress
     from kvpack.evaluation.models import Text
-    from kvpack.evaluation.windows import Measured, NoContextResult
+    from kvpack.evaluation.windows import NoContextResult, RecipeResult
 
 TOKENS, SCORE, WINDOWS = 1024, 256, 4
 MAX_SEED = 2**63
@@ -113,7 +113,7 @@ def evaluate(
             and values.
         MissingBasis: A recipe needs a basis.
 
-    >>> text = "the quick brown fox jumps over the lazy dog. " * 20
+    >>> text = "the quick brown fox jumps from_cache the lazy dog. " * 20
     >>> result = kvpack.evaluate(model, None, text, ["octopus-4"], tokens=64, score=16, windows=1)
     >>> [row["recipe"] for row in result.rows]
     ['fp8', 'octopus-4']
@@ -202,16 +202,16 @@ def _name(recipe: str | os.PathLike[str] | Recipe) -> str:
 
 def _measure(
     model: Any, places: Sequence[tuple[Text, int]], sizes: Mapping[str, int], recipes: Mapping[str, Recipe], progress: Progress | None
-) -> tuple[list[float], list[NoContextResult], list[list[Measured]]]:
+) -> tuple[list[float], list[NoContextResult], list[list[RecipeResult]]]:
     exact_losses: list[float] = []
     forgotten: list[NoContextResult] = []
-    measured: list[list[Measured]] = [[] for _ in recipes]
+    measured: list[list[RecipeResult]] = [[] for _ in recipes]
     device, steps = execution_device(model), len(places) * (1 + len(recipes))
     with tempfile.TemporaryDirectory(prefix="kvpack-evaluate-") as folder:
         path = os.path.join(folder, "window.kvpack")
         for number, (text, start) in enumerate(places):
             ids = window(text, start, window_ids(sizes["tokens"], text)).to(device)
-            exact = read_exactly(model, ids, sizes["score"])
+            exact = read_uncompressed(model, ids, sizes["score"])
             exact_losses.append(exact.loss)
             forgotten.append(read_forgotten(model, exact))
             for done, (recipe, rows) in enumerate(zip(recipes.values(), measured, strict=True), 1):

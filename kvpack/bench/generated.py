@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from kvpack import cache_names
-from kvpack.evaluation.windows import Exact, divergences, packed_file, prefill, read_packed, uncompressed_cache
+from kvpack.evaluation.windows import UncompressedResult, divergences, packed_file, prefill, read_packed, uncompressed_cache
 
 if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
@@ -39,7 +39,7 @@ class GenerationEffect:
     first: int | None
 
 
-def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Exact:
+def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> UncompressedResult:
     """Sample ``tokens`` tokens after ``prompt`` ``[1, token]`` one by one, and return them with the model's predictions."""
     pairs = prefill(model, prompt[:, :-1])
     # Copy, because a growing cache may write after its last token.
@@ -49,15 +49,15 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int, seed: int) -> Exact:
     numbers = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for _ in range(tokens):
-            logits = model(ids[-1], **cache_names.passing(model, cache)).logits[0]
+            logits = model(ids[-1], **cache_names.cache_argument(model, cache)).logits[0]
             predicted.append(functional.log_softmax(logits.float(), -1))
             ids.append(_sample_token(predicted[-1], numbers)[None])
     text, log_probabilities = torch.cat([prompt[:, :-1], *ids], 1), torch.cat(predicted)
     loss = functional.nll_loss(log_probabilities, text[0, prompt.shape[1] :]).item()
-    return Exact(text, prompt.shape[1] - 1, pairs, log_probabilities, loss, {})
+    return UncompressedResult(text, prompt.shape[1] - 1, pairs, log_probabilities, loss, {})
 
 
-def measure_generation(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int, seed: int) -> GenerationEffect:
+def measure_generation(model: Any, exact: UncompressedResult, recipe: str | Recipe, path: str, step: int, seed: int) -> GenerationEffect:
     """Pack the prompt of a generated text, save it to ``path``, load it, and read the rest over it, at most ``step`` tokens at a time."""
     result = read_packed(model, exact, packed_file(exact.first, recipe, path), step).log_probabilities
     losses = divergences(exact.log_probabilities, result)

@@ -103,7 +103,7 @@ def _prefill_source(folder: Path, path: str | None, tokens: int | None) -> Sourc
         raise InvalidParameter(f"--tokens is {count}, but {text.name} has only {len(ids)} tokens: pass at most that many")
     cache = transformers_library().DynamicCache()
     with torch.inference_mode():
-        model.base_model(torch.tensor([ids[:count]]), **cache_names.passing(model.base_model, cache))
+        model.base_model(torch.tensor([ids[:count]]), **cache_names.cache_argument(model.base_model, cache))
     pairs = [(layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)) for layer in cache.layers]
     return Source(f"{folder.name}, {count:,} tokens of {text.name}", pairs)
 

@@ -68,7 +68,7 @@ def run(
             seconds: dict[str, list[float]] = {name: [] for name in (*ways, AGAIN)}
             for _ in range(repeats):
                 for name, way in ways.items():
-                    drop(path)
+                    drop_from_page_cache(path)
                     seconds[name].append(way())
                 kvpack.load(path)
                 seconds[AGAIN].append(_time_call(lambda: kvpack.load(path))())
@@ -83,7 +83,7 @@ def run(
     return {"source": cache.label, "repeats": repeats, "cold_rows": rows}
 
 
-def drop(path: str) -> None:
+def drop_from_page_cache(path: str) -> None:
     """Drop a file from the page cache. Raises InvalidParameter if it stays there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

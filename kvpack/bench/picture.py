@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import MissingPackage
 
-from .summary import named
+from .summary import model_label
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,12 +106,12 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
         if narrow:
             _label_point(axes, row["recipe"], x, y, left=_is_label_left(row, rows))
     if narrow:
-        axes.set_title(named(report), fontsize=10, loc="left")
+        axes.set_title(model_label(report), fontsize=10, loc="left")
         _label_point(axes, "past forgotten", axes.get_xlim()[0], forgotten, left=False)
     else:
         settings = report["settings"]
         axes.set_title(
-            f"{named(report)}, {report['precision']}:\n{settings['windows']} x {settings['score']:,} tokens scored, "
+            f"{model_label(report)}, {report['precision']}:\n{settings['windows']} x {settings['score']:,} tokens scored, "
             f"each window {settings['tokens']:,}",
             fontsize=10,
             loc="left",

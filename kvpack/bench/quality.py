@@ -29,13 +29,13 @@ from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
     PASS,
     Bf16Cache,
-    Measured,
     NoContextResult,
+    RecipeResult,
     measure,
     packed_file,
     prefill,
-    read_exactly,
     read_forgotten,
+    read_uncompressed,
     uncompressed_cache,
 )
 from kvpack.formats.errors import InvalidParameter, WriteFailed
@@ -43,8 +43,8 @@ from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
 
 from . import generated, needles, picture
-from .quality_peers import Peer, PeerMeasured, installed_peers, measure_peer
-from .summary import NeedleAnswer, along_summary, part_summary, recall, show, summary
+from .quality_peers import Peer, PeerResult, installed_peers, measure_peer
+from .summary import NeedleAnswer, generation_summary, show, summarize_recall, summary, text_summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -288,7 +288,7 @@ class _Measurement:
     inserted: int | None
     progress: Progress | None
     done: int = 0
-    peer_results: list[list[PeerMeasured]] = field(default_factory=list)
+    peer_results: list[list[PeerResult]] = field(default_factory=list)
 
     @property
     def sizes(self) -> _Sizes:
@@ -302,33 +302,33 @@ class _Measurement:
             exact_answers, answers = self._answer_needles(path)
             written = self._generated_divergences(path)
         (begun, exact_losses, forgotten, measured), *others = read
-        recalls = [None if not self.sizes.needles else recall(result) for result in answers]
+        recalls = [None if not self.sizes.needles else summarize_recall(result) for result in answers]
         recipes = list(zip(self.names, measured, recalls, strict=True))
-        recalled = recall(exact_answers) if exact_answers else None
+        recalled = summarize_recall(exact_answers) if exact_answers else None
         peers = list(zip([peer.name for peer in self.peers], self.peer_results, strict=True))
         result = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference, peers)
         result["others"] = [
             {
                 "text": part.text.name,
                 "settings": asdict(part.sizes),
-                **part_summary(*results, self.names, self.reference),
+                **text_summary(*results, self.names, self.reference),
             }
             for part, results in zip(self.parts[1:], others, strict=True)
         ]
-        result["generated"] = None if written is None else along_summary(self.names, written)
+        result["generated"] = None if written is None else generation_summary(self.names, written)
         return result
 
-    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[NoContextResult], list[list[Measured]]]:
+    def _windows(self, part: _TextWindows, path: str) -> tuple[list[int], list[float], list[NoContextResult], list[list[RecipeResult]]]:
         exact_losses: list[float] = []
         forgotten: list[NoContextResult] = []
-        measured: list[list[Measured]] = [[] for _ in self.recipes]
+        measured: list[list[RecipeResult]] = [[] for _ in self.recipes]
         size = window_ids(part.sizes.tokens, part.text)
         begun = starts(len(part.text.ids), size, part.sizes.windows, self.seed)
         for start in begun:
             ids = window(part.text, start, size)
             if self.inserted is not None:
                 ids[0, (part.sizes.tokens - part.sizes.score) // 2] = self.inserted
-            exact = read_exactly(self.model, self._on_device(ids), part.sizes.score)
+            exact = read_uncompressed(self.model, self._on_device(ids), part.sizes.score)
             exact_losses.append(exact.loss)
             forgotten.append(read_forgotten(self.model, exact))
             self._step()
@@ -363,11 +363,12 @@ class _Measurement:
             length = tokens.shape[1]
             make_asked = partial(NeedleAnswer.of, length, prompt.depths)
             # Copy the cache for each question, because it may grow in place.
-            exact_answers += make_asked(needles.answers(self.model, prompt, lambda: uncompressed_cache(self.model, _copy_pairs(pairs))))  # noqa: B023
+            new_cache = lambda: uncompressed_cache(self.model, _copy_pairs(pairs))  # noqa: B023, E731
+            exact_answers += make_asked(needles.check_answers(self.model, prompt, new_cache))
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):
                 packed = packed_file(pairs, recipe, path)
-                right += make_asked(needles.answers(self.model, prompt, partial(Bf16Cache.over, self.model, packed)))
+                right += make_asked(needles.check_answers(self.model, prompt, partial(Bf16Cache.from_cache, self.model, packed)))
                 self._step()
         return exact_answers, result
 
@@ -405,18 +406,18 @@ def _make_folder(path: str) -> None:
         raise WriteFailed(f"{path}: could not be created: {error.strerror}") from None
 
 
-def rounded(value: Any) -> Any:
+def round_numbers(value: Any) -> Any:
     """Return a report's ``value`` with all numbers rounded to ``_DIGITS`` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {name: round_numbers(part) for name, part in value.items()}
+    return [round_numbers(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
     try:
-        (folder / "quality.json").write_text(json.dumps(rounded(report), indent=2) + "\n")
+        (folder / "quality.json").write_text(json.dumps(round_numbers(report), indent=2) + "\n")
         picture.draw(report, folder / "quality")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None

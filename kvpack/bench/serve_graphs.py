@@ -112,7 +112,7 @@ def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> fl
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)
 
-    given = cache_names.passing(model, past)
+    given = cache_names.cache_argument(model, past)
 
     def step() -> None:
         model(token, position_ids=position, **given, use_cache=True, logits_to_keep=1)

@@ -50,12 +50,12 @@ def _fill(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> An
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the row that ``measure`` returns for the cache ``name``, or a row with its ``error``, so that others are still measured."""
-    result, error = outcome(measure)
+    result, error = try_measure(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(result or {})}
     return row if error is None else {**row, "error": error}
 
 
-def outcome(measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
+def try_measure(measure: Callable[[], Result]) -> tuple[Result | None, str | None]:
     """Return the result of ``measure``, or its error in one line."""
     try:
         return measure(), None

@@ -68,7 +68,7 @@ def seconds_of(runs: Sequence[Steps], batch: int, device: str, wait: Callable[[s
     result: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(TURNS):
         for run in runs:
-            over, begin = cache_names.passing(run.model, run.past), 0.0
+            over, begin = cache_names.cache_argument(run.model, run.past), 0.0
             with flash_attention() if run.flash else nullcontext(), nullcontext() if run.graphs else without_graphs(run.past):
                 for step in range(WARM_STEPS + STEPS):
                     if step == WARM_STEPS:

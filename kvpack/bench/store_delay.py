@@ -37,7 +37,7 @@ PAGES = {"s3": 64, "redis": 256}
 """Number of chunks, and of pages, by the location's scheme."""
 DELAYS_MS = {"s3": 20.0, "redis": 5.0}
 """Default delay by the location's scheme."""
-LIKE = {"present": "match", "get_into": "load", "touch": "match", "put what is there": "save what is there", "put": "save"}
+LIKE = {"contains": "match", "get_into": "load", "touch": "match", "put what is there": "save what is there", "put": "save"}
 """The ``Store`` call that each ``PageStore`` call is compared with; a page call may send twice the requests."""
 
 
@@ -100,13 +100,13 @@ def _measure(
     pages = kvpack.pages.PageBuffer(geometry, pool[:, :, :, 0], pool[:, :, :, 1])
     keys, slots, stored = [b"page %d" % number for number in range(count)], range(count), [True] * count
     with PageStore(location, identity, geometry, timeout=60.0, **options) as engine:
-        engine.present(keys[:1])
+        engine.contains(keys[:1])
         timed("PageStore", "put", lambda: engine.put(keys, pages, slots), stored)
-        timed("PageStore", "present", lambda: engine.present(keys), stored)
+        timed("PageStore", "contains", lambda: engine.contains(keys), stored)
         timed("PageStore", "get_into", lambda: engine.get_into(keys, pages, slots), stored)
         timed("PageStore", "put what is there", lambda: engine.put(keys, pages, slots), stored)
         timed("PageStore", "touch", lambda: engine.touch(keys))
-        timed("PageStore", "present, of absent pages", lambda: engine.present([b"no " + key for key in keys]), [False] * count)
+        timed("PageStore", "contains, of absent pages", lambda: engine.contains([b"no " + key for key in keys]), [False] * count)
         engine.delete(keys)
     return times, requests
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.intervals import CONFIDENCE, significantly_less, student_t, wilson
 from kvpack.evaluation.windows import KEPT
-from kvpack.output import counted, print_table
+from kvpack.output import format_count, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.evaluation.windows import Measured, NoContextResult
+    from kvpack.evaluation.windows import NoContextResult, RecipeResult
 
     from .generated import GenerationEffect
-    from .quality_peers import PeerMeasured
+    from .quality_peers import PeerResult
 
 CHECKED_DIM = 128
 
@@ -47,9 +47,9 @@ def summary(
     exact_losses: Sequence[float],
     forgotten: Sequence[NoContextResult],
     exact_recall: dict[str, Any] | None,
-    recipes: Sequence[tuple[str, Sequence[Measured], dict[str, Any] | None]],
+    recipes: Sequence[tuple[str, Sequence[RecipeResult], dict[str, Any] | None]],
     reference: str | None = None,
-    peers: Sequence[tuple[str, Sequence[PeerMeasured]]] = (),
+    peers: Sequence[tuple[str, Sequence[PeerResult]]] = (),
 ) -> dict[str, Any]:
     """Return the report's results as JSON values, with recipes and ``peers`` in descending order of bits.
 
@@ -57,7 +57,7 @@ def summary(
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
-    mark_front(rows)
+    mark_pareto_front(rows)
     others = [_short_row(name, measured, exact_losses) for name, measured in peers]
     compare([*rows, *others], reference)
     return {
@@ -78,11 +78,11 @@ def summary(
     }
 
 
-def part_summary(
+def text_summary(
     starts: Sequence[int],
     exact_losses: Sequence[float],
     forgotten: Sequence[NoContextResult],
-    measured: Sequence[Sequence[Measured]],
+    measured: Sequence[Sequence[RecipeResult]],
     names: Sequence[str],
     reference: str | None,
 ) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def part_summary(
     }
 
 
-def _short_row(name: str, measured: Sequence[Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _short_row(name: str, measured: Sequence[RecipeResult | PeerResult], exact_losses: Sequence[float]) -> dict[str, Any]:
     return {
         "recipe": name,
         "bits_per_value": _bits(measured),
@@ -105,16 +105,16 @@ def _short_row(name: str, measured: Sequence[Measured | PeerMeasured], exact_los
     }
 
 
-def along_summary(names: Sequence[str], written: Sequence[GenerationEffect]) -> dict[str, dict[str, Any]]:
+def generation_summary(names: Sequence[str], written: Sequence[GenerationEffect]) -> dict[str, dict[str, Any]]:
     """Return the effect of each recipe on a generated text as JSON values."""
     return {name: asdict(measure_generation) for name, measure_generation in zip(names, written, strict=True)}
 
 
-def _bits(measured: Sequence[Measured | PeerMeasured]) -> float:
+def _bits(measured: Sequence[RecipeResult | PeerResult]) -> float:
     return 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured)
 
 
-def mark_front(rows: Sequence[dict[str, Any]]) -> None:
+def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
     """Set ``on_front`` in each row: True if it is on the Pareto front of bits and KL divergence.
 
     The cheapest recipe is on the front, and so is each further recipe whose divergence is significantly below that of the last one on the
@@ -144,7 +144,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
     return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
-def _prediction_results(windows: Sequence[NoContextResult | Measured | PeerMeasured], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _prediction_results(windows: Sequence[NoContextResult | RecipeResult | PeerResult], exact_losses: Sequence[float]) -> dict[str, Any]:
     """Return the results of the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
@@ -158,7 +158,7 @@ def _prediction_results(windows: Sequence[NoContextResult | Measured | PeerMeasu
     }
 
 
-def _row(recipe: str, measured: Sequence[Measured], exact_losses: Sequence[float], recalled: dict[str, Any] | None) -> dict[str, Any]:
+def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float], recalled: dict[str, Any] | None) -> dict[str, Any]:
     by_layer = {
         name: [fmean(values) for values in zip(*(getattr(window, name) for window in measured), strict=True)]
         for name in ("k_cosine", "v_cosine", "attention_error")
@@ -184,7 +184,7 @@ def family(recipe: str) -> str:
     return rule.codec_id
 
 
-def recall(asked: Sequence[NeedleAnswer]) -> dict[str, Any]:
+def summarize_recall(asked: Sequence[NeedleAnswer]) -> dict[str, Any]:
     """Return the number of right answers in total, by depth and by prompt length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
@@ -231,7 +231,7 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 5])
     empty = [column for column, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
     columns, *rows = ([cell for column, cell in enumerate(cells) if column not in empty] for cells in (columns, *rows))
-    return f"{named(report)}, {report['precision']}, {report['text']}: {sizes_text(report['settings'])}", columns, rows
+    return f"{model_label(report)}, {report['precision']}, {report['text']}: {sizes_text(report['settings'])}", columns, rows
 
 
 def show(report: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ def show(report: dict[str, Any]) -> None:
     print(f"The measurement took {report['cpu_seconds'] / 60:.1f} minutes of CPU time, over all threads.")
 
 
-def named(report: dict[str, Any]) -> str:
+def model_label(report: dict[str, Any]) -> str:
     """Return the name of a report's model, with the changes made to its keys or the text."""
     twin, offset = report["twin"], report["offset"]
     name = str(report["model"])
@@ -273,7 +273,7 @@ def named(report: dict[str, Any]) -> str:
 
 def sizes_text(settings: dict[str, Any]) -> str:
     """Describe the windows of a measurement."""
-    return f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
+    return f"{format_count(settings['windows'], 'window')} of {settings['tokens']:,} tokens, the last {settings['score']:,} scored"
 
 
 def _show_other(other: dict[str, Any], reference: str | None, bits: int) -> None:
@@ -296,7 +296,7 @@ def _show_needles(report: dict[str, Any]) -> None:
         for name, needles in series
     ]
     print_table("needles found, by depth in the prompt and by its length", ["recipe", *depths, *lengths], rows)
-    print(f"Needles: {counted(series[0][1]['asked'], 'question')}, with Wilson's interval.")
+    print(f"Needles: {format_count(series[0][1]['asked'], 'question')}, with Wilson's interval.")
 
 
 def _show_generated(report: dict[str, Any]) -> None:
@@ -339,8 +339,8 @@ def _ratio_cells(ratio: dict[str, Any] | None) -> tuple[str, str]:
     return f"{ratio['ratio']:.3g}", ends
 
 
-def _recall_cells(recall: dict[str, Any] | None) -> tuple[str, str]:
-    if recall is None:
+def _recall_cells(summarize_recall: dict[str, Any] | None) -> tuple[str, str]:
+    if summarize_recall is None:
         return "", ""
-    low, high = recall["interval"]
-    return f"{recall['right']} of {recall['asked']}", f"{100 * low:.0f}-{100 * high:.0f} %"
+    low, high = summarize_recall["interval"]
+    return f"{summarize_recall['right']} of {summarize_recall['asked']}", f"{100 * low:.0f}-{100 * high:.0f} %"

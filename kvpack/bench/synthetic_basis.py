@@ -57,7 +57,7 @@ def check(recipe: str) -> None:
         parse_recipe(recipe)
 
 
-def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
+def resolve_recipe(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis | None]:
     """Return the recipe that ``recipe`` names and, if it needs one, the basis.
 
     The model has ``heads`` KV heads, and keys and values of the head dims ``dims``.
@@ -74,7 +74,7 @@ def named_by(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[str, Basis
 
 def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
     """Pack ``k`` and ``v`` ``[batch, kv_head, token, dim]`` as a layer, with a synthetic basis if ``recipe`` names one."""
-    named, basis = named_by(recipe, k.shape[1], (k.shape[3], v.shape[3]))
+    named, basis = resolve_recipe(recipe, k.shape[1], (k.shape[3], v.shape[3]))
     if recipe.startswith(TRANSFORM):
         assert basis is not None
         k, v = (_scale_columns(x, basis.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
@@ -103,7 +103,7 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
         rows[0, side] = torch.stack([_rows(widths, dim, seed) for seed in range(heads)])
         all_widths[0, side] = bytes(widths)
     basis = Basis.of_bytes(basis_bytes(rows, 1, {}), where=recipe)
-    return basis, basis.bits_of(all_widths)
+    return basis, basis.average_bits(all_widths)
 
 
 def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:

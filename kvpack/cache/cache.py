@@ -17,18 +17,18 @@ import numpy
 import torch
 
 from kvpack.coding.recipes import parse_recipe
-from kvpack.coding.token_errors import collected_misfits, warn_of_misfits
+from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file import container
 from kvpack.file.inputs import joined
 from kvpack.formats.arguments import as_integer, check_callback, checked_device, prefix_errors
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
-from .contents import contents_of
+from .contents import build_contents
 from .conversion import convert_layers
 from .layer import Layer, slice_layer
 from .packed_objects import PackedObject, explain_errors
 from .rows import row_numbers
-from .states import select_states, states_of, with_states
+from .states import collect_states, select_states, with_states
 
 if TYPE_CHECKING:
     import os
@@ -143,7 +143,7 @@ class Cache(PackedObject):
     @property
     def tokens(self) -> int:
         """Number of tokens that the cache covers, including any that sliding windows have dropped."""
-        return max((layer.seen for layer in self.layers), default=0)
+        return max((layer.seen_tokens for layer in self.layers), default=0)
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -151,7 +151,7 @@ class Cache(PackedObject):
 
         If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 for a cache without keys, values and states.
         """
-        known = self.inputs.known if self.inputs is not None else (b"",)
+        known = self.inputs.known_ids if self.inputs is not None else (b"",)
         ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
         return torch.from_numpy(ids).expand(self._batch(), -1)
 
@@ -169,16 +169,16 @@ class Cache(PackedObject):
     def positions(self, number: int) -> tuple[int, int]:
         """Return the first position in layer ``number``, and the position after its last token."""
         layer = self[as_integer(number, "number")]
-        return self.start + layer.skipped, self.start + layer.seen
+        return self.start + layer.skipped, self.start + layer.seen_tokens
 
     def check_ends(self) -> None:
         """Raise NotConsecutive if a layer ends before ``stop``, because no token can follow such a cache."""
         tokens = self.tokens
         for number, layer in enumerate(self.layers):
-            if layer.sides and layer.seen != tokens:
+            if layer.sides and layer.seen_tokens != tokens:
                 raise NotConsecutive(
-                    f"layers[{number}] ends before position {self.start + layer.seen}, but the cache before {self.stop}: use a cache "
-                    "whose layers all end at the same token"
+                    f"layers[{number}] ends before position {self.start + layer.seen_tokens}, but the cache before {self.stop}: "
+                    "use a cache whose layers all end at the same token"
                 )
 
     @property
@@ -190,7 +190,7 @@ class Cache(PackedObject):
     @property
     def contents(self) -> Contents:
         """Contents of the header of a file with this cache."""
-        return contents_of(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
+        return build_contents(self.layers, self.recipe, self.model, self.start, self.inputs, self.metadata, self.position_offsets)
 
     @cached_property
     def nbytes(self) -> int:
@@ -266,12 +266,12 @@ class Cache(PackedObject):
         if len(pairs) != len(self):
             raise InvalidParameter(f"append got {len(pairs)} layers, but the cache has {len(self)}: pass one (k, v) per layer")
         self.check_ends()
-        with collected_misfits() as misfits:
+        with collect_poor_fits() as misfits:
             layers = tuple(
                 layer.append(k, v, f"layers[{i}]", self.start) for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))
             )
-        warn_of_misfits(misfits)
-        added = {layer.seen - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
+        warn_of_poor_fits(misfits)
+        added = {layer.seen_tokens - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
         if len(added) > 1:
             counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
             raise InvalidParameter(f"append got different numbers of tokens per layer ({counts}): pass the same tokens for every layer")
@@ -293,9 +293,9 @@ class Cache(PackedObject):
         parsed = parse_recipe(recipe)
         if parsed.basis is not None:
             parsed.basis.check_model(self.model)
-        with collected_misfits() as misfits:
+        with collect_poor_fits() as misfits:
             layers, text = convert_layers(self.layers, parsed, self.start, progress)
-        warn_of_misfits(misfits)
+        warn_of_poor_fits(misfits)
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
@@ -315,7 +315,7 @@ def without_states(cache: Cache) -> Cache:
 
 def all_states(cache: Cache) -> dict[int, States]:
     """Return the states of ``cache`` by position, including the ones after its last token."""
-    last = {cache.stop: states_of(cache)} if any(layer.states for layer in cache) else {}
+    last = {cache.stop: collect_states(cache)} if any(layer.states for layer in cache) else {}
     return {**{position: states for position, states in cache.states_at.items() if cache.start < position < cache.stop}, **last}
 
 

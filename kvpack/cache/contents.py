@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .side import Side
 
 
-def contents_of(
+def build_contents(
     layers: Sequence[Layer],
     recipe: str,
     model: Mapping[str, str],

@@ -104,10 +104,10 @@ def _layer(layer: Any, where: str) -> DenseLayer:
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
-    return held._replace(states=states_of(layer, where)) if linear else held
+    return held._replace(states=read_states(layer, where)) if linear else held
 
 
-def states_of(layer: Any, where: str) -> dict[str, torch.Tensor]:
+def read_states(layer: Any, where: str) -> dict[str, torch.Tensor]:
     """Return the states of a recurrent or convolution layer by name; empty before its first token."""
     result = {}
     for name, attribute in _STATES.items():

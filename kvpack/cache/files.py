@@ -25,7 +25,7 @@ from .packed_argument import check_packed
 from .parts import CachePart
 from .staged_load import load_layers
 from .staged_save import save_from
-from .stored import cache_of, layer_of, side_of, stored_streams
+from .stored import build_cache, build_layer, build_side, stored_streams
 
 if TYPE_CHECKING:
     import os
@@ -199,7 +199,7 @@ def read_to(
         with prefix_errors(file.where, OutOfBounds):
             for number, layer in load_layers(file, part, bus, progress=progress).items():
                 loaded[number] = layer
-    cache = cache_of(file.header, loaded)
+    cache = build_cache(file.header, loaded)
     if part.has_all_tokens:
         return cache
     inputs = None if cache.inputs is None else cache.inputs.slice(part.start, part.stop, cache.start)
@@ -244,14 +244,14 @@ def read(
                 data, tensors = file.read_side(number, name, check_values=check_values), {}
                 for stream, layout in header.streams[entry].items():
                     tensors[stream] = _tensor(data[stream], layout)
-                sides[name] = side_of(header, number, name, entry, tensors, cpu)
+                sides[name] = build_side(header, number, name, entry, tensors, cpu)
             states = {}
-            for state in header.states_of(number):
+            for state in header.states_in_layer(number):
                 states[state.name] = _tensor(file.read_state(state), state.layout)
-            layers[number] = layer_of(header, number, sides, states)
+            layers[number] = build_layer(header, number, sides, states)
             if progress is not None:
                 progress(done, len(chosen))
-    return cache_of(header, layers)
+    return build_cache(header, layers)
 
 
 def _part(file: container.File, layers: Layers | None, tokens: Tokens | None) -> CachePart:

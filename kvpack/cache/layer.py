@@ -67,7 +67,7 @@ class Layer(PackedObject):
         return 0 if side is None else side.tokens
 
     @property
-    def seen(self) -> int:
+    def seen_tokens(self) -> int:
         """Number of tokens in the layer plus the skipped ones before them."""
         return self.skipped + self.tokens
 
@@ -84,8 +84,8 @@ class Layer(PackedObject):
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise OutOfBounds(f"layer[{describe(tokens)}]: index a layer by tokens, as layer[start:stop]")
         start = 0 if tokens.start is None else as_integer(tokens.start, "start")
-        stop = self.seen if tokens.stop is None else as_integer(tokens.stop, "stop")
-        if (start, stop) == (0, self.seen):
+        stop = self.seen_tokens if tokens.stop is None else as_integer(tokens.stop, "stop")
+        if (start, stop) == (0, self.seen_tokens):
             return self
         if self.states:
             raise OutOfBounds(
@@ -94,8 +94,10 @@ class Layer(PackedObject):
             )
         if not self.sides:
             return self
-        if not self.skipped <= start <= stop <= self.seen:
-            raise OutOfBounds(f"tokens [{start}:{stop}] were requested from a layer that has only tokens [{self.skipped}:{self.seen}]")
+        if not self.skipped <= start <= stop <= self.seen_tokens:
+            raise OutOfBounds(
+                f"tokens [{start}:{stop}] were requested from a layer that has only tokens [{self.skipped}:{self.seen_tokens}]"
+            )
         first, last = start - self.skipped, stop - self.skipped
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
 
@@ -157,11 +159,11 @@ def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, 
     group.
     """
     start, stop = tokens
-    whole = tokens == (0, count) and layer.seen == stop
-    if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen:
+    whole = tokens == (0, count) and layer.seen_tokens == stop
+    if layer.sides and not whole and not layer.skipped <= start <= stop <= layer.seen_tokens:
         fault = f"which has {layer.tokens}"
         if layer.skipped:
-            fault = f"which has only positions [{first + layer.skipped}:{first + layer.seen}], not [{first + start}:{first + stop}]"
+            fault = f"which has only positions [{first + layer.skipped}:{first + layer.seen_tokens}], not [{first + start}:{first + stop}]"
         raise OutOfBounds(f"tokens [{start}:{stop}] were requested from layers[{number}], {fault}")
     if layer.states and stop != count:
         raise OutOfBounds(

@@ -7,9 +7,10 @@ per stream, and creates ``PackedRun`` objects only on request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy
@@ -43,6 +44,11 @@ class Stretch:
     codec: Codec
     ends: Ends
     streams: Streams
+
+    @staticmethod
+    def of_runs(codec: Codec, runs: Iterable[int], streams: Streams) -> Stretch:
+        """Return a stretch of at least one run, given the token counts ``runs``."""
+        return Stretch(codec, numpy.cumsum(numpy.fromiter(runs, numpy.int64), dtype=numpy.int64), streams)
 
     @property
     def tokens(self) -> int:
@@ -150,8 +156,8 @@ class Stretch:
         return PackedRun(self.codec, self.tokens, self.streams)
 
     @cached_property
-    def continues(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.continued_by``)."""
+    def continues_previous(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
+        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.is_continued_by``)."""
         whole = torch.from_numpy(numpy.diff(self.ends, prepend=0)[:-1] % self.codec.token_group == 0)
         for name, layout in self.layout.items():
             if layout.per == "run":
@@ -211,7 +217,7 @@ class PackedRun:
         """Map weighted sums ``[batch, kv_head, row, dim]`` of values returned by ``frame`` to the original frame."""
         return self.codec.original(sums, self.streams)
 
-    def continued_by(self, other: PackedRun) -> bool:
+    def is_continued_by(self, other: PackedRun) -> bool:
         """Return True if ``other`` can be joined to the end of this run.
 
         The last token group must be complete, and the streams with one row per run must be equal.
@@ -227,7 +233,7 @@ class PackedRun:
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each ``continued_by`` the next. Joining two or more copies their streams."""
+        """Join consecutive runs, each ``is_continued_by`` the next. Joining two or more copies their streams."""
         first = runs[0]
         if len(runs) == 1:
             return first
@@ -246,17 +252,17 @@ def _with_shifted_tokens(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> 
     return [{**streams, **codec.shift_tokens(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
 
-@dataclass(eq=False, repr=False)
 class PackedRuns(Sequence[PackedRun]):
     """The runs of packed keys or values, in order. Runs of a stretch with several runs are created on request and not cached."""
 
-    stretches: tuple[Stretch, ...] = ()
-    _last: tuple[int, PackedRun] | None = field(default=None, init=False)
+    def __init__(self, stretches: Iterable[Stretch] = ()) -> None:
+        self.stretches = tuple(stretches)
+        self._last: tuple[int, PackedRun] | None = None
 
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
         """Return ``runs`` as ``PackedRuns`` with one stretch per run, or unchanged if they already are ``PackedRuns``."""
-        return runs if isinstance(runs, PackedRuns) else PackedRuns(tuple(run.stretch for run in runs))
+        return runs if isinstance(runs, PackedRuns) else PackedRuns(map(attrgetter("stretch"), runs))
 
     def __repr__(self) -> str:
         shown = repr(self[:_SHOWN])
@@ -316,20 +322,23 @@ class PackedRuns(Sequence[PackedRun]):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
             if begin < end:
                 result.append(stretch.slice(begin, end))
-        return PackedRuns(tuple(result))
+        return PackedRuns(result)
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
         """Return runs of ``codec`` whose streams are ``change(streams)``, called once per stretch."""
-        return PackedRuns(tuple(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches))
+        return PackedRuns(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
 
     @cached_property
     def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.continued_by``)."""
+        """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.is_continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
-        parts = [stretch.continues for stretch in self.stretches[:1]]
+        parts = [stretch.continues_previous for stretch in self.stretches[:1]]
         for stretch, other in pairwise(self.stretches):
-            parts += [numpy.array([stretch.packed_run(len(stretch.ends) - 1).continued_by(other.packed_run(0))]), other.continues]
+            parts += [
+                numpy.array([stretch.packed_run(len(stretch.ends) - 1).is_continued_by(other.packed_run(0))]),
+                other.continues_previous,
+            ]
         return numpy.concatenate([numpy.empty(0, bool), *parts])
 
     def merged_runs(self) -> tuple[int, ...]:
@@ -352,20 +361,21 @@ class PackedRuns(Sequence[PackedRun]):
                 parts = [named[name] for named in shifted_streams]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
                 streams[name] = take_rows(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
-        return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
+        return PackedRuns([Stretch(template.codec, self.ends[last], streams)])
 
     def append(self, run: PackedRun) -> PackedRuns:
         """Return the runs with ``run`` appended, joined with the preceding runs as long as these are not longer."""
         number, tokens, after = len(self), run.tokens, run
         while number:
             before = self[number - 1]
-            if before.tokens > tokens or not before.continued_by(after):
+            if before.tokens > tokens or not before.is_continued_by(after):
                 break
             number, tokens, after = number - 1, tokens + before.tokens, before
         start = int(self.ends[number - 1]) if number else 0
         kept = self.slice(0, start) if number < len(self) else self
-        preceding = self.slice(start, self.tokens).stretches if number < len(self) else ()
-        joined = PackedRuns((*preceding, run.stretch))
-        if preceding:
-            joined = joined.merged()
-        return PackedRuns((*kept.stretches, *joined.stretches))
+        joined = (
+            PackedRuns([*self.slice(start, self.tokens).stretches, run.stretch]).merged()
+            if number < len(self)
+            else PackedRuns([run.stretch])
+        )
+        return PackedRuns([*kept.stretches, *joined.stretches])

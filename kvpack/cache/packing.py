@@ -15,12 +15,13 @@ import torch
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import RAW_NAMES
 from kvpack.coding.recipes import Recipe, parse_recipe
-from kvpack.coding.token_errors import collected_misfits, warn_of_misfits
+from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
@@ -130,7 +131,7 @@ def pack(
     for k, v, *_ in states:
         for x in (k, v):
             values += x.numel() if isinstance(x, torch.Tensor) else 0
-    with float32_no_grad(torch.device("cpu")), shared_arena(values), collected_misfits() as misfits:
+    with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as misfits:
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             # Keys and values share the norms of the keys, which are computed once.
@@ -145,7 +146,7 @@ def pack(
     if outliers:
         _warn_of_outlier_channels(outliers, len(layers))
     if misfits:
-        warn_of_misfits(misfits)
+        warn_of_poor_fits(misfits)
     if inputs is not None:
         inputs = _bind_inputs(inputs, layers, start)
         _check_values(inputs, states, start)
@@ -212,7 +213,7 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
 def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
     """Return ``inputs`` as inputs of ``layers`` from position ``start``. Raises InvalidParameter if they were recorded for others."""
     first = start if inputs.first is None else inputs.first
-    tokens = max((layer.seen for layer in layers), default=0)
+    tokens = max((layer.seen_tokens for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count
     if (first, count) != (start, tokens):
         raise InvalidParameter(
@@ -301,9 +302,10 @@ def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
     """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``.
 
-    A channel's size is its median magnitude over a sample of tokens, so that single tokens do not matter.
+    A channel's size is its median magnitude over a sample of tokens, so that single tokens do not matter. Codecs are not affected if they
+    do not rotate, or if sidecars transform values before the rotation.
     """
-    if not codec.summary.spreads_channels or not x.shape[2]:
+    if not spreads_channels(codec) or not x.shape[2]:
         return None
     sample = x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)]
     size = sample.to(torch.float32).abs().median(2).values
@@ -314,6 +316,11 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
         return None
     _, head, channel = (ratio == ratio.max()).nonzero()[0].tolist()
     return OutlierChannel(layer, head, channel, largest)
+
+
+def spreads_channels(codec: Codec) -> bool:
+    """Return True if ``codec`` rotates keys without other steps before, so that one large channel costs all channels precision."""
+    return codec.rotation.kind != "none" and not (isinstance(codec, CodecWithSidecars) and codec.value_maps)
 
 
 def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:

@@ -23,7 +23,7 @@ from kvpack.formats.base import DTYPE_BYTES
 from . import staged_reads
 from .layer import Layer, slice_layer
 from .staged_reads import STAGING_BYTES, StagedCopy, staged
-from .stored import side_of
+from .stored import build_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -197,13 +197,13 @@ def _side(file: File, places: SidePlaces, memory: torch.Tensor, start: int, view
             views[layout.dtype] = memory.view(TORCH_DTYPES[layout.dtype])
         view, begin = views[layout.dtype], (start + places.streams[name][0]) // DTYPE_BYTES[layout.dtype]
         tensors[name] = view.as_strided(layout.shape, layout.strides, view.storage_offset() + begin)
-    return side_of(file.header, places.layer, places.side, entry, tensors, memory.device)
+    return build_side(file.header, places.layer, places.side, entry, tensors, memory.device)
 
 
 def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, torch.Tensor]:
     """Return the states of layer ``number`` on the device. Raises OutOfBounds if ``part`` ends before the file's last token."""
     result = {}
-    for state in file.header.states_of(number):
+    for state in file.header.states_in_layer(number):
         memory = torch.empty(layout_bytes(state.layout), dtype=torch.uint8, device="cpu")
         file.read_state_into(state, memory.numpy().data)
         result[state.name] = memory.view(TORCH_DTYPES[state.dtype]).view(state.shape).to(bus.device)

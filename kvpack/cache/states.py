@@ -20,7 +20,7 @@ StatesAt = Mapping[int, States]
 """States of all layers by position: the states at position p result from the tokens before p."""
 
 
-def states_of(layers: Iterable[Layer]) -> States:
+def collect_states(layers: Iterable[Layer]) -> States:
     """Return the states of each layer."""
     return tuple(layer.states for layer in layers)
 
@@ -36,17 +36,17 @@ def select_states(states: States, rows: Sequence[int]) -> States:
 
 
 @dataclass(frozen=True)
-class KeptStates:
+class SelectedStates:
     """States with a pending selection of sequences (None: all), which is lazy because states are large and beams change at every step."""
 
     states: States
     rows: tuple[int, ...] | None = None
 
-    def select(self, rows: Sequence[int]) -> KeptStates:
+    def select(self, rows: Sequence[int]) -> SelectedStates:
         """Return the states with only the sequences ``rows``."""
         return replace(self, rows=tuple(rows) if self.rows is None else tuple(self.rows[row] for row in rows))
 
     @property
-    def now(self) -> States:
+    def selected(self) -> States:
         """The states after the selection."""
         return self.states if self.rows is None else select_states(self.states, self.rows)

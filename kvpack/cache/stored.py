@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import numpy
 import torch
 
 from kvpack.coding.encoder_options import with_encoder_options
@@ -39,23 +38,23 @@ def stored_streams(side: Side) -> dict[str, torch.Tensor]:
     return {**streams, "tail": side.tail} if side.tail.shape[2] else streams
 
 
-def side_of(header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
+def build_side(header: Header, number: int, name: str, entry: SideEntry, tensors: dict[str, torch.Tensor], device: torch.device) -> Side:
     """Create the keys (``name`` "k") or values ("v") of layer ``number`` from the stored ``tensors`` that ``entry`` describes."""
     codec = header.codecs[entry.codec]
     tail = tensors.pop("tail", None)
     if tail is None:
         tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device=device)
-    runs = PackedRuns((Stretch(codec, numpy.cumsum(entry.runs, dtype=numpy.int64), tensors),) if entry.runs else ())
+    runs = PackedRuns([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else [])
     return Side(with_encoder_options(codec, header.recipe, number, len(header.layers), name), runs, tail, entry.window)
 
 
-def layer_of(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
+def build_layer(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
     """Create layer ``number`` from keys, values and states by name: either everything that the header lists for it, or nothing."""
     skipped = header.starts[number] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 
 
-def cache_of(header: Header, layers: Iterable[Layer]) -> Cache:
+def build_cache(header: Header, layers: Iterable[Layer]) -> Cache:
     """Create the cache that the header describes from its ``layers``."""
     model = MappingProxyType(dict(header.model))
     if not header.ignorable:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from kvpack.file.front import other_format
+from kvpack.file.front import other_format_name
 from kvpack.file.limits import MAX_TOKENS
-from kvpack.file.user_files import OnDisk, open_regular
+from kvpack.file.user_files import DiskFile, open_regular
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.errors import InvalidParameter
 
@@ -75,7 +75,7 @@ def read(
     if the file becomes shorter during the read, InvalidParameter if it is not a safetensors file or has a tensor that PyTorch cannot
     represent, and the errors of ``check``.
     """
-    source = OnDisk(open_regular(path))
+    source = DiskFile(open_regular(path))
     try:
         entries, metadata = _read_header(path, source, max_header_bytes)
         result = check(list(entries), metadata)
@@ -107,7 +107,7 @@ def _read_header(path: str, source: Source, max_header_bytes: int) -> tuple[dict
     first = bytes(_read(path, source, 0, 8))
     length = int.from_bytes(first, "little")
     # The first bytes of a length can look like another format, so the size is checked first.
-    if 8 + length > source.size and (other := other_format(first)):
+    if 8 + length > source.size and (other := other_format_name(first)):
         hint = ": save its tensors with safetensors.torch.save_file" if "PyTorch" in other or "pickle" in other else ""
         raise InvalidParameter(f"{path} is {other}, not a safetensors file{hint}")
     if 8 + length > source.size:

@@ -280,7 +280,7 @@ class Basis:
             low, high = -60.0, 60.0
             for _ in range(_STEPS):
                 middle = (low + high) / 2
-                exceeds = self.bits_of(self._widths_at_slope(2.0**middle, per_head), gain, per_head) > bits
+                exceeds = self.average_bits(self._widths_at_slope(2.0**middle, per_head), gain, per_head) > bits
                 low, high = (middle, high) if exceeds else (low, middle)
             self._widths[key] = MappingProxyType(self._widths_at_slope(2.0**high, per_head))
         return self._widths[key]
@@ -301,7 +301,7 @@ class Basis:
             result[place] = bytes(widths.tolist())
         return result
 
-    def bits_of(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, per_head: bool = False) -> float:
+    def average_bits(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, per_head: bool = False) -> float:
         """Return the bits per value of files whose runs of columns have ``widths``, as returned by ``widths``.
 
         ``gain`` and ``per_head`` are as for ``widths``.

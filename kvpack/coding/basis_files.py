@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.file import container
 from kvpack.file.basis import FREQUENCIES, KEY_FRAMES, ROPE, VALUES
-from kvpack.file.user_files import OnDisk, open_regular, path_text
+from kvpack.file.user_files import DiskFile, open_regular, path_text
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.balanced_frames import BalancedFrames
 from kvpack.formats.basis import BasisRows, row_count
@@ -65,7 +65,7 @@ class BasisFile:
 def open_basis(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
     """Open the basis file ``path``, and check its size and header before anything else is read."""
     where = path_text(path)
-    source = OnDisk(open_regular(where, "a basis"))
+    source = DiskFile(open_regular(where, "a basis"))
     try:
         if source.size > MAX_FILE_BYTES:
             raise LimitExceeded(f"{where} has {source.size} bytes, but a basis can have at most {MAX_FILE_BYTES}")

@@ -17,7 +17,7 @@ from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.transform import Transform
 
 from .bases import Basis
@@ -139,7 +139,7 @@ def _with_basis(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Code
 
 
 def _with_frames(number: int, codec: Codec, sidecar: Balanced, basis: Basis) -> Codec:
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     try:
         frames = basis.balanced(sidecar.layer, sidecar.frame).frames
         assert frames is not None

@@ -57,14 +57,14 @@ def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
     Each bit goes to the tensor where it lowers the loss most (Shoham and Gersho 1988), starting from ``losses``, which were all measured at
     the same width. A bit divides the loss of a tensor by about 4.
     """
-    result, raised = dict.fromkeys(losses, 1), raised_losses(losses)
+    result, raised = dict.fromkeys(losses, 1), increase_losses(losses)
     for _ in range(int((average - 1) * len(losses))):
         place = max((place for place in losses if result[place] < MAX_WIDTH), key=lambda place: raised[place] * 4.0 ** -result[place])
         result[place] += 1
     return result
 
 
-def raised_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
+def increase_losses(losses: Mapping[Place, float]) -> dict[Place, float]:
     """Return ``losses``, each increased by ``ADDED_LOSS`` times the mean loss."""
     added = ADDED_LOSS * fmean(losses.values()) if losses else 0.0
     return {place: loss + added for place, loss in losses.items()}

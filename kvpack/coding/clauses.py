@@ -58,7 +58,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
     if codec_id not in CODECS:
         known = sorted(CODECS)
         if codec_id in presets:
-            refuse(text, codec_id, clause, f"unknown codec {codec_id!r}: {_instead_of(codec_id, body, clause, presets)}")
+            refuse(text, codec_id, clause, f"unknown codec {codec_id!r}: {_replacement_clause(codec_id, body, clause, presets)}")
         refuse(text, codec_id or body, clause, f"unknown codec {codec_id!r}; expected one of {', '.join(known)}", known)
     words: dict[str, str] = {}
     for option in options.split(",") if options else []:
@@ -87,7 +87,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
     return rule
 
 
-def _instead_of(preset: str, body: str, clause: str, presets: Mapping[str, str]) -> str:
+def _replacement_clause(preset: str, body: str, clause: str, presets: Mapping[str, str]) -> str:
     """Return the replacement for ``clause``, whose ``body`` names a preset instead of a codec."""
     sides, reason = body.partition("=")[0], "it is a preset, which selects the codecs of keys and values"
     parts = [part.partition("=") for part in presets[preset].split(";")]

@@ -20,7 +20,7 @@ from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.lossless import Lossless
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import triton_version
 
@@ -93,7 +93,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     Triton kernels decode if ``uses_triton``. Raises InvalidParameter if a stream does not have the codec's layout, and the errors of
     ``uses_triton``.
     """
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
     if not uses_triton(next(iter(streams.values())).device):
         return codec.decode_frame(streams)
@@ -106,7 +106,7 @@ def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype or else float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         return codec.complete_original(decode_frame(codec.codec, streams), streams)
     return codec.original(decode_frame(codec, streams), streams)
 
@@ -118,7 +118,7 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
     from kvpack.kernels import codecs
     from kvpack.kernels.bitpack import rules
 
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         # A sketch has too many signs to copy to the host.
         if codec.sketches:
             return False
@@ -138,12 +138,12 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
     from kvpack.kernels.bitpack import rules
 
     wrong_sides = rules.find_invalid_sides(
-        [(codec.codec if isinstance(codec, WithSidecars) else codec, streams) for codec, streams, _, _ in sides]
+        [(codec.codec if isinstance(codec, CodecWithSidecars) else codec, streams) for codec, streams, _, _ in sides]
     )
     sidecar_streams = [
         (number, name)
         for number, (codec, *_) in enumerate(sides)
-        if isinstance(codec, WithSidecars)
+        if isinstance(codec, CodecWithSidecars)
         for name in codec.sidecar_layout(1, 1, 0)
     ]
     arrays = _to_host([sides[number][1][name] for number, name in sidecar_streams])
@@ -156,7 +156,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
         for number, (codec, streams, runs, where) in enumerate(sides):
             if number in wrong:
                 codec.check(dict(zip(streams, _to_host([*streams.values()])(), strict=True)), where)
-            if isinstance(codec, WithSidecars):
+            if isinstance(codec, CodecWithSidecars):
                 codec.check_sidecars(arrays_by_side.get(number, {}), runs, codec.batch_size(streams), where)
 
     return raise_invalid
@@ -272,7 +272,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
     return sides.unpack_into(side, 0, side.tokens, out)
 
 
-def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Decoded | None:
+def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.DecodedChunks | None:
     """Run ``rans.decode`` in C; return None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None

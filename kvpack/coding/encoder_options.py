@@ -16,7 +16,7 @@ from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.options import Options
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import raw_clause
 from .presets import ADDITIONS, PUBLISHED
@@ -63,7 +63,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
     if words:
         with contextlib.suppress(InvalidParameter):
             codec = codec.with_family(replace(codec.family, **words))  # type: ignore[type-var]
-    if isinstance(codec, WithSidecars) and not options.keys().isdisjoint(RawPositions.words):
+    if isinstance(codec, CodecWithSidecars) and not options.keys().isdisjoint(RawPositions.words):
         with contextlib.suppress(InvalidParameter):
             raw = RawPositions.from_options(codec.dim, side, Options(codec.id, options))
             # Equality ignores the options that select tokens, so this replaces the stored sidecar.

@@ -14,11 +14,11 @@ from kvpack.errors import RoundedWarning
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
-from kvpack.formats.head_norms import drop_crowded_pages, exceeds_usual, misfit_scores
+from kvpack.formats.head_norms import drop_crowded_pages, exceeds_median, measure_fit_errors
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
-from kvpack.formats.raw_positions import VALUES, RawPositions, add_misfits, replace_tokens
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.raw_positions import VALUES, RawPositions, add_poorly_fitting, replace_tokens
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
@@ -26,7 +26,7 @@ from kvpack.runtime.modes import float32_no_grad
 from . import dispatch
 from .blocks import for_each_block
 from .dispatch import UNMEASURED, TokenSizes
-from .token_errors import EncodedRun, losses_of, report_misfit, room_for_sizes
+from .token_errors import EncodedRun, allocate_sizes, losses_of, report_poor_fit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -82,43 +82,23 @@ def encode(
     Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype, and a KvpackWarning about tokens that
     lose precision, because of a shared scale or because the codec's maps and means fit them badly.
     """
-    raw, plain = codec.sidecar(RawPositions), codec.without_raw_positions
+    raw = codec.sidecar(RawPositions)
+    if raw is not None:
+        return _encode_with_raw_tokens(codec, raw, x, where, before, position, norms)
     with float32_no_grad(x.device):
-        sizes, given = room_for_sizes(plain, x), cache(partial(dispatch.norms, x))
-        if raw is None:
-            streams = encode_all(codec, x, where, before, position, sizes)
-            report_misfit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
-            return streams
-        # The encoder of the tokens that are not raw, kernels included, gets a whole run.
-        chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
-        shared = plain.summary.shared_scales
-        if shared and raw.high_norm and not plain.summary.changes_norms:
-            chosen = add_misfits(chosen, misfit_scores(given(), shared))
-        try:
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
-        except OutOfRange:
-            # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
-            large = exceeds_usual(given(), raw.high_norm) if raw.high_norm else None
-            more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
-            if more is None or not more.any():
-                raise
-            chosen = chosen | more
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
-        losses = losses_of(EncodedRun(plain, x, streams, given, sizes, chosen))
-        kept = chosen
-        if losses and raw.high_norm:
-            kept = add_misfits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
-        report_misfit(losses, where, kept, raw.high_norm > 0)
-        # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
-        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
+        sizes = allocate_sizes(codec, x)
+        streams = encode_all(codec, x, where, before, position, sizes)
+        given = cache(partial(dispatch.norms, x))
+        report_poor_fit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
+    return streams
 
 
-def misfits_of(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return ``head_norms.misfit_scores`` of ``x`` ``[batch, kv_head, token, dim]`` for the scales that ``shared`` names.
+def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
+    """Return ``head_norms.measure_fit_errors`` of ``x`` ``[batch, kv_head, token, dim]`` for the scales that ``shared`` names.
 
     Raises the errors of ``encode``.
     """
-    return misfit_scores(_coded_norms(codec, x, where, None), shared)
+    return measure_fit_errors(_coded_norms(codec, x, where, None), shared)
 
 
 def _coded_norms(codec: Codec, x: torch.Tensor, where: str, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
@@ -153,6 +133,42 @@ def encode_all(
     return streams
 
 
+def _encode_with_raw_tokens(
+    codec: Codec,
+    raw: RawPositions,
+    x: torch.Tensor,
+    where: str,
+    before: Mapping[str, torch.Tensor] | None,
+    position: int | None,
+    norms: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """Run ``encode`` for a codec that stores some tokens raw. The encoder of the others, kernels included, gets a whole run."""
+    with float32_no_grad(x.device):
+        plain, given = codec.without_raw_positions, cache(partial(dispatch.norms, x))
+        shared = plain.summary.shared_scales
+        chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
+        if shared and raw.high_norm and not plain.summary.changes_norms:
+            chosen = add_poorly_fitting(chosen, measure_fit_errors(given(), shared))
+        sizes = allocate_sizes(plain, x)
+        try:
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
+        except OutOfRange:
+            # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
+            large = exceeds_median(given(), raw.high_norm) if raw.high_norm else None
+            more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
+            if more is None or not more.any():
+                raise
+            chosen = chosen | more
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
+        losses = losses_of(EncodedRun(plain, x, streams, given, sizes, chosen))
+        kept = chosen
+        if losses and raw.high_norm:
+            kept = add_poorly_fitting(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
+        report_poor_fit(losses, where, kept, raw.high_norm > 0)
+        # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
+        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
+
+
 def _encode_others(
     codec: Codec,
     raw: RawPositions,
@@ -167,21 +183,22 @@ def _encode_others(
 
     Raises the errors of ``encode``.
     """
-    token, sequence = chosen.T.nonzero().unbind(1)
-    with prefix_errors(where, OutOfRange):
-        raw_values = raw.encode_tokens(x, token, sequence)
-    if not torch.isfinite(raw_values[VALUES]).all():
-        check_finite(x, 0, where)
-    streams = None
-    plain = codec.without_raw_positions
-    if not plain.summary.entries and not plain.summary.has_run_rows:
-        # Rows of tokens can be replaced, which is faster than copying all values without the raw tokens.
-        with contextlib.suppress(OutOfRange):
-            streams = encode_all(plain, x, where, before, position, sizes)
-            _encode_groups_again(plain, x, chosen, streams, where, before, sizes)
-    if streams is None:
-        rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
-        streams = encode_all(plain, rest, where, before, position, sizes)
+    with float32_no_grad(x.device):
+        token, sequence = chosen.T.nonzero().unbind(1)
+        with prefix_errors(where, OutOfRange):
+            raw_values = raw.encode_tokens(x, token, sequence)
+        if not torch.isfinite(raw_values[VALUES]).all():
+            check_finite(x, 0, where)
+        streams = None
+        plain = codec.without_raw_positions
+        if not plain.summary.entries and not plain.summary.has_run_rows:
+            # Rows of tokens can be replaced, which is faster than copying all values without the raw tokens.
+            with contextlib.suppress(OutOfRange):
+                streams = encode_all(plain, x, where, before, position, sizes)
+                _encode_groups_again(plain, x, chosen, streams, where, before, sizes)
+        if streams is None:
+            rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
+            streams = encode_all(plain, rest, where, before, position, sizes)
     return streams | raw_values
 
 
@@ -204,7 +221,7 @@ def _encode_groups_again(
     chosen_here = chosen[:, places]
     token, sequence = chosen_here.T.nonzero().unbind(1)
     rest = replace_tokens(x[:, :, places], token, sequence, chosen_here, group)
-    sizes_here = room_for_sizes(codec, rest)
+    sizes_here = allocate_sizes(codec, rest)
     encoded = encode_all(codec, rest, where, before, sizes=sizes_here)
     for target, source in zip(sizes, sizes_here, strict=True):
         if target is not None and source is not None:
@@ -235,7 +252,7 @@ def _encode_in_blocks(
         part = _values(codec, x, start, stop, where)
         with prefix_errors(f"{where}, tokens {start} to {stop - 1}", OutOfRange):
             encoded = run.encode(part, start)
-        if sizes.errors is not None and not isinstance(codec, WithSidecars):
+        if sizes.errors is not None and not isinstance(codec, CodecWithSidecars):
             sizes.errors[:, :, start:stop] = relative_errors(codec, encoded, part)
         for name, entry in layout.items():
             if entry.per == "token":
@@ -259,7 +276,7 @@ def _encode_in_blocks(
 
     with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
-        begin = partial(codec.begin, kernel=encode_inner, watch=measure) if isinstance(codec, WithSidecars) else codec.begin
+        begin = partial(codec.begin, kernel=encode_inner, watch=measure) if isinstance(codec, CodecWithSidecars) else codec.begin
         with prefix_errors(where, OutOfRange):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
             run = begin(given, before)

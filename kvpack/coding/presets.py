@@ -33,14 +33,16 @@ class Preset:
     dim: int | None = None
 
 
-class OwnPreset(NamedTuple):
+class KvpackPreset(NamedTuple):
     """Settings of one of kvpack's own presets: ``bits`` per code, and ``trellis``, True if the codes are paths through a trellis."""
 
     bits: int
     trellis: bool
 
 
-OWN_PRESETS = {f"kvpack-{bits}{'-trellis' if trellis else ''}": OwnPreset(bits, trellis) for bits in (4, 3, 2) for trellis in (False, True)}
+OWN_PRESETS = {
+    f"kvpack-{bits}{'-trellis' if trellis else ''}": KvpackPreset(bits, trellis) for bits in (4, 3, 2) for trellis in (False, True)
+}
 """kvpack's own presets, by name."""
 
 MAX_TRELLIS_BITS = 4
@@ -81,24 +83,24 @@ def _turboangle_clauses(k_bins: int, v_bins: int) -> tuple[str, str]:
     return f"k=angle:n={k_bins},norm=linear8", f"v=angle:n={v_bins},norm=log4"
 
 
-def own_codec(side: str, bits: int, trellis: bool) -> str:
+def kvpack_codec(side: str, bits: int, trellis: bool) -> str:
     """Return the codec for ``side`` in kvpack's own presets, without options for raw tokens.
 
     For keys, it stores the mean of each page separately and scales the channels to similar sizes.
     """
-    return f"{_own_words(side, bits, trellis, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
+    return f"{_kvpack_words(side, bits, trellis, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
 def calibrated_codec(side: str, bits: int, trellis: bool, usual: int | None = None) -> str:
-    """Return ``own_codec`` for use with a basis that has frames for keys.
+    """Return ``kvpack_codec`` for use with a basis that has frames for keys.
 
     ``usual`` is the average width in the recipe, rounded down (default: ``bits``).
     """
-    words = _own_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if usual is None else usual)
+    words = _kvpack_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if usual is None else usual)
     return f"{words}{',mean=128,frame=centered' if side == 'k' else ''}"
 
 
-def _own_words(side: str, bits: int, trellis: bool, usual: int) -> str:
+def _kvpack_words(side: str, bits: int, trellis: bool, usual: int) -> str:
     """Return the codec for ``side`` in kvpack's own presets, without sidecars."""
     if not trellis:
         return f"scalar:b={bits},rounding=scaled{_norm(side, bits)}"
@@ -128,7 +130,7 @@ def _basic_presets() -> dict[str, Preset]:
         result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
     for name, preset in OWN_PRESETS.items():
         codes = "paths through a trellis" if preset.trellis else "codes"
-        recipe = ";".join(f"{side}={own_codec(side, *preset)}" for side in "kv")
+        recipe = ";".join(f"{side}={kvpack_codec(side, *preset)}" for side in "kv")
         result[name] = Preset(recipe, f"kvpack's own: {codes} of {preset.bits} bits, key means, channel scales")
     result["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded")
     result["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")

@@ -393,7 +393,7 @@ def canonical_recorded_text(text: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def preset_of(text: str) -> str:
+def preset_name(text: str) -> str:
     """Return the name of the preset with the canonical text ``text``, or an empty string."""
     codecs = set(_CODEC.findall(text))
     same = (name for name in PRESETS if set(_CODEC.findall(PRESETS[name])) == codecs)

@@ -25,11 +25,11 @@ from kvpack.formats.head_norms import (
     SHARED_RATIO,
     TOKENS,
     drop_crowded_pages,
-    exceeds_usual,
+    exceeds_median,
     has_large_size,
+    median_norms,
     relative_norms,
     shared_scale_factors,
-    usual_norms,
     widening_factors,
 )
 
@@ -74,7 +74,7 @@ _OWN, _RUN = "own", "run"
 
 
 @dataclass(frozen=True)
-class Misfit:
+class PoorFit:
     """The tokens of an encoded run whose own errors are too large, or that make a shared scale too large.
 
     Args:
@@ -128,7 +128,7 @@ _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in
 }
 """For each kind of misfit, the advice on avoiding it, by whether tokens can be raw."""
 
-_misfits: ContextVar[list[Misfit] | None] = ContextVar("misfits", default=None)
+_poor_fits: ContextVar[list[PoorFit] | None] = ContextVar("poor_fits", default=None)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class EncodedRun:
     kept: torch.Tensor | None = None
 
 
-def room_for_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
+def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
     """Return uninitialized tensors for what is needed of the sizes that ``codec``, without raw tokens, encodes of ``x``."""
     summary = codec.summary
     room = partial(torch.empty, x.shape[:3], dtype=torch.float32, device=x.device)
@@ -160,35 +160,38 @@ def room_for_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
     return TokenSizes(room() if needs_norms else None, room() if summary.direction_spread else None)
 
 
-def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
-    """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale.
-
-    Without ``of_scales``, scales that heads or tokens share are left out, but not those of the run.
-    """
-    summary, losses = run.codec.summary, []
-    if of_scales and (shared := summary.shared_scales):
+def losses_of(run: EncodedRun) -> list[Loss]:
+    """Return the losses of the tokens of ``run``: what they lose themselves, and what they cost others."""
+    shared, losses = run.codec.summary.shared_scales, _measured_losses(run)
+    if shared:
         measured = run.norms() if run.sizes.norms is None else run.sizes.norms
         # In most runs no scale is too large.
         if TOKENS in shared and (factors := widening_factors(measured, shared)).any():
-            losses.append(Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))
+            losses.insert(0, Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))
         if HEADS in shared and (factors := shared_scale_factors(measured)).any():
             losses.insert(0, Loss(HEADS, factors, SHARED_RATIO, SHARED_RATIO, measured))
-    if (errors := own_errors(run)) is not None:
+    return losses
+
+
+def _measured_losses(run: EncodedRun) -> list[Loss]:
+    """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale of the run."""
+    losses = []
+    if (errors := relative_token_errors(run)) is not None:
         factors = errors.amax(1)
         large = factors > OWN_RATIO
         factors = factors.masked_fill(large & ~drop_crowded_pages(large) & (factors <= MANY_OWN_RATIO), 0.0)
         losses.append(Loss(_OWN, factors, OWN_RATIO, OWN_WARNING_RATIO, errors))
-    if summary.has_run_rows and (sizes := crowding(run)) is not None:
+    if (sizes := scale_inflation(run)) is not None:
         losses.append(Loss(_RUN, sizes.amax(1), 1.0, 1.0, sizes))
     return losses
 
 
-def excesses(run: EncodedRun) -> torch.Tensor | None:
+def excess_losses(run: EncodedRun) -> torch.Tensor | None:
     """Return by how much the losses of tokens that are not raw exceed their limits; None if no token can lose anything.
 
     Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
     """
-    losses = losses_of(run, of_scales=False)
+    losses = _measured_losses(run)
     if not losses:
         return None
     factors = torch.stack([loss.factors for loss in losses])
@@ -198,10 +201,10 @@ def excesses(run: EncodedRun) -> torch.Tensor | None:
     return (factors / bounds[:, :, None, None]).amax(1)
 
 
-def report_misfit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
+def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
     """Report the largest of ``losses`` over tokens that are not ``kept``, bool ``[batch, token]``, if anything is lost.
 
-    It is added to the list of a surrounding ``collected_misfits``; if there is none, its warning is issued. ``keeps_large`` is True if
+    It is added to the list of a surrounding ``collect_poor_fits``; if there is none, its warning is issued. ``keeps_large`` is True if
     ``kept`` includes tokens of high norm. A page with many large tokens in a head causes no warning unless they are more than
     ``MANY_RATIO`` times as large as usual.
     """
@@ -218,28 +221,28 @@ def report_misfit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None 
             head_sizes = relative_norms(sizes) if name in (HEADS, TOKENS) else sizes
             head = int(head_sizes[sequence, :, token].nan_to_num(posinf=0.0).argmax())
             rare = not keeps_large and bool((drop_crowded_pages(lost) == lost).all())
-            result.append(Misfit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
+            result.append(PoorFit(where, name, int(lost.sum()), lost.numel(), float(factors.amax()), sequence, token, head, rare))
     if not result:
         return
-    worst, collected = max(result, key=lambda one: one.factor), _misfits.get()
+    worst, collected = max(result, key=lambda one: one.factor), _poor_fits.get()
     if collected is None:
-        warn_of_misfits([worst], stacklevel=3)
+        warn_of_poor_fits([worst], stacklevel=3)
     else:
         collected.append(worst)
 
 
 @contextlib.contextmanager
-def collected_misfits() -> Iterator[list[Misfit]]:
-    """Collect the misfits reported in the block, for ``warn_of_misfits``."""
-    result: list[Misfit] = []
-    before = _misfits.set(result)
+def collect_poor_fits() -> Iterator[list[PoorFit]]:
+    """Collect the misfits reported in the block, for ``warn_of_poor_fits``."""
+    result: list[PoorFit] = []
+    before = _poor_fits.set(result)
     try:
         yield result
     finally:
-        _misfits.reset(before)
+        _poor_fits.reset(before)
 
 
-def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
+def warn_of_poor_fits(found: Sequence[PoorFit], stacklevel: int = 2) -> None:
     """Issue one KvpackWarning about all of ``found``; none if it is empty."""
     if not found:
         return
@@ -257,7 +260,7 @@ def warn_of_misfits(found: Sequence[Misfit], stacklevel: int = 2) -> None:
     )
 
 
-def own_errors(run: EncodedRun) -> torch.Tensor | None:
+def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     """Return each token's own error as a multiple of the usual one, float32 ``[batch, kv_head, token]``; None if no token can exceed it.
 
     Counts the smaller one of two factors: that of the error, and that of the error relative to the token's norm. So neither large nor small
@@ -265,7 +268,7 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
     """
     codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
     # Two tokens are too few for an outlier.
-    if x.shape[2] < 3 or not may_lose(codec, streams, run.sizes, x.device):
+    if x.shape[2] < 3 or not may_lose_precision(codec, streams, run.sizes, x.device):
         return None
     by_size, by_direction = _suspects_by_size(run), _suspects_by_direction(run)
     suspects = by_size if by_direction is None else by_direction if by_size is None else by_size | by_direction
@@ -279,7 +282,7 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
         error = torch.linalg.vector_norm(decoded.sub_(x[:, :, start:stop]), dim=3)
         part = slice(start, stop)
         errors = (size.masked_fill(excluded[:, :, part], torch.nan) for size in (error, error / given[:, :, part]))
-        factors = torch.minimum(*(size / usual_norms(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
+        factors = torch.minimum(*(size / median_norms(size) for size in errors)).nan_to_num(0.0, posinf=0.0)
         result[:, :, part] = torch.where(suspects[:, :, part], factors, result[:, :, part])
     if by_direction is not None:
         # Ordinary tokens also have directions that the codec approximates worse than others.
@@ -288,8 +291,8 @@ def own_errors(run: EncodedRun) -> torch.Tensor | None:
     return result
 
 
-def may_lose(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
-    """Return False if ``own_errors`` is None for a run of these streams, which are on ``device``, and these sizes."""
+def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
+    """Return False if ``relative_token_errors`` is None for a run of these streams, which are on ``device``, and these sizes."""
     summary = codec.summary
     if sizes.errors is not None:
         errors = sizes.errors.clamp_min(summary.min_error)
@@ -312,13 +315,13 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
         return None
     # Raw tokens were replaced by small values, so they cannot hide others.
     measured = sizes if kept is None or not kept.any() else sizes.masked_fill(kept[:, None], torch.nan)
-    suspects = exceeds_usual(measured, spread or CODED_SPREAD)
+    suspects = exceeds_median(measured, spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
     excluded = given <= 0 if kept is None else (given <= 0) | kept[:, None]
     # Sizes relative to the norm are imprecise if sizes are powers of two.
-    larger = exceeds_usual((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
+    larger = exceeds_median((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
     return None if larger is None or not (suspects := suspects & larger).any() else suspects
 
 
@@ -330,21 +333,21 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
-    suspects = exceeds_usual(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
+    suspects = exceeds_median(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
     if suspects is None or run.kept is None:
         return suspects
     suspects &= ~run.kept[:, None]
     return suspects if suspects.any() else None
 
 
-def crowding(run: EncodedRun) -> torch.Tensor | None:
+def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     """Return the factor by which each token enlarges a scale that others in its run share, float32 ``[batch, kv_head, token]``.
 
-    Only for codecs with rows of runs. Returns None if the scales fit all tokens.
+    Returns None if the scales fit all tokens.
     """
     codec, x, kept = run.codec, run.x, run.kept
     tokens = x.shape[2]
-    if tokens < 3 or (least := codec.min_sizes(run.streams)) is None:
+    if not codec.summary.has_run_rows or tokens < 3 or (least := codec.min_sizes(run.streams)) is None:
         return None
     step = sample_step(tokens)
     sample = x[:, :, ::step]
@@ -371,7 +374,7 @@ def crowding(run: EncodedRun) -> torch.Tensor | None:
 
 
 def sample_step(tokens: int) -> int:
-    """Return the distance in tokens between the samples by which ``crowding`` estimates the usual size in a run of ``tokens``."""
+    """Return the distance in tokens between the samples by which ``scale_inflation`` estimates the usual size in a run of ``tokens``."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _LEAST_SAMPLES)
 
 

@@ -360,7 +360,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
         recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
         inputs = (model, arguments.text, recipes, settings)
         report = quality.run(*inputs, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
-    return print_report(quality.rounded(report), quality.show, arguments)
+    return print_report(quality.round_numbers(report), quality.show, arguments)
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:

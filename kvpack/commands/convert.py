@@ -66,7 +66,7 @@ def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = Tr
 def run(arguments: argparse.Namespace) -> int:
     """Load the file, convert it and save it."""
     import kvpack
-    from kvpack.coding.recipes import preset_of
+    from kvpack.coding.recipes import preset_name
 
     arguments.recipe = arguments.recipe or arguments.named
     check_output(arguments, arguments.output, arguments.input, arguments.basis, arguments.recipe)
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     save(converted, arguments)
     if _adds_bits(cache, converted):
         note = f"{arguments.output} has more bits per value than {arguments.input}, but no better quality"
-        name = preset_of(cache.recipe) or cache.recipe
+        name = preset_name(cache.recipe) or cache.recipe
         reason = f"values that {name} has rounded stay rounded. If possible, convert the original values instead"
         print(f"kvpack: note: {printable(note)}: {printable(reason)}", file=sys.stderr)
     return 0

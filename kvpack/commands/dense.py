@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpack.file.hidden_tokens import Hidden
+from kvpack.file.hidden_tokens import HiddenRange
 from kvpack.file.inputs import ID_BYTES, Inputs
 from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import to_bytes
@@ -111,8 +111,10 @@ def _dense(cache: Cache, dtype: str, callback: Progress | None) -> dict[str, tor
         tensors.update({f"{number}.state.{name}": state for name, state in layer.states.items()})
         if callback:
             callback(number + 1, len(cache))
-    if cache.inputs is not None and cache.inputs.known[0]:
-        ids = torch.frombuffer(bytearray(b"".join(cache.inputs.known)), dtype=torch.uint8).view(len(cache.inputs.known), -1, ID_BYTES)
+    if cache.inputs is not None and cache.inputs.known_ids[0]:
+        ids = torch.frombuffer(bytearray(b"".join(cache.inputs.known_ids)), dtype=torch.uint8).view(
+            len(cache.inputs.known_ids), -1, ID_BYTES
+        )
         tensors[IDS] = (ids.to(torch.int64) << torch.arange(0, 8 * ID_BYTES, 8, device="cpu")).sum(2)
     return tensors
 
@@ -216,7 +218,7 @@ class _UnpackedInfo(NamedTuple):
     undetermined: list[tuple[str, int]] | None
     """Inputs that token ids do not determine, each with the first position that it affects; None if inputs are unknown."""
     offsets: tuple[int, ...] | None
-    hidden: tuple[Hidden, ...]
+    hidden: tuple[HiddenRange, ...]
     """Tokens hidden by an attention mask."""
 
 
@@ -268,7 +270,7 @@ def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
     return pairs
 
 
-def _parse_hidden(path: str, listed: Any) -> tuple[Hidden, ...]:
+def _parse_hidden(path: str, listed: Any) -> tuple[HiddenRange, ...]:
     """Return the ranges of hidden tokens in the metadata. Raises InvalidParameter if they have another form."""
     for token_range in listed if isinstance(listed, list) else [listed]:
         match token_range:
@@ -276,4 +278,4 @@ def _parse_hidden(path: str, listed: Any) -> tuple[Hidden, ...]:
                 pass
             case _:
                 raise InvalidParameter(f"{path}: kvpack.unpacked: hidden contains {token_range!r:.80}, expected [row, start, stop]")
-    return tuple(Hidden(*token_range) for token_range in listed)
+    return tuple(HiddenRange(*token_range) for token_range in listed)

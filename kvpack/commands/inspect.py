@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding.inspection import inspect
 from kvpack.errors import KvpackError, worst_exit_code
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES
-from kvpack.output import add_json, bytes_text, counted, print_json, print_report, print_table, printable
+from kvpack.output import add_json, bytes_text, format_count, print_json, print_report, print_table, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(summaries)
     else:
         print_table(
-            counted(len(summaries), "file"),
+            format_count(len(summaries), "file"),
             ["file", "model", "recipe", "layers", "tokens", "bits per value", "bytes"],
             (
                 [
@@ -144,9 +144,9 @@ def _codec_text(params: dict[str, Any]) -> str:
 
 def _recipe_text(text: str, *, full: bool) -> str:
     """Return the recipe ``text`` of a file with the name of its preset; unless ``full``, only the name if there is one."""
-    from kvpack.coding.recipes import preset_of
+    from kvpack.coding.recipes import preset_name
 
-    preset, written = preset_of(text), printable(text)
+    preset, written = preset_name(text), printable(text)
     if not preset or preset == text:
         return written
     return f"{preset} ({written})" if full else preset

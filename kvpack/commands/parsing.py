@@ -44,7 +44,7 @@ def _unknown_option(parser: Parser, words: Sequence[str]) -> str | None:
             return None
         # argparse reads words with spaces as values.
         if name.startswith("--") and name not in options and " " not in name:
-            hint = parser.hints.get(name) or "".join(f"did you mean {close}?" for close in _close(name, options))
+            hint = parser.hints.get(name) or "".join(f"did you mean {close}?" for close in _similar_words(name, options))
             return f"unknown option {name}" + (f"; {hint}" if hint else "")
     return None
 
@@ -55,7 +55,7 @@ def _similar_command(parser: Parser, words: Sequence[str]) -> str:
     word = next((word for word in words if not word.startswith("-")), None)
     if commands is None or word is None or word in commands.choices:
         return ""
-    return "".join(f" (did you mean {close}?)" for close in _close(word, commands.choices))
+    return "".join(f" (did you mean {close}?)" for close in _similar_words(word, commands.choices))
 
 
 def _commands(parser: Parser) -> Any:
@@ -63,5 +63,5 @@ def _commands(parser: Parser) -> Any:
     return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 
-def _close(word: str, known: Iterable[str]) -> list[str]:
+def _similar_words(word: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, list(known), 1)

@@ -211,7 +211,7 @@ def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis
     )  # fmt: skip
 
 
-def _with_measured_bits(error: MissingBasis, published: _Measured | None) -> MissingBasis:
+def _with_measured_bits(error: MissingBasis, published: _PublishedMeasurement | None) -> MissingBasis:
     """Return ``error``, with the bits per value in its message that a published measurement found."""
     if published is None:
         return error
@@ -281,7 +281,13 @@ def _shape_of(basis: Basis, requested: dict[str, int]) -> dict[str, int]:
 
 
 def _row(
-    name: str, requested: dict[str, int], basis: Basis | None, model: _ModelShape | None, published: _Measured | None, *, listed: bool
+    name: str,
+    requested: dict[str, int],
+    basis: Basis | None,
+    model: _ModelShape | None,
+    published: _PublishedMeasurement | None,
+    *,
+    listed: bool,
 ) -> dict[str, Any]:
     """Return the row of one recipe. If it is ``listed`` but does not support the shape, its bits are None."""
     from kvpack.coding.presets import PUBLISHED, Preset
@@ -298,7 +304,7 @@ def _row(
     size: int | None = None
     try:
         priced = _equal_layers(**shape) if model is None else [_layer_after(layer, shape["tokens"]) for layer in model.layers]
-        nominal, stored, size = prices(recipe, priced)
+        nominal, stored, size = recipe_sizes(recipe, priced)
     except (InvalidParameter, OutOfBounds):
         if not listed:
             raise
@@ -316,26 +322,28 @@ def _row(
     }
 
 
-class _Measured(NamedTuple):
+class _PublishedMeasurement(NamedTuple):
     """The published measurement of a recipe: bits per value in files of 1,024 tokens, and the KL divergence."""
 
     bits: float
     divergence: float
 
 
-def _published() -> dict[str, _Measured]:
+def _published() -> dict[str, _PublishedMeasurement]:
     """Return the published measurement of each measured recipe."""
     report = json.loads((files("kvpack.bench") / "measured" / "quality.json").read_text(encoding="utf-8"))
-    return {row["recipe"]: _Measured(row["bits_per_value"], row["kl_divergence"]) for row in report["recipes"]}
+    return {row["recipe"]: _PublishedMeasurement(row["bits_per_value"], row["kl_divergence"]) for row in report["recipes"]}
 
 
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
     """Return which kinds of keys the recipe is not suited for."""
+    from kvpack.cache.packing import spreads_channels
+
     try:
         codecs = {recipe.codec(layer, shape["layers"], "k", shape["dim"]) for layer in range(shape["layers"])}
     except (InvalidParameter, MissingBasis):
         return []
-    return ["outlier channels"] if any(codec.spreads_channels for codec in codecs) else []
+    return ["outlier channels"] if any(map(spreads_channels, codecs)) else []
 
 
 class _PricedLayer(NamedTuple):
@@ -357,11 +365,11 @@ def _layer_after(layer: LayerShape | None, tokens: int) -> _PricedLayer | None:
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return nominal and stored bits per value (see ``prices``) for equal layers."""
-    return prices(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
+    """Return nominal and stored bits per value (see ``recipe_sizes``) for equal layers."""
+    return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 
 
-def prices(recipe: Recipe, layers: Sequence[_PricedLayer | None]) -> tuple[float, float, int]:
+def recipe_sizes(recipe: Recipe, layers: Sequence[_PricedLayer | None]) -> tuple[float, float, int]:
     """Return the nominal bits per value, and the bits per value and the size in bytes of a file with one sequence.
 
     Sizes that depend on the values are estimated: no outliers, no raw tokens of low norm, and normally distributed values for the codec
@@ -381,7 +389,7 @@ def prices(recipe: Recipe, layers: Sequence[_PricedLayer | None]) -> tuple[float
             for position, (side, dim) in enumerate((("k", layer.dim_k), ("v", layer.dim_v))):
                 codec = recipe.codec(number, len(layers), side, dim)
                 runs = (layer.tokens - tail,) if layer.tokens > tail else ()
-                rows = tuple(codec.usual_entry_counts(1, layer.heads, sum(runs)).items())
+                rows = tuple(codec.default_entry_counts(1, layer.heads, sum(runs)).items())
                 index = codecs.setdefault(codec, len(codecs))
                 sides[position] = SideEntry(index, 1, layer.heads, runs, tail, "bf16", recipe.window, rows)
                 count = layer.heads * layer.tokens * dim

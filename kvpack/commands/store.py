@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvpack.output import add_json, bytes_text, counted, print_json, print_report, print_table, printable, progress
+from kvpack.output import add_json, bytes_text, format_count, print_json, print_report, print_table, printable, progress
 
 from .byte_counts import byte_count, positive_byte_count, seconds
 from .outputs import add_force, check_output
@@ -110,7 +110,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
     store = CommandStore(arguments)
     catalog = store.catalog()
-    pinned = store.backend.pinned()
+    pinned = store.backend.pinned_keys()
     if store.silent(catalog.count):
         return store.exit_code()
     rows = [_prefix_row(prefix, prefix.key in pinned) for prefix in catalog.prefixes()]
@@ -154,7 +154,7 @@ def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
         size = sum(states.stored.size for states in catalog.states.values())
         lines.append(f"{len(catalog.states):,} entries of states after chunks, {bytes_text(size)} bytes")
     for basis in _bases(catalog):
-        needed = f"needed by {counted(basis['entries'], 'chunk')}"
+        needed = f"needed by {format_count(basis['entries'], 'chunk')}"
         lines.append(
             f"basis {basis['digest'][:16]} of {printable(basis['model'].get('name', ''))}, {bytes_text(basis['bytes'])} bytes, {needed}"
         )
@@ -193,7 +193,7 @@ def _prefix_row(prefix: Prefix, pinned: bool) -> dict[str, Any]:
         "bytes": prefix.size,
         "used": last.stored.used_ns / 1e9,
         "pinned": pinned,
-        "whole": prefix.whole,
+        "whole": prefix.is_complete,
     }
 
 
@@ -207,7 +207,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
     with progress("read", arguments) as callback:
         summary = summarize(store.backend, callback, store.cipher, max_entry_bytes=store.max_entry_bytes)
     entries, size = store.backend.size()
-    pinned, unreadable, closed = len(store.backend.pinned()), summary.unreadable, summary.undecryptable
+    pinned, unreadable, closed = len(store.backend.pinned_keys()), summary.unreadable, summary.undecryptable
     if store.silent(summary.count):
         return store.exit_code()
     identities: list[dict[str, Any]] = [{"model": model, "recipe": recipe, **counts} for model, recipe, counts in summary.identities()]
@@ -277,7 +277,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     chosen = EntryFilter(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
     if store.silent(catalog.count):
         return store.exit_code()
-    pinned = len(chosen & store.backend.pinned())
+    pinned = len(chosen & store.backend.pinned_keys())
     removed = 0 if arguments.dry_run else remove(store.backend, store.counters, chosen, pinned=False)
     if arguments.json:
         print_json({"chosen": len(chosen), "pinned": pinned, "removed": removed, "entries": catalog.count - removed})
@@ -375,7 +375,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         )
         old = f" and {counts['reclaimed_entries']:,} bases or entries of older layouts" if counts["reclaimed_entries"] else ""
         print(f"{store.name}: removed {evicted}{old}; {entries:,} entries ({size:,} bytes) remain")
-        if pinned := len(store.backend.pinned()):
+        if pinned := len(store.backend.pinned_keys()):
             print(f"{pinned:,} of them are pinned, and stay: kvpack store stat names the owners, kvpack store unpin undoes a pin")
     return store.exit_code()
 
@@ -391,7 +391,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     catalog = store.catalog()
     if store.silent(catalog.count):
         return store.exit_code()
-    prefix, states = catalog.continuable(catalog.find(arguments.key))
+    prefix, states = catalog.truncate_to_states(catalog.find(arguments.key))
     basis = store.basis(prefix.entries[-1])
     size = export_prefix(store.backend, prefix, arguments.output, store.cipher, durable=arguments.durable, basis=basis, states=states)
     text = f"{arguments.output}: {prefix.tokens:,} tokens, {size:,} bytes"
@@ -438,7 +438,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         hint = f"a store keeps only whole chunks, here of {chunk:,} tokens (--chunk)"
         print(f"kvpack: note: {arguments.input} has {len(exported.ids):,} tokens: {hint}", file=sys.stderr)
     for fault, count in counts["faults"].items():
-        print(f"kvpack: {fault}: {counted(count, 'time')}", file=sys.stderr)
+        print(f"kvpack: {fault}: {format_count(count, 'time')}", file=sys.stderr)
     return 3 if counts["faults"] else 0
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvpack.errors import KvpackError, worst_exit_code
-from kvpack.output import add_json, counted, print_json, progress
+from kvpack.output import add_json, format_count, print_json, progress
 
 from .convert import add_basis
 
@@ -73,5 +73,5 @@ def _remove_unfinished(folder: str, arguments: argparse.Namespace) -> dict[str, 
             print(f"{path}: removed, its writer was killed")
         for path in kept:
             print(f"{path}: kept, a process may be writing it; if none is, delete it yourself")
-        print(f"{folder}: {counted(len(removed), 'unfinished file')} removed")
+        print(f"{folder}: {format_count(len(removed), 'unfinished file')} removed")
     return {"folder": folder, "removed": removed, "kept": kept}

@@ -86,7 +86,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     transformers = transformers_library()
     model, cache = load_model(), transformers.DynamicCache()
     with torch.inference_mode():
-        model(torch.tensor([[BOS, *prompt]]), **cache_names.passing(model, cache))
+        model(torch.tensor([[BOS, *prompt]]), **cache_names.cache_argument(model, cache))
     return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
@@ -146,7 +146,7 @@ def continue_from(past: Cache | Any) -> dict[str, Any]:
             answer = _greedy(model, new_cache(), prompt[-1:] + b"\n[[key " + key + b" = ", len(value))
             answers.append({"key": key.decode(), "value": value.decode(), "answer": answer, "right": answer == value.decode()})
         sample = _greedy(model, new_cache(), prompt[-1:], SAMPLE_BYTES)
-        logits = model(torch.tensor([[*prompt[-1:], *continuation[:-1]]]), **cache_names.passing(model, new_cache())).logits[0]
+        logits = model(torch.tensor([[*prompt[-1:], *continuation[:-1]]]), **cache_names.cache_argument(model, new_cache())).logits[0]
         loss = functional.cross_entropy(logits.float(), torch.tensor([*continuation])).item()
     return {
         "answers": answers,
@@ -205,7 +205,7 @@ def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
     """Generate ``count`` bytes after ``prompt``, always the most likely one."""
     tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
-        token = int(model(tokens, **cache_names.passing(model, cache)).logits[0, -1, :BOS].argmax())
+        token = int(model(tokens, **cache_names.cache_argument(model, cache)).logits[0, -1, :BOS].argmax())
         result.append(token)
         tokens = torch.tensor([[token]])
     return bytes(result).decode(errors="backslashreplace")

@@ -65,7 +65,7 @@ def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
         found, cache = store.load(prompt[:-1])
         if cache is None:
             dense = transformers_library().DynamicCache()
-            model(torch.tensor([prompt[:-1]]), **cache_names.passing(model, dense))
+            model(torch.tensor([prompt[:-1]]), **cache_names.cache_argument(model, dense))
             store.save(prompt[:-1], kvpack.pack(dense, recipe))
             # Continue from the stored bytes, so that all processes produce the same tokens.
             _, cache = store.load(prompt[:-1])
@@ -74,7 +74,7 @@ def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
             raise kvpack.KvpackError(f"the prefix could not be stored ({faults}): check that the location is writable")
         past, next_ids, tokens = KvpackCache.of(cache), torch.tensor([prompt[cache.tokens :]]), []
         for _ in range(NEW_TOKENS):
-            tokens.append(int(model(next_ids, **cache_names.passing(model, past)).logits[0, -1, :BOS].argmax()))
+            tokens.append(int(model(next_ids, **cache_names.cache_argument(model, past)).logits[0, -1, :BOS].argmax()))
             if len(tokens) == 1:
                 first = time.perf_counter() - started
             next_ids = torch.tensor([tokens[-1:]])

@@ -93,5 +93,5 @@ def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> f
 
 def _logits(model: Any, sample: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        logits: torch.Tensor = model(sample, **cache_names.passing(model, uncompressed_cache(model))).logits
+        logits: torch.Tensor = model(sample, **cache_names.cache_argument(model, uncompressed_cache(model))).logits
     return logits.float()

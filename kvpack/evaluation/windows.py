@@ -96,7 +96,7 @@ AttentionMaskInterface.register(_RECORDED, mask)
 
 
 @dataclass(frozen=True)
-class Exact:
+class UncompressedResult:
     """The uncompressed model's results in a window, in float32 on the model's device; keys and values are in the model's dtype.
 
     ``tokens`` is ``[1, prefix + score + 1]``, ``pairs`` has one (k, v) of prefix + score tokens per layer, ``log_probabilities`` is
@@ -117,7 +117,7 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Predictions:
     """The model's predictions over packed layers.
 
     ``same_choices`` is the share of positions at which the top choice is the same as the uncompressed model's. ``whole`` is the cache after
@@ -141,7 +141,7 @@ class NoContextResult:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RecipeResult:
     """Results of one recipe in a window. Errors have one number per layer."""
 
     log_perplexity: float
@@ -180,26 +180,26 @@ def prefill(
     _observer.observe = observe
     try:
         with torch.inference_mode():
-            model.base_model(tokens, **cache_names.passing(model, cache), **options)
+            model.base_model(tokens, **cache_names.cache_argument(model, cache), **options)
     finally:
         _observer.observe = None
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def read_exactly(model: Any, tokens: torch.Tensor, score: int) -> Exact:
+def read_uncompressed(model: Any, tokens: torch.Tensor, score: int) -> UncompressedResult:
     """Evaluate a window ``[1, prefix + score + 1]`` with the uncompressed cache. The last token is scored but not read."""
     prefix = tokens.shape[1] - 1 - score
     cache = uncompressed_cache(model, prefill(model, tokens[:, :prefix]))
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()
     with torch.inference_mode():
-        logits = model(tokens[:, prefix:-1], **cache_names.passing(model, cache)).logits[0]
+        logits = model(tokens[:, prefix:-1], **cache_names.cache_argument(model, cache)).logits[0]
         log_probabilities = functional.log_softmax(logits.float(), -1)
     loss = functional.nll_loss(log_probabilities, tokens[0, prefix + 1 :]).item()
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
     seen = dict(_recorder.layers)
     _recorder.layers.clear()
-    return Exact(tokens, prefix, pairs, log_probabilities, loss, seen)
+    return UncompressedResult(tokens, prefix, pairs, log_probabilities, loss, seen)
 
 
 def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Sequence[torch.Tensor]) -> list[float]:
@@ -214,7 +214,7 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
     _recorder.layers.clear()
     _recorder.has_other_weights = False
     with torch.inference_mode():
-        model.base_model(tokens[:, known:], **cache_names.passing(model, cache))
+        model.base_model(tokens[:, known:], **cache_names.cache_argument(model, cache))
         seen = dict(_recorder.layers)
         _recorder.layers.clear()
         if _recorder.has_other_weights or not all(number in seen for number in range(len(chosen))):
@@ -241,14 +241,14 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
-def read_forgotten(model: Any, exact: Exact, kept: int = KEPT) -> NoContextResult:
+def read_forgotten(model: Any, exact: UncompressedResult, kept: int = KEPT) -> NoContextResult:
     """Evaluate a window's scored tokens, at their own positions, over only its first ``kept`` tokens."""
     cache = uncompressed_cache(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
     model.set_attn_implementation("kvpack")
     with torch.inference_mode():
-        logits = model(tokens, **cache_names.passing(model, cache), position_ids=positions).logits[0]
+        logits = model(tokens, **cache_names.cache_argument(model, cache), position_ids=positions).logits[0]
     return NoContextResult(*compare_predictions(exact, functional.log_softmax(logits.float(), -1)))
 
 
@@ -272,7 +272,7 @@ class Bf16Cache(KvpackCache):
     _offsets: Any
 
     @classmethod
-    def over(cls, model: Any, cache: Cache) -> Self:
+    def from_cache(cls, model: Any, cache: Cache) -> Self:
         """Return a cache for ``model`` that starts with the contents of ``cache``. It does not record the model's passes."""
         past = cls.of(cache)
         past._offsets = key_offsets(model)
@@ -315,25 +315,27 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
     return keys if offsets is None else keys + offsets[layer].to(keys.dtype)
 
 
-def read_packed(model: Any, exact: Exact, cache: Cache, step: int = PASS) -> Predicted:
+def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS) -> Predictions:
     """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time. They are appended and packed."""
-    over = Bf16Cache.over(model, cache)
-    result = read_over(model, exact, over, step)
-    return Predicted(*compare_predictions(exact, result), result, over.packed)
+    over = Bf16Cache.from_cache(model, cache)
+    result = score_with_cache(model, exact, over, step)
+    return Predictions(*compare_predictions(exact, result), result, over.packed)
 
 
-def read_over(model: Any, exact: Exact, cache: Any, step: int) -> torch.Tensor:
+def score_with_cache(model: Any, exact: UncompressedResult, cache: Any, step: int) -> torch.Tensor:
     """Return the log-probabilities ``[score, vocabulary]`` of the scored tokens over ``cache``, read at most ``step`` at a time."""
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
         for tokens in torch.split(exact.tokens[:, exact.prefix : -1], step, 1):
-            logits = model(tokens, **cache_names.passing(model, cache)).logits[0]
+            logits = model(tokens, **cache_names.cache_argument(model, cache)).logits[0]
             read.append(functional.log_softmax(logits.float(), -1))
     return torch.cat(read)
 
 
-def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int = PASS, *, errors: bool = True) -> Measured:
+def measure(
+    model: Any, exact: UncompressedResult, recipe: str | Recipe, path: str, step: int = PASS, *, errors: bool = True
+) -> RecipeResult:
     """Pack a window's prefix, save it to ``path``, load it, and evaluate the scored tokens over it, at most ``step`` at a time.
 
     ``bytes`` is the size of a file of the whole window, including the appended tokens. Without ``errors``, errors per layer are omitted.
@@ -350,7 +352,7 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int
     with torch.inference_mode():
         result = [_layer_errors(layer, exact, number) for number, layer in enumerate(cache) if errors]
     k_cosine, v_cosine, attention_error = ([layer[part] for layer in result] for part in range(3))
-    return Measured(
+    return RecipeResult(
         log_perplexity=predicted.log_perplexity,
         kl_divergence=predicted.kl_divergence,
         same_choices=predicted.same_choices,
@@ -365,7 +367,7 @@ def measure(model: Any, exact: Exact, recipe: str | Recipe, path: str, step: int
     )
 
 
-def _layer_errors(layer: Layer, exact: Exact, number: int) -> tuple[float, float, float]:
+def _layer_errors(layer: Layer, exact: UncompressedResult, number: int) -> tuple[float, float, float]:
     """Return the cosines of keys and values, and the relative error of attention, for a layer with exact inputs."""
     k, v = exact.pairs[number]
     layer = layer.append(k[:, :, exact.prefix :].to(torch.bfloat16), v[:, :, exact.prefix :].to(torch.bfloat16))
@@ -383,7 +385,7 @@ def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
     return functional.cosine_similarity(x.float(), y, dim=-1).mean().item()
 
 
-def compare_predictions(exact: Exact, log_probabilities: torch.Tensor) -> tuple[float, float, float]:
+def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tensor) -> tuple[float, float, float]:
     """Compare log-probabilities ``[position, vocabulary]`` with the exact ones.
 
     Returns the loss of the scored tokens, the KL divergence, and the share of positions with the same top choice.

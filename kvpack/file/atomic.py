@@ -266,7 +266,7 @@ def _create_locked(folder: str) -> tuple[int, str]:
     for _ in range(_ATTEMPTS):
         descriptor, path = _create(folder)
         try:
-            if lock_now(descriptor) is not False and _is_path_of(path, descriptor):
+            if try_lock(descriptor) is not False and _is_path_of(path, descriptor):
                 return descriptor, path
         except BaseException:
             os.close(descriptor)
@@ -287,7 +287,7 @@ def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
     try:
         if local_only and not _is_local(descriptor):
             return False
-        locked = lock_now(descriptor)
+        locked = try_lock(descriptor)
         removed = locked is not None and path.endswith(LOCKED_SUFFIX)
         if locked is False or not (removed or old) or not _is_path_of(path, descriptor):
             return False
@@ -298,7 +298,7 @@ def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
         os.close(descriptor)
 
 
-def lock_now(descriptor: int) -> bool | None:
+def try_lock(descriptor: int) -> bool | None:
     """Lock a file until its descriptor is closed. Returns False if another has the lock, and None if files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

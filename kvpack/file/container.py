@@ -19,10 +19,10 @@ from kvpack.formats.value_blocks import check_finite
 from . import basis
 from .atomic import write_file
 from .footprint import check_size
-from .front import aligned, check_digest, check_hash, make_front, read_front, undigested_front
+from .front import align_up, check_digest, check_hash, make_front, read_front, undigested_front
 from .header import Contents, Header, TensorEntry, layout_bytes
 from .payload import Span, check_pad, check_pads, checked_array, read_checked, read_span, span_of
-from .user_files import InMemory, OnDisk, open_regular, path_text
+from .user_files import DiskFile, MemoryFile, open_regular, path_text
 from .zstd import FEATURE as CHECKSUMS
 from .zstd import compress_frame, decompress_frame
 
@@ -99,13 +99,13 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
     MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
     """
     where = path_text(path)
-    source: Source = (disk := OnDisk(open_regular(where)))
+    source: Source = (disk := DiskFile(open_regular(where)))
     try:
         with prefix_errors(where):
             if memory_limit is not None:
                 check_size(source.size, memory_limit)
             if copy:
-                source = InMemory(disk.read_whole())
+                source = MemoryFile(disk.read_whole())
                 disk.close()
     except BaseException:
         source.close()
@@ -121,7 +121,7 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
     if memory_limit is not None:
         with prefix_errors(where):
             check_size(len(data), memory_limit)
-    return File(InMemory(data), where, memory_limit)
+    return File(MemoryFile(data), where, memory_limit)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class File:
     def _layer_extent(self, number: int) -> tuple[int, int]:
         """Return the offset of a layer's first tensor in the file, and the end of its last one."""
         names = [f"{number}.{side}.{stream}" for side, entry in self.header.layers[number].sides() for stream in self.header.streams[entry]]
-        places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_of(number)))]
+        places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_in_layer(number)))]
         start = len(self.front.text)
         return start + min((place.begin for place in places), default=0), start + max((place.end for place in places), default=0)
 
@@ -250,10 +250,10 @@ class File:
         if entry not in self._places:
             places, end = {}, 0
             for stream, layout in self.header.streams[entry].items():
-                begin = aligned(end)
+                begin = align_up(end)
                 end = begin + layout_bytes(layout)
                 places[stream] = begin, end
-            self._places[entry] = places, aligned(end)
+            self._places[entry] = places, align_up(end)
         return SidePlaces(layer, side, *self._places[entry])
 
     def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
@@ -328,7 +328,7 @@ class File:
                 done += sum(tensor.stored_bytes for tensor in stored.values())
                 if progress is not None:
                     progress(done, total)
-            for state in self.header.states_of(number):
+            for state in self.header.states_in_layer(number):
                 tensor = self.tensors[state.where]
                 with prefix_errors(self.where):
                     array = self._checked_array(tensor, state.layout)

@@ -39,7 +39,7 @@ from .header import (
     TensorEntry,
     layout_bytes,
     missing_feature_message,
-    within,
+    prefix_error,
 )
 from .header_scan import unknown_features
 from .limits import (
@@ -135,7 +135,7 @@ def _front_of(header: Header, tensor: bytes) -> Front:
     places = {}
     pads, end = 0, len(tensor)
     for entry in header.tensors:
-        pad, begin = end, aligned(end)
+        pad, begin = end, align_up(end)
         if begin > pad:
             rows.append(_row(f"kvpack.pad.{pads}", "U8", (begin - pad,), pad, begin))
             pads += 1
@@ -209,12 +209,12 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
     return header, front
 
 
-def aligned(end: int) -> int:
+def align_up(end: int) -> int:
     """Return the first offset from ``end`` on at which a tensor may begin."""
     return end + -end % TENSOR_ALIGNMENT
 
 
-def begins_file(beginning: bytes) -> bool:
+def is_file_start(beginning: bytes) -> bool:
     """Return True if a file with these first bytes (at least 64) is a kvpack file of any version."""
     return beginning.startswith(_PREFIX, LENGTH_BYTES)
 
@@ -246,7 +246,7 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
     return f'"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{end}]}}'
 
 
-def other_format(first: bytes) -> str:
+def other_format_name(first: bytes) -> str:
     """Return the name of another known format whose files begin with ``first``; empty if there is none."""
     return next((name for magic, name in _OTHERS.items() if first.startswith(magic)), "")
 
@@ -256,7 +256,7 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
         return f"is {f'only {size} bytes long' if size else 'empty'}, not a kvpack file"
     if first[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and LENGTH_BYTES + length <= size:
         return 'is a safetensors file, but not a kvpack file: its metadata does not begin with "format":"kvpack"'
-    if other := other_format(first):
+    if other := other_format_name(first):
         return f"is {other}, not a kvpack file"
     return f"is not a kvpack file: bytes 8 to {LENGTH_BYTES + len(_PREFIX) - 1} are not {_PREFIX.decode()}"
 
@@ -444,7 +444,7 @@ def _layer(number: int, layer: Any) -> LayerEntry:
     try:
         return LayerEntry(None if k is None else _side("k", k), None if v is None else _side("v", v))
     except (InvalidHeader, LimitExceeded) as error:
-        raise within(where, error) from None
+        raise prefix_error(where, error) from None
 
 
 def _side(where: str, side: Any) -> SideEntry:
@@ -456,7 +456,7 @@ def _side(where: str, side: Any) -> SideEntry:
         check("entries", entries, Rule(dict))
         return SideEntry(**{**side, "runs": tuple(side["runs"]), "entries": tuple(entries.items())})
     except (InvalidHeader, LimitExceeded) as error:
-        raise within(where, error) from None
+        raise prefix_error(where, error) from None
 
 
 def _tensor(number: int, row: Any) -> TensorEntry:
@@ -466,4 +466,4 @@ def _tensor(number: int, row: Any) -> TensorEntry:
     try:
         return TensorEntry(name, dtype, tuple(shape), filter_name, stored_bytes, digest)
     except (InvalidHeader, LimitExceeded) as error:
-        raise within(f"tensors[{number}]", error) from None
+        raise prefix_error(f"tensors[{number}]", error) from None

@@ -193,7 +193,7 @@ class Contents:
             try:
                 self._check_side(side)
             except InvalidHeader as error:
-                raise within(f"layers[{number}].{name}", error) from None
+                raise prefix_error(f"layers[{number}].{name}", error) from None
         for number, layer in enumerate(self.layers):
             if layer.v is not None and self.codecs[layer.v.codec].summary.keys_only:
                 raise InvalidHeader(f"layers[{number}].v: its codec has {KeyMean.name}, which is only for keys")
@@ -240,7 +240,7 @@ class Contents:
         return max(ends, default=self.start) - self.start
 
     @cached_property
-    def hidden(self) -> tuple[hidden_tokens.Hidden, ...]:
+    def hidden(self) -> tuple[hidden_tokens.HiddenRange, ...]:
         """Tokens to which no query may attend."""
         data = self.ignorable.get(hidden_tokens.FEATURE)
         if data is None:
@@ -253,7 +253,7 @@ class Contents:
         data = self.ignorable.get(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 
-    def states_of(self, number: int) -> list[layer_states.StateEntry]:
+    def states_in_layer(self, number: int) -> list[layer_states.StateEntry]:
         """Return the states of layer ``number``, sorted by name."""
         return self._states_by_layer.get(number, []) if self.states else []
 
@@ -296,7 +296,7 @@ class Contents:
             for name, side in layer.sides():
                 for stream, layout in self.streams[side].items():
                     result[f"{number}.{name}.{stream}"] = layout
-            for state in self.states_of(number):
+            for state in self.states_in_layer(number):
                 result[state.where] = state.layout
         return result
 
@@ -324,7 +324,7 @@ class Header(Contents):
             try:
                 tensor.check_against(name, layout)
             except (InvalidHeader, LimitExceeded) as error:
-                raise within(f"tensors[{number}]", error) from None
+                raise prefix_error(f"tensors[{number}]", error) from None
 
     @classmethod
     def of(cls, contents: Contents, tensors: tuple[TensorEntry, ...]) -> Header:
@@ -366,6 +366,6 @@ def missing_feature_message(feature: str) -> str:
     return f"the file needs the feature {feature!r:.200}, which this kvpack does not support: install a newer kvpack"
 
 
-def within(where: str, error: KvpackError) -> KvpackError:
+def prefix_error(where: str, error: KvpackError) -> KvpackError:
     """Return ``error`` with ``where`` prepended to the field name at the beginning of its message."""
     return type(error)(f"{where}.{error}")

@@ -19,7 +19,7 @@ _RECORD = struct.Struct("<IQQ")
 _PLACE = f"ignorable[{FEATURE!r}]"
 
 
-class Hidden(NamedTuple):
+class HiddenRange(NamedTuple):
     """A range of positions ``[start, stop)`` of sequence ``row`` that an attention mask hides."""
 
     row: int
@@ -27,7 +27,7 @@ class Hidden(NamedTuple):
     stop: int
 
 
-def features_of(hidden: Iterable[Hidden]) -> tuple[tuple[str, ...], dict[str, bytes]]:
+def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[str, bytes]]:
     """Return ``required`` and ``ignorable`` for a file with hidden tokens. Raises LimitExceeded if there are too many ranges."""
     data = b"".join(_RECORD.pack(*token_range) for token_range in hidden)
     if len(data) > MAX_BINARY_BYTES:
@@ -38,15 +38,15 @@ def features_of(hidden: Iterable[Hidden]) -> tuple[tuple[str, ...], dict[str, by
     return ((FEATURE,), {FEATURE: data}) if data else ((), {})
 
 
-def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[Hidden, ...]:
+def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
     """Parse ``data`` of the feature in a file with ``batch`` sequences and positions ``[start, stop)``.
 
     Raises InvalidHeader, which names the record.
     """
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")
-    hidden = tuple(Hidden(*record) for record in _RECORD.iter_unpack(data))
-    last = Hidden(-1, 0, 0)
+    hidden = tuple(HiddenRange(*record) for record in _RECORD.iter_unpack(data))
+    last = HiddenRange(-1, 0, 0)
     for number, token_range in enumerate(hidden):
         where = f"{_PLACE}: record {number}"
         if token_range.row >= batch:

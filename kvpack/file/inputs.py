@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter
 from . import hidden_tokens
 from .features import joined as joined_feature
 from .features import split
-from .hidden_tokens import Hidden
+from .hidden_tokens import HiddenRange
 from .limits import MAX_BINARY_BYTES
 from .sources import selected_text
 
@@ -77,7 +77,7 @@ class Inputs:
     undetermined: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
     rows: tuple[bytes, ...] = ()
-    hidden: tuple[Hidden, ...] = ()
+    hidden: tuple[HiddenRange, ...] = ()
     first: int | None = field(default=None, compare=False)
     count: int | None = field(default=None, compare=False)
     sums: Mapping[tuple[int, str], tuple[int, Any]] | None = field(default=None, compare=False, repr=False)
@@ -104,10 +104,10 @@ class Inputs:
             raise InvalidParameter(f"rows must all have the same length, a multiple of {ID_BYTES} bytes (one id), but got {lengths}")
         if not all(row.startswith(self.token_ids) for row in self.rows):
             raise InvalidParameter("token_ids must be the ids with which all rows begin, but one row begins with others")
-        object.__setattr__(self, "hidden", tuple(Hidden(*token_range) for token_range in self.hidden))
+        object.__setattr__(self, "hidden", tuple(HiddenRange(*token_range) for token_range in self.hidden))
 
     @classmethod
-    def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[Hidden, ...], first: int) -> Inputs:
+    def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int) -> Inputs:
         """Return the inputs of a cache from position ``first`` on, given the ids of each sequence, equally many for each.
 
         ``undetermined`` has clauses with the positions of the first tokens that they affect. A clause about differing sequences is added if
@@ -122,10 +122,10 @@ class Inputs:
     @property
     def tokens(self) -> int:
         """Number of known ids per sequence."""
-        return len(self.known[0]) // ID_BYTES
+        return len(self.known_ids[0]) // ID_BYTES
 
     @property
-    def known(self) -> tuple[bytes, ...]:
+    def known_ids(self) -> tuple[bytes, ...]:
         """Known ids of each sequence; one element if all sequences have the same ids."""
         return self.rows or (self.token_ids,)
 
@@ -154,7 +154,7 @@ class Inputs:
         cut = slice(start * ID_BYTES, stop * ID_BYTES)
         rows = tuple(row[cut] for row in self.rows) if any(text.endswith(ROWS_DIFFER) for text, _ in kept) else ()
         begin, end = first + start, first + stop
-        clipped = (Hidden(row, max(begin, hidden_start), min(end, hidden_stop)) for row, hidden_start, hidden_stop in self.hidden)
+        clipped = (HiddenRange(row, max(begin, hidden_start), min(end, hidden_stop)) for row, hidden_start, hidden_stop in self.hidden)
         hidden = tuple(token_range for token_range in clipped if token_range.start < token_range.stop)
         if not start and not hidden:
             kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
@@ -175,7 +175,7 @@ class Inputs:
             return self.before
         if self.tokens < start:
             return None
-        return _append_ids(self.before or (b"",), tuple(ids[: start * ID_BYTES] for ids in self.known))
+        return _append_ids(self.before or (b"",), tuple(ids[: start * ID_BYTES] for ids in self.known_ids))
 
     def select(self, indices: Sequence[int], first: int) -> Inputs:
         """Return the inputs of the sequences ``indices``, in that order, of a cache whose first token is at position ``first``."""
@@ -189,10 +189,12 @@ class Inputs:
                 items = [(text, start) for text, start in items if not text.endswith(ROWS_DIFFER)]
                 token_ids, rows, result = _common_ids(rows, first)
                 items += result
-        hidden_by_row: dict[int, list[Hidden]] = {}
+        hidden_by_row: dict[int, list[HiddenRange]] = {}
         for token_range in self.hidden:
             hidden_by_row.setdefault(token_range.row, []).append(token_range)
-        hidden = tuple(Hidden(row, *token_range[1:]) for row, index in enumerate(indices) for token_range in hidden_by_row.get(index, ()))
+        hidden = tuple(
+            HiddenRange(row, *token_range[1:]) for row, index in enumerate(indices) for token_range in hidden_by_row.get(index, ())
+        )
         if not hidden:
             items = [(text, start) for text, start in items if not text.endswith(PADDED) or start < first]
         sums = None if self.sums is None else {place: (position, kept[list(indices)]) for place, (position, kept) in self.sums.items()}
@@ -248,7 +250,13 @@ class Inputs:
 
     @classmethod
     def from_features(
-        cls, ignorable: Mapping[str, bytes], hidden: tuple[Hidden, ...] = (), batch: int = 1, *, start: int = 0, tokens: int | None = None
+        cls,
+        ignorable: Mapping[str, bytes],
+        hidden: tuple[HiddenRange, ...] = (),
+        batch: int = 1,
+        *,
+        start: int = 0,
+        tokens: int | None = None,
     ) -> Inputs | None:
         """Return the inputs in the features of a file with ``batch`` sequences; None if it has none.
 
@@ -312,7 +320,7 @@ def joined(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | N
     count = max(len(inputs.rows) if inputs is not None else 0 for inputs, _ in parts)
     ids, rows, known, rows_known = b"", [b""] * count, True, count > 0
     undetermined: list[tuple[str, int]] = []
-    hidden: dict[int, list[Hidden]] = {}
+    hidden: dict[int, list[HiddenRange]] = {}
     beginning, position = parts[0][0] or Inputs(), start
     earlier: dict[int, tuple[bytes, ...]] = {}
     for number, (inputs, tokens) in enumerate(parts):
@@ -332,7 +340,7 @@ def joined(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | N
         for token_range in inputs.hidden:
             ranges_of_row = hidden.setdefault(token_range.row, [])
             if ranges_of_row and ranges_of_row[-1].stop == token_range.start:
-                ranges_of_row[-1] = Hidden(token_range.row, ranges_of_row[-1].start, token_range.stop)
+                ranges_of_row[-1] = HiddenRange(token_range.row, ranges_of_row[-1].start, token_range.stop)
             else:
                 ranges_of_row.append(token_range)
         position += tokens
@@ -363,7 +371,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
     for known, earlier in ((joined_ids, inputs.earlier), (before, beginning.earlier)):
         # Digests are of all ids from position 0 on.
         if len(known[0]) == position * ID_BYTES:
-            all_known = _append_ids(known, inputs.known)
+            all_known = _append_ids(known, inputs.known_ids)
             for end, digests in earlier.items():
                 if end * ID_BYTES <= len(all_known[0]):
                     _check_digests([hashlib.sha256(row[: end * ID_BYTES]).digest() for row in all_known], digests, number, end)
@@ -424,7 +432,7 @@ def _joined_inputs(
     token_ids: bytes,
     undetermined: Iterable[tuple[str, int]],
     rows: tuple[bytes, ...] = (),
-    hidden: tuple[Hidden, ...] = (),
+    hidden: tuple[HiddenRange, ...] = (),
     first: int | None = None,
 ) -> Inputs:
     pairs = tuple(undetermined)

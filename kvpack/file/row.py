@@ -84,17 +84,17 @@ def row_layout(contents: Contents) -> RowLayout:
     return RowLayout(end, description, places)
 
 
-def begins_row(beginning: bytes) -> bool:
+def is_row_start(beginning: bytes) -> bool:
     """Return True if these first bytes belong to a row of version 1."""
     return beginning.startswith(MAGIC)
 
 
 def namespace_of(beginning: bytes) -> bytes | None:
     """Return the namespace of a row from its first bytes, without checks; None if it is not a row of version 1."""
-    return beginning[NAMESPACE_AT:KEY_AT] if begins_row(beginning) else None
+    return beginning[NAMESPACE_AT:KEY_AT] if is_row_start(beginning) else None
 
 
-def front_of(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
+def build_front(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
     """Return the frame without its checksum, followed by the description and padding.
 
     Raises InvalidParameter if the namespace or the key has another size.

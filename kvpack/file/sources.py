@@ -53,7 +53,7 @@ def sources_in(text: str) -> Sources | None:
     return tuple(Source(*sequence.groups()) for sequence in sequences if sequence) if all(sequences) else None
 
 
-def selected(sources: Sources, indices: Sequence[int]) -> Sources:
+def select_sources(sources: Sources, indices: Sequence[int]) -> Sources:
     """Return the sources of the sequences ``indices``, in that order."""
     return sources if len(sources) == 1 else tuple(sources[index] for index in indices)
 
@@ -63,10 +63,10 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
     sources = sources_in(text)
     if sources is None or max(indices, default=0) >= len(sources) > 1:
         return text
-    return clause(selected(sources, indices))
+    return clause(select_sources(sources, indices))
 
 
-def differing(known: Sources, given: Sources) -> int | None:
+def first_difference(known: Sources, given: Sources) -> int | None:
     """Return the first sequence whose source differs; None if there is none."""
     count = max(len(known), len(given))
     if len(known) not in (1, count) or len(given) not in (1, count):

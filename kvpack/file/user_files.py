@@ -147,7 +147,7 @@ def _show_value(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-class InMemory:
+class MemoryFile:
     """The bytes of a file in memory. All results are views."""
 
     descriptor = None
@@ -177,7 +177,7 @@ class InMemory:
         self._view.release()
 
 
-class OnDisk:
+class DiskFile:
     """An open file. ``read`` copies bytes, and ``view`` returns a view of a private mapping, which is created on first use.
 
     If another process truncates the file, ``read`` raises Truncated, but access to a view kills this process.
@@ -279,7 +279,7 @@ class OnDisk:
         )
 
 
-Source = InMemory | OnDisk
+Source = MemoryFile | DiskFile
 """The bytes of a file, in memory or on disk."""
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .canonical_text import BY_HAND, class_name, plain, tensor_digest, text_digest
-from .modules import ModelPart, check_determined, own_children
+from .canonical_text import BY_HAND, class_name, tensor_digest, text_digest, to_json_value
+from .modules import ModelPart, check_determined, child_modules
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -33,13 +33,13 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
     names: set[str] = set()
     for part in layers:
         if part.adapter == "layer":
-            chosen = _in_effect(part.module)
+            chosen = _active_adapters(part.module)
             if chosen:
                 names.update(chosen)
                 states.append([part.name, _layer_state(part, chosen)])
         elif part.adapter == "around":
             states += _prompt_state(part.module, names)
-        elif home_made := _home_made_state(part):
+        elif home_made := _custom_state(part):
             states.append([part.name, home_made])
     if states:
         label = ",".join(sorted(names)) if named is None else named
@@ -48,7 +48,7 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
     return f"{label} disabled".strip() if any(part.adapter for part in layers) else label
 
 
-def _in_effect(layer: Any) -> list[str]:
+def _active_adapters(layer: Any) -> list[str]:
     """Return the names of the adapters that a PEFT layer applies: merged ones, and active ones unless the layer is disabled."""
     active = layer.active_adapters
     merged = list(getattr(layer, "merged_adapters", ()))
@@ -89,7 +89,7 @@ def _module_state(where: str, module: Any, others: Collection[str]) -> list[Any]
     for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()]):
         if tensor is not None:
             state.append([name, tensor_digest(f"{where}.{name}", tensor)])
-    for name, child in sorted(own_children(module)):
+    for name, child in sorted(child_modules(module)):
         state.append([name, [class_name(type(child)), _value(f"{where}.{name}", child, others)]])
     return state
 
@@ -107,7 +107,7 @@ def _value(where: str, value: Any, others: Collection[str]) -> Any:
         check_determined(where, type(value))
         attributes = sorted(vars(value).items())
         return [class_name(type(value)), [[name, _value(f"{where}.{name}", item, ())] for name, item in attributes]]
-    return plain(where, value)
+    return to_json_value(where, value)
 
 
 def _has_class(value: Any, name: str) -> bool:
@@ -126,14 +126,16 @@ def _prompt_state(model: Any, names: set[str]) -> list[Any]:
     names.add(name)
     encoder = encoders[name]
     settings = {key: value for key, value in config.to_dict().items() if key not in _IGNORED_PROMPT_SETTINGS}
-    return [[name, class_name(type(encoder)), plain(f"peft_config[{name!r}]", settings), _module_state("prompt_encoder", encoder, ())]]
+    return [
+        [name, class_name(type(encoder)), to_json_value(f"peft_config[{name!r}]", settings), _module_state("prompt_encoder", encoder, ())]
+    ]
 
 
 _IGNORED_PROMPT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "tokenizer_kwargs"}
 """Settings of a prompt-tuning configuration that do not affect values."""
 
 
-def _home_made_state(part: ModelPart) -> list[Any]:
+def _custom_state(part: ModelPart) -> list[Any]:
     if not part.module._parameters:
         return []
     kind = type(part.module).__name__

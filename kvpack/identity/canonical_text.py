@@ -42,7 +42,7 @@ def text_digest(value: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return ``value``, which ``plain`` has converted, as JSON without spaces and with sorted keys."""
+    """Return ``value``, which ``to_json_value`` has converted, as JSON without spaces and with sorted keys."""
     return _JSON.encode(value)
 
 
@@ -56,7 +56,7 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def plain(where: str, value: Any, max_values: int | None = None) -> Any:
+def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
     """Convert ``value`` to JSON values. A tensor becomes its digest, which covers at most ``max_values`` of its values.
 
     Raises InvalidParameter, naming ``where``, for a value that kvpack cannot convert to text.
@@ -68,7 +68,7 @@ def plain(where: str, value: Any, max_values: int | None = None) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
-        return plain(where, value.value, max_values)
+        return to_json_value(where, value.value, max_values)
     if isinstance(value, (torch.dtype, torch.layout)):
         return str(value)
     if isinstance(value, torch.Tensor):
@@ -76,23 +76,24 @@ def plain(where: str, value: Any, max_values: int | None = None) -> Any:
     if isinstance(value, numpy.ndarray) and value.dtype.kind in _NUMBERS:
         return f"{value.dtype} {list(value.shape)} {xxhash.xxh3_128_hexdigest(numpy.ascontiguousarray(value).data)}"
     if _is_structure(value):
-        return plain(where, vars(value), max_values)
+        return to_json_value(where, vars(value), max_values)
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (list, tuple)):
-        return [plain(f"{where}[{number}]", item, max_values) for number, item in enumerate(value)]
+        return [to_json_value(f"{where}[{number}]", item, max_values) for number, item in enumerate(value)]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(where, item, max_values) for item in value), key=json_text)
+        return sorted((to_json_value(where, item, max_values) for item in value), key=json_text)
     if isinstance(value, dict):
         if all(type(key) is str for key in value):
-            return {key: plain(f"{where}.{key}", item, max_values) for key, item in value.items()}
+            return {key: to_json_value(f"{where}.{key}", item, max_values) for key, item in value.items()}
         return sorted(
-            ([plain(where, key, max_values), plain(f"{where}[{key!r}]", item, max_values)] for key, item in value.items()), key=json_text
+            ([to_json_value(where, key, max_values), to_json_value(f"{where}[{key!r}]", item, max_values)] for key, item in value.items()),
+            key=json_text,
         )
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)) and "<" not in value.__qualname__:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return plain(where, value.item(), max_values)
+        return to_json_value(where, value.item(), max_values)
     raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot convert to text for the digest: {BY_HAND}")
 
 
@@ -146,7 +147,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name), max_values)] for name in names]
-        return f"{kind} {described} {text_digest([parts, plain(where, context)])}"
+        return f"{kind} {described} {text_digest([parts, to_json_value(where, context)])}"
     try:
         values = _spaced_values(tensor.detach(), max_values)
         data = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -165,7 +166,10 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
-    """Return ``plain(name, value, max_values)`` for each of ``named``. Tensors are read in batches, since each read waits for a device."""
+    """Return ``to_json_value(name, value, max_values)`` for each of ``named``.
+
+    Tensors are read in batches, since each read waits for a device.
+    """
     import torch
 
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
@@ -183,7 +187,7 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
         if dtype.itemsize in _INTEGERS:
             with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():
                 result |= _batch_digests(tensors, getattr(torch, _INTEGERS[dtype.itemsize]), max_values)
-    return [result[number] if number in result else plain(name, value, max_values) for number, (name, value) in enumerate(named)]
+    return [result[number] if number in result else to_json_value(name, value, max_values) for number, (name, value) in enumerate(named)]
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}

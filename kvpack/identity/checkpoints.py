@@ -51,7 +51,7 @@ def _file_digest(path: str) -> str:
         before = _status(path)
         digest = kept.read(before)
         if digest is None:
-            digest = digest_of_bytes(path, before["size"])
+            digest = digest_file_bytes(path, before["size"])
             after = _status(path)
             if after != before:
                 raise InvalidParameter(f"{path}: changed while its digest was computed: wait until it is complete, then try again")
@@ -59,7 +59,7 @@ def _file_digest(path: str) -> str:
         return digest
 
 
-def digest_of_bytes(path: str, size: int) -> str:
+def digest_file_bytes(path: str, size: int) -> str:
     """Return the SHA-256 of the XXH3-128 of each ``PIECE_BYTES`` of a file of ``size`` bytes, read in threads. Raises OSError."""
     total = hashlib.sha256(size.to_bytes(8, "little"))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -100,7 +100,7 @@ class _CachedDigest:
         try:
             descriptor = os.open(self._place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(descriptor, "rb") as file:
-                record: Any = json.loads(file.read(MAX_KEPT_BYTES)) if _is_own(os.fstat(descriptor), stat.S_ISREG) else None
+                record: Any = json.loads(file.read(MAX_KEPT_BYTES)) if _is_written_by_user(os.fstat(descriptor), stat.S_ISREG) else None
         except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(record, dict) or (record.get("format"), record.get("path"), record.get("status")) != (
@@ -151,11 +151,11 @@ def _folder() -> str | None:
     folder = os.path.join(base, "kvpack-checkpoints")
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
-        return folder if _is_own(os.stat(folder), stat.S_ISDIR) else None
+        return folder if _is_written_by_user(os.stat(folder), stat.S_ISDIR) else None
     except (OSError, ValueError):
         return None
 
 
-def _is_own(status: os.stat_result, is_kind: Any) -> bool:
+def _is_written_by_user(status: os.stat_result, is_kind: Any) -> bool:
     """Return True if only this user can have written a file or folder."""
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .canonical_text import SAMPLE, SCALARS, class_name, is_constant, json_text, plain, sample_values, tensor_digest, text_digest
+from .canonical_text import SAMPLE, SCALARS, class_name, is_constant, json_text, sample_values, tensor_digest, text_digest, to_json_value
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -136,10 +136,10 @@ def _states(found: Iterable[ModelPart]) -> list[tuple[str, Any]]:
     for part in _model_modules(found):
         module, kind = part.module, type(part.module)
         if kind not in usual:
-            usual[kind] = _has_usual_state(kind)
+            usual[kind] = _has_default_state(kind)
         if usual[kind] and vars(module).keys().isdisjoint(_STATE_METHODS):
             if module._parameters or module._buffers:
-                named += sorted(_usual_state(part), key=_name)
+                named += sorted(_default_state(part), key=_name)
         else:
             named += sorted(_own_state(part).items(), key=_name)
     return named
@@ -148,7 +148,7 @@ def _states(found: Iterable[ModelPart]) -> list[tuple[str, Any]]:
 _name = itemgetter(0)
 
 
-def _usual_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
+def _default_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
     """Yield the parameters and persistent buffers that ``Module._save_to_state_dict`` would return, but faster."""
     import torch
 
@@ -185,7 +185,7 @@ def _own_state(part: ModelPart) -> dict[str, Any]:
     return state
 
 
-def _has_usual_state(kind: type[torch.nn.Module]) -> bool:
+def _has_default_state(kind: type[torch.nn.Module]) -> bool:
     """Return True if modules of a class do not define their own state, so that it consists of parameters and persistent buffers."""
     import torch
 
@@ -201,7 +201,7 @@ def _settings(config: Any) -> Any:
             return {key: kept(item) for key, item in value.items() if key not in _IGNORED_SETTINGS}
         return [kept(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    return plain("config", kept(config.to_dict()))
+    return to_json_value("config", kept(config.to_dict()))
 
 
 def _module(part: ModelPart) -> list[Any]:
@@ -246,7 +246,7 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
         if type(value) in SCALARS:
             attributes.append([name, value])
         elif _is_plain(value):
-            attributes.append([name, plain(where, value)])
+            attributes.append([name, to_json_value(where, value)])
     return attributes
 
 
@@ -255,7 +255,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
 
     Modules that define their own state have none: theirs are among the weights.
     """
-    if not _has_usual_state(type(module)):
+    if not _has_default_state(type(module)):
         return []
     attributes = vars(module)
     is_home_made = type(module).__module__.partition(".")[0] not in _LIBRARIES
@@ -265,7 +265,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
         kind = type(value)
         # Private integers often count calls; _attributes has the public scalars.
         if name.startswith("_") if kind is float else kind not in SCALARS and not _is_plain(value) and is_constant(value):
-            constants.append([name, plain(f"{where}.{name}", value)])
+            constants.append([name, to_json_value(f"{where}.{name}", value)])
     return constants
 
 

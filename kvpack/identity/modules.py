@@ -99,7 +99,7 @@ def base_model(found: Iterable[ModelPart]) -> Any:
     return base
 
 
-def own_children(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def child_modules(layer: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the child modules of an adapter layer by name, except the module that the layer replaces."""
     for name, child in layer._modules.items():
         if child is not None and name not in (*_BASE_ATTRIBUTES, "token_adapter"):

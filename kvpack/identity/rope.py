@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .canonical_text import json_text, plain, text_digest
+from .canonical_text import json_text, text_digest, to_json_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,14 +21,14 @@ def rope_text(config: Any) -> str:
     settings = getattr(config, "rope_parameters", None) or {
         key: getattr(config, key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if hasattr(config, key)
     }
-    settings = plain("config.rope_parameters", settings)
+    settings = to_json_value("config.rope_parameters", settings)
     if len(json_text(settings)) > _MAX_TEXT_BYTES:
         settings = {"digest": text_digest(settings), "rope_type": settings.get("rope_type")}
-    limit = same_up_to(config)
+    limit = max_uniform_length(config)
     return json_text(settings if limit is None else {**settings, _LIMIT_KEY: limit})
 
 
-def same_up_to(config: Any) -> int | None:
+def max_uniform_length(config: Any) -> int | None:
     """Return the length in tokens up to which sequences of a model with ``config`` have the same frequencies; None for any length."""
     limits = (_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)

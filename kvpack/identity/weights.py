@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding import dispatch
 from kvpack.runtime.threads import StartedCalls, usable_cores
 
-from .canonical_text import ALL, json_text, plain, tensor_digest, tensor_text
+from .canonical_text import ALL, json_text, tensor_digest, tensor_text, to_json_value
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -49,7 +49,7 @@ class Weights:
             elif _is_digested_on_device(value):
                 devices.setdefault(value.device, {})[number] = value
             else:
-                self._found[number] = plain(name, value)
+                self._found[number] = to_json_value(name, value)
         self._host_numbers = host
         self._host = StartedCalls(lambda number: tensor_digest(*named[number]), host, min(THREADS, usable_cores()))
         self._devices = [_DeviceDigests(device, named, values) for device, values in devices.items()]

@@ -45,7 +45,7 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
     return values.cpu()
 
 
-def windows_of(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
+def parse_windows(windows: Mapping[int, int] | None, layers: int) -> dict[int, int]:
     """Return the sliding windows, in tokens, by layer number. Raises InvalidParameter."""
     result = dict(windows or {})
     for number, window in result.items():

@@ -37,14 +37,14 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
 
 def check_layers(recipe: str, why: str) -> None:
     """Raise InvalidParameter for a recipe with different codecs for different layers, such as one with a basis."""
-    check_no_layers_named(recipe, why)
+    reject_layer_clauses(recipe, why)
     if parse_recipe(recipe).needs_basis:
         raise InvalidParameter(
             f"the recipe {recipe!r} uses different columns of its basis in each layer, but {why}: use a recipe without a basis"
         )
 
 
-def check_no_layers_named(recipe: str, why: str) -> None:
+def reject_layer_clauses(recipe: str, why: str) -> None:
     """Raise InvalidParameter for a recipe whose clauses name layers."""
     named = [rule.written for rule in parse_recipe(recipe).rules if rule.items is not None]
     if named:

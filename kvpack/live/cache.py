@@ -157,24 +157,24 @@ class LiveCache:
     def tokens(self) -> int:
         """Number of tokens that the layers have seen. In the middle of a forward pass, it is the largest number of any layer."""
         self._settle()
-        return max((layer.seen for layer in self._layers if layer is not None), default=0)
+        return max((layer.seen_tokens for layer in self._layers if layer is not None), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory in use, including the space that is reserved for new tokens."""
         return sum(layer.nbytes for layer in self._layers if layer is not None)
 
-    def seen(self, layer: int) -> int:
+    def seen_tokens(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` has seen. Raises OutOfBounds if the cache has no such layer."""
         live = self._settled_layer(layer)
-        return 0 if live is None else live.seen
+        return 0 if live is None else live.seen_tokens
 
-    def held(self, layer: int) -> int:
+    def stored_tokens(self, layer: int) -> int:
         """Return the number of tokens that ``layer`` contains now. Raises OutOfBounds if the cache has no such layer."""
         live = self._settled_layer(layer)
         return 0 if live is None else live.tokens
 
-    def skipped(self, layer: int) -> int:
+    def skipped_tokens(self, layer: int) -> int:
         """Return the number of old tokens that a sliding window has dropped from ``layer``. Raises OutOfBounds."""
         live = self._layer_or_none(layer)
         return 0 if live is None else live.skipped
@@ -182,7 +182,7 @@ class LiveCache:
     def batch(self, layer: int) -> int:
         """Return the number of sequences of ``layer``; 1 if it has no tokens. Raises OutOfBounds."""
         live = self._layer_or_none(layer)
-        return 1 if live is None or not live.seen else live.batch
+        return 1 if live is None or not live.seen_tokens else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
         """Return (batch, heads, dim) of the keys and of the values of ``layer``; empty before its first tokens. Raises OutOfBounds.
@@ -222,9 +222,9 @@ class LiveCache:
         live, steps = self._layer_or_none(layer), self._steps[layer]
         if live is None or steps is None:
             return None
-        if following is not None and following != layer and self.seen(following) < self.seen(layer):
+        if following is not None and following != layer and self.seen_tokens(following) < self.seen_tokens(layer):
             return None
-        return live.seen if steps.try_update(k, v) else None
+        return live.seen_tokens if steps.try_update(k, v) else None
 
     def attend(
         self,
@@ -303,7 +303,7 @@ class LiveCache:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context in which calls may be captured in a CUDA graph, whose replays are reported with ``replayed``.
+        """Return a context in which calls may be captured in a CUDA graph, whose replays are reported with ``record_replay``.
 
         Calls that need work on the host raise InvalidParameter. The graph is valid while ``launches`` stays the same, and a replay needs
         enough ``room``.
@@ -321,7 +321,7 @@ class LiveCache:
             for steps, captured in captured_before:
                 steps.captured = captured
 
-    def replayed(self, tokens: int) -> None:
+    def record_replay(self, tokens: int) -> None:
         """Report that a replay of a CUDA graph has added ``tokens`` tokens to every layer."""
         tokens = as_integer(tokens, "tokens")
         for layer in self._selected_layers(None):
@@ -339,7 +339,7 @@ class LiveCache:
 
     def adjust_length(self, tokens: int) -> None:
         """Change the number of valid tokens in the raw tails by ``tokens``, for example to drop a step's tokens before it is repeated."""
-        self.replayed(tokens)
+        self.record_replay(tokens)
         for number in range(self._count):
             self._refresh_steps(number)
 
@@ -356,7 +356,7 @@ class LiveCache:
         self._refresh_steps(layer)
         return frozen
 
-    def unpacked(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def unpack(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return dense K and V of ``layer`` ``[batch, kv_head, token, dim]``; tokens that are still raw are returned exactly.
 
         Raises OutOfBounds.
@@ -392,8 +392,10 @@ class LiveCache:
             where = "the cache" if layer is None else f"layers[{layer}]"
             raise OutOfBounds(f"{where}: truncate({tokens}) of a layer that has seen no tokens")
         for live in chosen:
-            if not live.seen - live.tokens <= tokens <= live.seen:
-                raise OutOfBounds(f"{live.name}: truncate({tokens}) of a layer that has the tokens [{live.seen - live.tokens}:{live.seen}]")
+            if not live.seen_tokens - live.tokens <= tokens <= live.seen_tokens:
+                raise OutOfBounds(
+                    f"{live.name}: truncate({tokens}) of a layer that has the tokens [{live.seen_tokens - live.tokens}:{live.seen_tokens}]"
+                )
         self._change_layers(lambda live: live.truncate(tokens), layer)
 
     def keep_past(self, layer: int) -> None:
@@ -488,7 +490,7 @@ class LiveCache:
             live = self._layers[number] = self._create_layer(number, empty_layer(self._recipe, number, self._count, k, v))
             self._value_dims[number] = live.value_dim
         given = k if v is None else v
-        if not live.seen and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, live.batch):
+        if not live.seen_tokens and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, live.batch):
             live = self._layers[number] = self._create_layer(number, live.without_tokens(given.shape[0]))
             self._steps[number] = None
             self.launches += 1

@@ -81,10 +81,10 @@ class LiveLayer:
     @property
     def tokens(self) -> int:
         """Number of tokens in the layer."""
-        return self.seen - self.skipped
+        return self.seen_tokens - self.skipped
 
     @property
-    def seen(self) -> int:
+    def seen_tokens(self) -> int:
         """Number of tokens that the layer has seen, including those that it has dropped."""
         side = self._one_side
         return self.skipped + side.packed_tokens + side.unfinished.shape[2] + self.raw_tokens + self.pending_tokens
@@ -176,9 +176,11 @@ class LiveLayer:
 
     def truncate(self, tokens: int) -> None:
         """Keep the first ``tokens`` of the tokens seen. Raises OutOfBounds if the layer has dropped the last of them."""
-        count = self.seen - tokens
+        count = self.seen_tokens - tokens
         if not 0 <= count <= self.tokens:
-            raise OutOfBounds(f"{self.name}: truncate({tokens}) of a layer that has the tokens [{self.seen - self.tokens}:{self.seen}]")
+            raise OutOfBounds(
+                f"{self.name}: truncate({tokens}) of a layer that has the tokens [{self.seen_tokens - self.tokens}:{self.seen_tokens}]"
+            )
         pending = min(count, self.pending_tokens)
         if pending:
             # Drop pending tokens first: encoding them would drop older tokens that the remaining ones still see.
@@ -252,7 +254,7 @@ class LiveLayer:
             for name, (streams, packed, unfinished) in encoded.items():
                 if packed:
                     self.sides[name].add(streams, packed)
-                self.sides[name].take_unfinished(unfinished)
+                self.sides[name].replace_unfinished(unfinished)
             self.raw_tokens = tokens - whole
             if not self.keeps_past:
                 self._drop_unseen()

@@ -38,14 +38,14 @@ _caches: WeakValueDictionary[int, OperatorTarget] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def ticket_of(cache: OperatorTarget) -> torch.Tensor:
+def first_ticket(cache: OperatorTarget) -> torch.Tensor:
     """Return the first ticket for ``cache``, with a new number."""
     number = next(_numbers)
     _caches[number] = cache
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-def cache_of(ticket: torch.Tensor) -> OperatorTarget:
+def find_cache(ticket: torch.Tensor) -> OperatorTarget:
     """Return the cache of a ticket. Raises InvalidParameter if it no longer exists."""
     cache = _caches.get(int(ticket))
     if cache is None:
@@ -57,7 +57,7 @@ class Tickets:
     """The current ticket of each layer of a cache, for compiled code that calls the operators."""
 
     def __init__(self, cache: OperatorTarget, layers: int) -> None:
-        first = ticket_of(cache)
+        first = first_ticket(cache)
         self.tickets = [first.clone() for _ in range(layers)]
 
     def compiled_update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
@@ -79,7 +79,7 @@ class Tickets:
 @torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
 def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
     """Run ``LiveCache.update``; return the next ticket."""
-    cache_of(ticket).update(layer, k, v)
+    find_cache(ticket).update(layer, k, v)
     return ticket.clone()
 
 
@@ -109,7 +109,7 @@ def live_attend(
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``LiveCache.attend``; return its result and the next ticket. ``dim`` is the head dim of the values."""
-    out = cache_of(ticket).attend(
+    out = find_cache(ticket).attend(
         layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )
     return out.contiguous(), ticket.clone()

@@ -11,7 +11,7 @@ import torch
 from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
-from kvpack.coding.token_errors import collected_misfits, warn_of_misfits
+from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
@@ -167,12 +167,12 @@ class LiveSide:
         they are known. Raises InvalidParameter and OutOfRange, naming ``where``. A warning about lost precision is issued only once.
         """
         runs = self.runs
-        with float32_no_grad(x.device), collected_misfits() as misfits:
+        with float32_no_grad(x.device), collect_poor_fits() as misfits:
             before = runs[len(runs) - 1].streams if len(runs) else None
             streams = encode(self.codec, x, where, before, position, None if norms is None else norms[:, :, : x.shape[2]])
         if misfits and not self._has_warned:
             self._has_warned = True
-            warn_of_misfits(misfits)
+            warn_of_poor_fits(misfits)
         return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:
@@ -221,7 +221,7 @@ class LiveSide:
         self.packed_tokens = self._runs.tokens
         self.unfinished = self.unfinished[:, :, max(0, start - packed) : max(0, stop - packed)]
 
-    def take_unfinished(self, unfinished: torch.Tensor) -> None:
+    def replace_unfinished(self, unfinished: torch.Tensor) -> None:
         """Replace the unfinished tokens after the packed ones with ``unfinished`` ``[batch, kv_head, token, dim]``."""
         with float32_no_grad(self.tail.device):
             self.unfinished = unfinished.clone()

@@ -16,8 +16,8 @@ import torch
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.dispatch import UNMEASURED, TokenSizes
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
-from kvpack.coding.token_errors import EncodedRun, excesses, room_for_sizes
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
+from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
@@ -25,7 +25,7 @@ from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, put_slots, store_in_slots
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MAX_BYTES = 64 << 20
 
 def supports(codec: Codec) -> bool:
     """Return True if a codec can be decoded on a device safely: no stored bits, however damaged, can make it read outside a table."""
-    sidecars = codec.sidecars if isinstance(codec, WithSidecars) else ()
+    sidecars = codec.sidecars if isinstance(codec, CodecWithSidecars) else ()
     if isinstance(codec, Opaque):
         return False
     return all(isinstance(sidecar, Balanced | ChannelScale | KeyMean | RawPositions) for sidecar in sidecars) and all(
@@ -60,21 +60,21 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
     InvalidParameter and OutOfRange for any of the pages.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
-        x, key_norms, misfits = _measure(lane, layers, keys, some, rows.device)
+        x, key_norms, fit_errors = _measure(lane, layers, keys, some, rows.device)
         raw, streams = lane.raw, {}
         if raw is None or key_norms is None:
             encoded, lost = _encode(lane, x, x, None)
             lost = None if lost is None else _halve_means(lane, x, x, None, encoded, lost)
-            left_out += _count_without_room(lane, x, key_norms, misfits, lost)
+            left_out += _count_without_room(lane, x, key_norms, fit_errors, lost)
         else:
-            choose = partial(store_in_slots, raw, x, key_norms, lane.plain.token_group, lane.slots)
-            result = choose(misfits)
+            choose = partial(store_in_slots, raw, x, key_norms, lane.plain_codec.token_group, lane.slots)
+            result = choose(fit_errors)
             wanted = result.wanted
             encoded, lost = _encode(lane, x, result.codec_input, result.chosen)
             if lost is not None and raw.high_norm and (lost[0] > 1).any():
-                result = choose(lost[0] if misfits is None else torch.maximum(misfits, lost[0]))
-                encoded = encode_all(lane.plain, result.codec_input, _lane_name(lane))
-                if lane.halved is not None:
+                result = choose(lost[0] if fit_errors is None else torch.maximum(fit_errors, lost[0]))
+                encoded = encode_all(lane.plain_codec, result.codec_input, _lane_name(lane))
+                if lane.halved_codec is not None:
                     lost = lost.masked_fill(result.chosen, 0.0)
                     lost = _halve_means(lane, x, result.codec_input, result.chosen, encoded, lost)
             left_out += count_left_out(wanted, result.chosen, lost)
@@ -84,19 +84,19 @@ def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], 
                 place.copy_((encoded | streams)[name].view(place.shape))
 
 
-def can_lose(lane: Lane) -> bool:
+def can_lose_precision(lane: Lane) -> bool:
     """Return True if tokens of ``lane`` may lose precision, or cause others to, because its pages have no raw tokens."""
-    return lane.measured or lane.watched is not None
+    return lane.may_lose_precision or lane.raw_rule is not None
 
 
-def room_for_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
+def allocate_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
     """Return an uninitialized tensor for the errors of ``lanes.encode`` in ``pages`` pages; None if they are not needed."""
-    if not lane.plain.summary.direction_spread:
+    if not lane.plain_codec.summary.direction_spread:
         return None
     return torch.empty(pages * lane.count, lane.geometry.heads, lane.geometry.tokens, dtype=torch.float32, device=device)
 
 
-def suspects(
+def suspect_pages(
     lane: Lane,
     norms: Callable[[], torch.Tensor],
     key_norms: Callable[[], torch.Tensor],
@@ -108,7 +108,7 @@ def suspects(
     ``rows`` contain the encoded streams of ``lane``, whose pages have no raw tokens. ``norms`` and ``key_norms`` return the norms of its
     values and of the keys, ``[page and layer, kv_head, token]``. ``errors`` are those that ``lanes.encode`` wrote.
     """
-    codec, watched = lane.plain, lane.watched
+    codec, watched = lane.plain_codec, lane.raw_rule
     found = []
     if watched is not None and codec.token_group > 1:
         found += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
@@ -116,7 +116,7 @@ def suspects(
         found.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
     if errors is not None:
         found.append(mark_large(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
-    if lane.measured:
+    if lane.may_lose_precision:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
             sizes = codec.error_sizes(streams)
@@ -134,11 +134,13 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
-        x, key_norms, misfits = _measure(lane, layers, keys, some, rows.device)
+        x, key_norms, fit_errors = _measure(lane, layers, keys, some, rows.device)
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows[first : first + len(some)]).items()}
-        sizes = TokenSizes(errors=relative_errors(lane.plain, streams, x)) if lane.plain.summary.direction_spread else UNMEASURED
-        lost = excesses(EncodedRun(lane.plain, x, streams, cache(partial(norms_per_head, x)), sizes))
-        result += _count_without_room(lane, x, key_norms, misfits, lost)
+        sizes = (
+            TokenSizes(errors=relative_errors(lane.plain_codec, streams, x)) if lane.plain_codec.summary.direction_spread else UNMEASURED
+        )
+        lost = excess_losses(EncodedRun(lane.plain_codec, x, streams, cache(partial(norms_per_head, x)), sizes))
+        result += _count_without_room(lane, x, key_norms, fit_errors, lost)
     return result
 
 
@@ -147,7 +149,7 @@ def _measure(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gather the values of pages, ``[page and layer, kv_head, token, dim]``; return them, the norms of their keys, and their misfits.
 
-    The norms are None if no raw tokens are chosen. The misfits (``head_norms.misfit_scores``) are None if no scales are shared.
+    The norms are None if no raw tokens are chosen. The misfits (``head_norms.measure_fit_errors``) are None if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -155,26 +157,26 @@ def _measure(
     x = _pages(lane, len(slots), layers.first.dtype, device)
     gather(layers, slots, x)
     x, norms = x.to(geometry.computed_dtype), None
-    if lane.watched is not None:
+    if lane.raw_rule is not None:
         k = x
         if layers is not keys:
             k = _pages(lane, len(slots), layers.first.dtype, device, geometry.dims["k"])
             gather(keys, slots, k)
         norms = norms_per_head(k.to(geometry.computed_dtype))
-    return x, norms, misfits_of(lane.plain, x, lane.shared, _lane_name(lane)) if lane.shared else None
+    return x, norms, scale_fit_errors(lane.plain_codec, x, lane.shared, _lane_name(lane)) if lane.shared else None
 
 
 def _encode(
     lane: Lane, x: torch.Tensor, codec_input: torch.Tensor, chosen: torch.Tensor | None, codec: Codec | None = None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Encode ``codec_input``, and return the streams and their ``excesses``.
+    """Encode ``codec_input``, and return the streams and their ``excess_losses``.
 
     ``codec_input`` is ``x``, the values of pages, with any raw tokens replaced. The factors ignore the tokens ``chosen``, if given.
     """
-    codec = codec or lane.plain
-    sizes = room_for_sizes(codec, x)
+    codec = codec or lane.plain_codec
+    sizes = allocate_sizes(codec, x)
     encoded = encode_all(codec, codec_input, _lane_name(lane), sizes=sizes)
-    return encoded, excesses(EncodedRun(codec, x, encoded, cache(partial(norms_per_head, x)), sizes, chosen))
+    return encoded, excess_losses(EncodedRun(codec, x, encoded, cache(partial(norms_per_head, x)), sizes, chosen))
 
 
 def _halve_means(
@@ -189,10 +191,10 @@ def _halve_means(
 
     The parameters are those of ``_encode`` and its results. Returns what tokens lose then.
     """
-    if lane.halved is None or not (lost[0] > 1).any():
+    if lane.halved_codec is None or not (lost[0] > 1).any():
         return lost
     pages = (lost[0] > 1).any(1).nonzero()[:, 0]
-    streams, left = _encode(lane, x[pages], codec_input[pages], None if chosen is None else chosen[pages], lane.halved)
+    streams, left = _encode(lane, x[pages], codec_input[pages], None if chosen is None else chosen[pages], lane.halved_codec)
     for name, stream in streams.items():
         # Some versions of PyTorch cannot index uint16 on some devices.
         whole = encoded[name]
@@ -204,16 +206,16 @@ def _halve_means(
 
 
 def _count_without_room(
-    lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, misfits: torch.Tensor | None, lost: torch.Tensor | None
+    lane: Lane, x: torch.Tensor, key_norms: torch.Tensor | None, fit_errors: torch.Tensor | None, lost: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the counts of ``count_left_out``, int64 ``[2]``, for the values ``x`` of pages without raw tokens.
 
-    ``lost`` is the result of the codec's ``excesses``, if there is one.
+    ``lost`` is the result of the codec's ``excess_losses``, if there is one.
     """
     none = torch.zeros(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     wanted = none.expand(2, -1, -1)
-    if key_norms is not None and lane.watched is not None:
-        _, wanted = choose_slot_tokens(lane.watched, key_norms, lane.plain.token_group, 0, misfits)
+    if key_norms is not None and lane.raw_rule is not None:
+        _, wanted = choose_slot_tokens(lane.raw_rule, key_norms, lane.plain_codec.token_group, 0, fit_errors)
     return count_left_out(wanted, none, lost)
 
 
@@ -232,7 +234,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
-        result = Side(lane.plain, (PackedRun(lane.plain, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
+        result = Side(lane.plain_codec, (PackedRun(lane.plain_codec, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
         if raw:
             result = put_slots(result, raw)
         if dtype.itemsize == 1:

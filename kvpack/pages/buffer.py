@@ -12,7 +12,7 @@ from kvpack.formats.arguments import as_integer, as_list, check_flag, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 
 from .geometry import PageGeometry
-from .overlap import Strided, first_shared
+from .overlap import Strided, find_overlap
 
 
 class PageBuffer:
@@ -63,7 +63,7 @@ class PageBuffer:
         """Describe which tensors share memory, as the values of an expanded tensor do, for a message; empty if none do."""
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
-        shared = first_shared([_strided(tensor) for tensor in tensors]) if self.slots else None
+        shared = find_overlap([_strided(tensor) for tensor in tensors]) if self.slots else None
         if shared is None:
             return ""
         first, other = shared

@@ -19,8 +19,8 @@ from .buffer import PageBuffer
 from .device import DevicePages, PageJob, Rows
 from .geometry import PageGeometry
 from .host import CPU, HostPages, Outcome, RowPlan
-from .lanes import address_of, lanes_of
-from .left_out import LeftOut
+from .lanes import address_of, build_lanes
+from .left_out import LeftOutTokens
 
 if TYPE_CHECKING:
     import os
@@ -64,8 +64,8 @@ class PageCodec:
         self.contents = geometry.contents(self.recipe)
         self.layout = row_layout(self.contents)
         self.nbytes = self.layout.nbytes
-        self._plan = RowPlan(geometry, self.contents, self.layout, namespace, lanes_of(self.contents, self.layout, geometry))
-        self._left_out = LeftOut(geometry)
+        self._plan = RowPlan(geometry, self.contents, self.layout, namespace, build_lanes(self.contents, self.layout, geometry))
+        self._left_out = LeftOutTokens(geometry)
         self._host = HostPages(self._plan, threads, self._left_out)
         self._devices: dict[torch.device, DevicePages] = {}
         self._closed = False

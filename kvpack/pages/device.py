@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.coding import dispatch
-from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, front_of
+from kvpack.file.row import KEY_AT, KEY_BYTES, MULTIPLIER, build_front
 from kvpack.formats.errors import DigestMismatch, KvpackError
 from kvpack.runtime.modes import float32_no_grad, writable
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpack.kernels.pages.lanes import Layers, PageSide
 
     from .lanes import Lane as PageLane
-    from .left_out import LeftOut
+    from .left_out import LeftOutTokens
 
 Rows = Sequence[Any] | torch.Tensor
 
@@ -77,7 +77,8 @@ class PageJob:
 class _StartedEncoding(NamedTuple):
     """An encoding job whose ``status``, int32 ``[page]``, is still on the device: 0, ``_REFUSED`` or ``_SUSPECT`` for each page.
 
-    ``measured`` are the lanes in which ``batched.count_losses`` examines suspect pages, with their layers and the layers of their keys.
+    ``measured`` are the lanes in which ``batched.count_losses`` examines suspect pages, with their layers and the layers of their
+    keys.
     """
 
     status: torch.Tensor
@@ -87,16 +88,16 @@ class _StartedEncoding(NamedTuple):
 class DevicePages:
     """The implementation of ``PageCodec`` for pages on ``device``. It uses the device's current stream."""
 
-    def __init__(self, plan: RowPlan, host: HostPages, device: torch.device, left_out: LeftOut) -> None:
+    def __init__(self, plan: RowPlan, host: HostPages, device: torch.device, left_out: LeftOutTokens) -> None:
         self._plan, self._host, self._device, self._nbytes = plan, host, device, plan.layout.nbytes
         self._known: WeakKeyDictionary[PageBuffer, list[PageSide]] = WeakKeyDictionary()
         with torch.inference_mode(False):
-            self._front = _bytes(front_of(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
+            self._front = _bytes(build_front(plan.layout, plan.namespace, bytes(KEY_BYTES))).to(device)
             pads = [at for begin, end in plan.layout.pads for at in range(begin, end)]
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
             self._shared_left_out, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
-            """Raw tokens for which pages had no slot, as ``LeftOut`` counts them."""
+            """Raw tokens for which pages had no slot, as ``LeftOutTokens`` counts them."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
         """Start encoding pages to ``rows``, which are fastest in the device's memory."""
@@ -184,10 +185,10 @@ class DevicePages:
                     keys, key_norms = given.layers, norms
                 assert keys is not None
                 assert key_norms is not None
-                errors = batched.room_for_errors(lane, len(slots), self._device)
+                errors = batched.allocate_errors(lane, len(slots), self._device)
                 if lanes.encode(given, job, errors):
-                    if batched.can_lose(lane):
-                        suspects |= batched.suspects(lane, norms, key_norms, rows, errors)
+                    if batched.can_lose_precision(lane):
+                        suspects |= batched.suspect_pages(lane, norms, key_norms, rows, errors)
                         measured.append((lane, given.layers, keys))
                     continue
                 if not batched.supports(lane.codec):

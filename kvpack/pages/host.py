@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from kvpack.coding.blocks import single_threaded
-from kvpack.file.row import KEY_BYTES, RowLayout, check_row, check_row_matches, front_of, write_checksum
+from kvpack.file.row import KEY_BYTES, RowLayout, build_front, check_row, check_row_matches, write_checksum
 from kvpack.formats.errors import KvpackError
 from kvpack.runtime.modes import float32_no_grad
 from kvpack.runtime.threads import WorkerThreads
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .buffer import PageBuffer
     from .geometry import PageGeometry
-    from .left_out import LeftOut
+    from .left_out import LeftOutTokens
 
 Outcome = KvpackError | None
 """Result for one page: None, or the error for which it was skipped."""
@@ -56,7 +56,7 @@ class RowPlan(NamedTuple):
 class HostPages:
     """The implementation of ``PageCodec`` for pages in host memory, with ``threads`` threads of its own."""
 
-    def __init__(self, plan: RowPlan, threads: int, left_out: LeftOut) -> None:
+    def __init__(self, plan: RowPlan, threads: int, left_out: LeftOutTokens) -> None:
         self._plan, self._threads, self._left_out = plan, threads, left_out
         self._own = WorkerThreads(threads, "kvpack-pages")
 
@@ -77,7 +77,7 @@ class HostPages:
 
         def encode(number: int, threads: int) -> Outcome:
             row = targets[number][: plan.layout.nbytes]
-            row[: plan.layout.payload] = front_of(plan.layout, plan.namespace, digests[number] or bytes(KEY_BYTES))
+            row[: plan.layout.payload] = build_front(plan.layout, plan.namespace, digests[number] or bytes(KEY_BYTES))
             try:
                 left_out = numpy.zeros(2, numpy.int64)
                 for lane in lanes:

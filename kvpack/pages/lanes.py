@@ -15,8 +15,8 @@ from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.dispatch import TokenSizes
-from kvpack.coding.encoding import TORCH_DTYPES, encode_all, misfits_of
-from kvpack.coding.token_errors import MANY_RATIO, EncodedRun, excesses, may_lose, room_for_sizes, run_fits, sample_step
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
+from kvpack.coding.token_errors import MANY_RATIO, EncodedRun, allocate_sizes, excess_losses, may_lose_precision, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
 from kvpack.formats.head_norms import TOKENS, norms_per_head
 from kvpack.formats.key_mean import KeyMean
@@ -34,7 +34,7 @@ from kvpack.formats.raw_positions import (
     replace_tokens,
     slot_mask,
 )
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,22 +77,22 @@ class Lane:
         return self.codec.sidecar(RawPositions)
 
     @cached_property
-    def watched(self) -> RawPositions | None:
+    def raw_rule(self) -> RawPositions | None:
         """The rule that finds the tokens to keep raw, even if the page has no room for them; None if none are to be kept raw."""
         # A token with a large norm shifts its page's mean.
-        has_means = isinstance(self.plain, WithSidecars) and self.plain.page_vectors
-        if self.raw is not None or not (self.plain.shared_scales or has_means):
+        has_means = isinstance(self.plain_codec, CodecWithSidecars) and self.plain_codec.page_vectors
+        if self.raw is not None or not (self.plain_codec.shared_scales or has_means):
             return self.raw
         return RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO)
 
     @cached_property
-    def halved(self) -> Codec | None:
-        """``plain`` with half means (``KeyMean.halved``); None if it has no means."""
-        key_mean = self.plain.sidecar(KeyMean)
+    def halved_codec(self) -> Codec | None:
+        """``plain_codec`` with half means (``KeyMean.with_half_means``); None if it has no means."""
+        key_mean = self.plain_codec.sidecar(KeyMean)
         if key_mean is None:
             return None
-        assert isinstance(self.plain, WithSidecars)
-        return self.plain.with_sidecar(key_mean.halved)
+        assert isinstance(self.plain_codec, CodecWithSidecars)
+        return self.plain_codec.with_sidecar(key_mean.with_half_means)
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -100,12 +100,12 @@ class Lane:
 
         Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem large, so they have none.
         """
-        return self.plain.shared_scales - (frozenset() if self.slots else {TOKENS})
+        return self.plain_codec.shared_scales - (frozenset() if self.slots else {TOKENS})
 
     @cached_property
-    def measured(self) -> bool:
+    def may_lose_precision(self) -> bool:
         """True if tokens may lose precision because maps, means or scales do not fit them."""
-        summary = self.plain.summary
+        summary = self.plain_codec.summary
         return summary.changes_norms or summary.has_run_rows or summary.error_spread > 0 or summary.direction_spread > 0
 
     @cached_property
@@ -114,7 +114,7 @@ class Lane:
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
     @cached_property
-    def plain(self) -> Codec:
+    def plain_codec(self) -> Codec:
         """The codec of the tokens that are not raw."""
         return self.codec.without_raw_positions
 
@@ -137,7 +137,7 @@ class Lane:
         """
         from kvpack.kernels.cpu import pages
 
-        geometry, codec = self.geometry, self.plain
+        geometry, codec = self.geometry, self.plain_codec
         dtype, heads, tokens = geometry.computed_dtype, geometry.heads, geometry.tokens
         streams = pages.stream_locations(codec, heads, tokens, {name: begin for name, (begin, _) in self.places.items()})
         counts = {1, self.count}
@@ -159,11 +159,11 @@ class Lane:
         geometry = self.geometry
         shared = self.shared
         # C computes norms only of original keys; other codecs with shared scales need the norms passed.
-        needs_norms = shared and (self.side != "k" or self.plain.changes_norms)
-        if self.watched is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
+        needs_norms = shared and (self.side != "k" or self.plain_codec.changes_norms)
+        if self.raw_rule is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
             return None
-        shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain.token_group, self.slots
-        return {n: pages.RawTokenChooser(self.watched, n, *shape, shared) for n in {1, self.count}}
+        shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, self.plain_codec.token_group, self.slots
+        return {n: pages.RawTokenChooser(self.raw_rule, n, *shape, shared) for n in {1, self.count}}
 
 
 Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -184,10 +184,10 @@ class _RowStreams(Mapping[str, torch.Tensor]):
         return values.view(lane.count, *layout.shape[1:])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._lane.plain.row_layouts)
+        return iter(self._lane.plain_codec.row_layouts)
 
     def __len__(self) -> int:
-        return len(self._lane.plain.row_layouts)
+        return len(self._lane.plain_codec.row_layouts)
 
 
 class _BoundLane:
@@ -215,27 +215,29 @@ class _BoundLane:
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
         """Encode the page in ``slot``; return the counts of raw tokens without room, int64 ``[2]``, as in ``count_left_out``."""
-        raw, watched = self._lane.raw, self._lane.watched
+        raw, watched = self._lane.raw, self._lane.raw_rule
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
         # Replace a raw token only if it shares scales with others.
         rest = (
-            {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()} if self._lane.plain.token_group > 1 else {}
+            {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()}
+            if self._lane.plain_codec.token_group > 1
+            else {}
         )
         sizes = self._encode(slot, row, threads, rest)
-        misfits = self._misfits(slot, row, sizes, used)
-        if misfits is not None:
-            more = self._with_misfits(used, misfits)
+        fit_errors = self._fit_errors(slot, row, sizes, used)
+        if fit_errors is not None:
+            more = self._with_poorly_fitting(used, fit_errors)
             if changed := {number for number, tokens in more.items() if len(tokens) > len(used.get(number, ()))}:
                 used = more
                 rest |= {number: self._without_raw(slot, number, used[number]) for number in changed}
                 sizes = self._encode(slot, row, threads, rest)
             kept = self._mask(used)
-            if self._lane.halved is not None and ((misfits[0] > 1) & ~kept).any():
-                misfits = self._halve_means(slot, row, self._lane.halved, sizes, kept, rest, misfits)
+            if self._lane.halved_codec is not None and ((fit_errors[0] > 1) & ~kept).any():
+                fit_errors = self._halve_means(slot, row, self._lane.halved_codec, sizes, kept, rest, fit_errors)
             # The same token may be both without room and a misfit.
             wanted = self._wanted(watched, slot)[1] if watched is not None and left_out.any() else torch.zeros_like(kept).expand(2, -1, -1)
-            left_out = count_left_out(wanted, kept, misfits).numpy()
+            left_out = count_left_out(wanted, kept, fit_errors).numpy()
         if raw is None:
             return left_out
         for name in (POSITIONS, VALUES):
@@ -257,37 +259,39 @@ class _BoundLane:
 
     def _wanted(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``choose_slot_tokens`` of all layers of the page in ``slot``."""
-        lane, codec = self._lane, self._lane.plain
-        dtype, misfits = lane.geometry.computed_dtype, None
+        lane, codec = self._lane, self._lane.plain_codec
+        dtype, fit_errors = lane.geometry.computed_dtype, None
         if lane.shared:
             layers = enumerate(self._tensors, lane.first)
-            misfits = torch.cat([misfits_of(codec, x[slot].to(dtype)[None], lane.shared, f"layers[{n}].{lane.side}") for n, x in layers])
+            fit_errors = torch.cat(
+                [scale_fit_errors(codec, x[slot].to(dtype)[None], lane.shared, f"layers[{n}].{lane.side}") for n, x in layers]
+            )
         norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
-        return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, misfits)
+        return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
 
-    def _misfits(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
 
-        ``sizes`` are those that ``_encode`` returned. The result is that of ``excesses``, ``[2, layer, token]``.
+        ``sizes`` are those that ``_encode`` returned. The result is that of ``excess_losses``, ``[2, layer, token]``.
         """
         lane = self._lane
-        if not lane.measured:
+        if not lane.may_lose_precision:
             return None
         if self._large_errors is not None and not self._large_errors.run(address_of(row)):
             return None
         streams = _RowStreams(lane, row)
         # The exact computation needs a copy of the page.
-        if not may_lose(lane.plain, streams, sizes, self._tensors[0].device):
-            least = lane.plain.min_sizes(streams)
+        if not may_lose_precision(lane.plain_codec, streams, sizes, self._tensors[0].device):
+            least = lane.plain_codec.min_sizes(streams)
             step, dtype = sample_step(lane.geometry.tokens), lane.geometry.computed_dtype
             sample = () if least is None else [tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors]
             if least is None or run_fits(torch.cat(sample), least):
                 return None
-        return self._exact_misfits(slot, streams, sizes, self._mask(used))
+        return self._exact_fit_errors(slot, streams, sizes, self._mask(used))
 
-    def _exact_misfits(self, slot: int, streams: _RowStreams, sizes: TokenSizes, kept: torch.Tensor) -> torch.Tensor | None:
+    def _exact_fit_errors(self, slot: int, streams: _RowStreams, sizes: TokenSizes, kept: torch.Tensor) -> torch.Tensor | None:
         x = torch.cat([tensor[slot].to(self._lane.geometry.computed_dtype)[None] for tensor in self._tensors])
-        return excesses(EncodedRun(self._lane.plain, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
+        return excess_losses(EncodedRun(self._lane.plain_codec, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
 
     def _mask(self, used: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return a mask of the tokens ``used``, bool ``[layer, token]``."""
@@ -304,22 +308,22 @@ class _BoundLane:
         sizes: TokenSizes,
         kept: torch.Tensor,
         rest: Mapping[int, torch.Tensor],
-        misfits: torch.Tensor,
+        fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Encode layers with ``misfits`` that are not ``kept`` again, with ``halved`` means; return the misfits that are left."""
-        for number in ((misfits[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
+        """Encode layers with ``fit_errors`` that are not ``kept`` again, with ``halved`` means; return the misfits that are left."""
+        for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
                 if target is not None and source is not None:
                     target[number] = source[0]
-        return self._exact_misfits(slot, _RowStreams(self._lane, row), sizes, kept)
+        return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
 
-    def _with_misfits(self, used: Mapping[int, torch.Tensor], misfits: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Add the worst ``misfits`` for which there is room to the ``used`` tokens."""
+    def _with_poorly_fitting(self, used: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Add the worst ``fit_errors`` for which there is room to the ``used`` tokens."""
         result = dict(used)
-        for number in (misfits[0] > 1).any(1).nonzero()[:, 0].tolist():
-            own = used.get(number, torch.empty(0, dtype=torch.int64, device=misfits.device))
+        for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
+            own = used.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
             room = max(0, self._lane.slots - len(own))
-            worst = misfits[0, number].argsort(descending=True)[: min(room, int((misfits[0, number] > 1).sum()))]
+            worst = fit_errors[0, number].argsort(descending=True)[: min(room, int((fit_errors[0, number] > 1).sum()))]
             if len(worst):
                 result[number] = torch.cat([own, worst]).sort().values
         return result
@@ -329,7 +333,7 @@ class _BoundLane:
         x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
         chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
         chosen[0, tokens] = True
-        return replace_tokens(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain.token_group)
+        return replace_tokens(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain_codec.token_group)
 
     def _store_raw(self, raw: RawPositions, slot: int, row: memoryview, number: int, tokens: torch.Tensor) -> None:
         lane, streams = self._lane, self._streams(row, number)
@@ -350,10 +354,10 @@ class _BoundLane:
         if self._encoders is not None and not rest:
             address = address_of(row)
             shape = lane.count, lane.geometry.heads, lane.geometry.tokens
-            errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain.summary.direction_spread else None
+            errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain_codec.summary.direction_spread else None
             if all(self._run_encoder(stretch, slot, address, threads, errors) for stretch in self._stretches):
                 return TokenSizes(errors=errors)
-        result = [self._encode_layer(slot, row, number, rest, lane.plain) for number in range(lane.count)]
+        result = [self._encode_layer(slot, row, number, rest, lane.plain_codec) for number in range(lane.count)]
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
 
     def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
@@ -366,7 +370,7 @@ class _BoundLane:
             streams["values"].copy_(x[None])
         else:
             x = x.to(lane.geometry.computed_dtype)[None]
-            sizes = room_for_sizes(codec, x)
+            sizes = allocate_sizes(codec, x)
             for name, stream in encode_all(codec, x, f"layers[{lane.first + number}].{lane.side}", sizes=sizes).items():
                 streams[name].copy_(stream)
         return sizes
@@ -388,8 +392,8 @@ class _BoundLane:
                 result = streams["values"][0]
             else:
                 empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
-                plain = {name: streams[name] for name in lane.plain.row_layouts}
-                side = Side(lane.plain, (PackedRun(lane.plain, lane.geometry.tokens, plain),), empty, 0)
+                plain = {name: streams[name] for name in lane.plain_codec.row_layouts}
+                side = Side(lane.plain_codec, (PackedRun(lane.plain_codec, lane.geometry.tokens, plain),), empty, 0)
                 result = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
                 limit = torch.finfo(target.dtype).max
@@ -464,7 +468,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
     return result
 
 
-def lanes_of(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
+def build_lanes(contents: Contents, layout: RowLayout, geometry: PageGeometry) -> list[Lane]:
     """Return the lanes of a page. Consecutive layers are combined if their codecs are the same."""
     pairs = [tuple(side.codec for _, side in layer.sides()) for layer in contents.layers]
     lanes = []

@@ -33,7 +33,7 @@ class PageLayout:
     places: dict[str, torch.Tensor]
 
     @classmethod
-    def certify(cls, geometry: PageGeometry, write: Writer, page: torch.Tensor) -> Self:
+    def detect(cls, geometry: PageGeometry, write: Writer, page: torch.Tensor) -> Self:
         """Find the layout of a page by ``write(k, v)``, which puts values through the engine's own writer into ``page``.
 
         ``k`` and ``v`` are ``[layer, head, token, channel]`` of the geometry's dtype, ``v`` None for pages of one side; ``page`` is a
@@ -54,7 +54,7 @@ class PageLayout:
         shapes = {side: (geometry.layers, geometry.heads, geometry.tokens, dim) for side, dim in dims.items()}
 
         def written(values: dict[str, torch.Tensor], before: int = 0) -> torch.Tensor:
-            bits_of(flat).fill_(before)
+            as_integers(flat).fill_(before)
             write(values["k"], values.get("v"))
             return flat.to("cpu")
 
@@ -65,7 +65,7 @@ class PageLayout:
             result = torch.zeros(flat.numel(), dtype=torch.int64, device="cpu")
             for bit in range(numbers.numel().bit_length()):
                 ones = (numbers >> bit & 1).to(zeros[side].dtype).to(page.device)
-                result += (bits_of(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
+                result += (as_integers(written({**zeros, side: ones})) != 0).to(torch.int64) << bit
             at = result.nonzero().flatten()
             order = result[at].argsort()
             if at.numel() != numbers.numel() or not torch.equal(result[at][order], numbers.flatten()):
@@ -80,9 +80,9 @@ class PageLayout:
         layout = cls(geometry, flat.numel(), places)
         random = {side: _random_bits(shape, page.dtype).to(page.device) for side, shape in shapes.items()}
         # Write over the bits of another page, which reveals positions that the writer skips.
-        bits = bits_of(written(random, before=0x55))
+        bits = as_integers(written(random, before=0x55))
         for side, place in places.items():
-            if not torch.equal(bits[place], bits_of(random[side].to("cpu"))):
+            if not torch.equal(bits[place], as_integers(random[side].to("cpu"))):
                 raise InvalidParameter(f"{side}: the writer changes values, by a scale or another dtype, so its pages cannot be packed")
         return layout
 
@@ -143,9 +143,9 @@ class PageLayout:
         """
         for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
             for side, place in self.places.items():
-                values = bits_of(pool[slot])[place]
+                values = as_integers(pool[slot])[place]
                 for layer, target in enumerate(staging.sides[side]):
-                    bits_of(target)[number].copy_(values[layer])
+                    as_integers(target)[number].copy_(values[layer])
 
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``.
@@ -156,8 +156,8 @@ class PageLayout:
         with torch.inference_mode():
             for number, slot in enumerate(chosen):
                 for side, place in self.places.items():
-                    values = torch.stack([bits_of(source)[number] for source in staging.sides[side]])
-                    bits_of(pool)[slot].index_put_((place,), values)
+                    values = torch.stack([as_integers(source)[number] for source in staging.sides[side]])
+                    as_integers(pool)[slot].index_put_((place,), values)
 
     def _check_arguments(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer, written: bool = False) -> list[int]:
         """Check ``pool`` and ``staging``, which must have a slot for each of ``slots``, and return the slots as integers."""
@@ -184,7 +184,7 @@ def _check_tensor(x: Any, what: str) -> None:
         raise InvalidType(f"{what} is {describe(x)}, expected a dense tensor in memory")
 
 
-def bits_of(x: torch.Tensor) -> torch.Tensor:
+def as_integers(x: torch.Tensor) -> torch.Tensor:
     """Return values as integers with the same bits. Indexing does not support every dtype, and a NaN is not equal to itself."""
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
@@ -195,6 +195,6 @@ def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     last = (*shape[:-1], shape[-1] * dtype.itemsize)
     result = torch.randint(256, last, dtype=torch.uint8, generator=generator, device="cpu").view(dtype)
     if dtype != torch.uint8:
-        bits = bits_of(result)
+        bits = as_integers(result)
         bits.masked_fill_(~result.to(torch.float32).isfinite(), torch.iinfo(bits.dtype).min or 0x80)
     return result

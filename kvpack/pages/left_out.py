@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .geometry import PageGeometry
 
 
-class LeftOut:
+class LeftOutTokens:
     """A counter of tokens that should have been kept raw, but for which their page had no room. Safe to use from any thread.
 
     A token of low norm is harmless: only its own error grows. A token is ``costly`` if tokens or heads that share scales with it lose

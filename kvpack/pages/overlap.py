@@ -28,7 +28,7 @@ class Strided(NamedTuple):
         return self.begin + sum((size - 1) * stride for size, stride in self.axes) + self.item
 
 
-def shares_with_itself(x: Strided) -> bool:
+def overlaps_itself(x: Strided) -> bool:
     """Return True if two items of ``x`` share bytes, or if a bounded search cannot decide it."""
     # One of two items has the smaller index on the largest axis where they differ; call it the first.
     axes = sorted(x.axes, key=lambda axis: -axis[1])
@@ -39,7 +39,7 @@ def shares_with_itself(x: Strided) -> bool:
     return False
 
 
-def share(x: Strided, y: Strided) -> bool:
+def overlaps(x: Strided, y: Strided) -> bool:
     """Return True if an item of ``x`` and one of ``y`` share bytes, or if a bounded search cannot decide it."""
     if x.end <= y.begin or y.end <= x.begin:
         return False
@@ -51,20 +51,20 @@ def share(x: Strided, y: Strided) -> bool:
     return _can_reach(sorted(terms, key=lambda term: -term[2]), y.begin - x.begin, max(x.item, y.item))
 
 
-def first_shared(tensors: list[Strided]) -> tuple[int, int] | None:
+def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
     """Return the indices of two tensors that share bytes, or the same index twice if a tensor's own items do; None without any."""
     for number, tensor in enumerate(tensors):
-        if shares_with_itself(tensor):
+        if overlaps_itself(tensor):
             return number, number
     folded = _fold_pools(tensors)
-    if folded is not None and not shares_with_itself(folded):
+    if folded is not None and not overlaps_itself(folded):
         return None
     order = sorted(range(len(tensors)), key=lambda number: tensors[number].begin)
     for place, number in enumerate(order):
         for other in order[place + 1 :]:
             if tensors[other].begin >= tensors[number].end:
                 break
-            if share(tensors[number], tensors[other]):
+            if overlaps(tensors[number], tensors[other]):
                 return min(number, other), max(number, other)
     return None
 

@@ -1,14 +1,14 @@
-"""JSON texts that describe entries in a folder's index and on Redis (spec/notes.md)."""
+"""JSON texts that describe entries in a folder's index (spec/store.md, Index)."""
 
 from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from kvpack.file.row import begins_row
+from kvpack.file.row import is_row_start
 from kvpack.formats.errors import KvpackError
 
 from .entries import FEATURE, ChunkFields
@@ -17,18 +17,6 @@ from .keys import ID_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from .backend import StoredEntry
-
-OTHER_KINDS = ("pages", "states", "bases")
-"""Kinds of entries other than chunks."""
-
-
-class Described(NamedTuple):
-    """The descriptions of a location's entries: (text, entries, bytes) for each text, and the entries that must be looked at."""
-
-    totals: Sequence[tuple[str, int, int]]
-    missing: Sequence[StoredEntry]
 
 
 def kind_text(kind: str) -> str:
@@ -42,26 +30,12 @@ def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> 
     return json.dumps({"kind": "chunk", "model": dict(model), "recipe": recipe, "tokens": tokens}, sort_keys=True)
 
 
-def parse_text(text: str) -> dict[str, Any] | None:
-    """Parse a descriptive text; return None for any other text."""
-    try:
-        about: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(about, dict) or about.get("kind") in OTHER_KINDS:
-        return about if isinstance(about, dict) else None
-    model, recipe, tokens = about.get("model"), about.get("recipe"), about.get("tokens")
-    is_model = isinstance(model, dict) and all(isinstance(value, str) for value in model.values())
-    is_chunk = about.get("kind") == "chunk" and is_model and isinstance(recipe, str) and type(tokens) is int and tokens >= 0
-    return about if is_chunk else None
-
-
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
     """Return the text that describes an entry, given its ``pieces`` as this process wrote them; None if they do not show it.
 
     An encrypted entry, for example, has no text.
     """
-    if begins_row(bytes(pieces[0][:FRONT_BYTES])):
+    if is_row_start(bytes(pieces[0][:FRONT_BYTES])):
         return kind_text("pages")
     if len(pieces) < 2:
         return None

@@ -33,7 +33,7 @@ BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 """Limits of one ``put_all`` call: the number of entries, and their total bytes. A single larger entry is allowed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredEntry:
     """A listed entry: its key, its size in bytes, and its last use in nanoseconds since 1970 (0: unknown)."""
 
@@ -77,23 +77,23 @@ class Backend(Protocol):
     """
 
     @property
-    def private(self) -> bool:
+    def is_private(self) -> bool:
         """True if only this user can have written the entries, so that checking digests is enough."""
 
     @property
     def parts(self) -> Sequence[Backend]:
         """The backend of each tier, fastest first."""
 
-    def present(self, keys: Sequence[bytes]) -> int:
+    def count_present(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading ``keys`` that have an entry in a format that this store reads."""
 
-    def present_each(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         """Return True for each of ``keys`` that has an entry. The keys need not form a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
         """Return the bytes of each entry of ``keys``, up to the first missing one."""
 
-    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``. The keys need not form a chain.
 
         A server sends at most ``max_bytes`` + 1 bytes of an entry, which is enough for the size check to reject a larger one.
@@ -111,7 +111,7 @@ class Backend(Protocol):
         With ``front``, only the bytes before a kvpack file's payload need to be correct.
         """
 
-    def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+    def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         """Return the result of ``peek`` for each of ``keys``. The caller limits the number of bytes requested."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
@@ -151,7 +151,7 @@ class Backend(Protocol):
     def pins(self) -> Sequence[Pin]:
         """Return the pins in effect."""
 
-    def pinned(self) -> set[bytes]:
+    def pinned_keys(self) -> set[bytes]:
         """Return the pinned keys."""
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
@@ -167,7 +167,7 @@ class Backend(Protocol):
         """Release connections; entries stay."""
 
 
-class OneTier:
+class SingleTierBackend:
     """A base class of backends with a single tier. Backends that query a server override the methods that work one key at a time."""
 
     @property
@@ -179,17 +179,17 @@ class OneTier:
         """Implement ``Backend.find`` for a backend without a slower tier."""
         return [FoundEntry(data, 0) for data in self.get(keys)] if beyond < 0 else []
 
-    def present_each(self: Backend, keys: Sequence[bytes]) -> list[bool]:
-        """Implement ``Backend.present_each`` one key at a time."""
-        return [self.present([key]) == 1 for key in keys]
+    def contains_many(self: Backend, keys: Sequence[bytes]) -> list[bool]:
+        """Implement ``Backend.contains_many`` one key at a time."""
+        return [self.count_present([key]) == 1 for key in keys]
 
-    def find_each(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
-        """Implement ``Backend.find_each`` one key at a time."""
+    def find_many(self: Backend, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+        """Implement ``Backend.find_many`` one key at a time."""
         result = [self.find([key], beyond=tier) for key, tier in zip(keys, beyond, strict=True)]
         return [entries[0] if entries else None for entries in result]
 
-    def peek_each(self: Backend, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
-        """Implement ``Backend.peek_each`` one key at a time."""
+    def peek_many(self: Backend, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+        """Implement ``Backend.peek_many`` one key at a time."""
         return [self.peek(key, front=front) for key in keys]
 
     def put_all(self: Backend, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
@@ -198,8 +198,8 @@ class OneTier:
         count = sum(stored)
         return [index < count for index in range(len(entries))]
 
-    def pinned(self: Backend) -> set[bytes]:
-        """Implement ``Backend.pinned`` with the pins in effect."""
+    def pinned_keys(self: Backend) -> set[bytes]:
+        """Implement ``Backend.pinned_keys`` with the pins in effect."""
         return {key for pin in self.pins() for key in pin.chain}
 
     def take_lease(self: Backend, key: bytes, seconds: float) -> Lease | None:

@@ -63,9 +63,9 @@ class StoredBasis:
         self._basis = basis
         self._whole: set[int] = set()
 
-    def present(self) -> bool:
+    def is_available(self) -> bool:
         """Return True if the basis is in memory or, judging by its first bytes, in the store."""
-        return self._basis is not None or any(self._backend.present([key]) for key in self.keys)
+        return self._basis is not None or any(self._backend.count_present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
         """Return the basis, read from the store at most once; None if it is neither given nor stored."""
@@ -73,7 +73,7 @@ class StoredBasis:
             self._basis = next((result for key in self.keys if (result := self._read_stored(key)) is not None), None)
         return self._basis
 
-    def missing(self, operation: str) -> None:
+    def count_missing(self, operation: str) -> None:
         """Count the missing basis as a fault of ``operation``."""
         self._counters.fault(
             operation,
@@ -86,18 +86,18 @@ class StoredBasis:
         """Store the basis in every tier that lacks it, and replace damaged copies; return True if any tier has it now."""
         basis = self.get()
         if basis is None:
-            self.missing("save")
+            self.count_missing("save")
             return False
         # In every tier at once: a chunk must not reach a tier before its basis.
         return True in [self._put_in(tier, backend, basis, now_ns) for tier, backend in enumerate(self._backend.parts)]
 
     def _put_in(self, tier: int, backend: Backend, basis: Basis, now_ns: int) -> bool:
         key = self.keys[0]
-        if backend.present([key]) and (tier in self._whole or self._check_or_remove(key, backend)):
+        if backend.count_present([key]) and (tier in self._whole or self._check_or_remove(key, backend)):
             self._whole.add(tier)
             return True
         # A damaged entry has been removed by now. An entry that is still present may be readable to other stores, so it stays.
-        if backend.present([key]):
+        if backend.count_present([key]):
             return False
         try:
             pieces = [basis.data] if self._cipher is None else self._cipher.encrypt(key, [basis.data])

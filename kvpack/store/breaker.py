@@ -28,7 +28,7 @@ class CircuitBreaker:
         self._paused_until = 0.0
         self._lock = Lock()
 
-    def allows(self) -> bool:
+    def allows_request(self) -> bool:
         """Return True if a request may be sent now. After a pause, only one caller may send a request until its result is known."""
         with self._lock:
             if self._failure_count < FAILURES:
@@ -39,12 +39,12 @@ class CircuitBreaker:
             self._paused_until = now + REST_SECONDS
             return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """Record that the server answered."""
         with self._lock:
             self._failure_count = 0
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """Record that the server did not answer in time."""
         with self._lock:
             self._failure_count += 1
@@ -68,8 +68,8 @@ class RequestGuard:
 
     def ask(self, operation: str, ask: Callable[[], Result], default: Result) -> Result:
         """Return the server's answer, or ``default`` after a fault."""
-        if not self._breaker.allows():
-            self._counters.fault(operation, Resting("the server did not answer, and requests to it are paused for a while"))
+        if not self._breaker.allows_request():
+            self._counters.fault(operation, CircuitOpen("the server did not answer, and requests to it are paused for a while"))
             return default
         try:
             answer = ask()
@@ -77,12 +77,12 @@ class RequestGuard:
             if not isinstance(error, self._errors) and not is_panic(error):
                 raise
             if isinstance(error, self._refusals):
-                self._breaker.succeeded()
+                self._breaker.record_success()
             else:
-                self._breaker.failed()
+                self._breaker.record_failure()
             self._counters.fault(operation, error)
             return default
-        self._breaker.succeeded()
+        self._breaker.record_success()
         return answer
 
 
@@ -91,5 +91,5 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
-class Resting(Exception):
+class CircuitOpen(Exception):
     """The fault of a request that was not sent because earlier ones failed."""

@@ -6,20 +6,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvpack.file.row import FRAME_BYTES, KEY_AT, begins_row, frame_of, namespace_of
+from kvpack.file.row import FRAME_BYTES, KEY_AT, frame_of, is_row_start, namespace_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
 from .encryption import decrypt_entry
-from .entries import FEATURE, ChunkFields, check_entry, open_entry
+from .entries import ChunkFields, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
-from .header_template import HeaderTemplates
 from .keys import ID_BYTES, check_basis, check_page, chunk_key
 from .state_entries import StatesFields, is_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from kvpack.file import container
     from kvpack.file.atomic import Progress
 
     from .backend import Backend, Data, StoredEntry
@@ -32,7 +32,7 @@ _BYTES_AT_ONCE = 16 * 2**20
 """Maximum total size of the entries in one request. A single larger entry has its own request."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkEntry:
     """An entry with one chunk of a prefix: its listing, the fields of its header, and the position of its first token."""
 
@@ -68,7 +68,7 @@ class BasisEntry:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored prefix: the entries of its chain, first chunk first. It is ``whole`` if no ancestor is missing."""
+    """A stored prefix: the entries of its chain, first chunk first. ``is_complete`` is True if no ancestor is missing."""
 
     entries: tuple[ChunkEntry, ...]
 
@@ -78,7 +78,7 @@ class Prefix:
         return self.entries[-1].stored.key
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.entries[0].start == 0
 
     @property
@@ -136,7 +136,7 @@ class Catalog:
             entry = parent if parent is not None and parent.start < entry.start else None
         return Prefix(tuple(chain))
 
-    def continuable(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
+    def truncate_to_states(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
         """Return ``prefix`` up to its last chunk that is followed by states, and these states; the whole prefix and None without any."""
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
@@ -176,16 +176,12 @@ def read_catalog(
     pages: dict[bytes, StoredEntry] = {}
     bases: dict[bytes, BasisEntry] = {}
     states: dict[bytes, StatesEntry] = {}
-    templates: HeaderTemplates[ChunkEntry] = HeaderTemplates()
     listed = list(backend.list()) if listed is None else listed
     for index, (stored, front) in enumerate(read_fronts(backend, listed, max_entry_bytes)):
         try:
             data = _decrypt(stored, front, cipher, max_entry_bytes)
-            if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
+            if is_row_start(bytes(memoryview(data)[:FRONT_BYTES])):
                 pages[stored.key] = stored
-                continue
-            if (chunk := _chunk_like(templates, stored, data)) is not None:
-                entries[stored.key] = chunk
                 continue
             with open_entry(data, stored.key) as file:
                 if file.header.is_basis:
@@ -195,13 +191,12 @@ def read_catalog(
                 header = file.header
                 if is_states(file):
                     named_states = StatesFields.of(file)
-                    _check_key(file.where, named_states.key, stored)
+                    _check_key(file, named_states.key, stored)
                     states[named_states.chunk] = StatesEntry(stored, named_states.chunk, header.recipe, header.start)
                     continue
                 fields = check_entry(file, None, None, None, max_entry_bytes)
-                _check_key(file.where, fields.key, stored)
-                entries[stored.key] = ChunkEntry(stored, fields, header.model, header.recipe, header.start)
-                templates.add(file, FEATURE, entries[stored.key])
+                _check_key(file, fields.key, stored)
+                entries[stored.key] = ChunkEntry(stored, fields, dict(header.model), header.recipe, header.start)
         except _EntryGone:
             continue
         except KvpackError as error:
@@ -211,19 +206,6 @@ def read_catalog(
         if progress:
             progress(index + 1, len(listed))
     return Catalog(entries, unreadable, pages, bases, states)
-
-
-def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
-    """Return the chunk in ``data`` if its header is like that of a chunk that was read before. Raises InvalidHeader for another key."""
-    if (known := templates.match(memoryview(data))) is None:
-        return None
-    like, start, feature = known
-    where = f"entry {stored.key.hex()}"
-    fields = ChunkFields.of(feature, where)
-    if len(fields.ids) != len(like.fields.ids):
-        return None
-    _check_key(where, fields.key, stored)
-    return ChunkEntry(stored, fields, like.model, like.recipe, start)
 
 
 def corrected_times(catalog: Catalog) -> dict[bytes, int]:
@@ -247,9 +229,9 @@ def corrected_times(catalog: Catalog) -> dict[bytes, int]:
     return {key: time_ns for key, time_ns in used.items() if time_ns != listed[key]}
 
 
-def _check_key(where: str, named_key: bytes, stored: StoredEntry) -> None:
+def _check_key(file: container.File, named_key: bytes, stored: StoredEntry) -> None:
     if named_key != stored.key:
-        raise InvalidHeader(f"{where}: its header names the key {named_key.hex()}, expected {stored.key.hex()}")
+        raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}, expected {stored.key.hex()}")
 
 
 def verify(
@@ -265,7 +247,7 @@ def verify(
     for index, (stored, entry) in enumerate(_read_contents(backend, listed, max_entry_bytes)):
         try:
             data = _decrypt(stored, entry, cipher, max_entry_bytes)
-            if begins_row(bytes(memoryview(data)[:FRONT_BYTES])):
+            if is_row_start(bytes(memoryview(data)[:FRONT_BYTES])):
                 check_page(stored.key, data)
                 yield stored, None
                 continue
@@ -273,7 +255,7 @@ def verify(
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
                 elif is_states(file):
-                    _check_key(file.where, StatesFields.of(file).key, stored)
+                    _check_key(file, StatesFields.of(file).key, stored)
                 else:
                     fields = check_entry(file, None, None, None, max_entry_bytes)
                     key = chunk_key(fields.parent, fields.ids, fields.inputs)
@@ -311,7 +293,7 @@ def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None =
     for stored, front in read_fronts(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_EntryGone, KvpackError, MemoryError):
             row, where = memoryview(_decrypt(stored, front, cipher, MAX_ENTRY_BYTES)), f"entry {stored.key.hex()}"
-            if begins_row(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, where)).namespace == namespace:
+            if is_row_start(bytes(row[:FRONT_BYTES])) and (frame := frame_of(row, where)).namespace == namespace:
                 result.add(bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes]))
     return result
 
@@ -345,7 +327,7 @@ def _peek_all(
 ) -> Iterator[tuple[StoredEntry, Data | None]]:
     # Checked before any byte is fetched or mapped: others may have written the entries.
     keys = [stored.key for stored in listed if 0 < stored.size <= max_entry_bytes]
-    result = dict(zip(keys, backend.peek_each(keys, front=front) if keys else (), strict=True))
+    result = dict(zip(keys, backend.peek_many(keys, front=front) if keys else (), strict=True))
     for stored in listed:
         yield stored, result.pop(stored.key, None)
 

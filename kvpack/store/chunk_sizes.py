@@ -25,18 +25,18 @@ TRIES = 3
 def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
     """Return those of ``sizes`` for which the first chunk of ``ids`` is stored; ``inputs`` are those of the chunk."""
     possible = [size for size in sizes if size * ID_BYTES <= len(ids)]
-    present = backend.present_each([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
+    present = backend.contains_many([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
     return [size for size, is_present in zip(possible, present, strict=True) if is_present]
 
 
-class OtherChunks:
+class ChunkSizeSearch:
     """A search for entries of the same tokens with another chunk size, which runs after lookups without a hit until it finds some."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk
         self._tries_left = TRIES
 
-    def look(self, ids: bytes, inputs: bytes) -> None:
+    def search(self, ids: bytes, inputs: bytes) -> None:
         """Count and log entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""
         sizes = [size for size in SIZES if size != self._chunk]
         if not self._tries_left or len(ids) < sizes[0] * ID_BYTES:

@@ -108,7 +108,7 @@ class Counters:
         with self._lock:
             return self._faults.total()
 
-    def recent(self) -> list[tuple[str, float]]:
+    def pop_recent(self) -> list[tuple[str, float]]:
         """Return (operation, seconds) for each operation timed since the last call, at most ``MAX_RECENT`` of them."""
         with self._lock:
             result = list(self._recent)

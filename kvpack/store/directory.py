@@ -20,8 +20,8 @@ from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import is_cold, map_file, may_map
 from kvpack.runtime.threads import in_parallel
 
-from .abouts import Described, entry_text
-from .backend import NoLease, OneTier, StoredEntry
+from .abouts import entry_text
+from .backend import NoLease, SingleTierBackend, StoredEntry
 from .catalog import corrected_times, read_catalog
 from .disk_usage import DiskUsage
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
@@ -53,13 +53,13 @@ _DESCRIBED_AT_ONCE = 2048
 """Maximum number of entries that one transaction of the index describes."""
 
 
-class Directory(OneTier):
+class Directory(SingleTierBackend):
     """A backend that keeps entries in a folder, which is created with the first entry.
 
     ``max_bytes`` is a hard budget for the entries, and ``min_free`` the number of bytes to leave free on the disk. ``durable`` forces each
     entry to the disk before ``put`` returns. ``ttl`` is the number of seconds after which an unused entry expires. With ``skip_sweep``,
     opening removes no unfinished or expired files. Files are mapped if this user owns the folder; with another owner or a
-    ``trusted_group`` they are copied, and the backend is not ``private``.
+    ``trusted_group`` they are copied, and ``is_private`` is False.
 
     Raises InvalidParameter if untrusted users may write to the folder, or if the path cannot be a folder.
     """
@@ -96,10 +96,10 @@ class Directory(OneTier):
         return self._folder.trust
 
     @property
-    def private(self) -> bool:
-        return self.trust.private
+    def is_private(self) -> bool:
+        return self.trust.is_private
 
-    def present(self, keys: Sequence[bytes]) -> int:
+    def count_present(self, keys: Sequence[bytes]) -> int:
         for index, key in enumerate(keys):
             try:
                 with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
@@ -258,21 +258,20 @@ class Directory(OneTier):
             self._index.build()
         return entries, size
 
-    def described(self, also: str | None = None) -> Described | None:
-        """Return what the index knows; None without an up-to-date index."""
+    def abouts(self) -> Sequence[tuple[str, int, int]] | None:
+        """Return (text, entries, bytes) for each text that describes entries in the index; None without an up-to-date index."""
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
-        if known is None:
-            return None
-        missing = self._index.undescribed("" if also is None else f'%"kind": "{also}"%')
-        return Described(
-            [(text, entries, size) for text, entries, size in known if text is not None],
-            [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in missing],
-        )
+        return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
 
-    def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def entries_without_about(self, also: str | None = None) -> Sequence[StoredEntry]:
+        """Return the entries that the index does not describe, and those of the kind ``also``."""
+        result = self._index.entries_without_about("" if also is None else f'%"kind": "{also}"%')
+        return [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in result]
+
+    def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the descriptive texts of entries, given as pairs (key, text)."""
         for start in range(0, len(texts), _DESCRIBED_AT_ONCE):
-            self._index.describe(texts[start : start + _DESCRIBED_AT_ONCE])
+            self._index.set_abouts(texts[start : start + _DESCRIBED_AT_ONCE])
 
     def _last_used_ns(self, stored: StoredEntry) -> int:
         try:
@@ -283,7 +282,7 @@ class Directory(OneTier):
     def largest_budget(self) -> int:
         """Return the largest budget in effect, but at least the disk space in use; 0 if the folder has not been counted yet."""
         count = self._read_usage()
-        return 0 if count is None else count.largest(count.total)
+        return 0 if count is None else count.effective_budget(count.total)
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         return self._pins.add(keys, hold)
@@ -299,7 +298,7 @@ class Directory(OneTier):
             self._counters.fault("pinned", error)
             return ()
 
-    def pinned(self) -> set[bytes]:
+    def pinned_keys(self) -> set[bytes]:
         return self._pins.keys()
 
     def forget_budgets(self) -> None:
@@ -361,7 +360,7 @@ class Directory(OneTier):
                 # An empty file cannot be mapped; it is refused like any truncated file.
                 return b""
             check_size(f"entry {key.hex()}", size, self._form.max_bytes)
-            if not self.private:
+            if not self.is_private:
                 return read_whole(descriptor, size)
             if lazy:
                 return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from kvpack.file.atomic import is_on_one_host, lock_now
+from kvpack.file.atomic import is_on_one_host, try_lock
 
 from .reading import read_beginning
 
@@ -55,13 +55,13 @@ class UsageCount(NamedTuple):
     node: int = 0
     boots: tuple[bytes, ...] = ()
 
-    def largest(self, budget: int) -> int:
+    def effective_budget(self, budget: int) -> int:
         """Return the larger of ``budget`` and the budget in effect."""
         return max(budget, self.limit) if time.time() < self.until else budget
 
     def with_budget(self, budget: int | None) -> UsageCount:
         """Return the count after a put by a writer with ``budget``."""
-        if budget is None or self.largest(budget) > budget:
+        if budget is None or self.effective_budget(budget) > budget:
             return self
         return self._replace(limit=min(budget, 2**64 - 1), until=int(time.time()) + LIMIT_SECONDS)
 
@@ -170,7 +170,7 @@ class DiskUsage:
 
 def _wait_for_lock(descriptor: int) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
-    while lock_now(descriptor) is False:
+    while try_lock(descriptor) is False:
         if time.monotonic() > deadline:
             raise BlockingIOError(f"the byte count stayed locked for {WAIT_SECONDS:g} s")
         time.sleep(_POLL_SECONDS)

@@ -6,9 +6,9 @@ import enum
 import re
 from dataclasses import dataclass
 
-from kvpack.file.front import begins_file
+from kvpack.file.front import is_file_start
 from kvpack.file.header import DIGEST_BYTES
-from kvpack.file.row import begins_row
+from kvpack.file.row import is_row_start
 from kvpack.formats.errors import LimitExceeded
 
 from .backend import MAX_ENTRY_BYTES
@@ -50,7 +50,7 @@ class Form:
             return Kind.JUNK
         version = encrypted_version(front)
         if version is None:
-            return Kind.READABLE if self.key_ids is None and (begins_file(front) or begins_row(front)) else Kind.JUNK
+            return Kind.READABLE if self.key_ids is None and (is_file_start(front) or is_row_start(front)) else Kind.JUNK
         if version > VERSION:
             return Kind.FOREIGN
         name = key_id(front)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpack.file import container
-from kvpack.file.row import begins_row
+from kvpack.file.row import is_row_start
 from kvpack.formats.errors import InvalidHeader, KvpackError, Undecryptable
 
 from .encryption import decrypt_entry
@@ -31,7 +31,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
     Without a cipher, an encrypted entry raises Undecryptable if its digest matches. ``extra_check`` is called with the file of a chunk.
     """
     decrypted = decrypt_entry(key, data, cipher)
-    if begins_row(bytes(memoryview(decrypted)[:FRONT_BYTES])):
+    if is_row_start(bytes(memoryview(decrypted)[:FRONT_BYTES])):
         check_page(key, decrypted)
         return
     with open_entry(decrypted, key) as file:

@@ -12,7 +12,7 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpack.file.atomic import lock_now, sweep
+from kvpack.file.atomic import sweep, try_lock
 from kvpack.formats.errors import KvpackError
 
 from .index import MIN_ENTRIES, key_of
@@ -65,7 +65,7 @@ class NoRoom(Exception):
     """The signal that an entry does not fit, because the stored entries cannot be removed, or not in time."""
 
 
-class RoundResult(NamedTuple):
+class EvictionResult(NamedTuple):
     """The result of an eviction round: ``missing`` is True if there is still too little room.
 
     ``unfinished`` is the number of unfinished files, which may become removable entries.
@@ -146,7 +146,7 @@ class Evictor:
             return
         low = min(self._max_bytes // _LOW_FRACTION, _LOW_ENTRIES * size)
         # Small budgets are filled to the last byte.
-        if low < size or count.total + low <= count.largest(self._max_bytes):
+        if low < size or count.total + low <= count.effective_budget(self._max_bytes):
             return
         if time.monotonic() < self._futile_until or not self._index.exists:
             return
@@ -159,7 +159,7 @@ class Evictor:
     def _exceeds_larger_budget(self, size: int) -> bool:
         """Return True if another store's larger budget is in effect, so that this one, being over its own, may not evict entries."""
         count = self.usage.read() if self._max_bytes is not None else None
-        return count is not None and count.largest(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
+        return count is not None and count.effective_budget(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
 
     def collect(self) -> None:
         """Remove unfinished files of dead writers, count again and evict entries above the budget."""
@@ -181,7 +181,7 @@ class Evictor:
         disk = os.statvfs(self.folder.root)
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
-    def _try_round(self, size: int, protected: set[bytes], *, recount: bool = False) -> RoundResult | None:
+    def _try_round(self, size: int, protected: set[bytes], *, recount: bool = False) -> EvictionResult | None:
         """Sweep, count, and evict until ``size`` more bytes fit; return None if another process is evicting.
 
         With an index, the folder is counted again only with ``recount``, or if the count does not match the index.
@@ -192,7 +192,7 @@ class Evictor:
             self.sweep()
             self._pins.sweep()
             usage_before = self.usage.read()
-            budget = self._max_bytes if usage_before is None or self._max_bytes is None else usage_before.largest(self._max_bytes)
+            budget = self._max_bytes if usage_before is None or self._max_bytes is None else usage_before.effective_budget(self._max_bytes)
             if (
                 usage_before is not None
                 and not recount
@@ -213,7 +213,7 @@ class Evictor:
         descriptor = self._open_lock()
         try:
             self.folder.trust.assign_owner(descriptor)
-            yield lock_now(descriptor) is not False
+            yield try_lock(descriptor) is not False
         finally:
             os.close(descriptor)
 
@@ -227,7 +227,7 @@ class Evictor:
             os.unlink(path)
             return os.open(path, flags, 0o600)
 
-    def _evict(self, size: int, protected: set[bytes], budget: int | None) -> tuple[RoundResult, int, int]:
+    def _evict(self, size: int, protected: set[bytes], budget: int | None) -> tuple[EvictionResult, int, int]:
         """List the folder, and evict entries other than ``protected`` until ``size`` more bytes fit into ``budget``.
 
         Returns the result, the remaining bytes, and the number of entries before the eviction.
@@ -239,12 +239,12 @@ class Evictor:
         total = sum(pending) + sum(cost(size) for *_, size, _ in entries) + self.folder.overhead()
         excess = self._excess_bytes(total, size, budget)
         if excess <= 0:
-            return RoundResult(False, len(pending)), total, len(entries)
+            return EvictionResult(False, len(pending)), total, len(entries)
         order = ((key, size) for *_, size, key in sorted(entries))
         freed = self._remove(order, excess, protected, len(entries) // _EXTRA_FRACTION)
-        return RoundResult(freed < excess, len(pending)), total - freed, len(entries)
+        return EvictionResult(freed < excess, len(pending)), total - freed, len(entries)
 
-    def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> RoundResult | None:
+    def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
         """Evict like ``_evict``, using the index and the count ``usage_before``; return None if they do not match the folder.
 
         Rows that are out of date are nearly always good enough. Folders that have changed without the index are listed after there is room,
@@ -259,7 +259,7 @@ class Evictor:
             self._index.check_next()
         return result
 
-    def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> RoundResult | None:
+    def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
         """Evict entries that the index has rows for; return None if the rows account for much less than the count."""
         pending, overhead, totals = self._pending_bytes(), self.folder.overhead(), self._index.totals()
         if totals is None:
@@ -273,13 +273,13 @@ class Evictor:
             self.usage.release(-growth, usage_before)
         excess = self._excess_bytes(max(usage_before.total + growth, used), size, budget)
         if excess <= 0:
-            return RoundResult(False, len(pending))
+            return EvictionResult(False, len(pending))
         latest = time.time_ns() + FUTURE_NS
         order = least_recently_used(self._index, self.folder, latest)
         with contextlib.closing(order):
             freed = self._remove(order, excess, protected, min(totals.entries // _EXTRA_FRACTION, _MAX_EXTRA), _MAX_PER_ROUND, usage_before)
         # If more must be evicted, other processes may run a round first.
-        return RoundResult(not freed, len(pending))
+        return EvictionResult(not freed, len(pending))
 
     def _pending_bytes(self) -> list[int]:
         """Return the disk space that each unfinished file takes or has reserved."""

@@ -57,9 +57,10 @@ def check_cache(cache: Any, identity: Identity) -> None:
                 f"layers[{index}] has the states {' and '.join(layer.states)}, but the store's identity is of a model without states: "
                 "make it with kvpack.Identity.of(model, recipe), or pass keeps_states=True"
             )
-        if layer.sides and layer.seen != cache.tokens:
+        if layer.sides and layer.seen_tokens != cache.tokens:
             raise InvalidParameter(
-                f"layers[{index}] ends at token {layer.seen}, but the cache at {cache.tokens}: a prefix needs all tokens in every layer"
+                f"layers[{index}] ends at token {layer.seen_tokens}, but the cache at {cache.tokens}: "
+                "a prefix needs all tokens in every layer"
             )
 
 
@@ -95,7 +96,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
         held = f"only after token {' and '.join(map(str, sorted(known)))}" if known else "none"
         raise InvalidParameter(
             f"the model keeps states, but the cache has {held}. A store needs states at multiples of {chunk} tokens: compute the prompt "
-            f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.keep_states()"
+            f"with kvpack.prefill(..., chunk={chunk}), or in passes that end there, each followed by KvpackCache.snapshot_states()"
         )
     return result
 
@@ -110,7 +111,7 @@ def check_length(cache: Cache, longest: int | None) -> None:
         )
 
 
-def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
+def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
     """Raise InvalidParameter if a chunk depends on more than its token ids, but has no digest of its other inputs."""
     if cache.inputs is None:
         return
@@ -128,7 +129,7 @@ def check_inputs_given(cache: Cache, digests: Sequence[bytes], chunk: int) -> No
             )
 
 
-def inputs_found(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
+def loaded_inputs(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
     """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. To save it again, the same ``digests`` must be passed."""
     starts = [index * chunk for index in range(len(ids) // ID_BYTES // chunk) if digests[index]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)

@@ -51,7 +51,7 @@ def owner_digest(owner: str) -> bytes:
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
-def hold_bytes(chain: Sequence[bytes], hold: Hold) -> bytes:
+def encode_hold(chain: Sequence[bytes], hold: Hold) -> bytes:
     """Encode a pin (spec/store.md, Pins)."""
     owner = hold.owner.encode()
     return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)

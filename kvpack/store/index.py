@@ -95,7 +95,7 @@ class Index:
 
     def build(self) -> None:
         """Create the index unless there is one, or the folder belongs to another user or is on a network file system."""
-        if not self._folder.trust.private:
+        if not self._folder.trust.is_private:
             return
         with contextlib.suppress(OSError):
             if not is_on_one_host(self._folder.root):
@@ -261,7 +261,7 @@ class Index:
                 return connection.execute(query).fetchall()
         return None
 
-    def undescribed(self, also_like: str = "") -> list[StoredEntry]:
+    def entries_without_about(self, also_like: str = "") -> list[StoredEntry]:
         """Return the entries without a descriptive text, and those whose text matches the SQL pattern ``also_like``."""
         query = (
             "SELECT id, rest, size, used FROM entries "
@@ -276,7 +276,7 @@ class Index:
                 ]
         return []
 
-    def describe(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the descriptive texts of entries, given as pairs (key, text). Entries never change, so the texts stay valid."""
         with self._guard(), self._transaction() as connection:
             if connection is None:
@@ -312,7 +312,7 @@ class Index:
             self._disconnect()
             is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
             # Checks use paths, not a descriptor: closing any descriptor of the file would release SQLite's locks on it.
-            if not self._folder.trust.private or not is_own or not is_on_one_host(self._folder.root):
+            if not self._folder.trust.is_private or not is_own or not is_on_one_host(self._folder.root):
                 return None
         except OSError:
             self._disconnect()

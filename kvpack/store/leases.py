@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvpack.file.atomic import LOCKED_SUFFIX, TEMPORARY_PREFIX, lock_now
+from kvpack.file.atomic import LOCKED_SUFFIX, TEMPORARY_PREFIX, try_lock
 from kvpack.runtime.locks import Lock
 
 from .backend import NoLease
@@ -58,7 +58,7 @@ class Leases:
             if lease is None:
                 self._counters.add("lease_timeouts")
                 break
-            if not self._backend.present([key]):
+            if not self._backend.count_present([key]):
                 with self._lock:
                     self._held[key] = lease, threading.get_ident(), time.monotonic()
                 break
@@ -131,7 +131,7 @@ def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     acquired = False
     try:
-        locked = lock_now(descriptor)
+        locked = try_lock(descriptor)
         status = os.fstat(descriptor)
         if locked and status.st_nlink:
             folder.trust.assign_owner(descriptor)

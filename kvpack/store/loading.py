@@ -60,7 +60,7 @@ class Loader:
         whole = len(keys)
         if self._windows.first_chunk(len(keys)):
             # No layer attends to the first chunks. They must be present, but are not read.
-            keys = keys[: self._backend.present(keys)]
+            keys = keys[: self._backend.count_present(keys)]
         while keys:
             first = self._windows.first_chunk(len(keys))
             chunks, result = self._read_chain(keys, first)
@@ -116,10 +116,10 @@ class Loader:
     def can_open_states(self, chunks: Sequence[bytes]) -> list[bool]:
         """Return True for each chunk key that is followed by stored states which, judging by their front, can be read here."""
         keys = [states_key(chunk) for chunk in chunks]
-        present = self._backend.present_each(keys)
+        present = self._backend.contains_many(keys)
         result = [is_present and key in self._readable_keys for key, is_present in zip(keys, present, strict=True)]
         requested = [at for at, is_present in enumerate(present) if is_present and not result[at]]
-        for at, data in zip(requested, self._backend.peek_each([keys[at] for at in requested], front=True), strict=True):
+        for at, data in zip(requested, self._backend.peek_many([keys[at] for at in requested], front=True), strict=True):
             with suppress(*FAULTS):
                 if data is not None:
                     check_front(keys[at], data, self._cipher)
@@ -137,7 +137,7 @@ class Loader:
         at_once = _FRONTS_AT_ONCE if self._cipher is None else _ENCRYPTED_AT_ONCE
         for begin in range(0, len(requested), at_once):
             part = requested[begin : begin + at_once]
-            for at, data in zip(part, self._backend.peek_each([keys[at] for at in part], front=True), strict=True):
+            for at, data in zip(part, self._backend.peek_many([keys[at] for at in part], front=True), strict=True):
                 result[at] = data is not None and self._can_open(keys[at], numbers[at], data)
         self._remember([keys[at] for at in requested if result[at]])
         return result
@@ -204,7 +204,7 @@ class Loader:
         self._readable_keys.remove([key])
         if refuse(self._backend, self._counters, key, entry, error):
             # An entry that is still present could not be removed, or is another tier's copy, which may be damaged too.
-            update_suspects = self._suspect_keys.add if self._backend.present([key]) else self._suspect_keys.remove
+            update_suspects = self._suspect_keys.add if self._backend.count_present([key]) else self._suspect_keys.remove
             update_suspects([key])
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvpack.runtime.locks import Lock
 
-from .backend import OneTier, Pin, StoredEntry
+from .backend import Pin, SingleTierBackend, StoredEntry
 from .holds import is_active
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .counters import Counters
 
 
-class Memory(OneTier):
+class Memory(SingleTierBackend):
     """A backend with at most ``max_bytes`` of entries. The least recently used are evicted first, and descendants before ancestors."""
 
-    private = True
+    is_private = True
 
     def __init__(self, counters: Counters, *, max_bytes: int) -> None:
         self._counters, self._max_bytes = counters, max_bytes
@@ -30,7 +30,7 @@ class Memory(OneTier):
         self._pins: dict[tuple[bytes, str], Pin] = {}
         self._lock = Lock()
 
-    def present(self, keys: Sequence[bytes]) -> int:
+    def count_present(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             return next((index for index, key in enumerate(keys) if key not in self._entries), len(keys))
 

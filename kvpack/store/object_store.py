@@ -21,11 +21,11 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded
 from kvpack.runtime.locks import Lock
 from kvpack.runtime.threads import in_parallel
 
-from .backend import FoundEntry, NoLease, OneTier, StoredEntry
+from .backend import FoundEntry, NoLease, SingleTierBackend, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard
 from .entry_kind import UNENCRYPTED, Kind
 from .expiry import limit_ttl, pass_seconds
-from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
+from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, UseLog, eviction_order, last_uses_in, merge_records, record_name
 from .objects import SCHEMES, Objects
@@ -63,7 +63,7 @@ ListedEntries = list[tuple[bytes, int, int]]
 """Each entry's key, its size in bytes, and the time of its put in nanoseconds since 1970."""
 
 
-class ObjectStore(OneTier):
+class ObjectStore(SingleTierBackend):
     """A backend that keeps entries in an object store, given by its URL or as an object of ``obstore.store``.
 
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id. Other settings come from environment
@@ -72,7 +72,7 @@ class ObjectStore(OneTier):
     Raises the errors of ``Objects``.
     """
 
-    private = False
+    is_private = False
 
     def __init__(
         self,
@@ -99,12 +99,12 @@ class ObjectStore(OneTier):
         self._seen_leases: dict[bytes, tuple[bytes, float]] = {}
         self._counted: float | None = None
 
-    def present(self, keys: Sequence[bytes]) -> int:
+    def count_present(self, keys: Sequence[bytes]) -> int:
         keys = self._leading_unexpired(keys)
         with contextlib.closing(in_parallel(lambda key: self._kind(_name(key)), keys, MAX_CONCURRENT_REQUESTS)) as kinds:
             return next((index for index, kind in enumerate(kinds) if kind is not Kind.READABLE), len(keys))
 
-    def present_each(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         expired = self._expired_keys()
         kinds = in_parallel(lambda key: None if key in expired else self._kind(_name(key)), keys, MAX_CONCURRENT_REQUESTS)
         return [kind is Kind.READABLE for kind in kinds]
@@ -118,7 +118,7 @@ class ObjectStore(OneTier):
                 result.append(data)
         return result
 
-    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         expired = self._expired_keys()
 
         def find(request: tuple[bytes, int]) -> FoundEntry | None:
@@ -130,7 +130,7 @@ class ObjectStore(OneTier):
 
         return [*in_parallel(find, zip(keys, beyond, strict=True), MAX_CONCURRENT_REQUESTS)]
 
-    def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+    def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         return [*in_parallel(lambda key: self.peek(key, front=front), keys, MAX_CONCURRENT_REQUESTS)]
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -204,7 +204,7 @@ class ObjectStore(OneTier):
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         name = _HOLDS + keys[-1].hex() + "/" + owner_digest(hold.owner).hex()
-        return self._guard.ask("pin", lambda: self._objects.put(name, hold_bytes(keys, hold)), False)
+        return self._guard.ask("pin", lambda: self._objects.put(name, encode_hold(keys, hold)), False)
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         folder = _HOLDS + keys[-1].hex() + "/"

@@ -39,7 +39,7 @@ def open_for_identity(
     cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)
     form = Form(options.max_entry_bytes, None if cipher is None else cipher.key_ids)
     backend = open_backend(location, counters, form, options, skip_sweep=skip_sweep)
-    trusted = backend.private or cipher is not None
+    trusted = backend.is_private or cipher is not None
     return OpenedBackend(backend, cipher, not trusted if options.check_values is None else options.check_values)
 
 

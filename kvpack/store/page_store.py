@@ -90,7 +90,7 @@ class PageStore:
     >>> geometry = kvpack.pages.PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
     >>> identity = kvpack.Identity("llama", "octopus-4", weights="revision-1")
     >>> with kvpack.PageStore("pages", identity, geometry) as store:
-    ...     store.present([b"key"])
+    ...     store.contains([b"key"])
     [False]
     """
 
@@ -136,9 +136,9 @@ class PageStore:
         self.codec.close()
         self._backend.close()
 
-    def present(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return True for each of ``keys`` that has an entry, without reading it. Keys need not form a chain. Raises InvalidParameter."""
-        return self._backend.present_each(self._entry_keys(keys))
+        return self._backend.contains_many(self._entry_keys(keys))
 
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
         """Store the pages in ``slots`` under ``keys``; return, for each, True if it is stored now.
@@ -165,7 +165,7 @@ class PageStore:
     ) -> tuple[list[bool], list[bool]]:
         chain = self._entry_keys([*ancestors, *keys])
         first = len(chain) - len(keys)
-        present = self._backend.present_each(chain[first:])
+        present = self._backend.contains_many(chain[first:])
         self._counters.add("saves")
         self._counters.add("present_chunks", sum(present))
         missing = [index for index, ok in enumerate(present) if not ok]
@@ -248,7 +248,7 @@ class PageStore:
         self.drain()
         names = [*row_keys(self._backend, self.codec.namespace, self._cipher, max_entry_bytes=self._max_entry_bytes)]
         removed = self._delete(names)
-        kept = sum(self._backend.present_each(names))
+        kept = sum(self._backend.contains_many(names))
         if kept:
             raise WriteFailed(
                 f"{shown_location(self.location)}: {kept} of {len(names)} pages could not be removed: the store counted "
@@ -306,9 +306,9 @@ class PageStore:
         text = prometheus_text(self._counters, self._backend, gauges)
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
-    def recent(self) -> list[tuple[str, float]]:
+    def pop_recent(self) -> list[tuple[str, float]]:
         """Return ("load" or "save", seconds) for each call since the last one of this method, for an engine's own histograms."""
-        return self._counters.recent()
+        return self._counters.pop_recent()
 
     def _delete(self, names: list[bytes]) -> int:
         removed = len(self._backend.delete(names))
@@ -328,7 +328,7 @@ class PageStore:
         beyond = dict.fromkeys(numbers, -1)
         good: dict[int, FoundEntry] = {}
         while beyond:
-            entries = self._backend.find_each([names[index] for index in beyond], [*beyond.values()], self._max_page_bytes)
+            entries = self._backend.find_many([names[index] for index in beyond], [*beyond.values()], self._max_page_bytes)
             result = {index: entry for index, entry in zip(beyond, entries, strict=True) if entry is not None}
             rows: dict[int, Any] = {}
             for index, entry in result.items():

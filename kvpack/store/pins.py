@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded
 
-from .holds import hold_bytes, is_active, owner_digest, parse_hold, parse_old_pin
+from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
 from .keys import KEY_BYTES
 from .reading import read_whole, regular_files
 
@@ -35,7 +35,7 @@ class Pins:
 
     def add(self, chain: Sequence[bytes], hold: Hold) -> bool:
         """Pin a chain for an owner; return True if it is pinned now."""
-        pieces = [memoryview(hold_bytes(chain, hold))]
+        pieces = [memoryview(encode_hold(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
             durable, take_ownership = self._folder.durable, self._folder.trust.assign_owner

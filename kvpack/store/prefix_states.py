@@ -39,7 +39,7 @@ class PrefixStates:
         """Return the keys of the longest part of a stored prefix that is followed by stored states, from which a model can resume."""
         for stop in range(len(keys), 0, -_CHUNKS_PER_REQUEST):
             start = max(0, stop - _CHUNKS_PER_REQUEST)
-            result = self._backend.present_each([states_key(key) for key in keys[start:stop]])
+            result = self._backend.contains_many([states_key(key) for key in keys[start:stop]])
             if any(result):
                 return keys[: start + max(at for at, is_present in enumerate(result, 1) if is_present)]
         return []
@@ -48,7 +48,7 @@ class PrefixStates:
         """Return the cache of the longest stored prefix that has states at its end; None if there is none."""
         from kvpack.cache.states import with_states
 
-        while keys := self.resumable_prefix(keys[: self._backend.present(keys)]):
+        while keys := self.resumable_prefix(keys[: self._backend.count_present(keys)]):
             tokens = len(keys) * self._reader.chunk
             result = self._loader.load_states(keys[-1], tokens)
             if result is None:

@@ -67,12 +67,15 @@ def roots_of(identity: Identity) -> tuple[bytes, bytes]:
 
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
-    """Remove the entries of ``keys`` and return the number removed. Pinned entries are removed, with their pins, only if ``pinned``."""
+    """Remove the entries of ``keys`` and return the number removed.
+
+    Pinned entries are removed, with their pins, only if ``pinned``.
+    """
     to_remove = set(keys)
     if pinned:
         unpin_chains(backend, to_remove)
     else:
-        to_remove -= backend.pinned()
+        to_remove -= backend.pinned_keys()
     count = len(backend.delete(sorted(to_remove)))
     counters.add("deleted_entries", count)
     return count

@@ -81,7 +81,7 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
     Raises the errors of ``container.open_bytes``, and InvalidHeader if they are not the states after the chunk.
     """
     from kvpack.cache import files
-    from kvpack.cache.states import states_of
+    from kvpack.cache.states import collect_states
 
     file = open_entry(data, states_key(chunk))
     check_header(file, position, model, recipe)
@@ -89,4 +89,4 @@ def read(data: Data, chunk: bytes, position: int, model: Mapping[str, str], reci
     if named.chunk != chunk:
         raise InvalidHeader(f"{file.where} has the states after the chunk {named.chunk.hex()}, expected those after {chunk.hex()}")
     check_payload(named.payload, file_payload_digest(file, memoryview(data)), file.where)
-    return states_of(files.read(file))
+    return collect_states(files.read(file))

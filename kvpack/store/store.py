@@ -16,11 +16,11 @@ from kvpack.identity.rope import longest_sequence
 from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .bases import StoredBasis
 from .catalog import read_catalog
-from .chunk_sizes import OtherChunks
+from .chunk_sizes import ChunkSizeSearch
 from .counters import Counters, with_labels
 from .entries import EntryReader, check_decoded_size, to_pieces
 from .entry_kind import check_size
-from .fitting import check_cache, check_groups, check_ids, check_inputs_given, check_length, inputs_found, usable_states
+from .fitting import check_cache, check_groups, check_ids, check_length, loaded_inputs, require_input_digests, usable_states
 from .holds import PIN_SECONDS, make_hold, validate_owner
 from .keys import ID_BYTES, check_inputs, chunk_keys, chunk_links, token_bytes
 from .leases import Leases
@@ -114,7 +114,7 @@ class Store:
         self._max_entry_bytes = store_options.max_entry_bytes
         self._counters = Counters()
         self._backend, self._cipher, checked = open_for_identity(location, identity, self._counters, store_options)
-        self._other_chunk_sizes = OtherChunks(self._backend, self._counters, location, identity.root, chunk)
+        self._chunk_size_search = ChunkSizeSearch(self._backend, self._counters, location, identity.root, chunk)
         self._leases = None if lease is None else Leases(self._backend, self._counters, lease)
         self._root = identity.root
         self._model = identity.header_model
@@ -162,11 +162,11 @@ class Store:
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
-        readable = self._has_fixed_frequencies(ids) and (self._stored_basis is None or self._stored_basis.present())
+        readable = self._has_fixed_frequencies(ids) and (self._stored_basis is None or self._stored_basis.is_available())
         faults = self._counters.fault_count
         count = len(self._resumable_keys(keys)) if readable else 0
         if not count and self._counters.fault_count == faults:
-            self._other_chunk_sizes.look(ids, inputs[0] if inputs else b"")
+            self._chunk_size_search.search(ids, inputs[0] if inputs else b"")
         return self.chunk * count
 
     def load(
@@ -187,18 +187,18 @@ class Store:
         with self._counters.timed("load"):
             cache = self._load(keys) if self._has_fixed_frequencies(ids) else None
         if cache is None and self._counters.fault_count == faults:
-            self._other_chunk_sizes.look(ids, digests[0] if digests else b"")
+            self._chunk_size_search.search(ids, digests[0] if digests else b"")
         if cache is not None and str(device) != "cpu":
             cache = self._move_cache(cache, device)
         if cache is None:
             return 0, None
         self._counters.add("hit_tokens", cache.tokens)
         self._counters.add("hit_chunks", cache.tokens // self.chunk)
-        return cache.tokens, replace(cache, inputs=inputs_found(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
+        return cache.tokens, replace(cache, inputs=loaded_inputs(ids[: cache.tokens * ID_BYTES], digests, self.chunk))
 
     def _resumable_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return the leading ``keys`` of the longest stored prefix that a model can continue from."""
-        keys = keys[: self._backend.present(keys)]
+        keys = keys[: self._backend.count_present(keys)]
         return keys if self._states is None else self._states.resumable_prefix(keys)
 
     def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
@@ -211,9 +211,9 @@ class Store:
         Raises InvalidParameter for a wrong number of ids, for ids other than the cache's own, and for these caches: of another
         recipe, model or start than position 0; of several sequences; in which a sliding window has dropped tokens, unless their chunks
         are stored (``KvpackCache(..., keep_all=True)`` keeps all); whose layers keep states, and have none at the end of a chunk
-        (``kvpack.prefill`` and ``KvpackCache.keep_states``), after the last of which nothing is stored; dependent on more than token ids
-        (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses other frequencies
-        than for shorter sequences (``match`` and ``load`` find nothing for such ids).
+        (``kvpack.prefill`` and ``KvpackCache.snapshot_states``), after the last of which nothing is stored; dependent on more than token
+        ids (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses other frequencies than
+        for shorter sequences (``match`` and ``load`` find nothing for such ids).
         """
         cache = getattr(cache, "packed", cache)
         check_cache(cache, self.identity)
@@ -229,7 +229,7 @@ class Store:
             packed = max(states, default=0)
         ids = ids[: packed * ID_BYTES]
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
-        check_inputs_given(cache, digests, self.chunk)
+        require_input_digests(cache, digests, self.chunk)
         self._reader.set_shape(cache)
         self._counters.add("saves")
         try:
@@ -254,7 +254,7 @@ class Store:
             cache = without_states(cache)
         links = list(chunk_links(self._root, ids, self.chunk, digests))
         keys = [link[0] for link in links]
-        present_count = self._backend.present(keys)
+        present_count = self._backend.count_present(keys)
         readable = dict(enumerate(self._loader.can_open(keys[:present_count], range(present_count))))
         stored = sum(takewhile(bool, readable.values()))
         if stored < len(links):
@@ -263,11 +263,11 @@ class Store:
         if self._cipher is not None:
             # Also check entries after a missing one: only decrypting shows whether an encrypted entry can be read here.
             later = range(present_count + 1, len(keys))
-            held = [n for n, present in zip(later, self._backend.present_each(keys[present_count + 1 :]), strict=True) if present]
+            held = [n for n, present in zip(later, self._backend.contains_many(keys[present_count + 1 :]), strict=True) if present]
             readable |= zip(held, self._loader.can_open([keys[n] for n in held], held), strict=True)
         # An entry that only other stores may be able to read stays, and no chunk after it is stored, because it would not be found.
         unreadable = [index for index, is_readable in readable.items() if not is_readable]
-        still_present = zip(unreadable, self._backend.present_each([keys[index] for index in unreadable]), strict=True)
+        still_present = zip(unreadable, self._backend.contains_many([keys[index] for index in unreadable]), strict=True)
         end = next((index for index, present in still_present if present), len(links))
         # Ancestors must be evicted last, so their use is recorded first.
         now = time.time_ns()
@@ -338,7 +338,7 @@ class Store:
         hold = make_hold(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
         usable = self._resumable_keys(keys)
-        before = [key for key in self._leading_keys if self._backend.present([key])]
+        before = [key for key in self._leading_keys if self._backend.count_present([key])]
         return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], hold) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
@@ -425,11 +425,11 @@ class Store:
         """Return True if the first entry exists and the basis is available. The basis is read from the store if needed."""
         if self._stored_basis is None or self._reader.basis is not None:
             return True
-        if not self._backend.present(keys[:1]):
+        if not self._backend.count_present(keys[:1]):
             return False
         self._reader.basis = self._stored_basis.get()
         if self._reader.basis is None:
-            self._stored_basis.missing("load")
+            self._stored_basis.count_missing("load")
         return self._reader.basis is not None
 
     def _has_fixed_frequencies(self, ids: bytes) -> bool:

@@ -46,24 +46,26 @@ class Tiers:
         self._lock = Lock()
 
     @property
-    def private(self) -> bool:
-        return all(backend.private for backend in self._backends)
+    def is_private(self) -> bool:
+        return all(backend.is_private for backend in self._backends)
 
     @property
     def parts(self) -> Sequence[Backend]:
         return self._backends
 
-    def present(self, keys: Sequence[bytes]) -> int:
+    def count_present(self, keys: Sequence[bytes]) -> int:
         result = 0
-        for _, count in self._query_in_turn(keys, lambda backend, rest: backend.present(rest), int):
+        for _, count in self._query_in_turn(keys, lambda backend, rest: backend.count_present(rest), int):
             result += count
         return result
 
-    def present_each(self, keys: Sequence[bytes]) -> list[bool]:
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
         result = [False] * len(keys)
         for backend in self._backends:
             missing = [index for index, is_present in enumerate(result) if not is_present]
-            for index, is_present in zip(missing, backend.present_each([keys[index] for index in missing]) if missing else (), strict=True):
+            for index, is_present in zip(
+                missing, backend.contains_many([keys[index] for index in missing]) if missing else (), strict=True
+            ):
                 result[index] = is_present
         return result
 
@@ -73,12 +75,12 @@ class Tiers:
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
         return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._timed_get, len, beyond) for data in entries]
 
-    def find_each(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
+    def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         result: list[FoundEntry | None] = [None] * len(keys)
         for tier, backend in enumerate(self._backends):
             missing = [index for index, entry in enumerate(result) if entry is None and beyond[index] < tier]
             with self._time_operation(backend, "load") if missing else nullcontext():
-                entries = backend.find_each([keys[index] for index in missing], [-1] * len(missing), max_bytes) if missing else ()
+                entries = backend.find_many([keys[index] for index in missing], [-1] * len(missing), max_bytes) if missing else ()
             for index, entry in zip(missing, entries, strict=True):
                 result[index] = None if entry is None else FoundEntry(entry.data, tier)
         return result
@@ -95,13 +97,13 @@ class Tiers:
         self.touch(keys, now_ns, queried=max((entry.tier for entry in found), default=-1))
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
-        return self.peek_each([key], front=front)[0]
+        return self.peek_many([key], front=front)[0]
 
-    def peek_each(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
+    def peek_many(self, keys: Sequence[bytes], *, front: bool = False) -> list[Data | None]:
         result: list[Data | None] = [None] * len(keys)
         for backend in self._backends:
             missing = [index for index, data in enumerate(result) if data is None]
-            results = backend.peek_each([keys[index] for index in missing], front=front) if missing else ()
+            results = backend.peek_many([keys[index] for index in missing], front=front) if missing else ()
             for index, data in zip(missing, results, strict=True):
                 result[index] = data
         return result
@@ -164,8 +166,8 @@ class Tiers:
         merged = {(pin.key, pin.owner): pin for backend in self._backends for pin in backend.pins()}
         return [*merged.values()]
 
-    def pinned(self) -> set[bytes]:
-        return set().union(*(backend.pinned() for backend in self._backends))
+    def pinned_keys(self) -> set[bytes]:
+        return set().union(*(backend.pinned_keys() for backend in self._backends))
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         # The slowest tier is shared by most workers.

@@ -75,12 +75,12 @@ def export_prefix(
     from kvpack.cache.cache import concat
     from kvpack.cache.states import with_states
 
-    if not prefix.whole:
+    if not prefix.is_complete:
         raise InvalidParameter(
             f"the prefix of {prefix.key.hex()} begins at token {prefix.entries[0].start}: entries before it no longer exist"
         )
     chunks = []
-    for entry, data in zip(prefix.entries, backend.peek_each([entry.stored.key for entry in prefix.entries]), strict=True):
+    for entry, data in zip(prefix.entries, backend.peek_many([entry.stored.key for entry in prefix.entries]), strict=True):
         key = entry.stored.key
         if data is None:
             raise MissingFile(f"entry {key.hex()} no longer exists")

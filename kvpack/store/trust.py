@@ -83,7 +83,7 @@ class Trust:
         self.owner, self._group = status.st_uid, status.st_gid
 
     @property
-    def private(self) -> bool:
+    def is_private(self) -> bool:
         """True if this user owns the folder and trusts no group, so that no other user can change its files."""
         return self.owner == self._user and self.trusted_group is None
 
@@ -114,7 +114,7 @@ class Trust:
 
     def _open(self, path: str) -> int:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        if self.private:
+        if self.is_private:
             # Reading must not change the access time, which is when an entry expires (expiry.py). Only a file's owner can prevent that.
             with contextlib.suppress(PermissionError):
                 return os.open(path, flags | getattr(os, "O_NOATIME", 0))

@@ -21,7 +21,7 @@ from kvpack.file.basis import SUFFIX
 from kvpack.formats import rans
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import SCOPES, default_chunk
-from kvpack.identity.rope import same_up_to
+from kvpack.identity.rope import max_uniform_length
 from kvpack.integrations.transformers.models import Model, identity_for, identity_of
 from kvpack.models import load_model, model_folder, transformers_library
 from kvpack.output import step_counter
@@ -108,7 +108,7 @@ def run(
         network = load_model(folder)
         identity = _identity_in_any_dtype(folder)
         words = read_text(text, folder, vocabulary(network))
-    longest = same_up_to(network.config.get_text_config())
+    longest = max_uniform_length(network.config.get_text_config())
     only = settings.balanced_only
     tokens, score, windows = _sizes(settings, words, longest, positions(network))
     read_again = _windows_for_widths(words, positions(network), settings) if settings.widths else []

@@ -11,9 +11,9 @@ from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
 from kvpack.cache.side import pack_side
 from kvpack.coding import raw_clause
-from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, own_codec
+from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, kvpack_codec
 from kvpack.coding.recipes import Recipe
-from kvpack.coding.token_errors import collected_misfits
+from kvpack.coding.token_errors import collect_poor_fits
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.head_norms import norms_per_head
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvpack.cache.side import Side
     from kvpack.coding.bases import Basis
-    from kvpack.evaluation.windows import Exact
+    from kvpack.evaluation.windows import UncompressedResult
 
 _SCALED = ("", ",channel_scale=fp16")
 """Suffixes for keys without and with channel scales. Outlier channels need scales with a rotation; otherwise scales may do harm."""
@@ -55,7 +55,7 @@ _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_
 BITS = (1, 2, 3, 4, 5, 6, 8)
 """Widths in the search by widths."""
 
-BY_WIDTHS = tuple(f"{side}={own_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
+BY_WIDTHS = tuple(f"{side}={kvpack_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
 """Candidates of the search by widths, with key means, without which different widths per layer do harm."""
 
 BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" for bits in BITS)
@@ -129,7 +129,7 @@ class PackedCandidates:
         return sum(side.batch * side.heads * side.tokens * side.dim for sides in self.packed.values() for side in list(sides.values())[:1])
 
 
-def pack_candidates(exact: Exact, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
+def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
     """Pack a whole window with each candidate, as a measurement does: first its prefix, then the scored tokens appended.
 
     ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter if a tensor can use none of the
@@ -163,6 +163,6 @@ def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, pla
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
     # Suppress warnings about tokens, because the candidate's loss is measured.
-    with collected_misfits():
+    with collect_poor_fits():
         first = pack_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
         return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, :, start:stop])

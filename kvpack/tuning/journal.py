@@ -20,7 +20,7 @@ from .measurement import Loss
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.evaluation.windows import Exact
+    from kvpack.evaluation.windows import UncompressedResult
 
 EVERY = 16
 """Number of recipes after which the file is written."""
@@ -31,7 +31,7 @@ MAX_JOURNAL_BYTES = 2**26
 _FORMAT = "kvpack measurements"
 
 
-def identity(exact: Sequence[Exact]) -> str:
+def identity(exact: Sequence[UncompressedResult]) -> str:
     """Return a digest of the model, the text and the sizes: of the tokens, and of the predictions with the uncompressed cache."""
     digest = xxhash.xxh3_128()
     for window in exact:
@@ -70,7 +70,7 @@ class Journal:
         self.unwritten = 0
 
 
-def open_journal(path: str | None, exact: Sequence[Exact]) -> Journal:
+def open_journal(path: str | None, exact: Sequence[UncompressedResult]) -> Journal:
     """Return the journal for these windows, with the losses from the file ``path`` if it exists.
 
     Raises MissingFile if the file cannot be read, and InvalidParameter if it is not a journal or is for other windows.

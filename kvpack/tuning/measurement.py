@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.coding.recipes import Recipe
-from kvpack.evaluation.windows import packed_file, read_exactly, read_packed
+from kvpack.evaluation.windows import packed_file, read_packed, read_uncompressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvpack.coding.bases import Basis
-    from kvpack.evaluation.windows import Exact
+    from kvpack.evaluation.windows import UncompressedResult
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Windows:
     model: Any
     folder: str
     step: Callable[[], None]
-    exact: list[Exact] = field(default_factory=list)
+    exact: list[UncompressedResult] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
     measured: Callable[[str, Loss], None] | None = None
     basis: Basis | None = None
 
-    def read(self, windows: Sequence[torch.Tensor], score: int) -> Exact:
+    def read(self, windows: Sequence[torch.Tensor], score: int) -> UncompressedResult:
         """Read windows ``[1, token]`` without packing, and return all results of the first one."""
         first = None
         for tokens in windows:
-            result = read_exactly(self.model, tokens, score)
+            result = read_uncompressed(self.model, tokens, score)
             first = first or result
             pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in result.first]
             self.exact.append(replace(result, pairs=pairs, seen={}))
@@ -91,7 +91,7 @@ class Windows:
                 self.measured(recipe, self.losses[recipe])
         return self.losses[recipe]
 
-    def _measure(self, exact: Exact, recipe: str) -> Loss:
+    def _measure(self, exact: UncompressedResult, recipe: str) -> Loss:
         packed = packed_file(exact.first, Recipe(recipe, self.basis), os.path.join(self.folder, "window.kvpack"))
         predicted = read_packed(self.model, exact, packed)
         self.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpack.output import counted, print_table, printable
+from kvpack.output import format_count, print_table, printable
 
 from .candidates import is_attendable
 from .results import uniform_name
@@ -15,7 +15,7 @@ def show(report: dict[str, Any]) -> None:
     settings = report["settings"]
     title = (
         f"{printable(report['model'])}, {printable(report['text'])}: {report['mode']} search, at most {report['bits']:g} bits per value; "
-        f"{counted(settings['windows'], 'window')} of {settings['tokens']:,} tokens, {settings['held_out']} held out, "
+        f"{format_count(settings['windows'], 'window')} of {settings['tokens']:,} tokens, {settings['held_out']} held out, "
         f"the last {settings['score']:,} tokens of each scored"
     )
     columns = [

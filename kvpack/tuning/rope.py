@@ -10,7 +10,7 @@ from kvpack.evaluation.sizes import positions
 from kvpack.evaluation.windows import prefill
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.frames import MAX_FREQUENCY, PAIRINGS, Rope
-from kvpack.identity.rope import same_up_to
+from kvpack.identity.rope import max_uniform_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
     test_positions = [position for position in _POSITIONS if limit is None or position < limit]
     first = _keys(model, single_tokens, 0)
     others = {position: _keys(model, single_tokens, position) for position in test_positions}
-    longest = same_up_to(model.config.get_text_config())
+    longest = max_uniform_length(model.config.get_text_config())
     candidates = [rope._replace(longest=longest) for rope in _candidates(model)]
     return [
         _match_rope(number, keys, {position: result[number] for position, result in others.items()}, candidates)

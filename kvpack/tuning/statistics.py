@@ -49,7 +49,7 @@ SAMPLED_OF_FRAMES = 8
 """One in this many of the tokens kept for tables is also kept for the tables of frames."""
 
 PAGE = 128
-"""Number of tokens whose mean is subtracted from keys, as in kvpack's own presets (``presets.own_codec``)."""
+"""Number of tokens whose mean is subtracted from keys, as in kvpack's own presets (``presets.kvpack_codec``)."""
 
 _FORMAT = "kvpack calibration with pages"
 _SUMS = ("counts", "sums", "products", "costs", "shares", "moments")
@@ -299,7 +299,7 @@ def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]
-    flat, over = [leaf for pair in leaves for leaf in pair], cache_names.passing(model, DynamicCache(leaves))
+    flat, over = [leaf for pair in leaves for leaf in pair], cache_names.cache_argument(model, DynamicCache(leaves))
     with torch.enable_grad():
         logits = model(tokens[:, pairs[0][0].shape[2] :], **over).logits[0].float()
         if not bool(logits.isfinite().all()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpack.coding.calibrated_presets import raised_losses
+from kvpack.coding.calibrated_presets import increase_losses
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.errors import InvalidParameter
 
@@ -39,7 +39,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
     allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
     measured = {}
     for (layer, side), codecs in search.priced.packed.items():
-        codec = min(codecs, key=lambda codec: (abs(bits_of(codec, side) - MEASURED_BITS), codec))
+        codec = min(codecs, key=lambda codec: (abs(average_bits(codec, side) - MEASURED_BITS), codec))
         loss = search.windows.loss(single_place_recipe(layer, side, codec)).kl_divergence
         measured[layer, side] = codec, loss
         search.sensitivities[layer, side] = {codec: loss}
@@ -55,16 +55,16 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
     """Return the predicted losses of all candidates in each tensor, minus the smallest loss, which is noise that no width reduces."""
     floor = min(loss for _, loss in measured.values())
-    raised = raised_losses({place: loss - floor for place, (_, loss) in measured.items()})
+    raised = increase_losses({place: loss - floor for place, (_, loss) in measured.items()})
     result: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():
         codec, _ = measured[layer, side]
-        bits = {other: bits_of(other, side) for other in codecs}
+        bits = {other: average_bits(other, side) for other in codecs}
         result[layer, side] = {other: raised[layer, side] * 4.0 ** (bits[codec] - bits[other]) for other in codecs}
     return result
 
 
-def bits_of(codec: str, side: str) -> float:
+def average_bits(codec: str, side: str) -> float:
     """Return the bits per value of the codes of ``codec``, as written in a recipe.
 
     Raises InvalidParameter for a codec without such a width.

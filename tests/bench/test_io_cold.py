@@ -68,4 +68,4 @@ def test_a_file_that_stays_in_memory_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "a").write_bytes(bytes(10_000))
     monkeypatch.setattr(io_cold, "is_cold", lambda *_: False)
     with pytest.raises(InvalidParameter, match="its files stay in memory: pass --folder with a folder on a disk"):
-        io_cold.drop(str(tmp_path / "a"))
+        io_cold.drop_from_page_cache(str(tmp_path / "a"))

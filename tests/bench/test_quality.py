@@ -60,8 +60,8 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def exact(model: Any) -> windows.Exact:
-    return windows.read_exactly(model, torch.tensor([[256, *demo_text()[:416]]]), 96)
+def exact(model: Any) -> windows.UncompressedResult:
+    return windows.read_uncompressed(model, torch.tensor([[256, *demo_text()[:416]]]), 96)
 
 
 def by_recipe(report: Any) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def test_a_row_sums_up_its_windows(report: Any) -> None:
         assert [(part["tokens"], part["right"]) for part in recall["by_length"]] == [(512 - needles.QUESTION_TOKENS, recall["right"])]
 
 
-def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windows.Exact, tmp_path: Path) -> None:
+def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windows.UncompressedResult, tmp_path: Path) -> None:
     def divergence(step: int) -> float:
         cache = windows.packed_file(exact.first, "kv=scalar:b=2;tail=8", str(tmp_path / "window"))
         found = windows.read_packed(model, exact, cache, step)
@@ -147,7 +147,7 @@ def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windo
     assert divergence(96) < 0.5 * alone
 
 
-def test_same_choices_are_those_of_the_most_probable_token(exact: windows.Exact) -> None:
+def test_same_choices_are_those_of_the_most_probable_token(exact: windows.UncompressedResult) -> None:
     found = exact.log_probabilities.clone()
     # The first choice becomes the last in 24 of 96 positions.
     found[torch.arange(24), found[:24].argmax(-1)] = -1e3
@@ -176,7 +176,7 @@ def test_the_reference_is_measured_too() -> None:
     assert rows["kivi-2"]["of_reference"]["ratio"] > 1 == rows["fp8"]["of_reference"]["ratio"]
 
 
-def test_the_past_forgotten_is_the_other_end_of_the_scale(report: Any, model: Any, exact: windows.Exact) -> None:
+def test_the_past_forgotten_is_the_other_end_of_the_scale(report: Any, model: Any, exact: windows.UncompressedResult) -> None:
     forgotten = report["forgotten"]
     assert forgotten["kl_divergence"] > max(row["kl_divergence"] for row in report["recipes"])
     assert forgotten["kl_divergence"] == pytest.approx(sum(window["kl_divergence"] for window in forgotten["windows"]) / 2)
@@ -196,7 +196,7 @@ def test_the_past_forgotten_is_the_other_end_of_the_scale(report: Any, model: An
     assert windows.read_forgotten(model, exact).kl_divergence == pytest.approx(float(expected) / 96, rel=1e-3)
 
 
-def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.Exact, model: Any, tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
     path = tmp_path / "window.kvpack"
     measured = windows.measure(model, exact, "octopus-3", str(path))
     assert measured.bytes == path.stat().st_size
@@ -206,7 +206,9 @@ def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.Exact,
     assert all(side.tail.shape[2] == 0 for layer in cache for side in layer.sides.values())
 
 
-def test_the_model_reads_what_the_file_holds(exact: windows.Exact, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_reads_what_the_file_holds(
+    exact: windows.UncompressedResult, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = windows.measure(model, exact, "kivi-4", str(tmp_path / "a"))
     load = kvpack.load
     monkeypatch.setattr(kvpack, "load", lambda path, **_: load(path).convert("kv=group:b=1,g=32"))
@@ -216,7 +218,7 @@ def test_the_model_reads_what_the_file_holds(exact: windows.Exact, model: Any, t
     assert min(coarse.attention_error) > 2 * max(plain.attention_error)
 
 
-def test_the_errors_against_dense_attention(exact: windows.Exact, model: Any, tmp_path: Path) -> None:
+def test_the_errors_against_dense_attention(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
     measured = windows.measure(model, exact, "kivi-2", str(tmp_path / "window"))
     packed = [kvpack.pack((k[:, :, :320], v[:, :, :320]), "kivi-2")[0].append(k[:, :, 320:], v[:, :, 320:]) for k, v in exact.pairs]
     mask = torch.ones(96, 416, dtype=torch.bool).tril(320)
@@ -308,13 +310,13 @@ def test_an_answer_is_right_when_every_token_is_the_first_choice() -> None:
 
     prompt = needles.Prompt((), ((tuple(b"\n[[key QWERTY = "), tuple(value)),), (0.0,))
     for Answering.wrong in range(8):
-        assert needles.answers(Answering(), prompt, lambda: "true") == [True]
-        assert needles.answers(Answering(), prompt, lambda: "other") == [False]
+        assert needles.check_answers(Answering(), prompt, lambda: "true") == [True]
+        assert needles.check_answers(Answering(), prompt, lambda: "other") == [False]
 
 
 def test_recall_by_depth_and_length() -> None:
     asked = [*summary.NeedleAnswer.of(100, [0.1, 0.3], [True, False]), *summary.NeedleAnswer.of(200, [0.1, 0.99], [True, True])]
-    found = summary.recall(asked)
+    found = summary.summarize_recall(asked)
     assert (found["right"], found["asked"]) == (3, 4)
     assert [(part["right"], part["asked"]) for part in found["by_depth"]] == [(2, 2), (0, 1), (0, 0), (1, 1)]
     assert [(part["tokens"], part["right"], part["asked"]) for part in found["by_length"]] == [(100, 1, 2), (200, 2, 2)]
@@ -552,13 +554,13 @@ def test_the_front_goes_through_significant_differences_only() -> None:
             16.0: [1e-7 * part for part in scatter],
         }
     )
-    summary.mark_front(rows[::-1])
+    summary.mark_pareto_front(rows[::-1])
     assert [row["bits_per_value"] for row in rows if row["on_front"]] == [2.0, 3.0, 16.0]
 
 
 def test_one_window_has_a_front_of_its_figures() -> None:
     rows = rows_of({2.0: [1.0], 3.0: [1.1], 4.0: [0.9], 16.0: [0.0]})
-    summary.mark_front(rows)
+    summary.mark_pareto_front(rows)
     assert [row["on_front"] for row in rows] == [True, False, True, True]
 
 
@@ -582,8 +584,8 @@ def cluttered(spread: float) -> Any:
 
 
 def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    read, exactly = [], quality.read_exactly
-    monkeypatch.setattr(quality, "read_exactly", lambda model, tokens, score: read.append(tokens) or exactly(model, tokens, score))
+    read, exactly = [], quality.read_uncompressed
+    monkeypatch.setattr(quality, "read_uncompressed", lambda model, tokens, score: read.append(tokens) or exactly(model, tokens, score))
     sizes = quality.Settings(tokens=64, score=16, windows=2, needles=0)
     for settings in (sizes, replace(sizes, inserted="\x01")):
         report = quality.run(None, None, ["kv=scalar:b=2"], settings)

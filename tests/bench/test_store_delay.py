@@ -47,7 +47,7 @@ def test_calls_of_a_distant_server_are_compared(
         assert asked["PageStore"][call] <= 2 * asked["Store"][like]
     if kind == "redis":
         # The touch is a request of its own.
-        assert [asked["PageStore"][call] for call in ("present", "touch", "get_into", "put what is there")] == [1, 1, 2, 2]
+        assert [asked["PageStore"][call] for call in ("contains", "touch", "get_into", "put what is there")] == [1, 1, 2, 2]
     assert set(table["ms"]["Store"]) == {"save", "match", "load", "save what is there"}
     # An object store notes uses later.
     calls = [value for calls in table["ms"].values() for what, value in calls.items() if what != "touch"]

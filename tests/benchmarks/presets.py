@@ -25,7 +25,7 @@ from kvpack.coding.recorded_presets import RECORDED
 from kvpack.evaluation.models import read_text, vocabulary
 from kvpack.evaluation.sizes import window
 from kvpack.evaluation.twins import make_twin, offset_keys
-from kvpack.evaluation.windows import measure, read_exactly
+from kvpack.evaluation.windows import measure, read_uncompressed
 from kvpack.formats.errors import InvalidParameter
 from kvpack.models import load_model, model_folder
 from kvpack.output import print_table
@@ -153,7 +153,7 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
     if settings.offset is not None:
         offset_keys(model, settings.offset, sample, 0)
     start = round(number * (len(text.ids) - size) / max(1, settings.windows - 1))
-    exact = read_exactly(model, window(text, start, size).to(model.device), SCORE)
+    exact = read_uncompressed(model, window(text, start, size).to(model.device), SCORE)
     found = {}
     with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as name:
         for row in rows:

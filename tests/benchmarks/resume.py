@@ -102,7 +102,7 @@ def _rows(
     held: list[int] = []
 
     def logits(past: Any, given: torch.Tensor) -> None:
-        model(given, **cache_names.passing(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
+        model(given, **cache_names.cache_argument(model, past), use_cache=True, logits_to_keep=1).logits.argmax().item()
 
     def compute() -> None:
         past = transformers_library().DynamicCache(config=model.config)

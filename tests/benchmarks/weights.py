@@ -43,7 +43,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         raise InvalidParameter("--device is 'cuda', but PyTorch finds no CUDA device: use --device cpu")
     network = random_model(shape, None, device, "bf16") if shape is not None else _loaded(model, device)
     ids = torch.randint(1, min(200, network.config.vocab_size), (1, PROMPT), device=device)
-    past = cache_names.cache_of(network(ids, use_cache=True))
+    past = cache_names.output_cache(network(ids, use_cache=True))
 
     def digest() -> None:
         _ = weights_of(parts(network)).text
@@ -52,7 +52,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         _ = named(network).fields
 
     def decode_step() -> None:
-        network(ids[:, :1], **cache_names.passing(network, past))
+        network(ids[:, :1], **cache_names.cache_argument(network, past))
         past.crop(-1)
 
     def prefill() -> None:
@@ -93,7 +93,7 @@ def _checkpoint(folder: Path, repeats: int) -> dict[str, Any]:
 
     def read() -> None:
         for path in paths:
-            checkpoints.digest_of_bytes(path, os.path.getsize(path))
+            checkpoints.digest_file_bytes(path, os.path.getsize(path))
 
     for path in paths:
         _forget(path)

@@ -199,14 +199,14 @@ class Unknown:
 
     def __init__(self, seen: int, **more: Any) -> None:
         self.keys = self.values = X
-        self.seen = seen
+        self.seen_tokens = seen
         self.__dict__ |= more
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Holds what it holds."""
 
     def get_seq_length(self) -> int:
-        return self.seen
+        return self.seen_tokens
 
 
 @pytest.mark.parametrize(

@@ -458,7 +458,7 @@ def test_c_finds_sizes_far_above_the_usual_as_pytorch_does(tokens: int, monkeypa
         sizes = 0.3 + torch.rand(2, 3, tokens, generator=generator)
         sizes = sizes.masked_fill(torch.rand(sizes.shape, generator=generator) < 0.1 * (number % 3), torch.nan)
         for ratio in (1.2, 1.6, 2.0):
-            medians = head_norms.usual_norms(sizes)
+            medians = head_norms.median_norms(sizes)
             compiled = [encode.has_large(sizes, ratio, level) for level in range(len(library.levels()))]
             with monkeypatch.context() as patch:
                 patch.setenv(dispatch.VARIABLE, "torch")

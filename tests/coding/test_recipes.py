@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpack.coding.presets import EXACT
-from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, preset_of
+from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, preset_name
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.tuning.statistics import RAW
@@ -101,7 +101,7 @@ def test_codecs_of_two_presets_can_be_combined_as_the_refusal_says() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_recognized_by_their_text(name: str) -> None:
-    assert preset_of(Recipe(name).canonical) == name
+    assert preset_name(Recipe(name).canonical) == name
 
 
 def test_what_is_changed_in_part_is_no_mistake() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import kvpack
 from kvpack import cli
-from kvpack.file.hidden_tokens import Hidden
+from kvpack.file.hidden_tokens import HiddenRange
 from kvpack.file.inputs import PADDED, Inputs
 from kvpack.formats import errors
 from kvpack.output import printable, progress
@@ -399,7 +399,7 @@ IDS = [0, 5, 2**31, 2**32 - 1, 7]
         (kvpack.Inputs(torch.tensor(IDS).to(torch.uint32).numpy().tobytes(), ("an image",), (261,)), {}),
         (kvpack.Inputs(b"", ("tokens 2 to 5 came from embeddings", "an image"), (2, 40)), {"title": "a \u2603", "version": 3, "rate": 0.1}),
         (kvpack.Inputs.of_rows([bytes([5, 0, 0, 0, 6, 0, 0, 0]), bytes([0, 0, 0, 0, 6, 0, 0, 0])], (), (), 256), {}),
-        (kvpack.Inputs.of_rows([b"\1\0\0\0" * 9], [(f"tokens from 256 on {PADDED}", 256)], (Hidden(1, 256, 260),), 256), {}),
+        (kvpack.Inputs.of_rows([b"\1\0\0\0" * 9], [(f"tokens from 256 on {PADDED}", 256)], (HiddenRange(1, 256, 260),), 256), {}),
         (kvpack.Inputs(), {}),
         (None, {"title": "x"}),
     ],
@@ -410,8 +410,8 @@ def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, 
     kvpack.save(kvpack.pack(random_pairs(2, 50, batch=2), "raw", inputs=inputs, start=256), first, metadata=metadata)
     assert run("unpack", first, plain) == run("pack", plain, again, "--recipe", "raw") == 0
     tensors = load_file(plain)
-    if inputs is not None and inputs.known[0]:
-        rows = [memoryview(row).cast("I").tolist() for row in inputs.known]
+    if inputs is not None and inputs.known_ids[0]:
+        rows = [memoryview(row).cast("I").tolist() for row in inputs.known_ids]
         assert tensors["token_ids"].tolist() == rows
         assert rows in ([IDS], [[5, 6], [0, 6]], [[1] * 9])
     else:

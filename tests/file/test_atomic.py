@@ -218,7 +218,7 @@ def test_only_files_that_are_certainly_dead_go(tmp_path: Path, monkeypatch: pyte
             removed, kept = remove_dead(str(tmp_path))
             assert (removed, sorted(kept)) == ([], sorted(map(str, (dead, old, held)))), "another host may hold the lock"
         with monkeypatch.context() as patch:
-            patch.setattr(atomic, "lock_now", lambda descriptor: None)
+            patch.setattr(atomic, "try_lock", lambda descriptor: None)
             assert remove_dead(str(tmp_path)).removed == [], "a file system without locks shows no dead writer"
         removed, kept = remove_dead(str(tmp_path))
         assert (removed, sorted(kept)) == ([str(dead)], sorted(map(str, (old, held))))

@@ -188,7 +188,7 @@ def test_commands_do_not_map_their_input(command: str, path: Path, monkeypatch: 
     def mapping(*_: object) -> None:
         raise AssertionError("a file was mapped")
 
-    monkeypatch.setattr(user_files.OnDisk, "view", mapping)
+    monkeypatch.setattr(user_files.DiskFile, "view", mapping)
     output = {"unpack": [str(tmp_path / "o")], "convert": [str(tmp_path / "o"), "raw"]}.get(command, [])
     assert cli.main([command, str(path), *output]) == 0
 
@@ -202,18 +202,18 @@ def test_importing_into_a_store_does_not_map_the_input(tmp_path: Path, monkeypat
     path, tokens = tmp_path / "in.kvpack", tmp_path / "ids.json"
     kvpack.save(kvpack.pack([(torch.zeros(1, 1, 300, 32),) * 2], "raw", model={"name": "m", "weights": "w"}), path)
     tokens.write_text(json.dumps([*range(300)]))
-    monkeypatch.setattr(user_files.OnDisk, "view", mapping)
+    monkeypatch.setattr(user_files.DiskFile, "view", mapping)
     words = ["store", "import", str(tmp_path / "store"), str(path), "--tokens", str(tokens), "--trust-names"]
     assert cli.main(words) == 0
     cut = path.stat().st_size // 2
-    read = user_files.OnDisk.read
+    read = user_files.DiskFile.read
 
-    def cutting(source: user_files.OnDisk, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+    def cutting(source: user_files.DiskFile, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         if end - begin == source.size:
             os.truncate(path, cut)
         return read(source, begin, end, into)
 
-    monkeypatch.setattr(user_files.OnDisk, "read", cutting)
+    monkeypatch.setattr(user_files.DiskFile, "read", cutting)
     assert cli.main(words) == 1
 
 
@@ -244,8 +244,10 @@ def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypat
     """Layers that nobody asked for are not read."""
     monkeypatch.setattr(user_files, "PIECE_BYTES", mmap.PAGESIZE)
     asked: list[tuple[int, int]] = []
-    ahead = user_files.OnDisk.read_ahead
-    monkeypatch.setattr(user_files.OnDisk, "read_ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1])
+    ahead = user_files.DiskFile.read_ahead
+    monkeypatch.setattr(
+        user_files.DiskFile, "read_ahead", lambda self, begin, end: (asked.append((begin, end)), ahead(self, begin, end))[1]
+    )
     path.write_bytes(file_of(*[(random_side(GROUP, (64,), 5), random_side(COLUMNS, (64,), 5))] * 4))
     with container.open_file(path) as file:
         start = len(file.front.text)

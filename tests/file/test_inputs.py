@@ -14,7 +14,7 @@ import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.cache.packing import pack
 from kvpack.file.inputs import WITHOUT_IDS, Inputs
-from kvpack.file.sources import MAX_NAMED, Source, clause, differing, sources_in
+from kvpack.file.sources import MAX_NAMED, Source, clause, first_difference, sources_in
 from kvpack.formats.errors import InvalidParameter
 
 EMBEDDINGS = "tokens 8 to 11 came from embeddings, not from token ids"
@@ -80,14 +80,14 @@ def test_sources_leave_room_for_other_inputs() -> None:
 
 def test_a_source_has_the_input_or_the_output_of_another() -> None:
     one, rounded, other = Source("1" * 32, "a" * 32), Source("1" * 32, "b" * 32), Source("2" * 32, "c" * 32)
-    assert differing((one,), (rounded,)) is None
-    assert differing((one,), (Source("3" * 32, "a" * 32),)) is None
-    assert differing((Source("", "b" * 32),), (Source("", "c" * 32),)) == 0
-    assert differing((one, one), (rounded, other)) == 1
-    assert differing((one,), (one, one, other)) == 2
-    assert differing((one,), (Source("", "a" * 32),)) is None
-    assert differing((rounded,), (Source("", "a" * 32),)) == 0
-    assert differing((one, one, one), (one, one)) == 0
+    assert first_difference((one,), (rounded,)) is None
+    assert first_difference((one,), (Source("3" * 32, "a" * 32),)) is None
+    assert first_difference((Source("", "b" * 32),), (Source("", "c" * 32),)) == 0
+    assert first_difference((one, one), (rounded, other)) == 1
+    assert first_difference((one,), (one, one, other)) == 2
+    assert first_difference((one,), (Source("", "a" * 32),)) is None
+    assert first_difference((rounded,), (Source("", "a" * 32),)) == 0
+    assert first_difference((one, one, one), (one, one)) == 0
 
 
 def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "
 def test_a_cache_spans_what_its_layers_have_seen() -> None:
     cache = sliding()
     assert (cache.tokens, cache.start, cache.stop) == (70, 5, 75)
-    assert [(layer.skipped, layer.tokens, layer.seen) for layer in cache] == [(0, 70, 70), (48, 22, 70), (0, 70, 70)]
+    assert [(layer.skipped, layer.tokens, layer.seen_tokens) for layer in cache] == [(0, 70, 70), (48, 22, 70), (0, 70, 70)]
     assert [cache.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
     alone = replace(cache, layers=cache.layers[1:2])
     assert (alone.tokens, alone.stop) == (70, 75), "a cache whose layers all slide spans what they have seen"
@@ -93,7 +93,7 @@ def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
         (kvpack.concat([cache]), 70),
         (kvpack.concat([cache, kvpack.pack(pairs, "kivi-2;raw=0", start=75)]), 74),
     ):
-        assert [(layer.skipped, layer.seen) for layer in changed] == [(0, seen), (48, seen), (0, seen)]
+        assert [(layer.skipped, layer.seen_tokens) for layer in changed] == [(0, seen), (48, seen), (0, seen)]
         assert (changed.start, changed.stop) == (5, 5 + seen)
     assert [(part.skipped, part.tokens) for part in (cache[1][:], cache[1][48:70], cache[1][48:60])] == [(48, 22), (0, 22), (0, 12)]
     for part in (slice(0, 60), slice(48, 71), slice(-3, None), slice(0, 70, 2), 1):

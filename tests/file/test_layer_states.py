@@ -105,7 +105,7 @@ def test_the_states_of_joined_caches_are_those_of_the_last() -> None:
         kvpack.concat([first, without])
 
 
-def test_sequences_are_selected_and_other_recipes_keep_states() -> None:
+def test_sequences_are_selected_and_other_recipes_snapshot_states() -> None:
     cache = hybrid(2)
     chosen = cache.select([1, 1, 0])
     assert torch.equal(chosen[0].states["conv.0"], cache[0].states["conv.0"][[1, 1, 0]])

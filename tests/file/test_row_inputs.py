@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.cache.cache import Cache, concat
 from kvpack.file.features import split
-from kvpack.file.hidden_tokens import FEATURE, Hidden, features_of, hidden_tokens
+from kvpack.file.hidden_tokens import FEATURE, HiddenRange, features_of, hidden_tokens
 from kvpack.file.inputs import IDS_LEFT_OUT, MAX_IDS, PADDED, ROWS_DIFFER, Inputs, rows_differ
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
 
@@ -46,7 +46,7 @@ def cache_of(inputs: Inputs | None, batch: int, tokens: int = 12) -> Cache:
 
 
 ROWS = [[7, 8, *range(10, 20)], [7, 8, *range(30, 40)], [7, 8, *range(50, 60)]]
-HIDDEN = (Hidden(0, 0, 5), Hidden(2, 0, 2), Hidden(2, 4, 6))
+HIDDEN = (HiddenRange(0, 0, 5), HiddenRange(2, 0, 2), HiddenRange(2, 4, 6))
 
 
 def test_a_file_keeps_the_ids_of_each_row_and_the_hidden_tokens(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def test_rows_of_another_form_are_refused(arguments: dict[str, Any], message: st
 
 
 def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
-    def read(*stretches: tuple[int, int, int]) -> tuple[Hidden, ...]:
-        _, ignorable = features_of([Hidden(*stretch) for stretch in stretches])
+    def read(*stretches: tuple[int, int, int]) -> tuple[HiddenRange, ...]:
+        _, ignorable = features_of([HiddenRange(*stretch) for stretch in stretches])
         return hidden_tokens(ignorable[FEATURE], 2, 3, 9)
 
     assert read((0, 3, 4), (0, 5, 9), (1, 3, 9)) == ((0, 3, 4), (0, 5, 9), (1, 3, 9))
@@ -207,7 +207,7 @@ def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
         with pytest.raises(InvalidHeader, match=message):
             read(*stretches)
     with pytest.raises(LimitExceeded, match=r"hides 3277 ranges of tokens, but a file can have at most 3276: save fewer sequences"):
-        features_of([Hidden(row, 0, 1) for row in range(3277)])
+        features_of([HiddenRange(row, 0, 1) for row in range(3277)])
 
 
 @dataclass
@@ -222,7 +222,7 @@ def grid_of(cache: Cache) -> list[list[Token]]:
     """The tokens of each row, as the inputs of ``cache`` name them."""
     inputs, batch = cache.inputs, cache[0].k.batch
     assert inputs is not None
-    rows = [numpy.frombuffer(row, "<u4").tolist() for row in inputs.known]
+    rows = [numpy.frombuffer(row, "<u4").tolist() for row in inputs.known_ids]
     rows = rows if len(rows) > 1 else rows * batch
     hidden = {(row, place) for row, start, stop in inputs.hidden for place in range(start, stop)}
     return [[Token(one, (row, cache.start + place) in hidden) for place, one in enumerate(ids)] for row, ids in enumerate(rows)]
@@ -235,7 +235,7 @@ def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObje
     batch, tokens = data.draw(st.integers(1, 3)), 12
     cells = [[data.draw(st.integers(0, 2)) for _ in range(tokens)] for _ in range(batch)]
     pads = [data.draw(st.integers(0, 4)) for _ in range(batch)]
-    hidden = tuple(Hidden(row, 0, pad) for row, pad in enumerate(pads) if pad)
+    hidden = tuple(HiddenRange(row, 0, pad) for row, pad in enumerate(pads) if pad)
     # A value of the key is the id of its token, and of the value whether it is hidden.
     k = torch.tensor(cells, dtype=torch.float32)[:, None, :, None].expand(-1, 1, -1, 4)
     v = (torch.arange(tokens) < torch.tensor(pads)[:, None]).float()[:, None, :, None].expand(-1, 1, -1, 4)

@@ -16,7 +16,7 @@ from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.errors import InvalidParameter, InvalidPayload
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import hadamard
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 WORDS = {"b": "2", "axis": "channel", "block_rotation": "32", "channel_order": "u8"}
 
@@ -66,7 +66,7 @@ def test_the_order_undoes_itself() -> None:
     x = keys() * torch.linspace(0.1, 10, 128)
     decoded = one.decode(one.encode(x))
     assert ((decoded - x).norm() / x.norm()).item() < 0.01
-    assert isinstance(one, WithSidecars)
+    assert isinstance(one, CodecWithSidecars)
     streams, q = one.encode(x), keys(4, seed=1)
     scores = one.query(q, streams) @ one.decode_frame(streams).transpose(-1, -2)
     torch.testing.assert_close(scores, q @ decoded.transpose(-1, -2), rtol=0, atol=1e-4 * scores.abs().max().item())

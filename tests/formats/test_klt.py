@@ -387,7 +387,7 @@ def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float, 
     assert all(any(widths) for widths in found.values())
     # Every layer and side of every pass asks: the search is made once.
     assert basis.widths(bits, gain, own) is found
-    assert basis.bits_of(found, gain, own) <= bits
+    assert basis.average_bits(found, gain, own) <= bits
     with pytest.raises(InvalidParameter, match=r"bits is 0.1, expected 0.25 to 8"):
         basis.widths(0.1)
 

@@ -14,7 +14,7 @@ from kvpack.formats import codec_from_params
 from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from support.strategies import create
 
 RECIPES = {
@@ -166,5 +166,5 @@ def test_only_known_rules_are_taken() -> None:
 
 
 def rule(codec: Codec) -> str | None:
-    inner = codec.codec if isinstance(codec, WithSidecars) else codec
+    inner = codec.codec if isinstance(codec, CodecWithSidecars) else codec
     return getattr(inner, "norm_rule", None)

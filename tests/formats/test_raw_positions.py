@@ -15,15 +15,15 @@ from kvpack.formats.head_norms import (
     MAX_PER_PAGE,
     PAGE_TOKENS,
     drop_crowded_pages,
-    misfit_scores,
+    measure_fit_errors,
     norms_over_heads,
     norms_per_head,
     relative_norms,
     shared_scale_factors,
     widening_factors,
 )
-from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, add_misfits, replace_tokens, store_in_slots
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, add_poorly_fitting, replace_tokens, store_in_slots
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.live.cache import LiveCache
 from support.strategies import create
 
@@ -257,9 +257,9 @@ def test_few_tokens_of_a_page_are_worth_being_raw_for_a_shared_scale() -> None:
     none = RawPositions(DIM, "bf16", high_norm=4.0).choose(norms)
     assert not none.any()
     for shared in ({head_norms.HEADS}, {head_norms.TOKENS}):
-        assert add_misfits(none, misfit_scores(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + MAX_PER_PAGE)]
+        assert add_poorly_fitting(none, measure_fit_errors(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + MAX_PER_PAGE)]
     norms[0, 0, 60] = 3.0
-    assert not add_misfits(none, misfit_scores(norms, {head_norms.HEADS, head_norms.TOKENS})).any()
+    assert not add_poorly_fitting(none, measure_fit_errors(norms, {head_norms.HEADS, head_norms.TOKENS})).any()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_both_ways_to_encode_agree(codec_id: str) -> None:
     """The oracle by blocks, and the way of ``kvpack.coding``, in which a kernel sees the whole run."""
     words = {"klt": {}, "transform": {"chunk": "16"}}.get(codec_id, {"b": "2"})
     codec = create(codec_id, DIM, "k", raw_first="2", raw_low_norm="0.5", **words)
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     from kvpack.coding.encoding import encode
 
     x = pairs()[0][0].to(torch.float32)
@@ -384,7 +384,7 @@ def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> N
     x[0, :, 5] *= 0.1
     x[:, 1, [9, 20]] *= torch.tensor([3.3, 2.5])[:, None]
     raw, norms = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0), norms_per_head(x)
-    alone, shared = (store_in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, misfit_scores(norms, {head_norms.HEADS})))
+    alone, shared = (store_in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, measure_fit_errors(norms, {head_norms.HEADS})))
     assert [slots.streams[POSITIONS][..., 0].tolist() for slots in (alone, shared)] == [[[6, 0], [0, 0]], [[6, 10], [10, 21]]]
     assert [(slots.wanted & ~slots.chosen).sum(2).T.tolist() for slots in (alone, shared)] == [[[0, 0]] * 2, [[1, 1], [0, 0]]]
 

@@ -12,7 +12,7 @@ import kvpack
 from kvpack.cli import main
 from kvpack.coding import encoding
 from kvpack.formats.errors import KvpackError, OutOfRange
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from support.caches import dense
 from support.strategies import create
 
@@ -163,7 +163,7 @@ def test_messages_name_the_place(token: int, value: float, words: str, message: 
 def test_raw_tokens_are_replaced_within_their_token_group() -> None:
     x = values(1, 1, 64, DIM) + torch.arange(2).repeat_interleave(32)[None, None, :, None] * 100
     codec = create("group", DIM, b="2", g="32", sinks="3")
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     streams, alone = codec.encode(x), codec.codec.encode(x)
     groups = streams["scales"][:, :, :, :, 0]
     assert (groups <= alone["scales"][:, :, :, :, 0]).all(), "a token that is not encoded widens no group"

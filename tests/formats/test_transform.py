@@ -325,7 +325,7 @@ def test_a_bounded_number_of_symbols_is_decoded_at_once(basis: Basis, tmp_path: 
     kvpack.save(cache, tmp_path / "x.kvpack")
     decode, sizes = rans.decode, []
 
-    def counted(chunks: rans.Chunks, lengths: Any, *rest: Any) -> rans.Decoded:
+    def counted(chunks: rans.Chunks, lengths: Any, *rest: Any) -> rans.DecodedChunks:
         sizes.append(len(lengths) * int(lengths.max(initial=0)))
         return decode(chunks, lengths, *rest)
 

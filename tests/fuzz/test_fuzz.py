@@ -34,7 +34,7 @@ from fuzz import (
     value_oracles,
     worker,
 )
-from fuzz.file_mutator import Vocabulary, mutate_file, take_apart
+from fuzz.file_mutator import Vocabulary, mutate_file, split_file
 from fuzz.session import Report, Session
 from fuzz.targets import TARGETS, Target
 from kvpack.cache import files, side
@@ -130,7 +130,7 @@ def test_mutations_are_repaired_and_repeat() -> None:
             accepted += mutated != data
         except KvpackError as error:
             refusals.append(type(error))
-        parts = take_apart(mutated)
+        parts = split_file(mutated)
         if mutated != data and parts is not None:
             whole += 1
             header = mutated[8 + int.from_bytes(mutated[:8], "little") :][: len(msgpack.packb(parts.header))]
@@ -322,7 +322,7 @@ def test_a_payload_may_be_checked_in_place_of_its_tensors() -> None:
     """An entry whose tensors' digests alone are wrong: a reader that knows its shape takes it, and one that parses it does not."""
     oracle = entry_oracles.EntryOracle()
     first, _ = oracle.chains[entry_oracles.RECIPES[0]]
-    parts = take_apart(first)
+    parts = split_file(first)
     assert parts is not None
     parts.header["tensors"][0][5] = bytes(16)
     damaged = parts.joined(msgpack.packb(parts.header))

@@ -29,13 +29,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were read."""
-    paths, digest = [], checkpoints.digest_of_bytes
+    paths, digest = [], checkpoints.digest_file_bytes
 
     def noted(path: str, size: int) -> str:
         paths.append(os.path.basename(path))
         return digest(path, size)
 
-    monkeypatch.setattr(checkpoints, "digest_of_bytes", noted)
+    monkeypatch.setattr(checkpoints, "digest_file_bytes", noted)
     return paths
 
 
@@ -117,7 +117,7 @@ def test_other_processes_find_the_digest(tmp_path: Path, cache: Path) -> None:
     found = weights(path)
     code = (
         "import sys\nfrom pathlib import Path\nfrom kvpack.identity import checkpoints\n"
-        "def read(*_): raise AssertionError\ncheckpoints.digest_of_bytes = read\nprint(checkpoints.checkpoint_digest(Path(sys.argv[1])))"
+        "def read(*_): raise AssertionError\ncheckpoints.digest_file_bytes = read\nprint(checkpoints.checkpoint_digest(Path(sys.argv[1])))"
     )
     assert subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True, text=True).stdout.strip() == found
     kept = list(cache.glob("*.json"))

@@ -17,13 +17,13 @@ from torch import nn
 
 import kvpack
 from kvpack.formats.errors import InvalidParameter
-from kvpack.identity.canonical_text import plain, sample_values
+from kvpack.identity.canonical_text import sample_values, to_json_value
 from kvpack.identity.rope import longest_sequence
 
 transformers = pytest.importorskip("transformers")
 
 from kvpack.integrations.transformers import KvpackCache, recording  # noqa: E402
-from kvpack.integrations.transformers.models import sample_of  # noqa: E402
+from kvpack.integrations.transformers.models import sample_digest  # noqa: E402
 from support.small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402
 
 
@@ -448,7 +448,7 @@ def test_samples_are_read_together_as_each_alone() -> None:
         ("flags", values > 0), ("integers", values.to(torch.int64)), ("few", values[0, :3]), ("part", values[2:5, 10:90]),
         ("none", values[:0]), ("scalar", values[0, 0]), ("text", "x"),
     ]  # fmt: skip
-    assert sample_values(named, 64) == [plain(name, value, 64) for name, value in named]
+    assert sample_values(named, 64) == [to_json_value(name, value, 64) for name, value in named]
     with pytest.raises(InvalidParameter, match="lost is on the meta device"):
         sample_values([*named, ("lost", torch.empty(3, device="meta"))], 64)
 
@@ -459,7 +459,7 @@ def test_a_cache_of_other_weights_is_not_stored(weights: str | None, tmp_path: A
     model, ids = small_llama(), torch.arange(3, 35)[None]
     with torch.no_grad(), KvpackCache(model, "octopus-3") as cache:
         model(ids, past_key_values=cache)
-        old = replace(cache.packed, model={**cache.packed.model, "weights": sample_of(model)})
+        old = replace(cache.packed, model={**cache.packed.model, "weights": sample_digest(model)})
     for changed in (False, True):
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(2 if changed else 1)

@@ -35,19 +35,19 @@ class Named(torch.nn.Module):
 
 
 def test_the_argument_of_a_model_is_that_of_its_forward() -> None:
-    assert cache_names.passing(Named(lambda ids, past_key_values=None, **more: None), 1) == {"past_key_values": 1}
-    assert cache_names.passing(Named(lambda ids, layer_past=None: None), 1) == {"layer_past": 1}
-    assert cache_names.passing(Named(lambda ids, cache=None: None), 1) == {"cache": 1}
-    assert cache_names.passing(lambda ids, past_key_values=None: None, 1) == {"past_key_values": 1}
+    assert cache_names.cache_argument(Named(lambda ids, past_key_values=None, **more: None), 1) == {"past_key_values": 1}
+    assert cache_names.cache_argument(Named(lambda ids, layer_past=None: None), 1) == {"layer_past": 1}
+    assert cache_names.cache_argument(Named(lambda ids, cache=None: None), 1) == {"cache": 1}
+    assert cache_names.cache_argument(lambda ids, past_key_values=None: None, 1) == {"past_key_values": 1}
 
 
 def test_a_cache_is_found_under_every_name() -> None:
     assert [cache_names.cache_in({name: 1, "input_ids": 2}) for name in cache_names.NAMES] == [1, 1, 1]
     assert cache_names.cache_in({"cache": None, "past_key_values": 1}) == 1
     assert cache_names.cache_in({"input_ids": 2}) is None
-    assert cache_names.cache_of(SimpleNamespace(past_key_values=1)) == 1
-    assert cache_names.cache_of(SimpleNamespace(cache=1)) == 1
-    assert cache_names.cache_of((1, 2)) is None
+    assert cache_names.output_cache(SimpleNamespace(past_key_values=1)) == 1
+    assert cache_names.output_cache(SimpleNamespace(cache=1)) == 1
+    assert cache_names.output_cache((1, 2)) is None
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -65,7 +65,7 @@ def test_llama_cpps_own_files_go_both_ways(name: str, windows: Any, dtypes: Any,
         assert layer.k is not None
         assert layer.v is not None
         assert (layer.k.codec.exact_dtype, layer.v.codec.exact_dtype) == dtypes
-        assert (layer.k.heads, layer.k.dim, layer.seen) == (1, 8, len(ids))
+        assert (layer.k.heads, layer.k.dim, layer.seen_tokens) == (1, 8, len(ids))
         assert layer.skipped == (len(ids) - 4 if number in (windows or {}) else 0)
     kvpack.save(cache, tmp_path / "x.kvpack")
     size = export_slot(kvpack.load(tmp_path / "x.kvpack"), tmp_path / "out.bin", windows=windows)

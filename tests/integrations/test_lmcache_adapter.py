@@ -19,7 +19,7 @@ from support import redis_server
 from support.engine_conditions import CONDITIONS
 from support.engine_stubs import import_over, parsed
 from support.faulty_os import FaultyOs
-from support.host_settings import Watched, unusual_host
+from support.host_settings import Watched, vllm_like_host
 from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def test_other_weights_and_shapes_are_missing(opened: Callable[..., Any]) -> Non
 def test_every_call_leaves_the_hosts_settings(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given = objects(3)
     given[1].tensor[0, 0, 0, 0] = float("nan")
-    with unusual_host(monkeypatch):
+    with vllm_like_host(monkeypatch):
         made = Watched(None).call("made", opened)(recipe="octopus-4")
         adapter, kind = Watched(made), type(made)
         adapter.submit_store_task(KEYS[:3], given)
@@ -383,7 +383,7 @@ def test_lmcache_is_told_of_what_the_store_evicts(opened: Callable[..., Any], tm
     for number in range(64):
         adapter.submit_store_task([ObjectKey(bytes([1, number]))], given)
         waited(adapter.pop_completed_store_tasks)
-        there = sum(adapter._there([ObjectKey(bytes([1, earlier])) for earlier in range(number + 1)]))
+        there = sum(adapter._contains([ObjectKey(bytes([1, earlier])) for earlier in range(number + 1)]))
         assert there * size <= adapter.used <= (there + 2) * size
     # All that is there and was told of, and one of another process.
     adapter.delete([*(ObjectKey(bytes([1, number])) for number in range(64)), KEYS[0]])

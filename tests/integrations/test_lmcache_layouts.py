@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpack.errors import InvalidParameter
-from kvpack.integrations.lmcache.layouts import bytes_of, geometry_of, is_fused, others_of, pages_of, recipe_of
+from kvpack.integrations.lmcache.layouts import as_page_buffer, byte_geometry, geometry_of, is_fused, keeps_other_objects, recipe_of
 from kvpack.pages.codec import PageCodec
 from kvpack.pages.geometry import PageGeometry
 
@@ -23,7 +23,7 @@ def test_fused_objects_are_pages_of_keys_and_values(planes: tuple[int, ...]) -> 
     codec = PageCodec("octopus-4", geometry)
     rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
     for row, given in zip(rows, (split, fused), strict=True):
-        assert codec.encode_into(pages_of(geometry, given), [0], row[None]) == [None]
+        assert codec.encode_into(as_page_buffer(geometry, given), [0], row[None]) == [None]
     assert torch.equal(*rows)
     with pytest.raises(InvalidParameter, match=r"or with fused \[1, layer, token, head \* 128\], for engines that keep"):
         geometry_of(fused.shape, BF16, 64, "", False)
@@ -41,15 +41,15 @@ def test_options_are_checked() -> None:
     assert is_fused({"fused": True})
     with pytest.raises(InvalidParameter, match="fused is 'yes', expected true or false"):
         is_fused({"fused": "yes"})
-    assert others_of({"others": "raw"})
-    assert not others_of({})
+    assert keeps_other_objects({"others": "raw"})
+    assert not keeps_other_objects({})
     with pytest.raises(InvalidParameter, match="others is 'packed', expected 'raw'"):
-        others_of({"others": "packed"})
+        keeps_other_objects({"others": "packed"})
     with pytest.raises(InvalidParameter, match=r"the object is torch.int64 \[3\], expected one of bf16, "):
-        bytes_of((3,), torch.int64)
-    geometry, _ = bytes_of((4, 6), torch.float32)
+        byte_geometry((3,), torch.int64)
+    geometry, _ = byte_geometry((4, 6), torch.float32)
     with pytest.raises(InvalidParameter, match="expected a contiguous one"):
-        pages_of(geometry, torch.zeros(6, 4).T)
+        as_page_buffer(geometry, torch.zeros(6, 4).T)
     with pytest.raises(InvalidParameter, match="set kv_dtype, such as fp8_e4m3"):
         geometry_of((2, 3, 32, 128), torch.uint8, 64, "", False)
     with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not record which layers"):

@@ -26,7 +26,7 @@ V = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(1)).to(torc
 
 
 def rotated(x: torch.Tensor, window: int, seen: int) -> torch.Tensor:
-    """A ring of ``window`` places after ``seen`` tokens, one at a time."""
+    """A ring of ``window`` places after ``seen_tokens`` tokens, one at a time."""
     ring = x[:, :, :window].clone()
     for token in range(window, seen):
         ring[:, :, token % window] = x[:, :, token]
@@ -83,7 +83,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
     )
     for path in (new, old):
         cache = import_prompt_cache(path)
-        assert [(layer.skipped, layer.seen) for layer in cache] == [(0, 37), (21, 37), (0, 37)]
+        assert [(layer.skipped, layer.seen_tokens) for layer in cache] == [(0, 37), (21, 37), (0, 37)]
         assert dict(cache.metadata) == {"model": "org/model"}
         for layer, first in zip(cache, (0, 21, 0), strict=True):
             expected = [x[:, :, first:37].view(torch.int16) for x in (K, V)]
@@ -113,7 +113,7 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
     with safe_open(path, "pt") as file:
         assert file.metadata()["1.0"] == "RotatingKVCache"
         assert [int(file.get_tensor(f"0.{part}")) for part in range(2, 6)] == [7, 0, 16, 7]
-    assert import_prompt_cache(path)[0].seen == 7
+    assert import_prompt_cache(path)[0].seen_tokens == 7
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_zeros_that_a_window_was_filled_up_with_are_told_from_tokens(tmp_pat
     k, v = (torch.cat([torch.zeros_like(x[:, :, :1]), x[:, :, :19]], 2) for x in (K, V))
     for counts, skipped in (([30, 0, 20, 20], 11), ([30, 0, 16, 20], 10)):
         layer = import_prompt_cache(newer(tmp_path / "in.safetensors", [("RotatingKVCache", [k, v, *counts])]))[0]
-        assert (layer.skipped, layer.seen) == (skipped, 30)
+        assert (layer.skipped, layer.seen_tokens) == (skipped, 30)
         assert all(map(torch.equal, values(layer), (x[:, :, skipped - 10 :].view(torch.int16) for x in (k, v))))
 
 

@@ -17,7 +17,7 @@ from kvpack.errors import InvalidParameter, MissingBasis
 from kvpack.integrations import sglang as integration
 from support.engine_conditions import CONDITIONS
 from support.engine_stubs import Metric, import_over
-from support.host_settings import Watched, unusual_host
+from support.host_settings import Watched, vllm_like_host
 from support.klt_bases import random_basis
 
 LAYERS, PAGES, TOKENS, HEADS, DIM = 2, 6, 16, 2, 32
@@ -174,7 +174,7 @@ def test_every_call_leaves_the_hosts_settings(storage: Any, tmp_path: Path, monk
         for name, places in (("kv", indices(1)), ("swa", indices(1)), ("mamba", torch.tensor([1])))
     ]
     at = {pages: indices(*pages) for pages in ((0, 4), (2, 3), (0, 1))}
-    with unusual_host(monkeypatch):
+    with vllm_like_host(monkeypatch):
         with pytest.raises(InvalidParameter):
             make(misspelled=1)
         backend = Watched(make())
@@ -483,7 +483,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
     backend = opened(storage, read, tmp_path / "store", **given)
     assert backend.batch_get_v1(["b"], indices(2)) == [True]
     # As a codec of the same basis decodes them.
-    pages, target = (storage.buffer_of(x) for x in (made, made))
+    pages, target = (storage.pool_buffer(x) for x in (made, made))
     rows = torch.zeros(1, backend.store.codec.nbytes, dtype=torch.uint8)
     codec = kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", tmp_path / "model"), pages.geometry)
     assert codec.encode_into(pages, [4], rows) == codec.decode_into(rows, target, [4]) == [None]

@@ -173,7 +173,7 @@ def test_layers_are_decoded_for_attention_that_reads_them(model_type: str) -> No
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen2", "phi3", "mistral"])
 def test_attention_that_passes_states_on_takes_packed_layers(model_type: str) -> None:
-    assert Model(tiny(model_type)).takes_packed_layers
+    assert Model(tiny(model_type)).supports_packed_layers
 
 
 @pytest.mark.parametrize(

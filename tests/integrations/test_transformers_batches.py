@@ -179,9 +179,9 @@ def test_sliding_layers_hold_their_window_and_what_is_encoded_with_it(name: str)
     slides = [number for number, window in enumerate(cache.live.sliding_windows) if window is not None]
     assert slides
     for number in slides:
-        assert 11 <= cache.live.held(number) <= 12 + 128 + 256
-        assert cache.live.seen(number) == 279
-    assert min(cache.live.held(number) for number in slides) < 279
+        assert 11 <= cache.live.stored_tokens(number) <= 12 + 128 + 256
+        assert cache.live.seen_tokens(number) == 279
+    assert min(cache.live.stored_tokens(number) for number in slides) < 279
 
 
 @pytest.mark.scenario
@@ -225,10 +225,10 @@ def test_layers_that_share_keys_and_values_attend_a_long_prompt_as_it_was_given(
     with KvpackCache(model, f"{recipe};tail=8") as cache:
         for one in (cache, copy.deepcopy(cache)):
             torch.testing.assert_close(model(PROMPT, past_key_values=one).logits, expected)
-        assert cache.live.skipped(0) == 0
+        assert cache.live.skipped_tokens(0) == 0
         if recipe == "raw":
             assert generated(model, torch.cat([PROMPT, ROWS[1:2]], 1), cache) == generated(model, torch.cat([PROMPT, ROWS[1:2]], 1))
-            assert cache.live.skipped(0) > 0
+            assert cache.live.skipped_tokens(0) > 0
 
 
 def test_a_loaded_layer_slides_as_well(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_loaded_layer_slides_as_well(tmp_path: Path) -> None:
         assert cache.live.sliding_windows == (12, None)
         assert cache.is_sliding == [True, False]
         found = [model(part, past_key_values=cache).logits for part in (ids[:, 40:299], ids[:, 299:])]
-        assert cache.live.held(0) < 150 < cache.live.held(1) == 300
+        assert cache.live.stored_tokens(0) < 150 < cache.live.stored_tokens(1) == 300
     expected = model(ids).logits
     torch.testing.assert_close(torch.cat(found, 1), expected[:, 40:], rtol=1e-4, atol=1e-5)
 

@@ -241,9 +241,9 @@ def test_texts_beyond_a_files_room_are_refused(model: Any, tmp_path: Path) -> No
         chat.save(path)
 
 
-@pytest.mark.skipif(not (real_model.place() / "tokenizer.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
+@pytest.mark.skipif(not (real_model.model_folder() / "tokenizer.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
 def test_a_real_tokenizer_gives_messages_back(tmp_path: Path) -> None:
-    words = transformers.AutoTokenizer.from_pretrained(real_model.place())
+    words = transformers.AutoTokenizer.from_pretrained(real_model.model_folder())
     torch.manual_seed(0)
     settings = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(words), **settings)).eval()

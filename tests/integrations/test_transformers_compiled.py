@@ -70,7 +70,7 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, layers: int, pa
     for found, own in zip(logits(torch.compile(model, backend="eager"), compiled, padding), expected, strict=True):
         torch.testing.assert_close(found, own)
     assert compiled.packed.inputs == eager.packed.inputs
-    for side, other in zip(compiled.live.unpacked(0, torch.float32), eager.live.unpacked(0, torch.float32), strict=True):
+    for side, other in zip(compiled.live.unpack(0, torch.float32), eager.live.unpack(0, torch.float32), strict=True):
         assert side is not None
         assert other is not None
         torch.testing.assert_close(side, other)

@@ -17,7 +17,7 @@ from kvpack.errors import InvalidParameter, KvpackWarning
 from kvpack.identity.fingerprint import weights_of
 from kvpack.identity.modules import parts
 from kvpack.integrations.transformers import KvpackCache, recording
-from kvpack.integrations.transformers.models import sample_of
+from kvpack.integrations.transformers.models import sample_digest
 from support.small_models import small_llama
 
 IDS = torch.arange(40)[None]
@@ -205,7 +205,7 @@ def test_the_digest_is_that_of_every_weight_by_itself() -> None:
     import hashlib
     import json
 
-    from kvpack.identity.canonical_text import plain
+    from kvpack.identity.canonical_text import to_json_value
 
     for model in (small_llama(), tied(), in_bf16(), with_buffer()):
         total = hashlib.sha256()
@@ -214,7 +214,7 @@ def test_the_digest_is_that_of_every_weight_by_itself() -> None:
                 f"{part.name}.{name}": x for name, x in [*part.module._parameters.items(), *part.module._buffers.items()] if x is not None
             }
             for name in sorted(own.keys() - {f"{part.name}.{name}" for name in part.module._non_persistent_buffers_set}):
-                total.update(json.dumps([name, plain(name, own[name].detach())], separators=(",", ":")).encode() + b"\n")
+                total.update(json.dumps([name, to_json_value(name, own[name].detach())], separators=(",", ":")).encode() + b"\n")
         assert weights_of(parts(model)).text == f"sha256:{total.hexdigest()}"
 
 
@@ -341,7 +341,7 @@ def test_a_cache_keeps_no_weights_and_names_a_model_that_is_gone() -> None:
 def test_an_old_file_is_compared_by_its_sample_with_one_warning(tmp_path: Path) -> None:
     model = small_llama()
     packed = kvpack.load(saved(model, tmp_path / "file"))
-    old = replace(packed, model={**packed.model, "weights": sample_of(model)})
+    old = replace(packed, model={**packed.model, "weights": sample_digest(model)})
     kvpack.save(old, tmp_path / "old")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -245,12 +245,12 @@ def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path
     assert len({packed.tokens for packed in saved}) > 2
     for packed in saved:
         assert packed.inputs.tokens == packed.tokens
-        assert {layer.seen for layer in packed} == {packed.tokens}
+        assert {layer.seen_tokens for layer in packed} == {packed.tokens}
 
 
 def test_a_thread_that_ended_within_a_pass_keeps_no_other_waiting(model: Any) -> None:
     prompt, cache = torch.arange(1, 21)[None], KvpackCache(model, "octopus-4")
-    thread = threading.Thread(target=cache.passes.lock.take)
+    thread = threading.Thread(target=cache.passes.lock.acquire)
     thread.start()
     thread.join()
     assert model.generate(prompt, past_key_values=cache, max_new_tokens=2, **OPTIONS).shape[1] == 22

@@ -105,7 +105,7 @@ def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, m
         logits.append([model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate(counts)])
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     same(caches[1], caches[0])
-    assert (caches[1].live.skipped(0) > 0) == (name == "Mistral")
+    assert (caches[1].live.skipped_tokens(0) > 0) == (name == "Mistral")
     assert device.captured >= 2
     assert device.replayed > 10
 
@@ -275,7 +275,7 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is(device: Device, what: str
     with pytest.warns(KvpackWarning, match=f"run without CUDA graphs: {expected}"):
         [model(ids(1, 1, step), past_key_values=cache) for step in range(5)]
     assert cache.packed.tokens == 5
-    assert cache.live.held(0) == cache.live.held(1) == 5
+    assert cache.live.stored_tokens(0) == cache.live.stored_tokens(1) == 5
     assert device.replayed == 0
     assert len(calls) == (5 if what == "hooks" else 0)
 

@@ -178,11 +178,11 @@ class Box:
     """A mask that is no tensor, as those of flex attention."""
 
     def __init__(self, seen: torch.Tensor) -> None:
-        self.seen, self.shape = seen, seen.shape
+        self.seen_tokens, self.shape = seen, seen.shape
 
     @staticmethod
     def attention(module: Any, q: Any, k: Any, v: Any, mask: Box | None, **options: Any) -> Any:
-        return sdpa_attention_forward(module, q, k, v, None if mask is None else mask.seen, **options)
+        return sdpa_attention_forward(module, q, k, v, None if mask is None else mask.seen_tokens, **options)
 
     @staticmethod
     def mask(**options: Any) -> Box:

@@ -619,11 +619,11 @@ def test_ids_follow_rows_that_are_selected(rows: list[int]) -> None:
         past = model(ROWS, use_cache=True).past_key_values
         past.batch_select_indices(torch.tensor(rows))
         chosen = record.inputs(past)
-        assert chosen.known == tuple(ids_of(ROWS[row]) for row in rows)
+        assert chosen.known_ids == tuple(ids_of(ROWS[row]) for row in rows)
         following = FOLLOWING.repeat(len(rows), 1) + torch.arange(len(rows))[:, None]
         model(following, past_key_values=past)
         past.crop(-1)
-        assert record.inputs(past).known == tuple(ids_of(torch.cat([ROWS[row], following[n, :-1]])) for n, row in enumerate(rows))
+        assert record.inputs(past).known_ids == tuple(ids_of(torch.cat([ROWS[row], following[n, :-1]])) for n, row in enumerate(rows))
 
 
 def test_ids_follow_the_rows_of_beams() -> None:
@@ -633,8 +633,8 @@ def test_ids_follow_the_rows_of_beams() -> None:
         found = model.generate(
             ROWS[:2], past_key_values=past, num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False, pad_token_id=0
         )
-    known = {bytes(row) for row in record.inputs(past).known}
-    assert len(record.inputs(past).known) == 6
+    known = {bytes(row) for row in record.inputs(past).known_ids}
+    assert len(record.inputs(past).known_ids) == 6
     # The cache holds the last beams before the last token.
     assert any(ids_of(row[:-1]) in known for row in found)
     cache = pack(past, FP32, inputs=record.inputs(past))
@@ -668,8 +668,8 @@ def test_sliding_layers_have_the_ids_of_all_tokens(name: str) -> None:
         past = DynamicCache(config=model.config)
         for part in prompt.split([70, 1, 1, 18], 1):
             model(part, past_key_values=past)
-        assert record.inputs(past).known == tuple(ids_of(row) for row in prompt)
+        assert record.inputs(past).known_ids == tuple(ids_of(row) for row in prompt)
         past.batch_select_indices(torch.tensor([1, 0]))
-        assert record.inputs(past).known == tuple(ids_of(row) for row in prompt.flip(0))
+        assert record.inputs(past).known_ids == tuple(ids_of(row) for row in prompt.flip(0))
         past.layers[-1].keys = past.layers[-1].keys.flip(2)
         assert record.inputs(past).tokens == 0

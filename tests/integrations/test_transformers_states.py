@@ -130,12 +130,12 @@ def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
                 model(PROMPT[:, 10:20], past_key_values=cache)
             expected[tokens] = follows(cache)
     with KvpackCache(model, "raw", dense=True) as cache:
-        cache.keep_states()
+        cache.snapshot_states()
         assert cache.states_at == ()
         for start, stop in ((0, 10), (10, 20), (20, 32)):
             model(PROMPT[:, start:stop], past_key_values=cache)
             if stop < 32:
-                cache.keep_states()
+                cache.snapshot_states()
         assert cache.states_at == (10, 20)
         with pytest.raises(OutOfBounds, match=r"has none after the first 19 tokens; the nearest before are after 10: call go_back"):
             cache.crop(-13)
@@ -143,20 +143,20 @@ def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
         follows(cache)
         cache.crop(-17)
         assert torch.equal(follows(cache), expected[20])
-        assert cache.go_back(24) == 20
+        assert cache.rewind(24) == 20
         assert torch.equal(follows(cache), expected[20])
-        assert cache.go_back(19) == 10
+        assert cache.rewind(19) == 10
         assert cache.states_at == (10,)
         assert torch.equal(follows(cache), expected[10])
-        assert cache.go_back(15) == 15
+        assert cache.rewind(15) == 15
         packed = cache.packed
         assert list(packed.states_at) == [10]
-        assert cache.go_back(9) == 0
+        assert cache.rewind(9) == 0
         assert cache.states_at == ()
         model(PROMPT[:, :10], past_key_values=cache)
         assert torch.equal(follows(cache), expected[10])
         with pytest.raises(OutOfBounds, match=r"go_back\(16\): the cache holds 15 tokens"):
-            cache.go_back(16)
+            cache.rewind(16)
     with KvpackCache.of(packed, model, dense=True) as cache:
         assert cache.states_at == (10, 15)
         cache.crop(-5)
@@ -169,14 +169,14 @@ def test_a_cache_goes_back_on_every_row_and_beam() -> None:
     model = small("Falcon-H1")
     with KvpackCache(model, "raw") as cache:
         model(ROWS[:, :16], past_key_values=cache)
-        cache.keep_states()
+        cache.snapshot_states()
         model(ROWS[:, 16:], past_key_values=cache)
         cache.reorder_cache(torch.tensor([1, 0, 1]))
         cache.reorder_cache(torch.tensor([2, 1]))
-        assert cache.go_back(30) == 16
+        assert cache.rewind(30) == 16
         found = model(ROWS[:, 16:], past_key_values=cache).logits
         copied = copy.deepcopy(cache)
-        assert copied.go_back(20) == 16
+        assert copied.rewind(20) == 16
     with KvpackCache(model, "raw") as cache:
         model(ROWS.flip(0)[:, :16], past_key_values=cache)
         # The rows are 1 and 0: those that rows 2 and 1 were of the first choice.
@@ -190,7 +190,7 @@ def test_a_failed_pass_is_undone_by_going_back() -> None:
     model = small("Lfm2Config")
     with KvpackCache(model, "raw", dense=True) as cache:
         model(PROMPT[:, :16], past_key_values=cache)
-        cache.keep_states()
+        cache.snapshot_states()
         expected = model(PROMPT[:, 16:], past_key_values=copy.deepcopy(cache)).logits
         for number in (0, 1, 2):
             hook = model.model.layers[number].register_forward_hook(fail)
@@ -198,8 +198,8 @@ def test_a_failed_pass_is_undone_by_going_back() -> None:
                 model(PROMPT[:, 16:], past_key_values=cache)
             hook.remove()
             with pytest.raises(InvalidParameter, match="a forward pass over the cache failed"):
-                cache.keep_states()
-            assert cache.go_back(16) == 16
+                cache.snapshot_states()
+            assert cache.rewind(16) == 16
             assert torch.equal(model(PROMPT[:, 16:], past_key_values=copy.deepcopy(cache)).logits, expected)
 
 
@@ -208,7 +208,7 @@ def test_a_prompt_keeps_what_states_allow() -> None:
     with KvpackCache(model, "raw") as cache:
         for start in (0, 16):
             model(PROMPT[:, start : start + 16], past_key_values=cache)
-            cache.keep_states()
+            cache.snapshot_states()
         packed = cache.packed
     other = torch.cat([PROMPT[:, :20], FOLLOWING], 1)
     with pytest.warns(KvpackWarning, match="begin with the same 20 tokens, and the first 16 of them are kept: layers keep states"):

@@ -320,7 +320,7 @@ def test_states_that_a_recording_keeps_are_stored(tmp_path: Path) -> None:
         past = DynamicCache(config=model.config)
         for part in PROMPT.split(32, 1):
             model(part, past_key_values=past)
-            record.keep_states(past)
+            record.snapshot_states(past)
         inputs, states = record.inputs(past), record.states_at(past)
         assert list(states) == [32, 64, 77]
     cache = kvpack.pack(past, "raw", inputs=inputs, states_at=states)
@@ -347,13 +347,13 @@ def test_a_recording_forgets_states_of_rows_that_moved() -> None:
     with recording(model) as record:
         past = DynamicCache(config=model.config)
         with pytest.raises(InvalidParameter, match="no recorded forward pass used this DynamicCache"):
-            record.keep_states(past)
+            record.snapshot_states(past)
         model(rows, past_key_values=past)
-        record.keep_states(past)
+        record.snapshot_states(past)
         assert list(record.states_at(past)) == [77]
         past.reorder_cache(torch.tensor([1, 0]))
         assert record.states_at(past) == {}
-        record.keep_states(past)
+        record.snapshot_states(past)
         assert list(record.states_at(past)) == [77]
         past.reset()
         assert record.states_at(past) == {}

@@ -160,10 +160,10 @@ def test_code_of_others_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     change, reason = FOREIGN[name]
     model = model_of("Llama", **SIZES)
     snapshot = ModelSnapshot(model)
-    assert snapshot.foreign is None
+    assert snapshot.foreign_part is None
     change(model, monkeypatch)
     assert not snapshot.unchanged()
-    assert reason in str(ModelSnapshot(model).foreign)
+    assert reason in str(ModelSnapshot(model).foreign_part)
 
 
 @pytest.mark.kernels
@@ -202,7 +202,7 @@ def test_code_that_changes_between_steps_is_run(name: str, device: Device, monke
 @pytest.mark.parametrize("name", [architecture.name for architecture in ZOO])
 def test_the_code_of_the_zoo_is_known(name: str) -> None:
     snapshot = ModelSnapshot(model_of(name))
-    assert snapshot.foreign is None
+    assert snapshot.foreign_part is None
     assert snapshot.unchanged()
 
 

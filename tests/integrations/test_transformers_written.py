@@ -38,7 +38,9 @@ def test_generate_continues_a_prompt(model: Any) -> None:
         cache = KvpackCache.load(PROMPT, model)
     ids = torch.tensor([prompt_ids()])
     with cache:
-        found = model.generate(ids, **cache_names.passing(model, cache), max_new_tokens=len(recorded), do_sample=False, eos_token_id=None)
+        found = model.generate(
+            ids, **cache_names.cache_argument(model, cache), max_new_tokens=len(recorded), do_sample=False, eos_token_id=None
+        )
     assert found[0, ids.shape[1] :].tolist() == recorded
 
 

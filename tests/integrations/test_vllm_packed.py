@@ -19,10 +19,10 @@ from kvpack.errors import InvalidParameter, MissingBasis, MissingFile
 from kvpack.integrations.vllm import identities, metrics
 from kvpack.integrations.vllm.chunk_keys import ABSENT, attach_keys
 from kvpack.integrations.vllm.groups import GROUPS, PLACES, Group, block_places, check_blocks, groups_of
-from kvpack.integrations.vllm.identities import SETTINGS, settings_of
+from kvpack.integrations.vllm.identities import SETTINGS, relevant_settings
 from kvpack.pages import PageCodec
 from support.engine_stubs import METADATA, STATS, Stats, check_defined, import_over
-from support.host_settings import Watched, unusual_host
+from support.host_settings import Watched, vllm_like_host
 from support.klt_bases import random_basis
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def test_every_call_leaves_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -
     kind, worker = type(engine.worker), Watched(engine.worker)
     tier = types.SimpleNamespace(submit_load=lambda _: None, get_finished_jobs=lambda: [JobResult(1, True)])
     check_promotions = module(monkeypatch, "promotions").check_promotions
-    with unusual_host(monkeypatch):
+    with vllm_like_host(monkeypatch):
         worker.submit_store(1, gpu([[1, 2, 3], [4]], [0, 0]), cpu([0, 1, 2]))
         worker.get_finished()
         engine.memory[0, 500] ^= 4
@@ -215,7 +215,7 @@ def test_every_call_leaves_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -
         worker.call("promoted", tier.submit_load)(types.SimpleNamespace(job_id=1, keys=[key(0), key(1)], chunk_ids=numpy.array([0, 1])))
         worker.call("promoted", tier.get_finished_jobs)()
         assert worker.count("damaged") == 2
-        worker.take_counts()
+        worker.pop_counts()
         worker.shutdown()
     assert tier.damaged_chunks == 2
     assert worker.called >= {name for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
@@ -467,7 +467,7 @@ def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def vllm_config(of_model: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """The fields of VllmConfig that ``settings_of`` reads."""
+    """The fields of VllmConfig that ``relevant_settings`` reads."""
     parts: dict[str, dict[str, Any]] = {
         "model_config": {
             **dict.fromkeys(identities._MODEL),
@@ -490,7 +490,7 @@ def vllm_config(of_model: dict[str, Any] | None = None, **changes: Any) -> Any:
 def test_settings_name_what_vllm_was_started_with() -> None:
     def settings(of_model: dict[str, Any] | None = None, **changes: Any) -> str:
         kept = {"rope_theta": 1e4, "transformers_version": "5.1", "hidden_size": 64, **(of_model or {})}
-        return settings_of(vllm_config(kept, **changes))
+        return relevant_settings(vllm_config(kept, **changes))
 
     def draft(**changes: Any) -> Any:
         return types.SimpleNamespace(**dict.fromkeys(identities._DRAFT) | changes)
@@ -515,7 +515,7 @@ def test_settings_name_what_vllm_was_started_with() -> None:
     without = vllm_config()
     del without.cache_config.use_replayssm
     with pytest.raises(InvalidParameter, match=r"this vLLM's cache_config has no use_replayssm, on which pages depend"):
-        settings_of(without)
+        relevant_settings(without)
 
 
 @dataclass(repr=False)
@@ -698,7 +698,7 @@ def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: An
     made = connector.KvpackConnector(config, "worker", one_group)
     assert (made.options["spec_name"], made.options["spec_module_path"]) == ("KvpackSpec", "kvpack.integrations.vllm.spec")
     assert made.options["kvpack_groups"] == [ATTENTION, STATES]
-    assert made.options[SETTINGS] == settings_of(config)
+    assert made.options[SETTINGS] == relevant_settings(config)
     assert connector.KvpackConnector.build_prom_metrics(config, 1, 2) == (1, 2)
     blocks = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM)
     caches = {"layers.0.attn": blocks, "layers.1.attn": blocks, "mamba": torch.zeros(1)}
@@ -709,7 +709,7 @@ def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: An
     assert made.registered == [caches]
     assert made.get_block_ids_with_load_errors() == set()
     assert made.get_kv_connector_stats() is None
-    worker = types.SimpleNamespace(failed_blocks=lambda: {7}, take_counts=lambda: {("encoded",): 3})
+    worker = types.SimpleNamespace(failed_blocks=lambda: {7}, pop_counts=lambda: {("encoded",): 3})
     made.connector_worker = types.SimpleNamespace(worker=worker)
     assert made.get_block_ids_with_load_errors() == {7}
     assert made.get_kv_connector_stats().values == {metrics.PACKED + "encoded_blocks": {(): 3}}
@@ -733,7 +733,7 @@ def test_the_connector_tells_the_tier_of_a_store_of_the_model(connector: Any, on
         made = connector.KvpackConnector(config, role, one_group)
         assert made.options["secondary_tiers"] == [packed, {"type": "fs"}]
         assert (made.options[GROUPS], made.options[PLACES]) == ([ATTENTION], [[0, PAGE], [0]])
-    assert (made.options["spec_name"], made.options[SETTINGS]) == ("TieringOffloadingSpec", settings_of(config))
+    assert (made.options["spec_name"], made.options[SETTINGS]) == ("TieringOffloadingSpec", relevant_settings(config))
     assert "spec_module_path" not in made.options
     # A spec of the operator's own, such as one for another platform, stays.
     own = configured(**STORE, spec_name="CpuTieringSpec", spec_module_path="module")

@@ -27,11 +27,11 @@ from kvpack.integrations import vllm as integration
 from kvpack.integrations.vllm import metrics
 from kvpack.integrations.vllm.groups import GROUPS, PLACES, Group
 from kvpack.integrations.vllm.identities import SETTINGS
-from kvpack.integrations.vllm.layouts import arrangement, certify
+from kvpack.integrations.vllm.layouts import arrangement, check_layout_name
 from kvpack.pages import PageGeometry, PageLayout
 from support.engine_conditions import CONDITIONS
 from support.engine_stubs import METADATA, STATS, Stats, check_defined
-from support.host_settings import Watched, unusual_host
+from support.host_settings import Watched, vllm_like_host
 
 HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
 BLOCK = 2 * HEADS * DIM * TOKENS * 2
@@ -339,7 +339,7 @@ def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., 
     found = []
     for kept in ("LBHNC", "BLHNC", None, "LBHNC"):
         tier = opened(tier_class, Config("model", kv_cache_layout=kept), memory, tmp_path, layout="split")
-        found += store_of(tier).present(key)
+        found += store_of(tier).contains(key)
         tier.submit_store(TransferJob(1, key, numpy.array([0]), False))
         finished(tier, 1)
         tier.shutdown()
@@ -353,7 +353,7 @@ def test_a_model_that_was_started_otherwise_is_another(tier_class: Callable[...,
     found = []
     for settings in ("rope_theta 1e4", "rope_theta 5e5", "rope_theta 1e4"):
         tier = opened(tier_class, Config("model", extra_config=told(attention(), **{SETTINGS: settings})), memory, tmp_path)
-        found += store_of(tier).present(key)
+        found += store_of(tier).contains(key)
         tier.submit_store(TransferJob(1, key, numpy.array([0]), False))
         finished(tier, 1)
         tier.shutdown()
@@ -387,7 +387,7 @@ def test_every_call_leaves_the_hosts_settings(tier_class: Callable[..., Any], tm
     memory[3, :2] = numpy.array([0x80, 0x7F]).astype(numpy.int8)
     keys = [key(n) for n in range(3)]
     make = Watched(None).call("made", lambda **options: opened(tier_class, config, memory, tmp_path, recipe="octopus-4", **options))
-    with unusual_host(monkeypatch):
+    with vllm_like_host(monkeypatch):
         with pytest.raises(InvalidParameter):
             make(layout="none")
         tier = Watched(make())
@@ -538,11 +538,11 @@ def test_a_named_layout_is_certified_by_a_writer(name: str) -> None:
         for x, (first, strides) in ((k, arranged.k), (v, arranged.v)):
             page.as_strided((HEADS, TOKENS, DIM), strides, first).copy_(x[0])
 
-    layout = PageLayout.certify(geometry, write, page)
-    certify(name, layout)
+    layout = PageLayout.detect(geometry, write, page)
+    check_layout_name(name, layout)
     other = "split" if name != "split" else "adjacent"
     with pytest.raises(InvalidParameter, match="its writer puts values elsewhere"):
-        certify(other, layout)
+        check_layout_name(other, layout)
 
 
 REQUEST = types.SimpleNamespace(req_id="r")
@@ -629,7 +629,7 @@ def test_a_restart_with_other_settings_misses(
     other = Config(**{"name": "model", **config})
     memory = rows_of(other, 2)
     tier = opened(tier_class, other, memory, tmp_path, **options)
-    assert store_of(tier).present([key(0)]) == [False]
+    assert store_of(tier).contains([key(0)]) == [False]
     tier.submit_load(TransferJob(1, [key(0)], numpy.array([0]), True))
     assert not finished(tier, 1)[0].success
     assert not memory.any()

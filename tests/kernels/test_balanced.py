@@ -51,7 +51,7 @@ def test_one_kept_matrix_takes_queries_to_the_frame(words: str) -> None:
     k, v = keys_and_values(words)
     layer = Layer(random_side(k, 2, (64,), 9, 1), random_side(v, 2, (64,), 9, 2))
     q = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0))
-    assert triton_attention.prepare(q, layer, Options(0.125)).plain
+    assert triton_attention.prepare(q, layer, Options(0.125)).runs_only_kernels
     assert GrowingCall.supports(q, layer)
 
 

@@ -21,7 +21,7 @@ from kvpack.cache.side import pack_side
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.group import Group
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.cpu import attend as cpu_attend
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
@@ -95,7 +95,7 @@ def test_any_call_agrees_with_torch(family: str, data: st.DataObject) -> None:
     odd = [
         side.codec
         for side in layer.sides.values()
-        if isinstance(side.codec, WithSidecars) and (side.codec.value_maps or len(side.codec.kept_tokens) > 1)
+        if isinstance(side.codec, CodecWithSidecars) and (side.codec.value_maps or len(side.codec.whole_tokens) > 1)
     ]
     assert attention.cpu_attention(q, layer) is not None or odd
     assert_alike(kvpack.attend(q, layer, **options), by_torch(q, layer, **options), layer)

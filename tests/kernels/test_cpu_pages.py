@@ -9,7 +9,7 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
-from kvpack.formats.head_norms import HEADS, TOKENS, misfit_scores, norms_per_head
+from kvpack.formats.head_norms import HEADS, TOKENS, measure_fit_errors, norms_per_head
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, slot_mask
 from kvpack.kernels.cpu import checksum, library
 from kvpack.kernels.cpu.pages import RawTokenChooser
@@ -80,7 +80,7 @@ def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, sh
         chooser = RawTokenChooser(raw, 64, 4, tokens, 32, torch.float32, group, 3, shared)
         chosen, left_out = chooser.run((x.data_ptr(), *(4 * stride for stride in x.stride()[:3])), 1)
         norms = norms_per_head(x)
-        expected, wanted = choose_slot_tokens(raw, norms, group, 3, misfit_scores(norms, shared))
+        expected, wanted = choose_slot_tokens(raw, norms, group, 3, measure_fit_errors(norms, shared))
         assert torch.equal(torch.from_numpy(chosen), expected.masked_fill(expected == tokens, -1))
         assert torch.equal(torch.from_numpy(left_out), (wanted & ~slot_mask(expected, tokens)).sum(2).T)
         assert len({int(count) for count in (chosen >= 0).sum(1)}) > 1

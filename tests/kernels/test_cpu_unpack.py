@@ -16,8 +16,8 @@ from kvpack.formats.channel_scale import STREAM, ChannelScale
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.sidecar import KeptTokens
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecar import WholeTokens
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.cpu import codecs as cpu_codecs
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import unpack as cpu_unpack
@@ -73,9 +73,9 @@ def assert_alike(found: torch.Tensor, side: Side, dtype: torch.dtype) -> None:
     expected = by_torch(side, dtype)
     assert found.dtype == dtype
     # A product with a step of binary32 is rounded once or twice, and the powers of logarithmic norms are sums.
-    codec = side.codec.codec if isinstance(side.codec, WithSidecars) else side.codec
+    codec = side.codec.codec if isinstance(side.codec, CodecWithSidecars) else side.codec
     summed = isinstance(codec, Angle) and (codec.norm == "log" or codec.range == "fp32")
-    summed |= isinstance(side.codec, WithSidecars) and bool(side.codec.sketches)
+    summed |= isinstance(side.codec, CodecWithSidecars) and bool(side.codec.sketches)
     if side.codec.rotation.kind == "none" and not summed and not isinstance(codec, Klt):
         assert torch.equal(found, expected)
         return
@@ -146,9 +146,9 @@ def test_any_side_with_sidecars_agrees_with_formats(data: st.DataObject) -> None
     if takes(side, dtype):
         assert_alike(by_c(side, dtype), side, dtype)
     else:
-        assert isinstance(side.codec, WithSidecars)
-        odd = [one for one in side.codec.sidecars if not isinstance(one, ChannelScale | KeptTokens | Outliers | Qjl)]
-        assert odd or len(side.codec.kept_tokens) > 1 or len(side.runs) > 1
+        assert isinstance(side.codec, CodecWithSidecars)
+        odd = [one for one in side.codec.sidecars if not isinstance(one, ChannelScale | WholeTokens | Outliers | Qjl)]
+        assert odd or len(side.codec.whole_tokens) > 1 or len(side.runs) > 1
 
 
 @pytest.mark.filterwarnings("ignore:.*which share")

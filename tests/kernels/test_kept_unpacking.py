@@ -37,7 +37,7 @@ def a_side(codec: str, runs: tuple[int, ...] = (128, 70), seed: int = 1) -> Side
     return random_side(made, 2, runs, 0, seed).to(DEVICE)
 
 
-def unpacked(side: Side, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def unpacked_side(side: Side, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     from kvpack.kernels.decode import sides
 
     out = torch.full((side.batch, side.heads, side.tokens, side.dim), torch.nan, dtype=dtype, device=DEVICE)
@@ -50,15 +50,15 @@ def unpacked(side: Side, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize("codec", CODECS)
 def test_later_calls_make_no_tables(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     side = a_side(codec)
-    first = unpacked(side)
-    narrow = unpacked(side, torch.float16)
+    first = unpacked_side(side)
+    narrow = unpacked_side(side, torch.float16)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a table was made")
 
     monkeypatch.setattr(torch, "from_numpy", refuse)
-    assert torch.equal(unpacked(side), first)
-    assert torch.equal(unpacked(side, torch.float16), narrow)
+    assert torch.equal(unpacked_side(side), first)
+    assert torch.equal(unpacked_side(side, torch.float16), narrow)
 
 
 @pytest.mark.kernels
@@ -67,7 +67,7 @@ def test_what_is_kept_dies_with_the_side(codec: str) -> None:
     from kvpack.kernels.decode import sides
 
     side = a_side(codec)
-    unpacked(side)
+    unpacked_side(side)
     (kept,) = sides._cached[side].values()
     left = weakref.ref(kept)
     del kept, side
@@ -80,12 +80,12 @@ def test_copies_of_streams_are_not_kept(codec: str) -> None:
     from kvpack.kernels.decode import sides
 
     side = a_side(codec, (128,))
-    expected = unpacked(side)
+    expected = unpacked_side(side)
     page = side.runs[0]
     # Rows of every second place in memory.
     apart = {name: torch.stack([stream, stream], 3)[:, :, :, 0] for name, stream in page.streams.items()}
     side = replace(side, runs=(replace(page, streams=apart),))
-    assert torch.equal(unpacked(side), expected)
+    assert torch.equal(unpacked_side(side), expected)
     assert side not in sides._cached
 
 
@@ -95,9 +95,9 @@ def test_copies_of_streams_are_not_kept(codec: str) -> None:
 def test_sides_of_one_shape_are_told_apart(codec: str) -> None:
     some = [a_side(codec, seed=seed) for seed in range(3)]
     for side in (*some, *some):
-        error = (unpacked(side).float() - side.to("cpu").unpack(torch.float32).to(DEVICE)).norm()
+        error = (unpacked_side(side).float() - side.to("cpu").unpack(torch.float32).to(DEVICE)).norm()
         assert error < 2.0**-6 * side.to("cpu").unpack(torch.float32).norm()
-        assert torch.equal(unpacked(side.prefix(128)), unpacked(side)[:, :, :128])
+        assert torch.equal(unpacked_side(side.prefix(128)), unpacked_side(side)[:, :, :128])
 
 
 @pytest.mark.kernels
@@ -109,7 +109,7 @@ def test_a_live_cache_unpacks_what_it_holds_now(monkeypatch: pytest.MonkeyPatch)
         live.update(0, *(x[:, :, start : start + 40].to(DEVICE) for x in given))
         live.roll()
         for _ in range(2):
-            for found, x in zip(live.unpacked(0, torch.bfloat16), given, strict=True):
+            for found, x in zip(live.unpack(0, torch.bfloat16), given, strict=True):
                 assert found is not None
                 assert found.shape[2] == start + 40
                 assert (found.cpu().float() - x[:, :, : start + 40].float()).norm() < 0.2 * x[:, :, : start + 40].float().norm()
@@ -119,7 +119,7 @@ def test_a_live_cache_unpacks_what_it_holds_now(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("codec", CODECS)
 def test_streams_threads_and_graphs(codec: str) -> None:
     side = a_side(codec, (4096, 70))
-    expected = unpacked(a_side(codec, (4096, 70)))
+    expected = unpacked_side(a_side(codec, (4096, 70)))
     # The first call on another stream than the later ones, with the device busy on both.
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

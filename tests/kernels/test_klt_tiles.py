@@ -16,7 +16,7 @@ from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import MissingBasis
 from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.kernel_calls import attend_by
 from support.klt_bases import random_rows, with_widths_of_heads
@@ -102,7 +102,7 @@ def test_raw_tokens(tail: int) -> None:
     """Columns without codes hold no part of them: tokens beside raw ones are decoded to the original frame, as the tail is."""
     layer = []
     for number, codec in enumerate(of_heads("wide heads")):
-        kept = WithSidecars(codec, (RawPositions(codec.dim, "bf16"),))
+        kept = CodecWithSidecars(codec, (RawPositions(codec.dim, "bf16"),))
         side = random_side(codec, 2, (150, 83), tail, number, 2)
         pages = []
         for page in side.runs:

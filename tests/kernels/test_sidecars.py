@@ -13,7 +13,7 @@ from kvpack.coding import dispatch, triton_version
 from kvpack.formats.channel_scale import STREAM
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.tiles import loaders
 from support.caches import random_pairs
 from support.interpreter import DEVICE, needs_loaded_bounds
@@ -116,7 +116,7 @@ def test_means_beside_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
 def test_widths_of_columns_of_signs(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
-    k_codec, v_codec = (WithSidecars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
+    k_codec, v_codec = (CodecWithSidecars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
     check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 

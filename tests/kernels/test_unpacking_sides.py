@@ -16,7 +16,7 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED
 from support.random_sides import codecs, random_page, random_side
@@ -125,7 +125,7 @@ def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3,channel_scale=fp16", 64), ("scalar:b=3,channel_scale=fp32", 80)])
 def test_channel_scales_of_each_page(codec: str, dim: int) -> None:
     made, _ = codecs(codec, "raw", (dim, dim))
-    assert isinstance(made, WithSidecars)
+    assert isinstance(made, CodecWithSidecars)
     pages = []
     for number, tokens in enumerate((128, 256, 70)):
         page = random_page(made.codec, 2, 2, tokens, number)

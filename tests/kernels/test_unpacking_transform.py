@@ -157,7 +157,7 @@ def with_longer_numbers(codec: Transform) -> Transform:
     """``codec`` with frames and values that binary16 does not hold."""
     source = codec.source
     assert source is not None
-    frames = source.for_heads(2, codec.dim)
+    frames = source.check_heads(2, codec.dim)
     tables = SymbolTables(frames.tables.frequencies, frames.tables.values * (1 + 2.0**-20))
     return replace(codec, source=Frames(frames.rows * (1 + 2.0**-20), frames.scales, tables, frames.rope))
 

@@ -42,8 +42,8 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
             kvpack.save(live.freeze(packed=kind == "file"), tmp_path / "file")
             live = LiveCache.of(kvpack.load(tmp_path / "file"), sliding_windows=[window])
         elif kind == "cut":
-            count = data.draw(st.integers(0, min(live.held(0), 50)))
-            live.truncate(live.seen(0) - count)
+            count = data.draw(st.integers(0, min(live.stored_tokens(0), 50)))
+            live.truncate(live.seen_tokens(0) - count)
             # A cut may cut a token group that is packed.
             whole &= not count
             k, v = k[:, :, : k.shape[2] - count], v[:, :, : v.shape[2] - count]
@@ -55,9 +55,9 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
             live.roll()
         elif kind == "copy":
             live = copy.deepcopy(live)
-        elif live.held(0):
+        elif live.stored_tokens(0):
             q = torch.randn(k.shape[0], 4, 1, 64)
-            if window is not None and live.held(0) < min(live.tokens, window):
+            if window is not None and live.stored_tokens(0) < min(live.tokens, window):
                 # A crop leaves fewer tokens than the last query sees.
                 assert not whole
                 with pytest.raises(kvpack.InvalidParameter, match=f"the query of token {live.tokens - 1} sees a window of {window} tokens"):
@@ -67,7 +67,7 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
         layer = live.layer(0)
         assert layer.k is not None
         assert layer.v is not None
-        assert live.tokens == layer.seen == k.shape[2]
+        assert live.tokens == layer.seen_tokens == k.shape[2]
         assert layer.k.tokens == layer.v.tokens
         assert not whole or layer.tokens >= min(k.shape[2], k.shape[2] if window is None else window)
         mine, theirs = layer.unpack(torch.float32)

@@ -53,7 +53,7 @@ def test_compiled_code_does_what_eager_code_does(recipe: str, compiled: Callable
         torch.testing.assert_close(found, expected)
     assert live.tokens == eager.tokens
     for layer in range(2):
-        for found_side, side in zip(live.unpacked(layer, torch.float32), eager.unpacked(layer, torch.float32), strict=True):
+        for found_side, side in zip(live.unpack(layer, torch.float32), eager.unpack(layer, torch.float32), strict=True):
             assert found_side is not None
             assert side is not None
             assert torch.equal(found_side, side)
@@ -107,7 +107,7 @@ def test_what_eager_code_refuses_is_refused(compiled: Callable[..., Any]) -> Non
 def test_a_cache_that_is_gone_is_refused() -> None:
     from kvpack.live import operators
 
-    ticket = operators.ticket_of(kvpack.LiveCache("fp32", layers=1))
+    ticket = operators.first_ticket(kvpack.LiveCache("fp32", layers=1))
     with pytest.raises(InvalidParameter, match="no longer exists"):
         operators.live_update(ticket, torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 64), 0)
 

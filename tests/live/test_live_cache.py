@@ -131,7 +131,7 @@ def test_truncate_keeps_no_more_than_there_is() -> None:
         live.truncate(3, 1)
     live.truncate(0, 1)
     live.truncate(2)
-    assert live.seen(0) == 2
+    assert live.seen_tokens(0) == 2
 
 
 @pytest.mark.parametrize("count", [1, 100, 300, 700])
@@ -157,7 +157,7 @@ def test_truncate_after_a_long_update_leaves_a_sliding_layer_its_window(count: i
     live.attend(0, queries(400), sliding_window=20)
     live.truncate(410 - count)
     live.update(0, *parts[2])
-    assert live.seen(0) == 411 - count
+    assert live.seen_tokens(0) == 411 - count
     first = [x[:, :, : 410 - count] for x in joined(parts)]
     expected = exact(queries(1), kvpack.pack([tuple(joined([first, parts[2]]))], "raw")[0], sliding_window=20)
     torch.testing.assert_close(live.attend(0, queries(1), sliding_window=20).double(), expected, rtol=1e-3, atol=1e-3)
@@ -222,7 +222,7 @@ def test_a_sliding_layer_holds_its_window_and_little_more(recipe: str) -> None:
         live.update(0, *parts[-1])
         found = live.attend(0, queries(count), sliding_window=100)
     layer = live.freeze()[0]
-    assert layer.seen == 1003
+    assert layer.seen_tokens == 1003
     assert 100 <= layer.tokens <= 100 + 2 * 128
     k, v = (x[:, :, -100:].float() for x in joined(parts))
     if recipe == "raw":
@@ -394,12 +394,12 @@ def test_moving_keeps_what_the_cache_knows() -> None:
     for later in range(3):
         moved.update(1, *tokens(4, later))
     moved.truncate(3, 1)
-    assert moved.held(1) == 3
+    assert moved.stored_tokens(1) == 3
     assert moved._recipe is live._recipe
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
-@pytest.mark.parametrize("call", ["seen", "held", "batch", "shapes", "keep_past", "layer", "reset"])
+@pytest.mark.parametrize("call", ["seen_tokens", "stored_tokens", "batch", "shapes", "keep_past", "layer", "reset"])
 def test_a_layer_that_the_cache_does_not_have_is_named(call: str, layer: int) -> None:
     live = LiveCache("kivi-2", layers=2)
     live.update(0, *tokens(3))
@@ -523,8 +523,8 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
                 patch.setenv(dispatch.VARIABLE, "torch")
                 expected = exact(q, held, sliding_window=40, **mode)
             assert (found - expected).norm() <= 2e-3 * expected.norm()
-        assert 40 <= live.held(0) <= 40 + 3 * 16 or step < 1
-    assert live.seen(0) == 138
+        assert 40 <= live.stored_tokens(0) <= 40 + 3 * 16 or step < 1
+    assert live.seen_tokens(0) == 138
     return live, by_steps, changed
 
 
@@ -589,7 +589,7 @@ def test_rows_with_padding_before_them_are_attended_alike(kernels: str, window: 
             held = kvpack.pack([(k, v)], "raw")[0]
             expected = exact(queries(count, 3), held, starts=given.tolist(), **({"sliding_window": window} if window else {}))
             torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-    assert (live.held(0) < live.seen(0)) == (window is not None)
+    assert (live.stored_tokens(0) < live.seen_tokens(0)) == (window is not None)
     live.select([2, 0])
     once_more = live.attend(0, queries(1, 3)[[2, 0]], sliding_window=window, starts=starts[[2, 0]])
     before = exact(queries(1, 3), kvpack.pack([tuple(joined(parts))], "raw")[0], starts=starts.tolist(), sliding_window=window)
@@ -682,11 +682,11 @@ def test_a_graph_of_steps_of_a_sliding_layer_is_replayed_across_windows(recipe: 
                 whole = kvpack.pack([tuple(torch.cat([pair[side] for pair in given], 2).cpu() for side in range(2))], "bf16")[0]
                 plain = exact(q.cpu(), whole, sliding_window=window, **begun)
                 assert (out.cpu() - plain).norm() <= 2e-3 * plain.norm()
-            assert window <= live.held(0) <= window + 3 * 128
+            assert window <= live.stored_tokens(0) <= window + 3 * 128
             if live.roll():
                 graph, out = captured()
                 captures += 1
-    assert live.seen(0) == 4096 + 3 + 2000
+    assert live.seen_tokens(0) == 4096 + 3 + 2000
     # Launches stay once the pages of the prompt are gone.
     assert captures <= 4
 

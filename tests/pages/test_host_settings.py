@@ -12,7 +12,7 @@ import kvpack
 from kvpack import Identity, PageStore, Recipe
 from kvpack.errors import KvpackError
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry, PageLayout
-from support.host_settings import Watched, unusual_host
+from support.host_settings import Watched, vllm_like_host
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64)
 KEYS = [b"a", b"b", b"c"]
@@ -44,7 +44,7 @@ def watched(kind: Any, *arguments: Any, **options: Any) -> Watched:
     "recipe", ["octopus-4", "oscar-2", "kv=scalar:b=3,channel_scale=fp16", "kivi-2;k=scalar:b=3,raw_low_norm=0.9", "bf16"]
 )
 def test_every_call_of_a_codec(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with unusual_host(monkeypatch):
+    with vllm_like_host(monkeypatch):
         pages, target = buffer(1), buffer(0)
         codec = watched(PageCodec, recipe, GEOMETRY, threads=2)
         with codec.call("__enter__", codec.inner.__enter__)():
@@ -65,7 +65,7 @@ def test_every_call_of_a_codec(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_call_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    with unusual_host(monkeypatch):
+    with vllm_like_host(monkeypatch):
         page = torch.zeros(2 * 2 * 2 * 32 * 64, dtype=torch.bfloat16, device="cpu")
 
         def write(k: torch.Tensor, v: torch.Tensor | None) -> None:
@@ -76,9 +76,9 @@ def test_every_call_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
             page[:8] = k.flatten()[:8]
 
         layout = Watched(None)
-        layout.inner = layout.call("certify", PageLayout.certify)(GEOMETRY, write, page)
+        layout.inner = layout.call("detect", PageLayout.detect)(GEOMETRY, write, page)
         with pytest.raises(KvpackError):
-            layout.call("certify", PageLayout.certify)(GEOMETRY, loses, page)
+            layout.call("detect", PageLayout.detect)(GEOMETRY, loses, page)
         pool = torch.ones(3, page.numel(), dtype=torch.bfloat16, device="cpu")
         for name in ("digest", "strides"):
             layout.call(name, lambda name=name: getattr(layout.inner, name))()
@@ -100,12 +100,12 @@ def test_every_call_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", ["octopus-4", "bf16"])
 def test_every_call_of_a_store(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = Identity("m", recipe, weights="w")
-    with unusual_host(monkeypatch):
+    with vllm_like_host(monkeypatch):
         pages, target = buffer(1), buffer(0)
         store = watched(PageStore, tmp_path, identity, GEOMETRY, threads=2, max_bytes=10**7)
         with store.call("__enter__", store.inner.__enter__)():
             kept = recipe == "bf16"
-            assert store.put(KEYS, pages, range(3), ancestors=[b"before"]) == store.present(KEYS) == [True, True, kept]
+            assert store.put(KEYS, pages, range(3), ancestors=[b"before"]) == store.contains(KEYS) == [True, True, kept]
             assert store.put_new(KEYS[:2], pages, [0, 1], ancestors=[b"before"]) == ([True, True], [False, False])
             job = store.submit_put(KEYS[:2], pages, [0, 1])
             store.drain()
@@ -122,7 +122,7 @@ def test_every_call_of_a_store(recipe: str, tmp_path: Path, monkeypatch: pytest.
             store.counters()
             store.stats()
             store.prometheus()
-            store.recent()
+            store.pop_recent()
             store.delete(KEYS[:1])
             store.clear()
             store.close()

@@ -1,4 +1,4 @@
-"""PageLayout.certify: where an engine's writer puts each value, and the refusal of writers that are no permutation."""
+"""PageLayout.detect: where an engine's writer puts each value, and the refusal of writers that are no permutation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_layout_is_found_and_its_pages_are_packed(name: str) -> None:
     place = (PLAIN | BLOCKED)[name]
     pool, pairs = pool_of(place, 3)
     scratch = torch.zeros(pool.shape[1], dtype=torch.bfloat16)
-    layout = PageLayout.certify(GEOMETRY, writer(place, scratch), scratch)
+    layout = PageLayout.detect(GEOMETRY, writer(place, scratch), scratch)
     codec = PageCodec("raw", GEOMETRY)
     rows = [bytearray(codec.nbytes) for _ in range(2)]
     other = torch.zeros_like(pool)
@@ -72,7 +72,7 @@ def test_layouts_of_equal_shape_have_other_digests() -> None:
     digests = set()
     for place in (PLAIN | BLOCKED).values():
         page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
-        digests.add(PageLayout.certify(GEOMETRY, writer(place, page), page).digest)
+        digests.add(PageLayout.detect(GEOMETRY, writer(place, page), page).digest)
     assert len(digests) == len(PLAIN) + len(BLOCKED)
 
 
@@ -84,7 +84,7 @@ def test_one_sided_pages_of_bytes() -> None:
         assert v is None
         page[:, :6] = k[0, 0]
 
-    layout = PageLayout.certify(geometry, write, page)
+    layout = PageLayout.detect(geometry, write, page)
     assert layout.strides == {"k": (0, (0, 0, 8, 1))}
 
 
@@ -121,11 +121,11 @@ def test_writers_that_are_no_permutation_are_refused() -> None:
         (scaling, "k: the writer changes values, by a scale or another dtype"),
     ):
         with pytest.raises(InvalidParameter, match=message):
-            PageLayout.certify(GEOMETRY, write, page)
+            PageLayout.detect(GEOMETRY, write, page)
     with pytest.raises(InvalidType, match=r"page has dtype torch.float32, expected bf16"):
-        PageLayout.certify(GEOMETRY, lossy, page.float())
+        PageLayout.detect(GEOMETRY, lossy, page.float())
     with pytest.raises(InvalidParameter, match="expected contiguous memory"):
-        PageLayout.certify(GEOMETRY, lossy, page.view(2, -1).T)
+        PageLayout.detect(GEOMETRY, lossy, page.view(2, -1).T)
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -152,12 +152,12 @@ def test_writers_that_change_some_values_are_refused(dtype: str, change: str) ->
         page[0], page[1] = k.flatten(), CHANGES[change](v.flatten())
 
     with pytest.raises(InvalidParameter, match="v: the writer changes values, by a scale or another dtype"):
-        PageLayout.certify(geometry, write, page)
+        PageLayout.detect(geometry, write, page)
 
 
 def test_channels_from_last_to_first_are_gathered() -> None:
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
-    layout = PageLayout.certify(GEOMETRY, writer(lambda k, v: torch.stack([k, v]).flip(-1), page), page)
+    layout = PageLayout.detect(GEOMETRY, writer(lambda k, v: torch.stack([k, v]).flip(-1), page), page)
     with pytest.raises(InvalidParameter, match="the layout cannot be described by strides"):
         layout.buffer(page[None])
     staging = layout.staging(1)
@@ -168,7 +168,7 @@ def test_channels_from_last_to_first_are_gathered() -> None:
 def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
     """A slot below zero would be one from the end, and a slot twice would keep one page of two."""
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
-    layout = PageLayout.certify(GEOMETRY, writer(lambda k, v: torch.stack([k, v], 3), page), page)
+    layout = PageLayout.detect(GEOMETRY, writer(lambda k, v: torch.stack([k, v], 3), page), page)
     pool, staging = torch.zeros(3, page.numel(), dtype=torch.bfloat16), layout.staging(2)
     for copy in (lambda slots: layout.gather(pool, slots, staging), lambda slots: layout.scatter(staging, pool, slots)):
         for slot in (-1, 3):
@@ -179,7 +179,7 @@ def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
     layout.gather(pool, [1, 1], staging)
     with pytest.raises(InvalidParameter, match="slot 1 was passed 2 times"):
         layout.scatter(staging, pool, [1, 1])
-    other = PageLayout.certify(PageGeometry(2, 2, 8, 16, 16), writer(lambda k, v: torch.stack([k, v]), page), page).staging(2)
+    other = PageLayout.detect(PageGeometry(2, 2, 8, 16, 16), writer(lambda k, v: torch.stack([k, v]), page), page).staging(2)
     layout.gather(pool, [0], other)
     other.geometry = PageGeometry(2, 2, 4, 16, 16)
     with pytest.raises(InvalidParameter, match="staging has 2 slots of PageGeometry"):

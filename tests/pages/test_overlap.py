@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.pages.overlap import Strided, first_shared, share, shares_with_itself
+from kvpack.pages.overlap import Strided, find_overlap, overlaps, overlaps_itself
 
 AXES = st.lists(st.tuples(st.integers(2, 4), st.integers(0, 40)), max_size=3).map(tuple)
 TENSORS = st.builds(Strided, st.integers(0, 80), st.sampled_from((1, 2, 4)), AXES)
@@ -32,8 +32,8 @@ def overlap(x: Strided, y: Strided) -> bool:
 @settings(max_examples=40)
 def test_two_tensors(x: Strided, y: Strided) -> None:
     y = y._replace(item=x.item)
-    assert shares_with_itself(x) == overlap_alone(x)
-    assert share(x, y) == share(y, x) == overlap(x, y)
+    assert overlaps_itself(x) == overlap_alone(x)
+    assert overlaps(x, y) == overlaps(y, x) == overlap(x, y)
 
 
 @given(TENSORS, st.lists(st.integers(0, 90), max_size=4), st.booleans())
@@ -41,7 +41,7 @@ def test_two_tensors(x: Strided, y: Strided) -> None:
 def test_many_tensors(x: Strided, begins: list[int], alike: bool) -> None:
     tensors = [x, *(x._replace(begin=begin, axes=x.axes if alike else x.axes[:1]) for begin in begins)]
     expected = any(map(overlap_alone, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2))
-    assert (first_shared(tensors) is not None) == expected
+    assert (find_overlap(tensors) is not None) == expected
 
 
 @given(TENSORS, st.integers(1, 3), st.integers(0, 60), st.integers(1, 60))
@@ -49,7 +49,7 @@ def test_many_tensors(x: Strided, begins: list[int], alike: bool) -> None:
 def test_layers_and_sides_of_a_pool(x: Strided, layers: int, step: int, side: int) -> None:
     tensors = [x._replace(begin=x.begin + layer * step + first) for first in (0, side) for layer in range(layers)]
     expected = any(map(overlap_alone, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2))
-    assert (first_shared(tensors) is not None) == expected
+    assert (find_overlap(tensors) is not None) == expected
 
 
 def test_large_pools_are_decided_at_once() -> None:
@@ -57,17 +57,17 @@ def test_large_pools_are_decided_at_once() -> None:
     axes = ((100_000, 2 * layers * page), (8, 16 * 128 * 2), (16, 128 * 2), (128, 2))
     pool = [Strided((2 * layer + side) * page, 2, axes) for side in (0, 1) for layer in range(layers)]
     begun = time.process_time()
-    assert first_shared(pool) is None
+    assert find_overlap(pool) is None
     assert time.process_time() - begun < 0.1
     random.Random(0).shuffle(pool)
     last = max(pool, key=lambda one: one.begin)
     moved = [one._replace(begin=one.begin + 2) if one is pool[7] and one is not last else one for one in pool]
-    assert first_shared(moved) is not None
+    assert find_overlap(moved) is not None
 
 
 def test_the_search_is_bounded() -> None:
     """With many similar strides of many values each, more choices remain than are tried."""
     axes = tuple((1000, 100_000 + number) for number in range(40))
     begun = time.process_time()
-    assert shares_with_itself(Strided(0, 1, axes))
+    assert overlaps_itself(Strided(0, 1, axes))
     assert time.process_time() - begun < 2

@@ -23,7 +23,7 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from support.decoded_alike import assert_within
 from support.second_decoder import decoder
 from support.sidecar_bounds import QJL_WORST
@@ -53,11 +53,11 @@ def stored(dtypes: dict[str, str]) -> str:
     return " or ".join(f"{dtype} ({word})" for word, dtype in dtypes.items())
 
 
-def with_all() -> WithSidecars:
+def with_all() -> CodecWithSidecars:
     sidecars = {"frame": "balanced", "channel_scale": "fp16", "channel_order": "u8", "block_rotation": "16", "mean": "128"}
     sidecars |= {"outliers": "3", "qjl": "fp16", "sinks": "1"}
     codec = create("scalar", DIM, "k", b="2", raw_first="1", **sidecars)
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     return codec
 
 
@@ -226,7 +226,7 @@ def test_the_worked_example(example: bytes, tmp_path: Any) -> None:
 def test_the_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
     page = first_page(example, tmp_path / "example")
     codec, streams = page.codec, page.rows(0, 1)
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     steps = {1: codec.codec.decode_frame(streams)}
     for number, sidecar in zip((2, 4), (*codec.frame_parts, *codec.sketches), strict=True):
         steps[number] = sidecar.put(steps[max(steps)], streams)
@@ -241,7 +241,7 @@ def test_the_steps_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
 def test_the_sentences_of_the_worked_example(example: bytes, tmp_path: Any) -> None:
     page = first_page(example, tmp_path / "example")
     codec, bytes_of = page.codec, {row["stream"]: row["bytes"] for row in table(EXAMPLE, "stream", "dtype", "shape", "bytes")}
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     outliers, qjl = codec.sidecar(Outliers), codec.sidecar(Qjl)
     assert outliers is not None
     assert qjl is not None

@@ -16,7 +16,7 @@ from kvpack.file import container
 from kvpack.file.front import parse_header
 from kvpack.file.header import Contents
 from kvpack.file.position_offsets import FEATURE
-from kvpack.file.row import frame_of, front_of
+from kvpack.file.row import build_front, frame_of
 from kvpack.formats import codec_from_params
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.pages import PageCodec, PageGeometry
@@ -177,8 +177,8 @@ def test_the_parts_of_a_frame_have_their_sizes() -> None:
     codec = PageCodec("raw", PageGeometry(1, 1, 1, 8, None))
     for namespace, key in ((b"x", bytes(32)), (bytes(32), b"x")):
         with pytest.raises(InvalidParameter, match=f"namespace has {len(namespace)} bytes and key has {len(key)}, expected 32 and 32"):
-            front_of(codec.layout, namespace, key)
-    row = bytearray(front_of(codec.layout, bytes(32), bytes(32)) + bytes(codec.nbytes - codec.layout.payload))
+            build_front(codec.layout, namespace, key)
+    row = bytearray(build_front(codec.layout, bytes(32), bytes(32)) + bytes(codec.nbytes - codec.layout.payload))
     row[16] += 1
     with pytest.raises(InvalidHeader, match=f"its length is {codec.nbytes + 1}, expected a multiple of 64"):
         frame_of(memoryview(row), "a row")

@@ -10,7 +10,7 @@ import torch
 
 import kvpack
 from kvpack.cache.cache import Cache
-from kvpack.cache.stored import cache_of
+from kvpack.cache.stored import build_cache
 from kvpack.file import container
 from kvpack.file.inputs import NOT_READABLE
 from kvpack.formats import errors
@@ -133,7 +133,7 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     opened = container.open_file(FOLDER / file)
     header = opened.header
     metadata = LINES[file].get("metadata", {})
-    assert list(cache_of(header, []).metadata.items()) == list(read(file).metadata.items()) == list(metadata.items())
+    assert list(build_cache(header, []).metadata.items()) == list(read(file).metadata.items()) == list(metadata.items())
     assert typed(read(file).metadata) == LINES[file].get("metadata_entries", [])
     cache = () if header.is_basis else kvpack.load(FOLDER / file, basis=load_basis(file))
     states = {f"{n}.state.{name}": _digest(state) for n, layer in enumerate(cache) for name, state in layer.states.items()}

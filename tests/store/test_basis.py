@@ -234,7 +234,7 @@ def _evict_all(location: Any, options: dict[str, Any]) -> None:
         left = []
         for seed in range(60):
             chunks = store.match(first) + store.match(second)
-            basis = backend.present([BASIS.digest])
+            basis = backend.count_present([BASIS.digest])
             assert basis or not chunks, "an entry is left without its basis"
             left.append((basis, chunks // CHUNK))
             ids = prompt(1, seed=100 + seed)

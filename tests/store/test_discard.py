@@ -62,7 +62,7 @@ def test_a_read_that_ends_early_removes_nothing(tmp_path: Path, monkeypatch: pyt
     """A file that is cut while it is read, as another user may do, is not bytes that were read whole."""
     store, ids = open_store(tmp_path), prompt(2)
     whole = save(store, ids)
-    monkeypatch.setattr("kvpack.store.trust.Trust.private", False)
+    monkeypatch.setattr("kvpack.store.trust.Trust.is_private", False)
     real = os.preadv
     with monkeypatch.context() as patch:
         patch.setattr("kvpack.store.reading.os.preadv", lambda fd, views, at: 0 if at else real(fd, [views[0][:100]], at))

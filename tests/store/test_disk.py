@@ -170,7 +170,7 @@ def test_entries_that_are_on_the_disk_are_read_at_once(tmp_path: Path, monkeypat
         for change, faults in ((os.unlink, {}), (os.mkdir, {"get EINVAL": 1})):
             change(entry)
             # What a lookup has seen a moment before.
-            monkeypatch.setattr(store._backend, "present", len)
+            monkeypatch.setattr(store._backend, "count_present", len)
             tokens, found = store.load(ids)
             assert tokens == 5 * CHUNK
             assert same(found, whole)

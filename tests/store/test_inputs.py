@@ -229,7 +229,7 @@ def test_entries_of_older_layouts_are_reclaimed_and_no_others(tmp_path: Path, ca
     counts = json.loads(capsys.readouterr().out)
     assert (counts["reclaimed_entries"], counts["entries"]) == (2, 5)
     assert counts["reclaimed_bytes"] > 0
-    assert store._backend.pinned() == set(store.keys(kept))
+    assert store._backend.pinned_keys() == set(store.keys(kept))
     assert store.load(kept)[0] == 2 * CHUNK
     store.collect()
     assert store.counters()["reclaimed_entries"] == 0

@@ -265,13 +265,13 @@ def test_a_folder_of_another_user_is_read_with_care(shared: Path) -> None:
     with user(ANOTHER):
         mine = open_store(folder)
         whole = save(mine, ids)
-        assert mine._backend.private
+        assert mine._backend.is_private
         assert not mine._reader.check_values
     let_all_read(folder)
     for number in (NOBODY, 0):
         with user(number):
             theirs = open_store(folder)
-            assert not theirs._backend.private
+            assert not theirs._backend.is_private
             assert theirs._reader.check_values
             n, found = theirs.load(ids)
             assert n == theirs.match(ids) == 3 * CHUNK

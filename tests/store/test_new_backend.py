@@ -9,7 +9,7 @@ import pytest
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import locations
-from kvpack.store.backend import OneTier, StoredEntry
+from kvpack.store.backend import SingleTierBackend, StoredEntry
 from support.store_caches import CHUNK, IDENTITY, prompt, same, save
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpack.store.entry_kind import Form
 
 
-class Toy(OneTier):
+class Toy(SingleTierBackend):
     """Entries in a dict that all stores of one name share; nothing is evicted."""
 
     private = True
@@ -30,11 +30,11 @@ class Toy(OneTier):
     def __init__(self, name: str, counters: Counters) -> None:
         self._entries, self._counters = self.shelves.setdefault(name, {}), counters
 
-    def present(self, keys: Sequence[bytes]) -> int:
+    def count_present(self, keys: Sequence[bytes]) -> int:
         return next((number for number, key in enumerate(keys) if key not in self._entries), len(keys))
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        return [bytearray(self._entries[key]) for key in keys[: self.present(keys)]]
+        return [bytearray(self._entries[key]) for key in keys[: self.count_present(keys)]]
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         return self._entries.get(key)

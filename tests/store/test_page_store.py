@@ -66,10 +66,10 @@ def test_pages_come_back_by_their_keys(location: Any, options: dict[str, Any]) -
     given, values = pages()
     target, found = cleared()
     with PageStore(location, IDENTITY, GEOMETRY, **options) as store:
-        assert store.present(KEYS) == [False] * 4
+        assert store.contains(KEYS) == [False] * 4
         assert store.put(KEYS[:3], given, [0, 1, 2]) == [True] * 3
         assert store.put([KEYS[3]], given, [3], ancestors=KEYS[:3]) == [True]
-        assert store.present([KEYS[2], b"none", KEYS[0]]) == [True, False, True]
+        assert store.contains([KEYS[2], b"none", KEYS[0]]) == [True, False, True]
         assert store.get_into([KEYS[3], b"none", KEYS[1]], target, [0, 1, 2]) == [True, False, True]
         assert not found[1].any()
         for slot, source in ((0, 3), (2, 1)):
@@ -77,7 +77,7 @@ def test_pages_come_back_by_their_keys(location: Any, options: dict[str, Any]) -
             assert error < 0.12
         assert store.put(KEYS[:1], given, [0]) == [True]
         assert store.delete([KEYS[0], b"none"]) == 1
-        assert store.present(KEYS) == [False, True, True, True]
+        assert store.contains(KEYS) == [False, True, True, True]
         store.touch(KEYS[1:], ancestors=KEYS[:1])
         stats = store.stats()
         assert (stats["loads"], stats["hit_tokens"], stats["deleted_entries"], stats["faults"]) == (1, 32, 1, {})
@@ -93,7 +93,7 @@ def test_other_processes_read_them_and_other_identities_do_not(tmp_path: Path) -
         assert store.get_into(KEYS, one, range(4)) == [True] * 4
     for identity in (Identity("model", IDENTITY.recipe, weights="other"), Identity("model", IDENTITY.recipe, weights="w", tenant="t")):
         with PageStore(tmp_path, identity, GEOMETRY) as store:
-            assert store.present(KEYS) == [False] * 4
+            assert store.contains(KEYS) == [False] * 4
             assert store.get_into(KEYS, other, range(4)) == [False] * 4
     assert mine.any()
     assert not theirs.any()
@@ -107,7 +107,7 @@ def test_pages_of_other_shapes_leave_one_another_alone(tmp_path: Path) -> None:
     others = PageBuffer(wide, *values)
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store, PageStore(tmp_path, IDENTITY, wide) as other:
         assert store.put(KEYS, given, range(4)) == [True] * 4
-        assert other.present(KEYS) == [False] * 4
+        assert other.contains(KEYS) == [False] * 4
         assert other.get_into(KEYS, others, range(4)) == [False] * 4
         assert other.put(KEYS, others, range(4)) == [True] * 4
         assert store.get_into(KEYS, target, range(4)) == other.get_into(KEYS, others, range(4)) == [True] * 4
@@ -128,8 +128,8 @@ def test_clearing_removes_the_pages_of_one_identity(location: Any, options: dict
             # Tiers in memory are a store's own.
             shared = other.stats()["entries"] > 3
             assert store.clear() == (6 if shared else 4)
-            assert store.present(KEYS) == [False] * 4
-            assert other.present(KEYS) == [True] * 3 + [False]
+            assert store.contains(KEYS) == [False] * 4
+            assert other.contains(KEYS) == [True] * 3 + [False]
         assert store.clear() == 0
         assert store.counters()["faults"] == {}
 
@@ -207,10 +207,10 @@ def test_descendants_are_evicted_before_their_ancestors(tmp_path: Path) -> None:
     with PageStore([Tier("memory://", max_bytes=3 * size + 100)], IDENTITY, GEOMETRY) as store:
         store.put(KEYS[:3], given, [0, 1, 2])
         store.put([b"another"], given, [3])
-        assert store.present([*KEYS[:3], b"another"]) == [True, True, False, True]
+        assert store.contains([*KEYS[:3], b"another"]) == [True, True, False, True]
         store.touch(KEYS[:2])
         store.put([b"one more"], given, [3])
-        assert store.present([*KEYS[:2], b"another", b"one more"]) == [True, True, False, True]
+        assert store.contains([*KEYS[:2], b"another", b"one more"]) == [True, True, False, True]
 
 
 def test_a_load_leaves_the_first_page_to_be_evicted_last(location: Any) -> None:
@@ -292,7 +292,7 @@ def test_a_closed_store_takes_no_more_calls(tmp_path: Path) -> None:
         lambda: store.get_into(KEYS[:1], given, [0]),
         lambda: store.submit_put(KEYS[:1], given, [0]),
         lambda: store.submit_get(KEYS[:1], given, [0]),
-        lambda: store.present(KEYS),
+        lambda: store.contains(KEYS),
         lambda: store.touch(KEYS),
         lambda: store.delete(KEYS),
         store.clear,
@@ -339,7 +339,7 @@ def test_the_hosts_settings_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for call in (
             lambda: store.put(KEYS, given, range(4)),
             lambda: store.get_into(KEYS, target, range(4)),
-            lambda: store.present(KEYS),
+            lambda: store.contains(KEYS),
             lambda: store.touch(KEYS),
             lambda: store.submit_get(KEYS, target, range(4)),
             store.drain,
@@ -404,7 +404,7 @@ def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert cli.main(["store", "ls", str(tmp_path)]) == 0
         assert "4 pages of engines" in capsys.readouterr().out
         assert cli.main(["store", "gc", str(tmp_path)]) == 0
-        assert store.present(KEYS) == [True] * 4
+        assert store.contains(KEYS) == [True] * 4
         path = entry(tmp_path, KEYS[0])
         data = bytearray(path.read_bytes())
         data[-1] ^= 1

@@ -295,7 +295,7 @@ def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkey
         for _ in range(50):
             assert store.load(ids) == (0, None)
         # Two waits of 0.2 s without an answer, then the server is left alone.
-        assert store.counters()["faults"] == {"match Resting": 48, "match TimeoutError": 2}
+        assert store.counters()["faults"] == {"match CircuitOpen": 48, "match TimeoutError": 2}
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
     assert same(open_store(server).load(ids)[1], whole)

@@ -144,7 +144,7 @@ def moved(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
 def again(found: Any, *, position: int = 5 * CHUNK, chunk: bytes | None = None, model: Any = None, recipe: str | None = None) -> Any:
     named, file = found
     header = file.header
-    own = kvpack.cache.states.states_of(kvpack.cache.files.read(file))
+    own = kvpack.cache.states.collect_states(kvpack.cache.files.read(file))
     return state_entries.to_pieces(
         own, chunk or named.chunk, position, dict(header.model) if model is None else model, recipe or header.recipe
     )

@@ -224,7 +224,7 @@ def test_leaves_leave_memory_before_their_ancestors() -> None:
     memory.touch(chain[:1], 0)
     for number, left in enumerate([2, 1, 1, 0]):
         assert memory.put([bytes([50 + number]) * 32], [memoryview(bytes(10))], 0)
-        assert memory.present(chain) == left
+        assert memory.count_present(chain) == left
     assert memory.size() == (4, 40)
     assert not memory.put([b"y" * 32], [memoryview(bytes(41))], 0)
 
@@ -366,14 +366,14 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def present(self, keys: Any) -> int:
-        return 0 if self.failing else self._backend.present(keys)
+    def count_present(self, keys: Any) -> int:
+        return 0 if self.failing else self._backend.count_present(keys)
 
     def get(self, keys: Any) -> list[Any]:
         return [] if self.failing else self._backend.get(keys)
 
-    def present_each(self, keys: Any) -> list[bool]:
-        return [False] * len(keys) if self.failing else self._backend.present_each(keys)
+    def contains_many(self, keys: Any) -> list[bool]:
+        return [False] * len(keys) if self.failing else self._backend.contains_many(keys)
 
     def put(self, *arguments: Any) -> bool:
         return not self.failing and self._backend.put(*arguments)
@@ -517,7 +517,7 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(whole, "discard", lambda self, key, data: self.delete([key]))
         failing = lambda path: test_a_damaged_copy_goes_and_a_good_one_stays("a", path)  # noqa: E731
     elif mutant == "asks once":
-        monkeypatch.setattr(whole, "present", lambda self, keys: max(backend.present(keys) for backend in self._backends))
+        monkeypatch.setattr(whole, "count_present", lambda self, keys: max(backend.count_present(keys) for backend in self._backends))
         failing = test_a_prefix_that_is_scattered_over_tiers_is_found
     elif mutant == "promotes first":
         real = whole.find

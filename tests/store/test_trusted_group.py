@@ -63,7 +63,7 @@ def test_members_share_a_folder(shared: Path) -> None:
         whole = save(alice, IDS)
     with member(BOB):
         bob = open_store(shared, trusted_group=GROUP)
-        assert not bob._backend.private
+        assert not bob._backend.is_private
         tokens, found = bob.load(IDS)
         assert tokens == 3 * CHUNK
         assert same(found, whole)
@@ -171,7 +171,7 @@ def test_a_folder_is_made_for_the_group_and_read_as_copies(tmp_path: Path) -> No
     assert stat.S_IMODE(os.stat(tmp_path / "new" / "store").st_mode) == 0o2770
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in entries(tmp_path / "new")} == {0o660}
     assert store.load(IDS)[0] == 3 * CHUNK
-    assert not store._backend.private
+    assert not store._backend.is_private
     assert open_store(tmp_path / "new" / "store", trusted_group=str_of(group)).match(IDS) == 3 * CHUNK
 
 

@@ -30,7 +30,7 @@ def check(found: Cache | None, whole: Cache, skipped: list[int]) -> None:
     assert found is not None
     assert found.start == 0
     assert [layer.skipped for layer in found] == skipped
-    assert {layer.seen for layer in found} == {found.tokens}
+    assert {layer.seen_tokens for layer in found} == {found.tokens}
     for layer, own in zip(found, whole, strict=True):
         for mine, theirs in zip(layer.unpack(), own.unpack(), strict=True):
             assert mine is not None

@@ -178,7 +178,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
     shared_memory.shared_memory.cache_clear()
     shared_memory.INTERPRETER_SHARED_BYTES = CHIPS[capability][1]
     addresses.uses_assembly = lambda device: True  # type: ignore[assignment]
-    plan.overlaps = lambda device: capability >= OVERLAPS_FROM  # type: ignore[assignment]
+    plan.supports_launch_overlap = lambda device: capability >= OVERLAPS_FROM  # type: ignore[assignment]
     plan._multiprocessors = lambda device: 132
     rows.operand_type = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]
     # What is attended depends on the values of outliers, which no kernel decodes here.

@@ -22,7 +22,7 @@ from kvpack.coding.recipes import Recipe
 from kvpack.formats.generator import Generator
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from support.klt_bases import with_random_basis
 from support.lossless_streams import lossless_streams
 from support.minifloat_digits import block_scales, finite
@@ -171,7 +171,7 @@ def expected(cache: Cache) -> torch.Tensor:
 def sidecar_packings(codec: Codec) -> dict[str, Columns]:
     """Return the packing of every code stream of the codec's sidecars."""
     packings: dict[str, Columns] = {}
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         if outliers := codec.sidecar(Outliers):
             packings["outlier_flags"] = outliers.packing
         if qjl := codec.sidecar(Qjl):

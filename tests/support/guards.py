@@ -65,7 +65,7 @@ OTHER_FUNCTIONS = {
     "from_options",
     "pieces",
     "source_for",
-    "for_heads",
+    "check_heads",
     "inverse",
     "_flat_bytes",
 }

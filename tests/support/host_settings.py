@@ -25,7 +25,7 @@ def settings() -> tuple[Any, ...]:
 
 
 @contextmanager
-def unusual_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def vllm_like_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set this process up like vLLM's worker: 16-bit models by default, inference mode, and no call may set the number of threads."""
 
     def forbidden(*_: object) -> None:

@@ -17,7 +17,7 @@ from kvpack.formats.balanced_frames import BalancedFrames
 from kvpack.formats.basis import BasisRows, row_count, run_count
 from kvpack.formats.frames import PAIRINGS, Frames, Rope, SymbolTables
 from kvpack.formats.klt import Klt
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.transform import Transform
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def random_balanced(heads: int, dim: int, seed: str) -> torch.Tensor:
 class AnyBalanced(BalancedFrames):
     """Random balanced frames of one head, repeated for any number of heads."""
 
-    def for_heads(self, heads: int) -> BalancedFrames:
+    def check_heads(self, heads: int) -> BalancedFrames:
         return BalancedFrames(self.matrices.expand(heads, -1, -1))
 
 
@@ -70,7 +70,7 @@ def with_random_balanced(codec: Codec) -> Codec:
     sidecar = codec.sidecar(Balanced)
     if sidecar is None:
         return codec
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     return codec.with_sidecar(replace(sidecar, source=AnyBalanced(random_balanced(1, codec.dim, "any"))))
 
 
@@ -98,7 +98,7 @@ def balanced_basis(
 class AnyHeads(BasisRows):
     """Random rows of one head, repeated for any number of heads."""
 
-    def for_heads(self, heads: int) -> BasisRows:
+    def check_heads(self, heads: int) -> BasisRows:
         return BasisRows(self.rows.expand(1, heads, -1, -1))
 
 
@@ -184,7 +184,7 @@ class AnyFrames(Frames):
         super().__init__(one.rows, one.scales, one.tables, one.rope)
         self.scope, self.side = scope, side
 
-    def for_heads(self, heads: int, dim: int) -> Frames:
+    def check_heads(self, heads: int, dim: int) -> Frames:
         return random_frames(heads, dim, self.scope, "any", self.tables, self.side)
 
 

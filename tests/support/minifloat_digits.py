@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.formats.minifloat import Minifloat
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 
 def _minifloat(codec: Codec) -> Minifloat | None:
-    plain = codec.codec if isinstance(codec, WithSidecars) else codec
+    plain = codec.codec if isinstance(codec, CodecWithSidecars) else codec
     return plain if isinstance(plain, Minifloat) else None
 
 

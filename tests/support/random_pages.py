@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvpack.cache.side import pack_side
 from kvpack.coding.encoding import rounding_is_shown
-from kvpack.coding.token_errors import collected_misfits
+from kvpack.coding.token_errors import collect_poor_fits
 from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from support.klt_bases import with_widths_of_heads
 from support.strategies import codecs, contents, poisoned
 
@@ -35,7 +35,7 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     """Return a random side: any codec of a family (without sidecars if ``plain``), any number of pages and strides, with or without a
     tail."""
     codec = draw(codecs(family, bounded=False))
-    if isinstance(codec, WithSidecars) and (plain or draw(st.booleans())):
+    if isinstance(codec, CodecWithSidecars) and (plain or draw(st.booleans())):
         codec = codec.codec
     dim = codec.dim
     if isinstance(codec, Klt) and draw(st.booleans()):
@@ -48,7 +48,7 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
     cuts = draw(st.lists(st.integers(0, max(0, tokens - tail)), max_size=3))
     edges = sorted({0, tokens - tail if tokens > tail else tokens, *(cut // group * group for cut in cuts)})
     try:
-        with rounding_is_shown(), collected_misfits():
+        with rounding_is_shown(), collect_poor_fits():
             parts = [pack_side(x[:, :, a:b], codec, 0, side) for a, b in pairwise(edges)]
     except KvpackError:
         reject()

@@ -17,7 +17,7 @@ from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.klt import Klt
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import LOG8, encode_norms
 from support.interpreter import DEVICE
 from support.kernel_calls import attend_by
@@ -39,7 +39,7 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> PackedRun:
     """Return a page of random digits, with norms and scales of ordinary size; some norms are zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         page = random_page(codec.codec, batch, heads, tokens, seed)
         return replace(page, codec=codec, streams={**page.streams, **random_sidecars(codec, batch, heads, tokens, generator)})
     digits = []
@@ -82,7 +82,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
     return PackedRun(codec, tokens, streams)
 
 
-def random_sidecars(codec: WithSidecars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def random_sidecars(codec: CodecWithSidecars, batch: int, heads: int, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return random key means, outlier chunks and qjl signs; some norms are zero and some negative."""
     streams = {}
     if key_mean := codec.sidecar(KeyMean):

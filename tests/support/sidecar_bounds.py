@@ -12,11 +12,11 @@ from kvpack.formats.base import Run
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
-from kvpack.formats.head_norms import misfit_scores, norms_per_head
+from kvpack.formats.head_norms import measure_fit_errors, norms_per_head
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.raw_positions import RawPositions, add_misfits, replace_tokens
+from kvpack.formats.raw_positions import RawPositions, add_poorly_fitting, replace_tokens
 from kvpack.formats.raw_tokens import RawTokens
 from support.error_bounds import ROTATION_TOLERANCE
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvpack.formats.base import Codec
-    from kvpack.formats.sidecars import WithSidecars
+    from kvpack.formats.sidecars import CodecWithSidecars
 
     Streams = Mapping[str, torch.Tensor]
 
@@ -38,7 +38,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_sidecars(
-    codec: WithSidecars,
+    codec: CodecWithSidecars,
     x: torch.Tensor,
     streams: Streams,
     decoded: torch.Tensor,
@@ -55,7 +55,7 @@ def check_sidecars(
             token, sequence = chosen.T.nonzero().unbind(1)
             rest = replace_tokens(x, token, sequence, chosen, codec.token_group)
             norms = codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([rest if codec.changes_norms else x])), None)
-            chosen = add_misfits(chosen, misfit_scores(norms, codec.shared_scales))
+            chosen = add_poorly_fitting(chosen, measure_fit_errors(norms, codec.shared_scales))
         assert torch.equal(raw[:, 0], chosen)
         rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
     if not codec.codec.supports_all_sidecars:
@@ -134,7 +134,7 @@ def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> tor
 
 
 def _check_raw_tokens(
-    codec: WithSidecars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
+    codec: CodecWithSidecars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
     """Check that raw tokens are exact and as many as requested; also returns the values that the encoder encodes in their place."""
     tokens = x.shape[2]
@@ -158,7 +158,13 @@ def _check_signs(qjl: Qjl, left: torch.Tensor, rounding: torch.Tensor, streams: 
 
 
 def _check_outliers(
-    codec: WithSidecars, outliers: Outliers, u: torch.Tensor, shift: torch.Tensor, size: torch.Tensor, raw: torch.Tensor, streams: Streams
+    codec: CodecWithSidecars,
+    outliers: Outliers,
+    u: torch.Tensor,
+    shift: torch.Tensor,
+    size: torch.Tensor,
+    raw: torch.Tensor,
+    streams: Streams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check that outliers are those of ``u``, rounded once, and exact in the coded frame before the ``shift`` of pages.
 

@@ -34,7 +34,7 @@ def arrays_of(contents: Contents, seed: int = 0) -> dict[str, Any]:
         for name, entry in layer.sides():
             for stream, tensor in _streams(contents.codecs[entry.codec], entry, generator).items():
                 arrays[f"{number}.{name}.{stream}"] = tensor.contiguous().flatten().view(torch.uint8).numpy()
-        for state in contents.states_of(number):
+        for state in contents.states_in_layer(number):
             arrays[state.where] = torch.randint(256, (layout_bytes(state.layout),), dtype=torch.uint8, generator=generator).numpy()
     return arrays
 

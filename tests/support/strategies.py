@@ -22,7 +22,7 @@ from kvpack.formats.group import TOKEN_SCALES
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
-from kvpack.formats.sidecars import WithSidecars
+from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, TOKEN_NORMS
 from support.error_bounds import (
     check_angle,
@@ -261,11 +261,11 @@ def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
     return codec.with_family(with_random_basis(codec.family)) if codec_id == "klt" else codec
 
 
-def with_sidecar(codec: Codec, sidecar: Sidecar) -> WithSidecars:
+def with_sidecar(codec: Codec, sidecar: Sidecar) -> CodecWithSidecars:
     """Return ``codec``, which has sidecars, with ``sidecar`` added or replacing the one of the same name."""
-    assert isinstance(codec, WithSidecars)
+    assert isinstance(codec, CodecWithSidecars)
     found = {one.name: one for one in codec.sidecars} | {sidecar.name: sidecar}
-    return WithSidecars(codec.codec, tuple(found[name] for name in ORDER if name in found))
+    return CodecWithSidecars(codec.codec, tuple(found[name] for name in ORDER if name in found))
 
 
 @st.composite
@@ -336,7 +336,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     assert decoded.shape == x.shape
     assert torch.isfinite(decoded).all()
     check = CASES[codec.id].check
-    if isinstance(codec, WithSidecars):
+    if isinstance(codec, CodecWithSidecars):
         check_sidecars(codec, x, streams, decoded, check)
     else:
         check(codec, x, streams, decoded)
@@ -350,7 +350,7 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
     found = codec.decode_frame(PackedRun(codec, tokens, streams).rows(0, kept))[:, :, :kept]
     whole = codec.decode_frame(streams)[:, :, :kept]
     # A rotation rounds every value of a head by a fraction of its norm.
-    rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, WithSidecars) else 0.0
+    rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, CodecWithSidecars) else 0.0
     near = (found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded
     # Beyond binary32, where a block rotation of the largest values is, no tolerance holds (spec/README.md).
     assert (near | ~torch.isfinite(whole)).all()

@@ -129,7 +129,7 @@ def continued(model: Any, cache: Any, first: list[int], mask: torch.Tensor | Non
         for _ in range(CONTINUATION):
             mask = None if mask is None else torch.cat([mask, mask.new_ones(len(first), 1)], 1)
             places = {} if mask is None else {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
-            logits = model(token, **places, **cache_names.passing(model, cache)).logits
+            logits = model(token, **places, **cache_names.cache_argument(model, cache)).logits
             token = logits[:, -1, :BOS].argmax(-1)[:, None]
             for row, one in zip(found, token[:, 0].tolist(), strict=True):
                 row.append(one)
@@ -160,14 +160,14 @@ def _write_prompt(found: dict[str, Any]) -> None:
 
     model, ids = demo_model(), prompt_ids()
     with torch.inference_mode(), KvpackCache(model, RECIPE) as cache:
-        model(torch.tensor([ids[:-1]]), **cache_names.passing(model, cache))
+        model(torch.tensor([ids[:-1]]), **cache_names.cache_argument(model, cache))
         packed = cache.packed
     kvpack.save(packed, PROMPT)
     found["prompt"] = continued(model, KvpackCache.of(kvpack.load(PROMPT)), ids[-1:])
     rows, mask = batch_ids()
     places = {"attention_mask": mask[:, :-1], "position_ids": (mask[:, :-1].cumsum(1) - 1).clamp(min=0)}
     with torch.inference_mode(), KvpackCache(model, RECIPE) as cache:
-        model(rows[:, :-1], **places, **cache_names.passing(model, cache))
+        model(rows[:, :-1], **places, **cache_names.cache_argument(model, cache))
         packed = cache.packed
     kvpack.save(packed, BATCH)
     found["batch"] = continued(model, KvpackCache.of(kvpack.load(BATCH)), rows[:, -1].tolist(), mask[:, :-1])

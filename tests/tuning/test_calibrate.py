@@ -159,7 +159,7 @@ def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pyt
 @pytest.mark.scenario
 def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (calibrate, rope):
-        monkeypatch.setattr(module, "same_up_to", lambda config: 40)
+        monkeypatch.setattr(module, "max_uniform_length", lambda config: 40)
     out = str(tmp_path / "x.kvbasis")
     sizes = calibrate.Settings(score=8, windows=1)
     assert calibrate.run(None, None, out, sizes)["tokens"] == 40

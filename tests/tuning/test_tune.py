@@ -80,7 +80,7 @@ def test_the_recipe_file_is_the_recipe(found: Any) -> None:
 @pytest.mark.scenario
 def test_the_loss_can_be_measured_again(found: Any, tinylm: Any, tmp_path: Path) -> None:
     for part, of_text in tuning_windows().items():
-        exact = [windows.read_exactly(tinylm, tokens, 32) for tokens in of_text]
+        exact = [windows.read_uncompressed(tinylm, tokens, 32) for tokens in of_text]
         measured = [windows.measure(tinylm, it, found["recipe"], str(tmp_path / "window")) for it in exact]
         assert [it.kl_divergence for it in measured] == pytest.approx(found["tuned"][part]["kl_divergences"], rel=1e-4)
         differences = [it.log_perplexity - of.loss for it, of in zip(measured, exact, strict=True)]
@@ -395,7 +395,7 @@ def scripted(layers: int, loss: Any, *, bytes_: Any = None, budget: int = 10**9)
     return search.Search(prices, SimpleNamespace(loss=measured, exact=[None]), budget)
 
 
-def bits_of(found: search.Measurement) -> list[int]:
+def average_bits(found: search.Measurement) -> list[int]:
     return [int(codec[-1]) for _, codec in sorted(found.allocation.items())]
 
 
@@ -410,10 +410,10 @@ def test_exchanges_see_what_single_places_hide() -> None:
     kinds = [it.what for it in made.measured]
     assert kinds[0] == "greedy"
     assert "exchange" in kinds
-    assert bits_of(made.measured[0])[0] < bits_of(tuned)[0]
+    assert average_bits(made.measured[0])[0] < average_bits(tuned)[0]
     assert plain is not None
     assert tuned.loss.kl_divergence < min(made.measured[0].loss.kl_divergence, plain.loss.kl_divergence)
-    assert sum(bits_of(tuned)) <= 9
+    assert sum(average_bits(tuned)) <= 9
 
 
 def test_a_uniform_recipe_that_is_better_is_kept() -> None:
@@ -472,7 +472,7 @@ def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
     assert tuned.loss.kl_divergence == min(it.loss.kl_divergence for it in made.measured)
     assert plain is not None
     assert plain.what == "uniform"
-    assert all(sum(bits_of(it)) <= 32 * 4 + 16 for it in made.measured)
+    assert all(sum(average_bits(it)) <= 32 * 4 + 16 for it in made.measured)
 
 
 def test_a_head_dim_that_a_candidate_cannot_take() -> None:

@@ -10,7 +10,7 @@ from kvpack import cli
 from kvpack.coding.recipes import parse_recipe
 from kvpack.errors import InvalidParameter
 from kvpack.tuning import calibrate, tune
-from kvpack.tuning.widths import bits_of
+from kvpack.tuning.widths import average_bits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +27,13 @@ def test_places_that_lose_more_get_more_bits() -> None:
     assert report["tuned"]["bits_per_value"] <= 4
     sensitivities = report["sensitivities"]
     assert len(sensitivities) == 2 * len(report["layers"])
-    assert all(bits_of(one["codec"], one["side"]) == 2 for one in sensitivities)
+    assert all(average_bits(one["codec"], one["side"]) == 2 for one in sensitivities)
     assert {one["what"] for one in report["measured"]} == {"widths", "uniform"}
     found = next(one for one in report["measured"] if one["what"] == "widths")
     rules = parse_recipe(found["recipe"])
     order = sorted(sensitivities, key=lambda one: one["kl_divergence"])
     least, most = (
-        bits_of(str(_clause(rules, one["layer"], one["side"], len(report["layers"]))), one["side"]) for one in (order[0], order[-1])
+        average_bits(str(_clause(rules, one["layer"], one["side"], len(report["layers"]))), one["side"]) for one in (order[0], order[-1])
     )
     assert least < most
 

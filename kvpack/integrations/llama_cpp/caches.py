@@ -18,7 +18,7 @@ from kvpack.file.limits import MAX_LAYERS
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.arguments import model_fields
-from kvpack.integrations.exported import export_values, windows_of
+from kvpack.integrations.exported import export_values, parse_windows
 
 from .opaque import check_raw, has_opaque_layers, is_opaque, opaque_blocks, opaque_ids, opaque_layer
 from .quantized import Quantized, blocks_of, recipe_of
@@ -78,7 +78,7 @@ def import_slot(
     with Reader(where) as reader:
         file = parsed(reader, 2 if windows else 1, latents=latents)
         layers = sum(len(section.keys) for section in file.sections)
-        windows = windows_of(windows, layers)
+        windows = parse_windows(windows, layers)
         tokens = _check_counts(where, file, windows)
         heads = _heads_of_layers(kv_heads, layers)
         orders = [_position_order(where, section.positions, tokens - len(section.positions)) for section in file.sections]
@@ -140,7 +140,7 @@ def export_slot(
     """
     where = path_text(path)
     _check_origin(cache)
-    windows = windows_of(windows, len(cache))
+    windows = parse_windows(windows, len(cache))
     metadata = {name: cache.metadata.get(name) for name in (_SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS)}
     if metadata[_WINDOWED] not in (None, len(windows)):
         raise InvalidParameter(f"windows names {len(windows)} layers, but the imported file had {metadata[_WINDOWED]} with sliding windows")
@@ -200,7 +200,7 @@ def _check_origin(cache: Cache) -> None:
 
 def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> None:
     """Raise InvalidParameter unless a layer with unpacked blocks has at most as many tokens as llama.cpp saves of ``tokens``."""
-    _check_kept(number, kept, tokens, window)
+    _check_token_count(number, kept, tokens, window)
     if kept > _max_saved_tokens(tokens, window):
         raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_max_saved_tokens(tokens, window)} of {tokens}")
 
@@ -368,9 +368,9 @@ def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window:
         raise InvalidParameter(f"layer {number} contains {found}: for llama.cpp, kvpack writes only keys and values, or only latents")
     if layer.k.batch != 1:
         raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences, but a sequence state holds one")
-    if layer.seen != tokens:
-        raise InvalidParameter(f"layer {number} ends after token {layer.seen}, but the cache after token {tokens}")
-    _check_kept(number, layer.tokens, tokens, window)
+    if layer.seen_tokens != tokens:
+        raise InvalidParameter(f"layer {number} ends after token {layer.seen_tokens}, but the cache after token {tokens}")
+    _check_token_count(number, layer.tokens, tokens, window)
     return min(layer.tokens, _max_saved_tokens(tokens, window))
 
 
@@ -379,7 +379,7 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
     return tokens if window is None else min(tokens, window)
 
 
-def _check_kept(number: int, kept: int, tokens: int, window: int | None) -> None:
+def _check_token_count(number: int, kept: int, tokens: int, window: int | None) -> None:
     """Raise InvalidParameter unless ``kept`` tokens are all tokens, or all that the next one attends to within ``window``."""
     if kept < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} reaches back {window - 1}" if window else "so it needs a sliding window: pass windows="

@@ -28,7 +28,7 @@ from kvpack.store.options import StoreOptions
 from kvpack.store.page_store import PageStore
 from kvpack.store.redaction import shown_location
 
-from .layouts import bytes_of, check_model, geometry_of, is_fused, key_bytes, others_of, pages_of, recipe_of
+from .layouts import as_page_buffer, byte_geometry, check_model, geometry_of, is_fused, keeps_other_objects, key_bytes, recipe_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class ObjectAccounts:
     """
 
     def __init__(self, adapter: Any, there: Callable[[list[Any]], list[bool]]) -> None:
-        self._adapter, self._there = adapter, there
+        self._adapter, self._contains = adapter, there
         self._told: dict[Any, int] = {}
         # Reentrant, because a listener may delete the objects that it is notified about.
         self._lock = RLock()
@@ -66,7 +66,7 @@ class ObjectAccounts:
         """Report the ``keys`` that are gone, including those that another process stored."""
         with self._lock:
             names = [*keys]
-            missing = [key for key, present in zip(names, self._there(names), strict=True) if not present]
+            missing = [key for key, present in zip(names, self._contains(names), strict=True) if not present]
             if missing:
                 self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
@@ -116,7 +116,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         # One identity per dtype, so that objects of the same size and another dtype are not hits.
         self._others = {
             dtype: Identity("lmcache", "raw", weights=str(params["revision"]), dtype=dtype, extra="others")
-            for dtype in (DTYPES if others_of(params) else ())
+            for dtype in (DTYPES if keeps_other_objects(params) else ())
         }
         self._identity = Identity(
             # LMCache's keys name the model, and a basis belongs to one model.
@@ -130,7 +130,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._stores: dict[Any, PageStore] = {}
         self._descriptions: set[tuple[bytes, bytes]] = set()
         self._looked: float | None = None
-        self._accounts = ObjectAccounts(self, self._there)
+        self._accounts = ObjectAccounts(self, self._contains)
         self._refused = Counters(report=lambda operation, error: None)
         self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")
@@ -240,13 +240,13 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         with self._lock:
             return list(self._stores.values())
 
-    def _there(self, keys: list[Any]) -> list[bool]:
+    def _contains(self, keys: list[Any]) -> list[bool]:
         """Return, for each object, True if it is stored in any layout, or if a store could not answer."""
         result = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
         for store in self._open_stores():
             before = store.counters()["faults"]
-            present = store.present(names)
+            present = store.contains(names)
             if store.counters()["faults"] != before:
                 return [True] * len(keys)
             result = [old or new for old, new in zip(result, present, strict=True)]
@@ -265,7 +265,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         except InvalidParameter:
             if not self._others:
                 raise
-            geometry, name = bytes_of(shape, dtype)
+            geometry, name = byte_geometry(shape, dtype)
             identity = self._others[name]
         with self._lock:
             if (identity, geometry) not in self._stores:
@@ -302,7 +302,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return None if layout is None or len(layout.shapes) != 1 else (self._store_of(layout.shapes[0], layout.dtypes[0]), None)
 
         def find(store: PageStore, numbers: list[int], _: Any) -> list[bool]:
-            return store.present([key_bytes(keys[number]) for number in numbers])
+            return store.contains([key_bytes(keys[number]) for number in numbers])
 
         result = self._map_objects("lookup", keys, store_of, find)
         self._accounts.missed([key for key, present in zip(keys, result, strict=True) if not present])
@@ -321,7 +321,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Return the store of an object, and the object as a page. Raises InvalidParameter."""
         check_model(self._recipe, key)
         store = self._store_of(given.tensor.shape, given.tensor.dtype)
-        return store, pages_of(store.codec.geometry, given.tensor)
+        return store, as_page_buffer(store.codec.geometry, given.tensor)
 
     def _map_objects(
         self,

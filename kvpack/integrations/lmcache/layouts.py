@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.recipes import check_no_layers_named, recipe_with_basis
+from kvpack.integrations.recipes import recipe_with_basis, reject_layer_clauses
 from kvpack.pages.buffer import PageBuffer
 from kvpack.pages.codec import PageCodec
 from kvpack.pages.geometry import DTYPES, PageGeometry
@@ -34,7 +34,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
     layers, and the errors of ``recipe_with_basis`` and of ``PageCodec`` for the recipe and ``head_dim``. They are raised before there is an
     object, because LMCache would only count misses.
     """
-    check_no_layers_named(recipe, "LMCache's objects do not record which layers of the model they hold")
+    reject_layer_clauses(recipe, "LMCache's objects do not record which layers of the model they hold")
     parsed = recipe_with_basis(recipe, basis, None)
     if parsed.basis is None and not kv_dtype:
         PageCodec(parsed, PageGeometry(1, 1, _CHUNK_TOKENS, head_dim, head_dim)).close()
@@ -76,7 +76,7 @@ def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtyp
     return PageGeometry(layers, width // row, tokens, head_dim, head_dim, _NAMES[dtype])
 
 
-def others_of(options: Mapping[str, Any]) -> bool:
+def keeps_other_objects(options: Mapping[str, Any]) -> bool:
     """Return True if the option ``others`` is "raw", so that objects other than keys and values are kept. Raises InvalidParameter."""
     others = options.get("others")
     if others not in (None, "raw"):
@@ -84,14 +84,14 @@ def others_of(options: Mapping[str, Any]) -> bool:
     return others is not None
 
 
-def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
+def byte_geometry(shape: Sequence[int], dtype: torch.dtype) -> tuple[PageGeometry, str]:
     """Return the geometry of an object kept byte for byte, and kvpack's name for its dtype. Raises InvalidParameter."""
     if dtype not in _NAMES:
         raise InvalidParameter(f"the object is {dtype} {list(shape)}, expected one of {', '.join(DTYPES)}")
     return PageGeometry.of_bytes(math.prod(shape) * dtype.itemsize), _NAMES[dtype]
 
 
-def pages_of(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
+def as_page_buffer(geometry: PageGeometry, x: torch.Tensor) -> PageBuffer:
     """Return an object as a buffer of one slot."""
     if geometry.dim_v is None:
         # The buffer must be a view of the engine's memory, because loads write to it.

@@ -22,7 +22,7 @@ from kvpack.file.limits import MAX_LAYERS, MAX_TOKENS
 from kvpack.file.metadata import from_bytes, to_bytes
 from kvpack.file.user_files import path_text
 from kvpack.formats.errors import InvalidParameter
-from kvpack.integrations.exported import export_values, windows_of
+from kvpack.integrations.exported import export_values, parse_windows
 from kvpack.integrations.llama_cpp.state_file import CONFIG
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def export_prompt_cache(
     where = path_text(path)
     if not where.endswith(".safetensors"):
         raise InvalidParameter(f"{where}: mlx-lm loads only files whose names end in .safetensors")
-    windows = windows_of(windows, len(cache))
+    windows = parse_windows(windows, len(cache))
     if cache.model.get("config") == CONFIG:
         raise InvalidParameter(
             "the cache came from llama.cpp, whose keys may have their channels in another order than mlx-lm's: export it for llama.cpp"
@@ -205,10 +205,10 @@ def _stored_layer(
     number: int, layer: Layer, pair: list[torch.Tensor], window: int | None
 ) -> tuple[str, list[torch.Tensor], tuple[int, ...]]:
     """Return the class for a layer, its arrays, and its counts in the order of the class's state."""
-    held = f"layer {number} holds the newest {layer.tokens} of {layer.seen} tokens"
-    if max(layer.seen, window or 0) > _MAX_COUNT:
+    held = f"layer {number} holds the newest {layer.tokens} of {layer.seen_tokens} tokens"
+    if max(layer.seen_tokens, window or 0) > _MAX_COUNT:
         raise InvalidParameter(
-            f"layer {number} has {layer.seen} tokens{f' and a window of {window}' if window else ''}, but mlx-lm supports at most "
+            f"layer {number} has {layer.seen_tokens} tokens{f' and a window of {window}' if window else ''}, but mlx-lm supports at most "
             f"{_MAX_COUNT}: export fewer tokens"
         )
     if window is None:
@@ -220,4 +220,4 @@ def _stored_layer(
     if layer.skipped and layer.tokens == window - 1:
         # mlx-lm expects a slot for the next token, and overwrites the oldest one.
         pair = [torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in pair]
-    return _ROTATING, pair, (layer.seen, 0, window, pair[0].shape[2])
+    return _ROTATING, pair, (layer.seen_tokens, 0, window, pair[0].shape[2])

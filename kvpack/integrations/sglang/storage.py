@@ -65,7 +65,7 @@ class StoreMetrics:
             return
         for labels, added in self._changes.take().items():
             metrics[labels[0]].labels(*self._labels, *labels[1:]).inc(added)
-        for operation, seconds in self._store.recent():
+        for operation, seconds in self._store.pop_recent():
             metrics["seconds"].labels(*self._labels, operation).observe(seconds)
         metrics["page_bytes"].labels(*self._labels).set(self._store.codec.geometry.raw_bytes)
         metrics["row_bytes"].labels(*self._labels).set(self._store.codec.nbytes)
@@ -120,7 +120,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         """Open the store for the pages of this pool."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools: dict[str, Pool] = {}
-        pages = buffer_of(mem_pool_host)
+        pages = pool_buffer(mem_pool_host)
         self._kv = self._pool_of(self._store_of(mem_pool_host, pages.geometry, ""), mem_pool_host, pages, "kv")
         self.store = self._kv.store
 
@@ -131,7 +131,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         if host_pool is self.mem_pool_host:
             self._pools[name] = self._kv
             return
-        pages = buffer_of(host_pool) if name in _PACKED and hasattr(host_pool, "k_buffer") else None
+        pages = pool_buffer(host_pool) if name in _PACKED and hasattr(host_pool, "k_buffer") else None
         geometry = PageGeometry.of_bytes(host_pool.get_dummy_flat_data_page().nbytes) if pages is None else pages.geometry
         recipe = "raw" if pages is None else None
         self._pools[name] = self._pool_of(self._store_of(host_pool, geometry, name, recipe), host_pool, pages, name)
@@ -144,7 +144,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         hits: dict[Any, int] = {"kv": pages} if pages else {}
         usable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
-            present = self._pools[_name(transfer.name)].store.present(_bytes(keys[:pages]))
+            present = self._pools[_name(transfer.name)].store.contains(_bytes(keys[:pages]))
             match _name(transfer.hit_policy):
                 case "all_pages":
                     longest = sum(1 for _ in takewhile(bool, present))
@@ -177,7 +177,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Return the number of leading keys that are stored."""
-        return sum(takewhile(bool, self.store.present(_bytes(keys))))
+        return sum(takewhile(bool, self.store.contains(_bytes(keys))))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._kv.get(keys, host_indices)
@@ -204,7 +204,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         stats = StorageMetrics()
         for pool in self._every_pool():
             pool.metrics.report()
-            loads, saves = pool.take_calls()
+            loads, saves = pool.pop_calls()
             for calls, pages, speeds in (
                 (loads, stats.prefetch_pgs, stats.prefetch_bandwidth), (saves, stats.backup_pgs, stats.backup_bandwidth),
             ):  # fmt: skip
@@ -267,7 +267,7 @@ class Pool:
         with self._time_operation("save", len(keys)):
             return self._set(keys, host_indices, ancestors)
 
-    def take_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    def pop_calls(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         """Return the loads and the saves since the last call, at most ``MAX_RECENT`` each, as pages and GB/s of pool bytes."""
         result = []
         for calls in self._calls.values():
@@ -311,7 +311,7 @@ class Pool:
         return starts
 
 
-def buffer_of(pool: Any) -> PageBuffer:
+def pool_buffer(pool: Any) -> PageBuffer:
     """Return the pages of SGLang's host pool as slots, for each of its layouts. Raises InvalidParameter for any other."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:

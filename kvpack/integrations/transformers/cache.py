@@ -23,7 +23,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning, OutOfBounds
 from kvpack.live.cache import LiveCache
 
 from .arguments import check_cache, check_flags, check_model_of_file, checked_recipe
-from .changes import adapters_in_effect
+from .changes import active_adapters
 from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, step_graphs
 from .hooks import Hooks, models_in
@@ -31,10 +31,10 @@ from .layers import AbsentLayer, Decoding, PackedLayer, following_layers, rows_o
 from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
 from .positions import RotaryPositions
-from .prompts import check_rows_known, keep_prompt, token_ids_of
+from .prompts import check_rows_known, crop_to_prompt, token_ids_of
 from .record import Record
 from .rollback import Rollback
-from .state_layers import PackedStateLayer, StateLayer, check_kept, keep_states, kept_states
+from .state_layers import PackedStateLayer, StateLayer, check_states_available, copy_states, restore_states
 from .switch import Switch
 from .tracking import Tracking, check_rows_fit
 
@@ -101,7 +101,7 @@ class KvpackCache(PassCalls):
     ) -> None:
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         parsed = parse_recipe(checked_recipe(model, recipe, config))
-        known, inside = known_model(model)
+        known, inside = inspect_model(model)
         expected = ExpectedLayers(config) if known is None else known
         present = expected.layers_with_tokens()
         # The model is fingerprinted at the first token, but a basis is compared with it now.
@@ -129,7 +129,7 @@ class KvpackCache(PassCalls):
         """
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         check_cache(cache, model)
-        known, inside = known_model(model)
+        known, inside = inspect_model(model)
         if cache.start:
             raise InvalidParameter(
                 f"the cache starts at position {cache.start}, but a model continues from position 0: load the cache with its first tokens"
@@ -145,7 +145,7 @@ class KvpackCache(PassCalls):
         past.live = LiveCache.of(without_states(cache), sliding_windows=None if keep_all else windows)
         past._begin(model, known, inside, known, cache, rope_deltas=rope_deltas, compared=compared, dense=dense, graphs=graphs)
         if prompt is not None:
-            keep_prompt(past, cache, prompt, None if known is None else known.config)
+            crop_to_prompt(past, cache, prompt, None if known is None else known.config)
         return past
 
     def _begin(
@@ -176,7 +176,7 @@ class KvpackCache(PassCalls):
         super().__init__(layers=layers)
         self._following = following_layers(layers)
         if cache is not None:
-            keep_states(self.layers, cache)
+            restore_states(self.layers, cache)
         self._model, self._dense, self._decoding = known, bool(dense), decoding
         for number, layer in enumerate(self.layers):
             if dense and expected is None and layer.is_sliding:
@@ -186,9 +186,9 @@ class KvpackCache(PassCalls):
                 )
             layer.check_window()
         tokens = self.live.tokens
-        adapters = adapters_in_effect(inside[0]) if inside else None
+        adapters = active_adapters(inside[0]) if inside else None
         positions = RotaryPositions.of(known, cache, inputs, rope_deltas)
-        if known is not None and dense is None and not known.takes_packed_layers:
+        if known is not None and dense is None and not known.supports_packed_layers:
             self._dense = True
             decoding.warn(known.name)
         record = Record(inputs, tokens, adapters, rows_of(self.live) or 1)
@@ -197,7 +197,7 @@ class KvpackCache(PassCalls):
         self.passes.rows = partial(rows_of, self.live)
         self._rollback = Rollback(self.layers, self.live, self.passes, cache)
         self._careful = positions is not None or any(states)
-        self._hooks = None if model is None else Hooks.on(model, inside)
+        self._hooks = None if model is None else Hooks.for_model(model, inside)
         self._switch = None if known is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
         self.masked: dict[bool, bool] = {}
@@ -269,12 +269,12 @@ class KvpackCache(PassCalls):
         about as long as a decode step; if they changed since the last pass, ``inputs`` records it. Another thread may read this while a
         model generates: it waits for the end of a forward pass.
         """
-        with self.passes.lock.taken():
+        with self.passes.lock.hold():
             if self.live.tokens:
-                check_kept(self.layers)
+                check_states_available(self.layers)
             self.passes.check_states(ended=True)
             packed = self.live.snapshot(packed=True)
-            layers, tokens = with_states(packed.layers, kept_states(self.layers)), packed.tokens
+            layers, tokens = with_states(packed.layers, copy_states(self.layers)), packed.tokens
             states = MappingProxyType(self._rollback.states_before(tokens))
             # This may add to the record, so it comes before the record is read.
             named = self.passes.name()
@@ -305,7 +305,7 @@ class KvpackCache(PassCalls):
         if len(ids) == 1:
             # Without a mask, transformers warns if the padding token is also the end-of-text token.
             options.setdefault("attention_mask", torch.ones_like(ids))
-        return model.generate(ids, **cache_names.passing(model, self), **options)
+        return model.generate(ids, **cache_names.cache_argument(model, self), **options)
 
     def release(self) -> None:
         """Stop recording forward passes and restore the model's attention, unless another cache needs either."""
@@ -331,16 +331,16 @@ class KvpackCache(PassCalls):
         """Token counts, ascending, to which ``crop`` can shorten a cache with states."""
         return self._rollback.positions()
 
-    def keep_states(self) -> None:
+    def snapshot_states(self) -> None:
         """Keep a copy of all states after the newest token in host memory, for a ``Store`` and ``crop``.
 
         Call it between passes, at multiples of the store's ``chunk``. A model without recurrent and convolution layers has nothing to keep.
         Raises InvalidParameter after a pass that failed, and for a model that keeps states in its modules.
         """
-        with self.passes.lock.taken():
-            self._rollback.keep()
+        with self.passes.lock.hold():
+            self._rollback.snapshot()
 
-    def go_back(self, tokens: int) -> int:
+    def rewind(self, tokens: int) -> int:
         """Keep the first ``tokens`` tokens, or fewer up to a position with states (``states_at``), and return the number kept.
 
         Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
@@ -355,11 +355,11 @@ class KvpackCache(PassCalls):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds and InvalidParameter.
 
-        Layers that keep states can only return to the tokens in ``states_at``, and to 0; ``go_back`` finds the nearest of them. Tokens are
+        Layers that keep states can only return to the tokens in ``states_at``, and to 0; ``rewind`` finds the nearest of them. Tokens are
         counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
         """
         tokens_to_remove = as_integer(tokens_to_remove, "the number of tokens to remove")
-        with self.passes.lock.taken():
+        with self.passes.lock.hold():
             if tokens_to_remove > 0:
                 raise OutOfBounds(
                     f"crop({tokens_to_remove}): expected the number of tokens to drop, as a negative number; "
@@ -367,14 +367,14 @@ class KvpackCache(PassCalls):
                 )
             self._rollback.crop(tokens_to_remove)
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Drop the tokens of the current pass, as far as layers can go back, before the pass is rejected."""
         with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
                 self.crop(-self.passes.added)
 
     def reset(self) -> None:
-        with self.passes.lock.taken():
+        with self.passes.lock.hold():
             super().reset()
             self.passes.reset()
             self._rollback.forget()
@@ -390,7 +390,7 @@ class KvpackCache(PassCalls):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences ``indices`` of the batch, in that order. Codes are copied, never decoded."""
-        with self.passes.lock.taken():
+        with self.passes.lock.hold():
             super().batch_select_indices(indices)
             self.passes.select(indices)
             self._rollback.select(indices)
@@ -428,7 +428,7 @@ def check_model(cache: Cache, model: Any, known: Model) -> NamedModel:
     return check_identity(cache, model)
 
 
-def known_model(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
+def inspect_model(model: torch.nn.Module | None) -> tuple[Model | None, list[Any]]:
     """Return the properties of ``model`` that caches depend on, and the transformers models in it."""
     inside = models_in(model) if model is not None and hasattr(model, "modules") else []
     return (None if model is None else Model(model, inside)), inside

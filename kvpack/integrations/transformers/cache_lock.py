@@ -27,7 +27,7 @@ class CacheLock:
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)()
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Acquire the lock; return False if the calling thread already has it."""
         thread = threading.get_ident()
         if self._owner == thread:
@@ -38,7 +38,7 @@ class CacheLock:
             self._owner = thread
         return True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the lock if the calling thread has it."""
         with self._changed:
             if self._owner == threading.get_ident():
@@ -46,11 +46,11 @@ class CacheLock:
                 self._changed.notify()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Hold the lock within a ``with`` block, unless the calling thread already has it."""
-        taken = self.take()
+        hold = self.acquire()
         try:
             yield
         finally:
-            if taken:
-                self.give_back()
+            if hold:
+                self.release()

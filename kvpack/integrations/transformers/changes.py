@@ -14,7 +14,7 @@ MAX_CHECKED_PARAMETERS = 4
 """Number of parameters that each decode step checks. A few are enough, because training and ``to`` change many at once."""
 
 
-def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
+def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
     """Return the state of every PEFT layer in a transformers model; empty without adapters. This is cheap enough for each pass."""
     # PEFT stores its settings on the model that it changes.
     if "peft_config" not in vars(model):
@@ -22,7 +22,7 @@ def adapters_in_effect(model: torch.nn.Module) -> tuple[Any, ...]:
     return tuple(_layer_state(module) for module in modules_of(model) if hasattr(module, "merged_adapters"))
 
 
-def chosen_by_row(adapters: tuple[Any, ...]) -> bool:
+def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
     """Return True if a call selects adapters per sequence with ``adapter_names``, for which PEFT puts hooks on their layers."""
     return any(hooks for *_, hooks in adapters)
 
@@ -41,14 +41,14 @@ class ModelState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modes, self._tensors = adapters_in_effect(model), _versions_of(model)
+        self._modes, self._tensors = active_adapters(model), _versions_of(model)
         self._is_training = model.training
         trained_first = sorted(_parameters_of(model), key=lambda parameter: not parameter.requires_grad)
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
-    def is_of(self, model: torch.nn.Module) -> bool:
+    def matches(self, model: torch.nn.Module) -> bool:
         """Return True if ``model`` has not changed since the summary was created."""
-        if (self._modes, self._is_training) != (adapters_in_effect(model), model.training):
+        if (self._modes, self._is_training) != (active_adapters(model), model.training):
             return False
         return not self.has_other_weights() and self._tensors == _versions_of(model)
 

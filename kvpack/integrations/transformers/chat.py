@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from kvpack.cache.files import load, save
-from kvpack.coding.recipes import Recipe, parse_recipe, preset_of
+from kvpack.coding.recipes import Recipe, parse_recipe, preset_name
 from kvpack.file.limits import MAX_STRING_BYTES
 from kvpack.file.metadata import CHAT, CHAT_MESSAGES, to_bytes
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, LimitExceeded
 from kvpack.store.store import Store
 
-from .cache import begin, check_model, known_model
+from .cache import begin, check_model, inspect_model
 from .models import execution_device
 from .prefill import EVERY, fill
 
@@ -81,7 +81,7 @@ class Chat:
             recipe = Recipe(store.identity.recipe, basis)
         self._recipe = parse_recipe(RECIPE if recipe is None else recipe)
         if store is not None and self._recipe.canonical != store.identity.recipe:
-            own, other = (preset_of(text) or text for text in (self._recipe.canonical, store.identity.recipe))
+            own, other = (preset_name(text) or text for text in (self._recipe.canonical, store.identity.recipe))
             raise InvalidParameter(
                 f"recipe is {own!r}, but the store keeps caches in {other!r}: omit recipe, or open a store with "
                 "kvpack.Identity.of(model, recipe)"
@@ -111,7 +111,7 @@ class Chat:
         message if this tokenizer's chat template renders the conversation differently, so that it is computed again.
         """
         cache = load(path, device=execution_device(model), basis=basis)
-        known, _ = known_model(model)
+        known, _ = inspect_model(model)
         if known is not None:
             check_model(cache, model, known)
         history = messages_in(cache, tokenizer) if messages is None else messages

@@ -10,13 +10,13 @@ import torch
 from kvpack.formats.errors import InvalidParameter
 from kvpack.live import operators
 
-from .masks import check_columns, masked_attention, padding_of
+from .masks import check_columns, masked_attention, read_padding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
-"""The arguments of a model's forward whose values a pass reads, in the order in which ``kvpack::pass_begins`` receives them."""
+"""The arguments of a model's forward whose values a pass reads, in the order in which ``kvpack::begin_pass`` receives them."""
 
 
 class CompiledCalls(operators.Tickets):
@@ -47,14 +47,14 @@ class CompiledCalls(operators.Tickets):
                 )
             if given is not None and given.columns is not None:
                 return self._masked(layer, q, given, **options)
-            starts = starts if given is None or given.hides else None
+            starts = starts if given is None or given.hides_tokens else None
         out: torch.Tensor = self.cache.attend(layer, q, starts=starts, **options)
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
         """Return the first token that each sequence sees, and record any other tokens that ``columns``, a padding mask, hides."""
         length, first = self.cache.mask_sizes(queries, layer)
-        padding = padding_of(length, first, columns)
+        padding = read_padding(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
         # The memory of ``starts`` is not reused: attention finds the mask by its address.
         others = None if padding.on_the_left else columns[:, first : first + length] != 0
@@ -74,7 +74,7 @@ class CompiledCalls(operators.Tickets):
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend to the decoded keys and values of one layer with a mask ``[batch, token]`` of its tokens."""
-        k, v = self.cache.decoded(layer, q.shape[2], q.dtype)
+        k, v = self.cache.decode(layer, q.shape[2], q.dtype)
         check_columns(mask.tokens, k.shape[2], layer, q.shape[2])
         assert mask.columns is not None
         # Tokens without a column in the mask are hidden.
@@ -91,7 +91,7 @@ class CompiledCalls(operators.Tickets):
     def compiled_seen(self, layer: int) -> torch.Tensor:
         """Return the number of tokens that one layer has seen, int64 ``[]`` on the CPU, in compiled code."""
         seen: torch.Tensor
-        seen, self.tickets[layer] = seen_tokens(self.tickets[layer], layer)
+        seen, self.tickets[layer] = count_tokens(self.tickets[layer], layer)
         return seen
 
     def compiled_starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
@@ -104,13 +104,13 @@ class CompiledCalls(operators.Tickets):
         """Call ``Tracking.enter`` from compiled code, for module number ``module`` of those with hooks."""
         # Arguments that are not tensors are passed by name; only output_attentions also counts by its value.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
-        ticket = pass_begins(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
+        ticket = begin_pass(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
         # Later operators take this ticket, so the compiler cannot move them before this one.
         self.tickets = [ticket] * len(self.tickets)
 
     def compiled_end(self, module: int) -> None:
         """Call ``Tracking.leave`` from compiled code."""
-        self.tickets = [pass_ends(self.tickets, module)] * len(self.tickets)
+        self.tickets = [end_pass(self.tickets, module)] * len(self.tickets)
 
     @property
     def cache(self) -> Any:
@@ -123,11 +123,12 @@ class CompiledCalls(operators.Tickets):
 class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
-    ``hides`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides others than the first.
+    ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides others than the
+    first.
     """
 
     starts: torch.Tensor
-    hides: bool
+    hides_tokens: bool
     columns: torch.Tensor | None
     tokens: int
 
@@ -139,19 +140,19 @@ def supports(arguments: dict[str, Any]) -> bool:
 
 
 def _calls(ticket: torch.Tensor) -> CompiledCalls:
-    cache = operators.cache_of(ticket)
+    cache = operators.find_cache(ticket)
     assert isinstance(cache, CompiledCalls)
     return cache
 
 
 # Schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
-@torch.library.custom_op("kvpack::seen_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
-def seen_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.custom_op("kvpack::count_tokens", mutates_args=(), schema="(Tensor ticket, SymInt layer) -> (Tensor, Tensor)")
+def count_tokens(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``KvpackCache.get_seq_length`` as a tensor, and the next ticket."""
     return torch.tensor(_calls(ticket).cache.get_seq_length(layer), dtype=torch.int64, device="cpu"), ticket.clone()
 
 
-@seen_tokens.register_fake
+@count_tokens.register_fake
 def _(ticket: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(ticket), torch.empty_like(ticket)
 
@@ -170,9 +171,9 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
 
 
 @torch.library.custom_op(
-    "kvpack::pass_begins", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] given, SymInt module, str names) -> Tensor"
+    "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] given, SymInt module, str names) -> Tensor"
 )
-def pass_begins(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
+def begin_pass(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
     """Run ``Tracking.enter`` for the arguments ``given``, and others that count only by name; return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, given, strict=True) if tensor is not None}
@@ -180,19 +181,19 @@ def pass_begins(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | 
     return tickets[0].clone()
 
 
-@torch.library.custom_op("kvpack::pass_ends", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
-def pass_ends(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
+@torch.library.custom_op("kvpack::end_pass", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
+def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
     """Run ``Tracking.leave`` after a call with a result; return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     cache.passes.leave(cache.watched(module), {}, True)
     return tickets[0].clone()
 
 
-@pass_begins.register_fake
+@begin_pass.register_fake
 def _(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
     return torch.empty_like(tickets[0])
 
 
-@pass_ends.register_fake
+@end_pass.register_fake
 def _(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
     return torch.empty_like(tickets[0])

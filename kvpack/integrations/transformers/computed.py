@@ -39,7 +39,7 @@ class _SideChecksums:
         return self.parts[0]
 
 
-class Computed:
+class ComputedChecksums:
     """The checksums of the first ``tokens`` tokens of a cache, for each layer's keys and values."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from kvpack.attention import attend
 from kvpack.cache.layer import Layer
 from kvpack.formats.errors import InvalidParameter
 
-from .layers import check_window, check_window_given
+from .layers import check_attention_window, check_window
 from .masks import check_columns
 from .plain import plain_attention, plain_name
 from .reads import WITHOUT_COUNTERPART
@@ -57,7 +57,7 @@ def attention(
         given.append("dropout")
     if given:
         if isinstance(key, PackedStates) and not torch.compiler.is_dynamo_compiling():
-            key.cache.take_back()
+            key.cache.roll_back()
         raise InvalidParameter(
             f"attention over packed layers does not support what the model passes: {', '.join(given)}: use "
             "KvpackCache.of(cache, model, dense=True), which decodes each layer for its call"
@@ -75,7 +75,7 @@ def attention(
         "sink_logits": options.get("s_aux"),
     }
     if isinstance(key, PackedStates):
-        check_window_given(key.cache.layers[key.number].window, window, module)
+        check_attention_window(key.cache.layers[key.number].window, window, module)
         out = key.attend(query, starts=starts, **given_options)
     else:
         check_window(key.skipped, key.tokens - query.shape[2], window)
@@ -125,7 +125,7 @@ def _starts(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def _mask_tokens(states: PackedStates, mask: torch.Tensor, queries: int) -> tuple[Any, Any]:
     """Return dense keys and values of the tokens that ``mask`` covers. Raises InvalidParameter if it covers tokens not in the layer."""
-    k, v = states.decoded()
+    k, v = states.decode()
     held = max((x.shape[2] for x in (k, v) if x is not None), default=0)
     # A two-dimensional mask, as for flash attention, is [sequence, token].
     check_columns(mask.shape[-1], held, states.number, queries)

@@ -22,8 +22,8 @@ from kvpack.formats.errors import KvpackWarning
 from kvpack.runtime.modes import float32_no_grad
 
 from . import masks
-from .changes import adapters_in_effect
-from .hooks import outermost
+from .changes import active_adapters
+from .hooks import outermost_model
 from .model_snapshot import ModelSnapshot, global_hooks, has_other_hooks
 from .states import CapturedStep, PackedLength
 
@@ -88,7 +88,7 @@ class StepGraphs:
         step = None if self.refused else self._step(cache, model, arguments)
         same = step is not None and step.kind == self._kind and cache.live.launches == self._launches
         graph = self._graph
-        if not same or (graph and (cache.live.seen(self._number) < graph.least or not graph.model_is_unchanged)):
+        if not same or (graph and (cache.live.seen_tokens(self._number) < graph.least or not graph.model_is_unchanged)):
             self.drop()
         if step is None:
             return forward(**arguments)
@@ -98,7 +98,7 @@ class StepGraphs:
                 self.drop()
         self._kind = step.kind
         if self._graph is not None:
-            return self._graph.replayed(cache, step, self._number)
+            return self._graph.replay(cache, step, self._number)
         self._eager += 1
         out = forward(**arguments)
         if self._eager > (EAGER_STEPS if self._asked else DEFAULT_EAGER_STEPS) and cache.live.launches == self._launches:
@@ -130,12 +130,12 @@ class StepGraphs:
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != ids.shape[0]:
                 return None
-            padding = masks.padding_of(PackedLength(cache.live.seen(self._number) + 1), 0, mask.to(device))
+            padding = masks.read_padding(PackedLength(cache.live.seen_tokens(self._number) + 1), 0, mask.to(device))
             if not padding.on_the_left:
                 return None
             starts = padding.starts
         shape = None if positions is None else positions.shape
-        modes = torch.is_inference_mode_enabled(), adapters_in_effect(model), tuple(sorted(settings.items())), cache.passes.changes
+        modes = torch.is_inference_mode_enabled(), active_adapters(model), tuple(sorted(settings.items())), cache.passes.changes
         return _Step((ids.shape, ids.dtype, device, shape, starts is None, modes), ids, positions, starts)
 
     def _capture(
@@ -150,10 +150,10 @@ class StepGraphs:
     ) -> None:
         """Capture the step that has just returned ``expected``. Graphs are disabled if that fails, or if a replay returns anything else."""
         if not self._asked:
-            self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.now(model).foreign
+            self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.current(model).foreign_part
             if self.refused:
                 return
-        live, tokens, generator = cache.live, cache.live.seen(self._number), _generator_of(step.ids.device)
+        live, tokens, generator = cache.live, cache.live.seen_tokens(self._number), _generator_of(step.ids.device)
         restore_tail, random = live.save_tail(), generator.get_state()
         try:
             _check_model(model, step.ids.device)
@@ -161,11 +161,11 @@ class StepGraphs:
                 raise _GraphRefused("the model returns no ModelOutput")
             # Run the same step again: its token is still in the tail.
             live.adjust_length(-1)
-            graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(snapshot.now, model))
-            if not _same_values(graph.replayed(cache, step, self._number), expected):
+            graph = _Graph(self, cache, partial(forward, **arguments), step, self._number, partial(snapshot.current, model))
+            if not _same_values(graph.replay(cache, step, self._number), expected):
                 raise _GraphRefused("a captured step gives different results, so it depends on more than token ids and positions")
         except BaseException as error:
-            live.adjust_length(tokens - live.seen(self._number))
+            live.adjust_length(tokens - live.seen_tokens(self._number))
             restore_tail()
             if not isinstance(error, Exception):
                 raise
@@ -215,7 +215,7 @@ class _Graph:
             self._starts = None if step.starts is None else step.starts.clone()
         given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
         # Half the current length never occurs in a replay, and is valid everywhere.
-        self.least = max(1, cache.live.seen(number) // 2)
+        self.least = max(1, cache.live.seen_tokens(number) // 2)
         owner.captured = CapturedStep(self._starts, self.least)
         try:
             with cache.live.capturing(), cache.passes.muted():
@@ -233,9 +233,9 @@ class _Graph:
         snapshot = self._snapshot()
         return snapshot is not None and snapshot.unchanged()
 
-    def replayed(self, cache: Any, step: _Step, number: int) -> Any:
+    def replay(self, cache: Any, step: _Step, number: int) -> Any:
         """Replay the graph for a step, and return its result."""
-        before = cache.live.seen(number)
+        before = cache.live.seen_tokens(number)
         self._ids.copy_(step.ids)
         if step.positions is None:
             self._positions.fill_(before)
@@ -245,7 +245,7 @@ class _Graph:
             self._starts.copy_(step.starts)
         try:
             self._replay()
-            cache.live.replayed(1)
+            cache.live.replay(1)
         except BaseException:
             # After an interrupt, make the device's count match the host's.
             cache.live.adjust_length(0)
@@ -261,7 +261,7 @@ class _CachedSnapshot:
     def __init__(self) -> None:
         self._kept: ModelSnapshot | None = None
 
-    def now(self, model: torch.nn.Module) -> ModelSnapshot:
+    def current(self, model: torch.nn.Module) -> ModelSnapshot:
         """Return the current snapshot of ``model``."""
         if self._kept is None or not self._kept.unchanged():
             self._kept = ModelSnapshot(model)
@@ -286,7 +286,7 @@ class ForwardSwitch:
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
         """Return the switch of a transformers model, or of the one in a wrapper, created if there is none."""
-        outer = outermost(model)
+        outer = outermost_model(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
             switch = _FORWARDS[id(outer)] = ForwardSwitch(outer)
@@ -334,7 +334,7 @@ def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
 
 def may_replay(model: torch.nn.Module) -> bool:
     """Return True if decode steps of ``model`` may be replayed by default. Its code is inspected later, before the first capture."""
-    forward, parameter = vars(outermost(model)).get("forward"), next(model.parameters(), None)
+    forward, parameter = vars(outermost_model(model)).get("forward"), next(model.parameters(), None)
     return parameter is not None and can_capture(parameter.device) and (forward is None or getattr(forward, "is_of_its_class", False))
 
 

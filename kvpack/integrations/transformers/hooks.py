@@ -14,13 +14,13 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
 from kvpack.cache.packing import dense_states
-from kvpack.cache_names import NAMES, cache_in, cache_of
+from kvpack.cache_names import NAMES, cache_in, output_cache
 from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
 from .changes import modules_of
-from .computed import Computed
-from .passes import Pass, arguments_of
+from .computed import ComputedChecksums
+from .passes import Pass, named_arguments
 from .plain import remember_copies
 from .record import Record
 from .sources import EncoderCalls, check_sources, parts_in
@@ -65,7 +65,7 @@ class Hooks:
         return self
 
     @staticmethod
-    def on(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
+    def for_model(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
         """Return the hooks of ``model``, created if there are none; ``inside`` is ``models_in(model)``, if the caller has walked it."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
@@ -112,13 +112,13 @@ def refuse_pickled_model() -> NoReturn:
 
 
 def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    arguments = arguments_of(module, args, kwargs)
+    arguments = named_arguments(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
     if compiled is not None:
         compiled.compiled_begin(number, arguments)
         return
-    for passes in [*passes_over(past), *hooks.recordings()]:
+    for passes in [*pass_trackers(past), *hooks.recordings()]:
         passes.enter(module, arguments)
     _check_source(hooks, past, arguments)
 
@@ -126,34 +126,34 @@ def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: 
 def _check_source(hooks: _HooksReference, past: Any, arguments: dict[str, Any]) -> None:
     """Record the encoder's input for a call over an encoder-decoder cache, and compare it with the cache's."""
     if isinstance(past, EncoderDecoderCache) and (sources := hooks.sources(arguments)) is not None:
-        for passes in [*passes_over(past), *hooks.recordings()]:
+        for passes in [*pass_trackers(past), *hooks.recordings()]:
             passes.encoded(sources)
-        check_sources(passes_over(past), sources)
+        check_sources(pass_trackers(past), sources)
 
 
 def _before_decoder(hooks: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    arguments = arguments_of(module, args, kwargs)
+    arguments = named_arguments(module, args, kwargs)
     _check_source(hooks, cache_in(arguments), arguments)
 
 
 def _after_encoder(hooks: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    hooks.encoder_ended(arguments_of(module, args, kwargs), output)
+    hooks.encoder_ended(named_arguments(module, args, kwargs), output)
 
 
 def _after_call(
     hooks: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    arguments = arguments_of(module, args, kwargs)
+    arguments = named_arguments(module, args, kwargs)
     past = cache_in(arguments)
     compiled = _compiled_calls(past, arguments) if torch.compiler.is_dynamo_compiling() else None
     if compiled is not None:
         compiled.compiled_end(number)
         return
-    for passes in [*passes_over(past), *hooks.recordings()]:
+    for passes in [*pass_trackers(past), *hooks.recordings()]:
         passes.leave(module, arguments, output)
 
 
-class Passes:
+class PassStack:
     """The nested calls of forward passes over one cache: the outermost call of each pass, and the positions passed to calls inside it."""
 
     def __init__(self) -> None:
@@ -162,20 +162,20 @@ class Passes:
         """True if the call is over a cache of two parts."""
         self._inside: list[torch.nn.Module] = []
 
-    def __deepcopy__(self, memo: object) -> Passes:
-        return Passes()
+    def __deepcopy__(self, memo: object) -> PassStack:
+        return PassStack()
 
     @property
-    def outermost(self) -> bool:
+    def is_outermost(self) -> bool:
         """True if no call is inside another."""
         return len(self._inside) == 1
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if no call is under way."""
         return not self._inside
 
-    def is_of(self, module: torch.nn.Module) -> bool:
+    def is_outermost_call(self, module: torch.nn.Module) -> bool:
         """Return True if the only call under way is that of ``module``."""
         return len(self._inside) == 1 and self._inside[0] is module
 
@@ -208,12 +208,12 @@ class Recording:
     """The record of a model's passes over transformers' own caches."""
 
     def __init__(self) -> None:
-        self._passes = Passes()
-        self._records: weakref.WeakKeyDictionary[TransformersCache, tuple[Record, Computed]] = weakref.WeakKeyDictionary()
+        self._passes = PassStack()
+        self._records: weakref.WeakKeyDictionary[TransformersCache, tuple[Record, ComputedChecksums]] = weakref.WeakKeyDictionary()
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         past = cache_in(arguments)
-        for cache in _parts(past) if self._passes.idle else ():
+        for cache in _parts(past) if self._passes.is_idle else ():
             record, computed = self._record_of_cache(cache)
             if record.tokens and not (computed.unchanged(cache) and _tokens(cache) == record.tokens):
                 _update_record(record, computed, cache, _tokens(cache))
@@ -227,7 +227,7 @@ class Recording:
         ended = self._passes.leave(module)
         past = cache_in(arguments)
         if past is None:
-            past = cache_of(output)
+            past = output_cache(output)
         if ended is None:
             return
         for cache in _parts(past):
@@ -242,9 +242,9 @@ class Recording:
             record.add(tokens - record.tokens, None if output is None else ended)
             computed.add(cache, tokens)
 
-    def _record_of_cache(self, cache: TransformersCache) -> tuple[Record, Computed]:
+    def _record_of_cache(self, cache: TransformersCache) -> tuple[Record, ComputedChecksums]:
         if cache not in self._records:
-            self._records[cache] = Record(None, 0), Computed()
+            self._records[cache] = Record(None, 0), ComputedChecksums()
         return self._records[cache]
 
     def inputs(self, past_key_values: TransformersCache) -> Inputs:
@@ -258,7 +258,7 @@ class Recording:
         assert inputs is not None
         return replace(inputs, sums=computed.sums(record.tokens))
 
-    def keep_states(self, past_key_values: TransformersCache) -> None:
+    def snapshot_states(self, past_key_values: TransformersCache) -> None:
         """Keep a copy of the states of recurrent and convolution layers after the newest token, in host memory."""
         record, computed = self._known_record(past_key_values)
         states = tuple({name: state.cpu() for name, state in layer.states.items()} for layer in dense_states(past_key_values))
@@ -269,7 +269,7 @@ class Recording:
         """Return the kept states, for the argument ``states_at`` of ``kvpack.pack``; empty if rows were selected since."""
         return dict(self._known_record(past_key_values)[1].states)
 
-    def _known_record(self, past: TransformersCache) -> tuple[Record, Computed]:
+    def _known_record(self, past: TransformersCache) -> tuple[Record, ComputedChecksums]:
         """Return the current record of a cache. Raises InvalidParameter for a cache without a recorded pass."""
         known = self._records.get(past) if isinstance(past, TransformersCache) else None
         if known is None:
@@ -288,7 +288,7 @@ def recording(model: torch.nn.Module) -> Iterator[Recording]:
             logits, past = model(token_ids).to_tuple()
         cache = kvpack.pack(past, "octopus-3", inputs=record.inputs(past))
     """
-    hooks, record = Hooks.on(model), Recording()
+    hooks, record = Hooks.for_model(model), Recording()
     hooks.recordings.append(record)
     try:
         yield record
@@ -301,7 +301,7 @@ def models_in(model: torch.nn.Module) -> list[PreTrainedModel]:
     return list(_models_in(model))
 
 
-def outermost(model: torch.nn.Module) -> PreTrainedModel:
+def outermost_model(model: torch.nn.Module) -> PreTrainedModel:
     """Return the first of ``models_in``."""
     return next(_models_in(model))
 
@@ -310,7 +310,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
     return (module for module in modules_of(model) if isinstance(module, PreTrainedModel))
 
 
-def passes_over(past: Any) -> list[Any]:
+def pass_trackers(past: Any) -> list[Any]:
     """Return the pass trackers of the KvpackCaches in ``past``."""
     return [cache.passes for cache in _kvpack_caches(past)]
 
@@ -333,7 +333,7 @@ def _tokens(past: Any) -> int:
     return int(past.get_seq_length()) if isinstance(past, TransformersCache) else 0
 
 
-def _update_record(record: Record, computed: Computed, cache: TransformersCache, tokens: int) -> None:
+def _update_record(record: Record, computed: ComputedChecksums, cache: TransformersCache, tokens: int) -> None:
     """Update a record to the current state of its cache, which has ``tokens`` tokens.
 
     Meanwhile, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If values have
@@ -499,11 +499,11 @@ def _kvpack_caches(past: Any) -> list[Any]:
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:
-    """Return ``passes_over`` for the cache with the tokens of ``generate``.
+    """Return ``pass_trackers`` for the cache with the tokens of ``generate``.
 
     In an encoder-decoder cache, the other half is the encoder's.
     """
-    return passes_over(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
+    return pass_trackers(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
 
 
 def _remove(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:

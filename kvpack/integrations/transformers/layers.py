@@ -28,14 +28,14 @@ class Decoding:
         """Issue a KvpackWarning about the model ``name``, unless one has already been issued."""
         self._warn(f"{name} has attention that cannot take packed layers: each call decodes the keys and values of its layer")
 
-    def warn_masked(self) -> None:
+    def warn_about_mask(self) -> None:
         """Issue a KvpackWarning about masks, unless one has already been issued."""
         self._warn(
             "the attention mask hides tokens other than padding on the left, and packed attention is causal, within a window or not: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 
-    def warn_read(self, number: int, name: str) -> None:
+    def warn_about_read(self, number: int, name: str) -> None:
         """Issue a KvpackWarning that dense ``name`` of layer ``number`` were read, unless one has already been issued."""
         self._warn(
             f"layers[{number}].{name} was read, which decodes all {name} of the layer: cache.packed[{number}] is the packed layer; for "
@@ -88,21 +88,21 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> torch.Tensor | None:
         """Dense keys, as cross-attention reads them."""
-        self._decoding.warn_read(self.number, "keys")
+        self._decoding.warn_about_read(self.number, "keys")
         k = self.packed.k
         return k.unpack(k.tail.dtype) if k is not None else None
 
     @property
     def values(self) -> torch.Tensor | None:
         """Dense values, as cross-attention reads them."""
-        self._decoding.warn_read(self.number, "values")
+        self._decoding.warn_about_read(self.number, "values")
         v = self.packed.v
         return v.unpack(v.tail.dtype) if v is not None else None
 
     @property
     def skipped(self) -> int:
         """Number of old tokens that a sliding window has dropped."""
-        return self.live.skipped(self.number)
+        return self.live.skipped_tokens(self.number)
 
     @property
     def batch_size(self) -> int:
@@ -117,22 +117,22 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.live, self.live
 
     def get_seq_length(self) -> int:
-        return self.live.seen(self.number)
+        return self.live.seen_tokens(self.number)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = self.live.seen(self.number)
+        seen = self.live.seen_tokens(self.number)
         first = self._first_visible(seen)
         return seen + query_length - first, first
 
     @property
     def first_visible(self) -> int:
         """The first token that the next one can attend to."""
-        return self._first_visible(self.live.seen(self.number))
+        return self._first_visible(self.live.seen_tokens(self.number))
 
-    def decoded(self, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def decode(self, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return dense keys and values of the tokens that ``get_mask_sizes`` counted before the newest ``queries`` tokens were added."""
-        skipped = self._first_visible(self.live.seen(self.number) - queries) - self.skipped
-        k, v = self.live.unpacked(self.number, dtype)
+        skipped = self._first_visible(self.live.seen_tokens(self.number) - queries) - self.skipped
+        k, v = self.live.unpack(self.number, dtype)
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
 
     def _first_visible(self, seen: int) -> int:
@@ -152,7 +152,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def check_window(self, crop: int = 0) -> None:
         """Raise InvalidParameter if the next token would attend to tokens that the layer skipped."""
-        held = self.live.held(self.number)
+        held = self.live.stored_tokens(self.number)
         if self.skipped and self.window is not None and held - crop < self.window - 1:
             less = f" ({crop} are to be dropped)" if crop else ""
             raise InvalidParameter(
@@ -161,7 +161,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise OutOfBounds or InvalidParameter if ``crop`` with this argument is not possible."""
-        held = self.live.held(self.number)
+        held = self.live.stored_tokens(self.number)
         if not -held <= tokens_to_remove <= 0:
             raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; expected -{held} to 0")
         self.check_window(-tokens_to_remove)
@@ -169,7 +169,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens (transformers passes a negative number)."""
         self.check_crop(tokens_to_remove)
-        self.live.truncate(self.live.seen(self.number) + tokens_to_remove, self.number)
+        self.live.truncate(self.live.seen_tokens(self.number) + tokens_to_remove, self.number)
 
     def offload(self) -> NoReturn:
         """Raise InvalidParameter, because packed layers cannot be moved as transformers moves tensors."""
@@ -200,7 +200,7 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
         raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}")
 
 
-def check_window_given(own: int | None, given: int | None, module: torch.nn.Module) -> None:
+def check_attention_window(own: int | None, given: int | None, module: torch.nn.Module) -> None:
     """Raise InvalidParameter if attention is ``given`` no window, or a wider one than the layer's ``own``.
 
     The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' cache keeps, which differ from
@@ -219,7 +219,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
     for name, given in (("keys", k), ("values", v)):
         if not isinstance(given, torch.Tensor) or given.dim() != 4:
             raise InvalidType(f"layers[{number}]: {name} are {describe(given)}, expected a tensor [batch, kv_head, token, dim]")
-    shapes, seen = live.shapes(number), live.seen(number)
+    shapes, seen = live.shapes(number), live.seen_tokens(number)
     if not shapes and not isinstance(layer, AbsentLayer):
         return
     for name, side, states in (("keys", "k", k), ("values", "v", v)):
@@ -235,9 +235,9 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
                 f"layers[{number}]: the model's {name} have batch, heads and dim {list(shape)}, the cache's {list(held)}: "
                 f"{list(states.shape)} does not continue it"
             )
-    if (ahead := live.seen(following) - seen) < 0:
+    if (ahead := live.seen_tokens(following) - seen) < 0:
         raise InvalidParameter(
-            f"layers[{number}] has seen {seen} tokens and layers[{following}] {live.seen(following)}: "
+            f"layers[{number}] has seen {seen} tokens and layers[{following}] {live.seen_tokens(following)}: "
             f"a forward pass ended between them; crop({ahead}) drops what it added"
         )
 
@@ -251,6 +251,6 @@ def following_layers(layers: Sequence[Any]) -> list[int]:
 def rows_of(live: LiveCache) -> int | None:
     """Return the number of sequences of a live cache; None before its first tokens."""
     for number in range(len(live)):
-        if live.seen(number):
+        if live.seen_tokens(number):
             return live.batch(number)
     return None

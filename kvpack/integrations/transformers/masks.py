@@ -47,7 +47,7 @@ def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> An
                 raise InvalidParameter("the model's attention mask is neither causal nor limited to its sliding window")
             return _four_dimensions(packed.captured.starts)
         packed.check_mask(options.get("attention_mask"))
-        padding = padding_of(packed, options.get("kv_offset", 0), options.get("attention_mask"))
+        padding = read_padding(packed, options.get("kv_offset", 0), options.get("attention_mask"))
         if padding.on_the_left and _applied_by_attention(kv_length, config, **options):
             packed.leave_to_attention(_has_mask(plain_name(config), kv_length, padding.starts is not None, **options))
             return _four_dimensions(padding.starts)
@@ -80,7 +80,7 @@ class Padding(NamedTuple):
     starts: torch.Tensor | None = None
 
 
-def padding_of(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> Padding:
+def read_padding(kv_length: PackedLength, kv_offset: int, attention_mask: torch.Tensor | None) -> Padding:
     """Read a two-dimensional mask, and return the tokens that it hides among ``kv_length`` keys from token ``kv_offset`` on."""
     if attention_mask is None:
         return Padding(True)

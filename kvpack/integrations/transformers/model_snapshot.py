@@ -60,7 +60,7 @@ class ModelSnapshot:
             return False
 
     @cached_property
-    def foreign(self) -> str | None:
+    def foreign_part(self) -> str | None:
         """The first part of the model that is not from PyTorch or transformers, or None.
 
         A replay might omit its effects.
@@ -70,7 +70,7 @@ class ModelSnapshot:
             if forward is not None and not getattr(forward, "is_of_its_class", False):
                 return f"{name or 'the model'} has a forward of its own"
         odd = next((type(x) for x in self._tensors if type(x) not in _TENSOR_TYPES), None)
-        return self._code.foreign if odd is None else f"weights are of type {odd.__name__}"
+        return self._code.foreign_part if odd is None else f"weights are of type {odd.__name__}"
 
     def _objects(self) -> Iterator[Any]:
         values = (attributes(module) for attributes, module in self._own)
@@ -95,7 +95,7 @@ class _Code:
     """The functions that ``modules`` run, found through their classes, attributes, and the names in transformers' model code."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self.foreign: str | None = None
+        self.foreign_part: str | None = None
         self.classes: list[Mapping[str, Any]] = []
         """The attributes of each class."""
         self._names: list[tuple[Callable[[str], Any], str]] = []
@@ -148,8 +148,8 @@ class _Code:
                     yield called
 
     def _note(self, place: str, value: Any) -> None:
-        if self.foreign is None and place.partition(".")[0] not in _KNOWN:
-            self.foreign = f"{getattr(value, '__qualname__', type(value).__qualname__)} is of {place}"
+        if self.foreign_part is None and place.partition(".")[0] not in _KNOWN:
+            self.foreign_part = f"{getattr(value, '__qualname__', type(value).__qualname__)} is of {place}"
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -36,7 +36,7 @@ from kvpack.identity.model_layers import cache_layers
 from kvpack.identity.modules import parts
 
 from .changes import ModelState, modules_of
-from .hooks import models_in, outermost
+from .hooks import models_in, outermost_model
 from .plain import NAMES
 from .reads import omits_window, reads_kv
 
@@ -73,7 +73,7 @@ class ExpectedLayers:
         self.config: Any = config.get_text_config(decoder=True)
         self.has_encoder = bool(config.is_encoder_decoder)
         self._decoder_config: Any = self.config
-        self._takes_cache, self._own_cache = True, ""
+        self._accepts_cache, self._own_cache = True, ""
 
     def windows(self, layers: int) -> list[int | None]:
         """Return the sliding window of each of the first ``layers`` layers. An encoder-decoder has none: its layers see all tokens."""
@@ -89,7 +89,7 @@ class ExpectedLayers:
         """
         for number, layer in enumerate(self._layers):
             self._check_layer(number, layer)
-        self._check_takes_cache()
+        self._check_accepts_cache_argument()
         return self._layers_held
 
     def states(self, layers: int) -> list[int]:
@@ -103,8 +103,8 @@ class ExpectedLayers:
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
 
-    def _check_takes_cache(self) -> None:
-        if not self._takes_cache:
+    def _check_accepts_cache_argument(self) -> None:
+        if not self._accepts_cache:
             raise InvalidParameter(
                 f"{self.name} keeps no cache of keys and values, so there is nothing to pack: run it without a KvpackCache"
             )
@@ -155,18 +155,18 @@ class Model(ExpectedLayers):
             inside = models_in(model) if hasattr(model, "modules") else []
         if not inside:
             raise InvalidType(f"model is a {type(model).__name__}, expected a transformers model or a wrapper of one")
-        _check_takes_given_cache(model)
+        _check_accepts_cache(model)
         outer = inside[0]
         decoder = outer.get_decoder()
         decoder = decoder if isinstance(decoder, PreTrainedModel) else outer
         super().__init__(outer.config)
         self.name = type(outer).__name__
-        self._takes_cache = any(map(_takes_cache, inside))
+        self._accepts_cache = any(map(_accepts_cache, inside))
         self._own_cache = next((description for module in inside if (description := _own_cache(module))), "")
         other = any(getattr(self.config, name, None) is not None for name in _OTHER_ATTENTION)
         settable = bool(decoder._can_set_attn_implementation()) and not other and not self.has_encoder
         self._tells_no_window = omits_window(decoder)
-        self._may_take_packed_layers = settable and not reads_kv(decoder)
+        self._may_use_packed_layers = settable and not reads_kv(decoder)
         self.keeps_rope_deltas = _has_attribute(outer, "rope_deltas") or _names_sections(self.config)
         self.has_multidimensional_positions = self.keeps_rope_deltas or _has_attribute(outer, "mrope_section")
         self._decoder_config = decoder.config
@@ -175,9 +175,9 @@ class Model(ExpectedLayers):
         return self
 
     @cached_property
-    def takes_packed_layers(self) -> bool:
+    def supports_packed_layers(self) -> bool:
         """True if the model's attention receives the cache's keys and values unchanged, with the window of its layer."""
-        return self._may_take_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
+        return self._may_use_packed_layers and not (self._tells_no_window and any(self.windows(len(self._layers))))
 
     @property
     def attention(self) -> str:
@@ -194,7 +194,7 @@ class Model(ExpectedLayers):
         expected = [] if self.has_encoder else self._layers
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
-        self._check_takes_cache()
+        self._check_accepts_cache_argument()
         # transformers' own cache may have more layers than the decoder, which stay empty.
         held = next((number for number in range(len(cache), 0, -1) if cache[number - 1].sides or cache[number - 1].states), 0)
         if expected and not held <= len(expected) <= len(cache):
@@ -203,7 +203,7 @@ class Model(ExpectedLayers):
             )
 
 
-def _check_takes_given_cache(model: Any) -> None:
+def _check_accepts_cache(model: Any) -> None:
     """Raise InvalidParameter if ``model`` is a wrapper that passes its own cache to the wrapped model."""
     settings = getattr(model, "active_peft_config", None)
     kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
@@ -255,7 +255,7 @@ def named(model: Any) -> NamedModel:
     They are empty in training mode, or with buffers that are not in memory.
     """
     weights: Weights | None = None
-    state = ModelState(outermost(model))
+    state = ModelState(outermost_model(model))
     try:
         model_parts = _parts(model)
         with contextlib.suppress(InvalidParameter):
@@ -274,10 +274,10 @@ def identity_for(model: Any, basis: Basis) -> dict[str, str]:
     """Return ``identity_of(model)``, with the weights identified by the same kind of digest as in ``basis``."""
     identity = identity_of(model)
     sampled = weights_kind(basis.model.get("weights", "")) == SAMPLE
-    return {**identity, "weights": sample_of(model)} if sampled and identity else identity
+    return {**identity, "weights": sample_digest(model)} if sampled and identity else identity
 
 
-def sample_of(model: Any) -> str:
+def sample_digest(model: Any) -> str:
     """Return the digest of a sample of a model's weights, which files of earlier versions contain; empty if they cannot be read."""
     try:
         return weights_sample(_parts(model))
@@ -285,7 +285,7 @@ def sample_of(model: Any) -> str:
         return ""
 
 
-def weights_now(model: Any) -> str:
+def current_weights(model: Any) -> str:
     """Return the digest of a model's current weights; empty if they cannot be read."""
     try:
         return weights_of(_parts(model)).text
@@ -311,7 +311,7 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     weights = cache.model.get("weights", "")
     kind = weights_kind(weights)
     if kind == SAMPLE:
-        fields["weights"] = sample_of(model)
+        fields["weights"] = sample_digest(model)
     compared = kind in (ALL, SAMPLE) and bool(fields.get("weights"))
     # Report settings that users change before the digests that change with them.
     for field in ("dtype", "rope", "adapter", "weights" if compared else "name", "config"):
@@ -346,11 +346,11 @@ def _parts(model: Any) -> list[ModelPart]:
     model_parts = parts(model)
     if not isinstance(next(part.module for part in model_parts if not part.adapter), PreTrainedModel):
         # A caller's own module, such as one with a value head.
-        model_parts = parts(outermost(model))
+        model_parts = parts(outermost_model(model))
     return model_parts
 
 
-def _takes_cache(module: torch.nn.Module) -> bool:
+def _accepts_cache(module: torch.nn.Module) -> bool:
     """Return True if a call of ``module`` accepts a transformers cache. XLM's argument ``cache`` is a dict of its own."""
     given = inspect.signature(module.forward).parameters
     return any(name in given and not (name == "cache" and "dict[" in str(given[name].annotation)) for name in cache_names.NAMES)

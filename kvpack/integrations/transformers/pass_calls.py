@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
 from .layers import AbsentLayer, PackedLayer, check_continues, check_window
 from .models import check_layers, has_multidimensional_positions
-from .state_layers import StateLayer, check_kept
+from .state_layers import StateLayer, check_states_available
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     @left_out(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
         """Call ``take``, and return the layer's dense keys and values. Adds nothing if they are not available."""
-        before = self.live.seen(layer_idx)
+        before = self.live.seen_tokens(layer_idx)
         self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
         try:
-            dense = layer.decoded(key_states.shape[2], key_states.dtype)
+            dense = layer.decode(key_states.shape[2], key_states.dtype)
         except BaseException:
             self.live.truncate(before, layer_idx)
             raise
-        self.passes.appended(self.live.seen(layer_idx))
+        self.passes.appended(self.live.seen_tokens(layer_idx))
         k, v = (without_gradients(x, key_states, value_states) for x in dense)
         return k, v
 
@@ -86,20 +86,20 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
             self._take(key_states, value_states, layer_idx)
-            seen = self.live.seen(layer_idx)
+            seen = self.live.seen_tokens(layer_idx)
         self.passes.appended(seen)
 
     def _take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
         check_continues(self.live, self.layers[layer_idx], layer_idx, self._following[layer_idx], key_states, value_states)
         self.passes.check_update()
-        if self.passes.states and self.live.seen(layer_idx):
-            check_kept(self.layers)
+        if self.passes.states and self.live.seen_tokens(layer_idx):
+            check_states_available(self.layers)
         self.live.update(layer_idx, key_states, value_states)
 
     def attend(self, layer: int, q: torch.Tensor, *, sliding_window: int | None = None, **options: Any) -> torch.Tensor:
         """Run ``LiveCache.attend`` over one layer. Also raises InvalidParameter for a window with tokens that the layer has dropped."""
-        if skipped := self.live.skipped(layer):
-            check_window(skipped, self.live.held(layer) - q.shape[2], sliding_window)
+        if skipped := self.live.skipped_tokens(layer):
+            check_window(skipped, self.live.stored_tokens(layer) - q.shape[2], sliding_window)
         return self.live.attend(layer, q, sliding_window=sliding_window, **options)
 
     @property
@@ -115,14 +115,14 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         """Return module ``number`` of the modules with hooks."""
         return None if self._hooks is None else self._hooks.inside[number]()
 
-    def decoded(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return dense keys and values of one layer, for a mask over the tokens that a pass of ``queries`` tokens sees.
 
         Issues a KvpackWarning.
         """
-        self._decoding.warn_masked()
+        self._decoding.warn_about_mask()
         packed: PackedLayer = self.layers[layer]
-        return packed.decoded(queries, dtype)
+        return packed.decode(queries, dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the number of tokens that a layer has seen; in compiled code a tensor, as in transformers' static caches."""

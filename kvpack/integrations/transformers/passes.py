@@ -10,9 +10,9 @@ import torch
 from kvpack.cache_names import NAMES
 from kvpack.file.inputs import MASKED
 from kvpack.file.sources import FROM_ENCODER, Sources
-from kvpack.identity.rope import same_up_to
+from kvpack.identity.rope import max_uniform_length
 
-from .changes import adapters_in_effect, chosen_by_row
+from .changes import active_adapters, selects_adapters_per_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ _READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 """The arguments that ``Pass`` reads."""
 
 
-def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of ``module`` by name, without those that are None or empty."""
     given = dict(kwargs)
     if args:
@@ -52,7 +52,7 @@ def arguments_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
 class Pass:
     """One forward pass that begins at token ``start``: its token ids, and inputs that they do not determine.
 
-    ``ids`` is ``[batch, token]``, or None; ``adapters`` is ``adapters_in_effect``. Comparisons run on the device, and are read when
+    ``ids`` is ``[batch, token]``, or None; ``adapters`` is ``active_adapters``. Comparisons run on the device, and are read when
     ``undetermined`` is called.
     """
 
@@ -60,9 +60,9 @@ class Pass:
         ids = arguments.get("decoder_input_ids" if encoder else "input_ids")
         self.ids = ids.detach().clone() if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
         self.start = start
-        self.adapters = adapters_in_effect(module)
+        self.adapters = active_adapters(module)
         config = getattr(module, "config", None)
-        self._longest = None if config is None else same_up_to(config.get_text_config(decoder=True))
+        self._longest = None if config is None else max_uniform_length(config.get_text_config(decoder=True))
         self._found: list[str] = []
         self.visible: torch.Tensor | None = None
         """Tokens, those of the cache first, that a two-dimensional mask lets queries see, bool ``[batch, token]``; None without one."""
@@ -79,7 +79,7 @@ class Pass:
         device = given.device.type if given is not None else "cpu"
         if torch.is_autocast_enabled(device):
             self._found.append(f"were computed under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
-        if chosen_by_row(self.adapters):
+        if selects_adapters_per_row(self.adapters):
             self._found.append("depend on the argument adapter_names")
         if module.training:
             self._found.append("were computed in training mode")
@@ -118,7 +118,7 @@ class Pass:
         return list(dict.fromkeys(result))
 
     @property
-    def hides(self) -> bool:
+    def hides_tokens(self) -> bool:
         """True if the mask of the pass hides a token."""
         return self._all_visible is not None and not bool(self._all_visible)
 
@@ -128,7 +128,7 @@ class Pass:
         return bool(self._positions) and all(self._counts_visible(positions) for _, positions in self._positions)
 
     def _counts_visible(self, positions: torch.Tensor) -> bool:
-        if self.visible is None or not self.hides:
+        if self.visible is None or not self.hides_tokens:
             return False
         visible = self.visible[:, self.start :]
         if positions.shape[-1] != visible.shape[1] or (positions.dim() > 1 and positions.shape[-2] not in (1, visible.shape[0])):

@@ -126,7 +126,7 @@ class RotaryPositions:
             token = int(other[0]) if len(other) else 0
             self._refuse(sorted(set(rotary[..., token].flatten().tolist())), start + token)
 
-    def check_given(self, start: int) -> None:
+    def require_positions(self, start: int) -> None:
         """Raise InvalidParameter if no positions were given and the model would compute different ones."""
         if not self._given and not start:
             # Without given positions, models use the positions of text.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.cache_names import passing
+from kvpack.cache_names import cache_argument
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.store import CHUNK_TOKENS
@@ -94,7 +94,7 @@ def fill(cache: KvpackCache, model: torch.nn.Module, ids: torch.Tensor, every: i
     with torch.no_grad():
         for stop in _pass_ends(start, ids.shape[1], every, chunk if cache.keeps_states else None):
             model(ids[:, start:stop].to(device), **arguments)
-            cache.keep_states()
+            cache.snapshot_states()
             start = stop
 
 
@@ -108,5 +108,5 @@ def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
     """Return the arguments with which passes compute no more than ``cache`` needs, such as no logits."""
-    given: dict[str, Any] = {**passing(model, cache), "use_cache": True}
+    given: dict[str, Any] = {**cache_argument(model, cache), "use_cache": True}
     return {**given, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else given

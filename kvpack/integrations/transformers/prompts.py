@@ -10,10 +10,10 @@ import torch
 from kvpack.file.inputs import IDS_LEFT_OUT, PADDED, ROWS_DIFFER, Inputs
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, OutOfBounds
-from kvpack.identity.rope import same_up_to
+from kvpack.identity.rope import max_uniform_length
 
 from .passes import OTHER_FREQUENCIES
-from .record import CHANGED, ids_of, visible_of
+from .record import CHANGED, ids_of, visible_tokens
 
 if TYPE_CHECKING:
     from kvpack.cache.cache import Cache
@@ -46,7 +46,7 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     known = ids_of(inputs)
     longest = min([known.shape[1], cache.tokens, ids.shape[1] - 1, *others])
     different = ids[:, :longest] != known[:, :longest]
-    visible = visible_of(inputs, ids.shape[0], cache.tokens)
+    visible = visible_tokens(inputs, ids.shape[0], cache.tokens)
     if visible is not None:
         different &= visible[:, :longest]
     differing = different.any(0).nonzero()
@@ -90,7 +90,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
 
     Some types of RoPE (dynamic, longrope) choose their frequencies by the length of the sequence.
     """
-    longest = same_up_to(config)
+    longest = max_uniform_length(config)
     for name, tokens in (("cache", cache.tokens), ("prompt", token_ids_of(prompt).shape[1])):
         if longest is not None and tokens > longest:
             return f"the {name} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
@@ -118,7 +118,7 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
     return ids
 
 
-def keep_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
+def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
     """Keep the tokens of ``past``, which continues ``cache``, with which ``prompt`` begins; issue a KvpackWarning if some could not be
     kept.
 
@@ -133,7 +133,7 @@ def keep_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
     else:
         tokens = common_tokens(cache, prompt)
     try:
-        if tokens and (kept := past.go_back(tokens)) < tokens:
+        if tokens and (kept := past.rewind(tokens)) < tokens:
             kept_text = f"the first {kept}" if kept else "none"
             text = f"the prompt and the cache begin with the same {tokens} tokens, and {kept_text} of them are kept"
             warnings.warn(f"{text}: layers keep states, and have none after later tokens", KvpackWarning, stacklevel=4)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy
 import torch
 
-from kvpack.file.hidden_tokens import Hidden
+from kvpack.file.hidden_tokens import HiddenRange
 from kvpack.file.inputs import MASKED, PADDED, ROWS_DIFFER, Inputs, rows_differ
-from kvpack.file.sources import Sources, clause, differing, selected, sources_in
+from kvpack.file.sources import Sources, clause, first_difference, select_sources, sources_in
 
 if TYPE_CHECKING:
     from .passes import Pass
@@ -47,7 +47,7 @@ class _InputNote:
 class Record:
     """The inputs of a cache's tokens: ``inputs`` for the tokens already present, then pass by pass.
 
-    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is ``adapters_in_effect`` for the tokens
+    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is ``active_adapters`` for the tokens
     already present, or None if it is not known.
     """
 
@@ -57,7 +57,7 @@ class Record:
         self._known = inputs is not None
         inputs = inputs or Inputs()
         self._ids = ids_of(inputs)
-        self._visible = visible_of(inputs, batch, tokens)
+        self._visible = visible_tokens(inputs, batch, tokens)
         named = {text: sources for text in inputs.undetermined if (sources := sources_in(text)) and len(sources) in (1, batch)}
         self.sources: list[Sources] = list(named.values())
         """The encoder inputs on which the tokens depend: empty if unknown, and several if tokens depend on different ones."""
@@ -84,7 +84,7 @@ class Record:
         """Add ``tokens`` tokens of one forward pass. ``seen`` is None if the pass was not recorded."""
         # If the source of the first tokens is unknown, so is the source of all.
         given = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
-        if given is not None and all(differing(sources, given) is not None for sources in self.sources):
+        if given is not None and all(first_difference(sources, given) is not None for sources in self.sources):
             self.sources.append(given)
         self._pending.append((self.tokens, self.tokens + tokens, seen))
         self.tokens += tokens
@@ -101,7 +101,7 @@ class Record:
     def select(self, indices: torch.Tensor) -> None:
         """Keep the sequences ``indices`` of the batch."""
         self._settle()
-        self.sources = [selected(sources, indices.tolist()) for sources in self.sources]
+        self.sources = [select_sources(sources, indices.tolist()) for sources in self.sources]
         if self._ids.shape[0] > 1:
             self._ids = self._ids[indices.cpu()]
         if self._visible is not None:
@@ -127,13 +127,13 @@ class Record:
 
     def forget(self, tokens: int) -> None:
         """Drop the record of a cache that now has ``tokens`` tokens with values that no pass computed."""
-        masked = self.hides
+        masked = self.hides_tokens
         self.crop(0)
         self.tokens, self._known = tokens, True
         self._findings = [_InputNote(0, tokens, what) for what in (CHANGED, *([MASKED] if masked else []))] if tokens else []
 
     @property
-    def hides(self) -> bool:
+    def hides_tokens(self) -> bool:
         """True if a token was hidden when it was computed, or may have been."""
         self._settle()
         texts = [*(text for text, _ in self._older), *(finding.what for finding in self._findings)]
@@ -217,13 +217,13 @@ class Record:
             f"attention_mask = torch.ones({rows}, {self.tokens} + new); {zeros}{more}"
         )
 
-    def _hidden_ranges(self) -> list[Hidden]:
+    def _hidden_ranges(self) -> list[HiddenRange]:
         """Return the ranges of hidden tokens of each row."""
         if self._visible is None:
             return []
         edges = torch.nn.functional.pad(~self._visible, (1, 1)).to(torch.int8).diff(dim=1)
         return [
-            Hidden(row, start, stop)
+            HiddenRange(row, start, stop)
             for row, line in enumerate(edges)
             for start, stop in zip((line > 0).nonzero()[:, 0].tolist(), (line < 0).nonzero()[:, 0].tolist(), strict=True)
         ]
@@ -239,7 +239,7 @@ class Record:
         mask = seen.visible
         if mask is not None and mask.shape[1] != stop:
             return [MASKED]
-        if self._visible is None and (mask is None or not seen.hides):
+        if self._visible is None and (mask is None or not seen.hides_tokens):
             return []
         if mask is None:
             assert self._visible is not None
@@ -280,10 +280,10 @@ class Record:
 
 def ids_of(inputs: Inputs) -> torch.Tensor:
     """Return the known ids of each row, int64 ``[row, token]``; one row if all are the same."""
-    return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known])
+    return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known_ids])
 
 
-def visible_of(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
+def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
     """Return the visible tokens among the ``tokens`` from position 0 on, bool ``[batch, token]``; None if there are none."""
     if not inputs.hidden:
         return None

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.cache.cache import all_states
 from kvpack.cache.rows import row_numbers
-from kvpack.cache.states import KeptStates
+from kvpack.cache.states import SelectedStates
 from kvpack.formats.errors import OutOfBounds
 
 from .layers import PackedLayer
-from .state_layers import StateLayer, check_kept, kept_states, restore
+from .state_layers import StateLayer, check_states_available, copy_states, restore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Rollback:
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
         self._layers, self._live, self._passes = layers, live, passes
-        self._states = {} if cache is None else {position: KeptStates(states) for position, states in all_states(cache).items()}
+        self._states = {} if cache is None else {position: SelectedStates(states) for position, states in all_states(cache).items()}
 
     def positions(self) -> tuple[int, ...]:
         """Return the numbers of tokens, ascending, after which states are kept."""
@@ -35,16 +35,16 @@ class Rollback:
 
     def states_before(self, tokens: int) -> dict[int, States]:
         """Return the states after fewer than ``tokens`` tokens."""
-        return {position: kept.now for position, kept in self._states.items() if position < tokens}
+        return {position: kept.selected for position, kept in self._states.items() if position < tokens}
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Keep a copy of all states after the newest token. Raises InvalidParameter."""
         tokens = self._passes.record.tokens
         if self._passes.states and tokens:
             self._passes.check_states(ended=True)
-            check_kept(self._layers)
-            self._states[tokens] = KeptStates(
-                tuple({name: state.cpu() for name, state in layer.items()} for layer in kept_states(self._layers))
+            check_states_available(self._layers)
+            self._states[tokens] = SelectedStates(
+                tuple({name: state.cpu() for name, state in layer.items()} for layer in copy_states(self._layers))
             )
 
     def nearest(self, tokens: int) -> int:
@@ -60,7 +60,7 @@ class Rollback:
         removed = [tokens_to_remove] * len(self._layers)
         for number, layer in enumerate(self._layers):
             if isinstance(layer, PackedLayer):
-                seen = self._live.seen(number)
+                seen = self._live.seen_tokens(number)
                 if seen < tokens:
                     raise OutOfBounds(
                         f"crop({tokens_to_remove}) leaves {tokens} tokens, and layers[{number}] has seen {seen}: a forward pass ended "
@@ -89,9 +89,9 @@ class Rollback:
             hint = f"the nearest before are after {nearest}: call go_back({tokens}), which keeps {nearest}"
             raise OutOfBounds(
                 f"crop({tokens_to_remove}): layers[{number}] keeps states, and has none after the first {tokens} tokens; "
-                f"{hint if nearest else 'there are none before: call reset()'}, or call keep_states() between passes"
+                f"{hint if nearest else 'there are none before: call reset()'}, or call snapshot_states() between passes"
             )
-        return kept.now
+        return kept.selected
 
     def forget(self) -> None:
         """Drop all states."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from kvpack.file.sources import DIGEST, Source, Sources, differing
+from kvpack.file.sources import DIGEST, Source, Sources, first_difference
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 
 from .passes import WITHOUT_EFFECT
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .record import Record
 
     class Tracker(Protocol):
-        """The interface of objects that follow the passes over one cache of a pair. ``continues`` is True if the cache has tokens."""
+        """The interface of objects that follow the passes over one cache of a pair. ``is_continuing`` is True if the cache has tokens."""
 
         told_source: bool
 
         @property
-        def continues(self) -> bool: ...
+        def is_continuing(self) -> bool: ...
 
         @property
         def record(self) -> Record: ...
@@ -97,7 +97,7 @@ def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
     Raises InvalidParameter for another source, and for caches of different sources. Issues a KvpackWarning once if it is unknown what a
     cache was computed from.
     """
-    filled = [tracker for tracker in trackers if tracker.continues]
+    filled = [tracker for tracker in trackers if tracker.is_continuing]
     for tracker in filled:
         if len(tracker.record.sources) > 1:
             raise InvalidParameter(
@@ -106,12 +106,12 @@ def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
             )
     known = [sources for tracker in filled for sources in tracker.record.sources]
     for sources in known[1:]:
-        if (row := differing(known[0], sources)) is not None:
+        if (row := first_difference(known[0], sources)) is not None:
             raise InvalidParameter(
                 f"the caches of self-attention and cross-attention come from different sources: row {row} of one depends on an encoder's "
                 f"{_source_name(known[0], row)}, and of the other on {_source_name(sources, row)}: pair caches that were saved together"
             )
-    if known and (row := differing(known[0], given)) is not None:
+    if known and (row := first_difference(known[0], given)) is not None:
         raise InvalidParameter(
             f"the encoder was given another source than the caches were computed from: row {row} now has an encoder's "
             f"{_source_name(given, row)}, but the caches depend on {_source_name(known[0], row)}: pass that source, or compute "

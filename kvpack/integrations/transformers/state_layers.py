@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvpack.cache.dense_states import states_of
+from kvpack.cache.dense_states import read_states
 from kvpack.cache.rows import row_numbers
 from kvpack.formats.errors import InvalidParameter
 
@@ -35,11 +35,11 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.state_number = number
 
     @property
-    def kept(self) -> dict[str, torch.Tensor]:
+    def states(self) -> dict[str, torch.Tensor]:
         """Copies of the states, by their names in a file; empty before the first token."""
-        return states_of(self, f"layers[{self.state_number}]")
+        return read_states(self, f"layers[{self.state_number}]")
 
-    def keep(self, states: Mapping[str, torch.Tensor]) -> None:
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Continue from copies of ``states``. Raises InvalidParameter for states that the model does not keep."""
         for name, state in states.items():
             kind, _, place = name.partition(".")
@@ -126,9 +126,9 @@ class PackedStateLayer(StateLayer, PackedLayer):
         self.select_states(indices)
 
 
-def kept_states(layers: Sequence[Any]) -> States:
+def copy_states(layers: Sequence[Any]) -> States:
     """Return copies of the states of cache layers, empty for layers that keep none."""
-    return tuple(layer.kept if isinstance(layer, StateLayer) else {} for layer in layers)
+    return tuple(layer.states if isinstance(layer, StateLayer) else {} for layer in layers)
 
 
 def restore(layers: Sequence[Any], states: States) -> None:
@@ -138,10 +138,10 @@ def restore(layers: Sequence[Any], states: States) -> None:
             device = layer.device
             # Reset only the states: crop handles the keys and values of a layer that has both.
             StateLayer.reset(layer)
-            layer.keep({name: state if device is None else state.to(device) for name, state in kept.items()})
+            layer.set_states({name: state if device is None else state.to(device) for name, state in kept.items()})
 
 
-def keep_states(layers: Sequence[Any], cache: Cache) -> None:
+def restore_states(layers: Sequence[Any], cache: Cache) -> None:
     """Continue cache layers from the states of ``cache``. Raises InvalidParameter if either lacks states of the other."""
     device = next((side.device for layer in cache for side in layer.sides.values()), None)
     for number, (state_layer, layer) in enumerate(zip(layers, cache.layers, strict=True)):
@@ -157,10 +157,10 @@ def keep_states(layers: Sequence[Any], cache: Cache) -> None:
             )
         if keeps:
             # States kept for earlier tokens may be in host memory.
-            state_layer.keep({name: state if device is None else state.to(device) for name, state in layer.states.items()})
+            state_layer.set_states({name: state if device is None else state.to(device) for name, state in layer.states.items()})
 
 
-def check_kept(layers: Sequence[Any]) -> None:
+def check_states_available(layers: Sequence[Any]) -> None:
     """Raise InvalidParameter if a model keeps a layer's states in its modules, so that the layer has none after tokens."""
     for number, layer in enumerate(layers):
         if isinstance(layer, StateLayer) and not any(layer.has_previous_state.values()):

@@ -134,9 +134,9 @@ class PackedStates:
         return out
 
     @left_out("an attention mask of other patterns than a causal one or the model's window has its keys decoded in eager code")
-    def decoded(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def decode(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the dense tensors for a call whose mask hides tokens."""
-        k, v = self.cache.decoded(self.number, self._queries, self._dtype)
+        k, v = self.cache.decode(self.number, self._queries, self._dtype)
         return without_gradients(k, *self._computed), without_gradients(v, *self._computed)
 
     def __getattr__(self, name: str) -> Any:

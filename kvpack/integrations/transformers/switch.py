@@ -6,7 +6,7 @@ import logging
 import weakref
 from typing import Any
 
-from .hooks import outermost
+from .hooks import outermost_model
 from .plain import NAMES, forget_attention, remember_attention
 
 _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
@@ -20,7 +20,7 @@ class Switch:
     """Sets one model's attention to "kvpack", and restores the previous one when the last reference to this object is gone."""
 
     def __init__(self, model: Any) -> None:
-        outer = outermost(model)
+        outer = outermost_model(model)
         self._model = weakref.ref(outer)
         before = {name: config._attn_implementation for name, config in _configs(outer).items()}
         outer.set_attn_implementation("kvpack")
@@ -42,7 +42,7 @@ class Switch:
     @staticmethod
     def of(model: Any) -> Switch | None:
         """Return the switch of ``model``, created if needed; None for a model whose owner has set its attention to "kvpack"."""
-        outer = outermost(model)
+        outer = outermost_model(model)
         switch = _SWITCHES.get(id(outer))
         # The model of this switch may have been deleted and its id reused.
         if switch is None or switch._model() is not outer:

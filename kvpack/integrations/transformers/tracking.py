@@ -15,8 +15,8 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning
 
 from .cache_lock import CacheLock
 from .changes import checkpointing_modules
-from .hooks import Passes, models_in, outermost
-from .models import SAME_MODEL_ADVICE, NamedModel, named, weights_now
+from .hooks import PassStack, models_in, outermost_model
+from .models import SAME_MODEL_ADVICE, NamedModel, current_weights, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ class Tracking:
         self._changed = ""
         self.changes = 0
         """Number of times that the model's weights were found changed after the first token."""
-        self._passes, self.lock = Passes(), CacheLock()
+        self._passes, self.lock = PassStack(), CacheLock()
         self.assisted = self.states = self._chunked = False
         self.rows: Callable[[], int | None] = lambda: None
         self._checkpointed = [] if watched is None else checkpointing_modules(watched)
@@ -98,10 +98,10 @@ class Tracking:
         """Check the beginning of a call. Raises InvalidParameter before anything is appended."""
         if self._muted:
             return
-        self.lock.take()
+        self.lock.acquire()
         if (unfinished := self._passes.enter(module, arguments, self.record.tokens)) is not None:
             self._note_failed(unfinished)
-        if self._passes.outermost:
+        if self._passes.is_outermost:
             self._begin(module, arguments)
         else:
             self._check_positions(arguments)
@@ -113,7 +113,7 @@ class Tracking:
             self._passes.current.sources = sources
 
     @property
-    def continues(self) -> bool:
+    def is_continuing(self) -> bool:
         """True if a pass is under way that began when the cache held tokens."""
         return self._passes.current is not None and self._passes.current.start > 0
 
@@ -144,7 +144,7 @@ class Tracking:
         if self._positions is not None:
             self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
         self._check_positions(arguments)
-        self._check_left()
+        self._check_failed_pass()
         self._check_visible(arguments)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -158,8 +158,8 @@ class Tracking:
                 self._note_failed(ended)
             self._running = False
             self._hold()
-        if self._passes.idle:
-            self.lock.give_back()
+        if self._passes.is_idle:
+            self.lock.release()
 
     def _check_positions(self, arguments: dict[str, Any]) -> None:
         """Raise InvalidParameter for positions that do not follow, and for states that a failed pass may have changed."""
@@ -190,7 +190,7 @@ class Tracking:
     def _check_model(self, module: torch.nn.Module) -> None:
         """Raise InvalidParameter for a pass of a model that neither is, contains, nor is part of the cache's model."""
         model = None if self._watched is None else self._watched()
-        if model is None or module is outermost(model):
+        if model is None or module is outermost_model(model):
             return
         modules = {id(part) for part in model.modules()}
         if not any(id(part) in modules for part in (module, *models_in(module))):
@@ -242,7 +242,7 @@ class Tracking:
             return
         state, unused = self._latest.state, self._is_unused
         few = seen.ids is not None and seen.ids.shape[1] == 1
-        has_changed = not state.is_of(outermost(model)) if unused else state.has_other_weights(few=few)
+        has_changed = not state.matches(outermost_model(model)) if unused else state.has_other_weights(few=few)
         if has_changed and self._first.weights and (current := named(model)).fields:
             changed = self._fields_changed_to(current)
             if unused and changed:
@@ -263,7 +263,7 @@ class Tracking:
         # Every pass checks a few weights. If they differ, they have changed since the last pass.
         if self._latest.state.has_other_weights(few=True):
             return
-        if weights_now(model) != self._latest.weights:
+        if current_weights(model) != self._latest.weights:
             self.record.note(self._verified, "may have been computed after the model's weights changed")
             self._latest = named(model)
             self._changed = self._fields_changed_to(self._latest)
@@ -293,7 +293,7 @@ class Tracking:
         if shown is not None:
             raise InvalidParameter(shown)
 
-    def _check_left(self) -> None:
+    def _check_failed_pass(self) -> None:
         """Raise InvalidParameter if a pass failed after it added tokens, and the caller has neither kept nor dropped them."""
         if self._left is not None:
             start, stop = self._left
@@ -321,7 +321,7 @@ class Tracking:
 
     def is_running(self, module: torch.nn.Module) -> bool:
         """Return True if the pass under way is a call of ``module``, with no call inside it yet."""
-        return self._running and self._passes.is_of(module)
+        return self._running and self._passes.is_outermost_call(module)
 
     @property
     def added(self) -> int:
@@ -352,7 +352,7 @@ class Tracking:
             self._positions.crop(tokens)
         # The tokens of an interrupted pass are dropped or kept by the caller, but its states cannot be undone.
         self._failed |= self._running
-        self._left, self._running, self._passes = None, False, Passes()
+        self._left, self._running, self._passes = None, False, PassStack()
 
     @property
     def has_failed(self) -> bool:
@@ -371,7 +371,7 @@ class Tracking:
     def check_update(self) -> None:
         """Raise InvalidParameter if tokens are about to be appended at positions that do not follow."""
         if self._positions is not None and self._passes.current is not None and self._passes.current.start == self.record.tokens:
-            self._positions.check_given(self.record.tokens)
+            self._positions.require_positions(self.record.tokens)
 
     def appended(self, tokens: int) -> None:
         """Record that a layer has now seen ``tokens`` tokens."""

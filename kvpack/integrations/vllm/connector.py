@@ -15,7 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 
 from . import PLACEMENTS, STORE_OPTIONS, VERSIONS
 from .groups import GROUPS, PLACES, block_places, check_blocks, groups_of
-from .identities import SETTINGS, settings_of
+from .identities import SETTINGS, relevant_settings
 from .metrics import add_scheduler_stats, worker_stats
 from .versions import check_version
 
@@ -43,7 +43,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
         options, self._is_packed = _placement_options(vllm_config)
         check_version(vllm.__version__, bool(options.get("any_version", False)))
         groups = groups_of(vllm_config, kv_cache_config)
-        options[GROUPS], options[SETTINGS] = groups, settings_of(vllm_config)
+        options[GROUPS], options[SETTINGS] = groups, relevant_settings(vllm_config)
         if not self._is_packed:
             options[PLACES] = block_places(kv_cache_config)
         self._kvpack = groups, str(options.get("layout", "")), kv_cache_config

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from kvpack.pages.geometry import DTYPES, PageGeometry
 from kvpack.pages.layout import PageLayout
 
-from .layouts import certify
+from .layouts import check_layout_name
 
 if TYPE_CHECKING:
     from .groups import Group
@@ -36,4 +36,4 @@ def check_layout(layout: str, group: Group) -> None:
         slots = torch.arange(tokens, device="cpu") + tokens
         ops.cpu_attn_reshape_and_cache(*given, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
 
-    certify(layout, PageLayout.certify(PageGeometry(1, heads, tokens, dim, dim, group.dtype), write, memory[1]))
+    check_layout_name(layout, PageLayout.detect(PageGeometry(1, heads, tokens, dim, dim, group.dtype), write, memory[1]))

@@ -93,7 +93,7 @@ def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) 
     check_layer_names(recipe.text, names)
 
 
-def check_layout_given(groups: Sequence[Group], layout: str) -> None:
+def require_layout(groups: Sequence[Group], layout: str) -> None:
     """Raise InvalidParameter if ``layout`` is empty, but a group needs one."""
     if not layout and any(group.kind == "attention" for group in groups):
         raise InvalidParameter(

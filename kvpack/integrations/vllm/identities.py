@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 _IGNORED_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
-"""The keys of a model's configuration that do not affect pages, or that ``settings_of`` covers in another way."""
+"""The keys of a model's configuration that do not affect pages, or that ``relevant_settings`` covers in another way."""
 SETTINGS = "kvpack_settings"
-"""The key under which kvpack's connectors put the result of ``settings_of`` into the spec's configuration."""
+"""The key under which kvpack's connectors put the result of ``relevant_settings`` into the spec's configuration."""
 _MODEL = ("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides")
 _CACHE = (
     "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "use_replayssm",
@@ -39,7 +39,7 @@ _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
 """The fields of vLLM's configuration, by part, that affect keys, values and states."""
 
 
-def settings_of(vllm_config: Any) -> str:
+def relevant_settings(vllm_config: Any) -> str:
     """Return the vLLM settings that keys, values and states depend on.
 
     These are its configuration with all overrides, dtype, quantization, weights that are not the folder's (the load format dummy), how
@@ -55,7 +55,7 @@ def settings_of(vllm_config: Any) -> str:
         "multimodal_config": (model.multimodal_config, _MEDIA), "speculative_config": (vllm_config.speculative_config, _DRAFT),
     }  # fmt: skip
     result = {name: _fields(name, part, fields) for name, (part, fields) in parts.items()}
-    return hashlib.sha256(json.dumps([settings, longest, result], sort_keys=True, default=_plain).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([settings, longest, result], sort_keys=True, default=_to_json_value).encode()).hexdigest()
 
 
 def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | None:
@@ -70,7 +70,7 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
     return {field: getattr(part, field) for field in fields}
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Convert a configuration value to a JSON value."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else str(value)
 

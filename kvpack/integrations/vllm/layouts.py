@@ -40,7 +40,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
     raise InvalidParameter(f"layout is {name!r}, expected one of adjacent, adjacent-tokens-first, split and cpu-vec")
 
 
-def certify(name: str, layout: PageLayout) -> None:
+def check_layout_name(name: str, layout: PageLayout) -> None:
     """Raise InvalidParameter unless ``layout``, measured with an engine's own writer for a block, is the one called ``name``."""
     geometry = layout.geometry
     heads, tokens, dim = geometry.heads, geometry.tokens, geometry.dim_k

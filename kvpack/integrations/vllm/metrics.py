@@ -91,7 +91,7 @@ class TierMetrics:
             for labels, added in changes.take().items():
                 stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))
         for store in self._stores:
-            for operation, seconds in store.recent():
+            for operation, seconds in store.pop_recent():
                 stats.observe_histogram(TIER + "seconds", seconds, (self._tier, operation))
         if not stats.is_empty():
             codecs = [store.codec for store in self._stores]
@@ -115,7 +115,7 @@ class TierMetrics:
 def worker_stats(worker: PackedWorker) -> Any:
     """Return a worker's counts of packing and unpacking since the last call as vLLM's stats, or None."""
     stats = _empty_stats()
-    for labels, added in worker.take_counts().items():
+    for labels, added in worker.pop_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])
     return None if stats.is_empty() else stats
 

@@ -23,7 +23,7 @@ from kvpack.integrations.recipes import recipe_with_basis
 from kvpack.pages.codec import PageCodec
 
 from .chunk_keys import attach_keys
-from .groups import GROUPS, check_groups, check_layout_given
+from .groups import GROUPS, check_groups, require_layout
 from .identities import SETTINGS, identity_of
 from .metrics import packing_metric_definitions
 from .promotions import check_promotions
@@ -52,7 +52,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
         given = recipe_with_basis(_text(options, "recipe"), options.get("basis"), config.model.name)
         self._recipe, self._layout = given.text, str(options.get("layout", ""))
         _check(config, groups)
-        check_layout_given(groups, self._layout)
+        require_layout(groups, self._layout)
         check_groups(given, groups, config.groups[0].layer_names)
         shape = {"groups": [repr(group) for group in groups], "layers": [g.layer_names for g in config.groups], "layout": self._layout}
         identity = identity_of(

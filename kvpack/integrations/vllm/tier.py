@@ -21,7 +21,7 @@ from kvpack.integrations.recipes import check_layers, recipe_with_basis
 from kvpack.store.key_files import read_key_file
 from kvpack.store.page_store import PageStore
 
-from .groups import GROUPS, PLACES, Group, check_groups, check_layout_given
+from .groups import GROUPS, PLACES, Group, check_groups, require_layout
 from .identities import SETTINGS, identity_of
 from .metrics import TierMetrics, tier_definitions
 from .versions import check_version
@@ -227,7 +227,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         present: dict[bytes, bool] = {}
         for group, store in self._stores.items():
             own = [bytes(key) for key in keys if get_offload_group_idx(key) == group]
-            present |= zip(own, store.present(own), strict=True)
+            present |= zip(own, store.contains(own), strict=True)
         return [present.get(bytes(key), False) for key in keys]
 
 
@@ -248,7 +248,7 @@ class _ChunkGroup(NamedTuple):
 
 def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
     """Raise InvalidParameter for a missing layout, or for one that vLLM's name of its own contradicts."""
-    check_layout_given(groups, layout)
+    require_layout(groups, layout)
     last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
     if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):
         raise InvalidParameter(

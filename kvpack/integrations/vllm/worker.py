@@ -142,7 +142,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         """Return the number of blocks that were "encoded", "refused", "decoded" or "damaged"."""
         return sum(count for labels, count in self._counts.items() if labels[0] == name)
 
-    def take_counts(self) -> Counter[tuple[str, ...]]:
+    def pop_counts(self) -> Counter[tuple[str, ...]]:
         """Return the block counts since the last call, by name and, for refused and damaged ones, by reason."""
         added, self._told = self._counts - self._told, self._counts.copy()
         return added

@@ -45,7 +45,7 @@ def check(folder: Path, classes: list[Any], steps: tuple[int, ...]) -> None:
     cache = import_prompt_cache(folder / "made.safetensors")
     assert dict(cache.metadata) == {"model": "m"}
     for layer, own in zip(cache, made, strict=True):
-        assert layer.seen == own.offset
+        assert layer.seen_tokens == own.offset
         for found, array in zip(layer.unpack(torch.float32), (own.keys, own.values), strict=True):
             assert found is not None
             assert np.array_equal(found.numpy(), in_order(own, array))

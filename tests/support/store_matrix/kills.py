@@ -30,7 +30,7 @@ READS = 3
 KILLS_A_CHECK = 50
 """Kills after which all writers end and the store is looked through."""
 KILLS_A_SERVER = 20
-_SERVER_FAULTS = ("ConnectionError", "TimeoutError", "Resting", "ECONN", "EPIPE")
+_SERVER_FAULTS = ("ConnectionError", "TimeoutError", "CircuitOpen", "ECONN", "EPIPE")
 
 
 def kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:

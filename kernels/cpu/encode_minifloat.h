@@ -41,12 +41,14 @@ enum { MAX_BLOCKS = 1024 / 16 + 16 };
 
 /* The codes of the scales of a row's blocks, and what its values are multiplied by (powers of two), or divided by. */
 static inline void block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *to, float *factors) {
-    int32_t code[MAX_BLOCKS], emax = call->codec->fraction_bits == 3 ? 8 : call->codec->fraction_bits == 2 ? 15 : 2;
+    int32_t code[MAX_BLOCKS], fraction = (int32_t)call->codec->fraction_bits, emax = fraction == 3 ? 8 : fraction == 2 ? 15 : 2;
+    /* formats/minifloat.py, exponent_carry. */
+    int32_t last = ((int32_t)call->codec->finite - 1) & ((1 << fraction) - 1), carry = (1 << 23) - ((2 * last + 1) << (22 - fraction)) - 1;
     for (int64_t b = 0; b < blocks; b += LANES) {
         vf largest = load(most + b);
         vi own;
         if (call->codec->scale_kind == POWERS_OF_BLOCKS) {
-            own = ((vi)largest >> 23) - emax;
+            own = (((vi)largest + carry) >> 23) - emax;
             own = choose_int(own > 0, own, splat_int(0));
             store(factors + b, (vf)((254 - own) << 23));
         } else {

@@ -12,7 +12,7 @@ from triton import language as tl
 
 from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.minifloat import floor_log2, max_quotient, run_scales
+from kvpack.formats.minifloat import exponent_carry, floor_log2, max_quotient, run_scales
 from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
 from .columns import MIN_AXIS, Term
@@ -44,7 +44,8 @@ class ElementFormat(NamedTuple):
 
 
 class MinifloatConstants(NamedTuple):
-    """Compile-time constants of a codec: the element ``form``, its ``largest`` value and that value's exponent ``emax``.
+    """Compile-time constants of a codec: the element ``form``, its ``largest`` value, that value's exponent ``emax``, and its
+    ``exponent_carry``.
 
     ``kind`` is the kind of scales, of which each covers ``size`` channels; a token has ``blocks`` scales, which are binary16 if ``half``.
     ``scale_form`` is e4m3. Run scales make the largest quotient ``most``, and are per head with ``per_head``. Streams are scales and, for
@@ -55,6 +56,7 @@ class MinifloatConstants(NamedTuple):
     scale_form: ElementFormat
     largest: float
     emax: int
+    carry: int
     kind: int
     size: int
     blocks: int
@@ -89,8 +91,8 @@ def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
     form = codec.format
     constants = MinifloatConstants(
         ElementFormat(form.fraction_bits, form.bias, form.finite, form.bits), ElementFormat(3, 7, 0x7F, 8), form.largest,
-        floor_log2(form.largest), kind.value, codec.block if in_blocks else symbols, codec.blocks if in_blocks else 1,
-        codec.scale_dtype == "fp16", max_quotient(codec), per_head, bool(tables),
+        floor_log2(form.largest), exponent_carry(form), kind.value, codec.block if in_blocks else symbols,
+        codec.blocks if in_blocks else 1, codec.scale_dtype == "fp16", max_quotient(codec), per_head, bool(tables),
     )  # fmt: skip
     stored = [streams["block_scales" if in_blocks else "scale"], *([streams["global_scale"]] if kind.value == E4M3_BLOCKS.value else [])]
     return encode_rows(
@@ -208,7 +210,7 @@ def _quantize(
         grouped = tl.reshape(value, (TOKENS, COUNT, SIZE))
         largest = tl.max(tl.abs(grouped), 2)
         if KIND == E8M0_BLOCKS:
-            code = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - CONSTANTS.emax, 0)
+            code = tl.maximum((largest.to(tl.int32, bitcast=True) + CONSTANTS.carry >> 23) - CONSTANTS.emax, 0)
             # 2^(127 - code): the reciprocal of a power of two is also a power of two.
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
             scaled = tl.reshape(grouped * inverse[:, :, None], (TOKENS, SYMBOLS))

@@ -33,7 +33,7 @@ BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 """Limits of one ``put_all`` call: the number of entries, and their total bytes. A single larger entry is allowed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredEntry:
     """A listed entry: its key, its size in bytes, and its last use in nanoseconds since 1970 (0: unknown)."""
 

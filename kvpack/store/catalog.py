@@ -11,15 +11,15 @@ from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, 
 
 from .backend import MAX_ENTRY_BYTES
 from .encryption import decrypt_entry
-from .entries import ChunkFields, check_entry, open_entry
+from .entries import FEATURE, ChunkFields, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
+from .header_template import HeaderTemplates
 from .keys import ID_BYTES, check_basis, check_page, chunk_key
 from .state_entries import StatesFields, is_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from kvpack.file import container
     from kvpack.file.atomic import Progress
 
     from .backend import Backend, Data, StoredEntry
@@ -32,7 +32,7 @@ _BYTES_AT_ONCE = 16 * 2**20
 """Maximum total size of the entries in one request. A single larger entry has its own request."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChunkEntry:
     """An entry with one chunk of a prefix: its listing, the fields of its header, and the position of its first token."""
 
@@ -176,12 +176,16 @@ def read_catalog(
     pages: dict[bytes, StoredEntry] = {}
     bases: dict[bytes, BasisEntry] = {}
     states: dict[bytes, StatesEntry] = {}
+    templates: HeaderTemplates[ChunkEntry] = HeaderTemplates()
     listed = list(backend.list()) if listed is None else listed
     for index, (stored, front) in enumerate(read_fronts(backend, listed, max_entry_bytes)):
         try:
             data = _decrypt(stored, front, cipher, max_entry_bytes)
             if is_row_start(bytes(memoryview(data)[:FRONT_BYTES])):
                 pages[stored.key] = stored
+                continue
+            if (chunk := _chunk_like(templates, stored, data)) is not None:
+                entries[stored.key] = chunk
                 continue
             with open_entry(data, stored.key) as file:
                 if file.header.is_basis:
@@ -191,12 +195,13 @@ def read_catalog(
                 header = file.header
                 if is_states(file):
                     named_states = StatesFields.of(file)
-                    _check_key(file, named_states.key, stored)
+                    _check_key(file.where, named_states.key, stored)
                     states[named_states.chunk] = StatesEntry(stored, named_states.chunk, header.recipe, header.start)
                     continue
                 fields = check_entry(file, None, None, None, max_entry_bytes)
-                _check_key(file, fields.key, stored)
-                entries[stored.key] = ChunkEntry(stored, fields, dict(header.model), header.recipe, header.start)
+                _check_key(file.where, fields.key, stored)
+                entries[stored.key] = ChunkEntry(stored, fields, header.model, header.recipe, header.start)
+                templates.add(file, FEATURE, entries[stored.key])
         except _EntryGone:
             continue
         except KvpackError as error:
@@ -206,6 +211,19 @@ def read_catalog(
         if progress:
             progress(index + 1, len(listed))
     return Catalog(entries, unreadable, pages, bases, states)
+
+
+def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
+    """Return the chunk in ``data`` if its header is like that of a chunk that was read before. Raises InvalidHeader for another key."""
+    if (known := templates.match(memoryview(data))) is None:
+        return None
+    like, start, feature = known
+    where = f"entry {stored.key.hex()}"
+    fields = ChunkFields.of(feature, where)
+    if len(fields.ids) != len(like.fields.ids):
+        return None
+    _check_key(where, fields.key, stored)
+    return ChunkEntry(stored, fields, like.model, like.recipe, start)
 
 
 def corrected_times(catalog: Catalog) -> dict[bytes, int]:
@@ -229,9 +247,9 @@ def corrected_times(catalog: Catalog) -> dict[bytes, int]:
     return {key: time_ns for key, time_ns in used.items() if time_ns != listed[key]}
 
 
-def _check_key(file: container.File, named_key: bytes, stored: StoredEntry) -> None:
+def _check_key(where: str, named_key: bytes, stored: StoredEntry) -> None:
     if named_key != stored.key:
-        raise InvalidHeader(f"{file.where}: its header names the key {named_key.hex()}, expected {stored.key.hex()}")
+        raise InvalidHeader(f"{where}: its header names the key {named_key.hex()}, expected {stored.key.hex()}")
 
 
 def verify(
@@ -255,7 +273,7 @@ def verify(
                 if file.header.is_basis:
                     check_basis(stored.key, data, cipher)
                 elif is_states(file):
-                    _check_key(file, StatesFields.of(file).key, stored)
+                    _check_key(file.where, StatesFields.of(file).key, stored)
                 else:
                     fields = check_entry(file, None, None, None, max_entry_bytes)
                     key = chunk_key(fields.parent, fields.ids, fields.inputs)

@@ -45,7 +45,7 @@ _THREADS = 4
 _MAX_TEMPLATES = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChunkFields:
     """The fields of an entry's header that describe its chunk."""
 
@@ -128,7 +128,7 @@ class EntryReader:
     def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
         """Return the offset and the digest of an entry's payload, judging by the template for its size; None without a template."""
         template = self._template(view, index)
-        return None if template is None else (template.payload, xxhash.xxh3_128_digest(view[template.payload :]))
+        return None if template is None else (template.front.payload, xxhash.xxh3_128_digest(view[template.front.payload :]))
 
     def _template(self, view: memoryview, index: int) -> EntryTemplate | None:
         return self._templates.get((len(view), _start_bytes(index * self.chunk)))
@@ -144,7 +144,9 @@ class EntryReader:
         self._check_key(named, key, where)
         # An entry read since it was hashed may match another template of the same size.
         begin, digest = payload_digest_at or (None, b"")
-        check_payload(named.payload, digest if begin == template.payload else xxhash.xxh3_128_digest(view[template.payload :]), where)
+        check_payload(
+            named.payload, digest if begin == template.front.payload else xxhash.xxh3_128_digest(view[template.front.payload :]), where
+        )
         return template.cache(view, start)
 
     def _parse(self, view: memoryview, key: bytes, start: int, where: str) -> Cache:

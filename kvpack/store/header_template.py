@@ -1,0 +1,125 @@
+"""Recognize the headers of chunks that differ from a known one only in digests, start and the feature that names the chunk.
+
+Comparing bytes is much faster than parsing. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+import msgpack
+import xxhash
+
+from kvpack.file.front import DIGEST_SLICE, LENGTH_BYTES, pack_header
+
+if TYPE_CHECKING:
+    from kvpack.file.container import File
+    from kvpack.file.header import Header
+
+Known = TypeVar("Known")
+
+_MAX_TEMPLATES = 64
+_MAX_START = 2**32
+
+
+@dataclass(frozen=True)
+class HeaderTemplate:
+    """The bytes that the fronts of matching files have in common: ``text``, and those of the header where ``mask`` has ones.
+
+    ``payload`` is the offset of the first tensor in the file, and the places are positions in the header.
+    """
+
+    size: int
+    text: bytes
+    mask: int
+    fixed: int
+    header_bytes: int
+    start_place: slice
+    feature_place: slice
+    payload: int
+
+    @classmethod
+    def of(cls, file: File, feature: str) -> Self:
+        """Build a template from an open file, which has been checked, with ``feature``."""
+        header = file.header
+        packed = pack_header(header)
+        digests = tuple(dataclasses.replace(tensor, digest=_invert_bits(tensor.digest)) for tensor in header.tensors)
+        feature_bytes = header.ignorable[feature]
+        other = {**header.ignorable, feature: _invert_bits(feature_bytes)}
+        feature_at = _differing_bytes(packed, pack_header(dataclasses.replace(header, ignorable=other)))[0]
+        start_place, feature_place = _start_place(header, packed), slice(feature_at, feature_at + len(feature_bytes))
+        mask = bytearray(b"\xff" * len(packed))
+        for place in _differing_bytes(packed, pack_header(dataclasses.replace(header, tensors=digests))):
+            mask[place] = 0
+        for places in (start_place, feature_place):
+            mask[places] = bytes(places.stop - places.start)
+        payload = len(file.front.text) + min((place.begin for place in file.front.places.values()), default=len(packed))
+        number = int.from_bytes(mask, "little")
+        fixed = int.from_bytes(packed, "little") & number
+        return cls(file.size, file.front.text, number, fixed, len(packed), start_place, feature_place, payload)
+
+    def match(self, data: memoryview) -> tuple[int, bytes] | None:
+        """Return the start and the feature of a matching file, whose bytes before the payload are checked; None if it does not match."""
+        if len(data) != self.size:
+            return None
+        header_end = len(self.text) + self.header_bytes
+        header, text = bytes(data[len(self.text) : header_end]), bytearray(data[: len(self.text)])
+        if text[DIGEST_SLICE] != xxhash.xxh3_128_hexdigest(header).encode():
+            return None
+        text[DIGEST_SLICE] = self.text[DIGEST_SLICE]
+        if text != self.text or int.from_bytes(header, "little") & self.mask != self.fixed or any(data[header_end : self.payload]):
+            return None
+        start = _unpack(header[self.start_place])
+        return None if start is None else (start, header[self.feature_place])
+
+
+class HeaderTemplates(Generic[Known]):
+    """A few templates of the files of chunks that were read before, each with what the caller knows about such files."""
+
+    def __init__(self) -> None:
+        self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Known]]] = {}
+        self._count = 0
+
+    def add(self, file: File, feature: str, known: Known) -> None:
+        """Remember what is ``known`` about an open file, which has been checked, with ``feature``."""
+        if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
+            self._count += 1
+            self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), known))
+
+    def match(self, data: memoryview) -> tuple[Known, int, bytes] | None:
+        """Return what is known about files like ``data``, and the start and the feature of ``data``; None if no template matches."""
+        text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
+        for template, known in self._templates.get(_layout(len(data), text), ()):
+            if (found := template.match(data)) is not None:
+                return known, *found
+        return None
+
+
+def _layout(size: int, text: bytes) -> tuple[int, bytes]:
+    return size, text[: DIGEST_SLICE.start] + text[DIGEST_SLICE.stop :]
+
+
+def _start_place(header: Header, packed: bytes) -> slice:
+    """Return the bytes of the packed header that encode the start, found by packing the header with another start of the same length."""
+    last = _differing_bytes(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
+    return slice(last - len(msgpack.packb(header.start)) + 1, last + 1)
+
+
+def _unpack(packed: bytes) -> int | None:
+    """Return a non-negative integer in its only valid encoding; None for other bytes."""
+    try:
+        start = msgpack.unpackb(packed)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return start if type(start) is int and start >= 0 and msgpack.packb(start) == packed else None
+
+
+def _invert_bits(data: bytes) -> bytes:
+    return bytes(byte ^ 0xFF for byte in data)
+
+
+def _differing_bytes(first: bytes, other: bytes) -> list[int]:
+    """Return the positions at which two packed headers of equal length differ."""
+    return [place for place, (byte, changed) in enumerate(zip(first, other, strict=True)) if byte != changed]

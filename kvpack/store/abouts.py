@@ -1,10 +1,10 @@
-"""JSON texts that describe entries in a folder's index (spec/store.md, Index)."""
+"""JSON texts that describe entries in a folder's index and on Redis (spec/notes.md)."""
 
 from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
@@ -18,6 +18,18 @@ from .keys import ID_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .backend import StoredEntry
+
+OTHER_KINDS = ("pages", "states", "bases")
+"""Kinds of entries other than chunks."""
+
+
+class Described(NamedTuple):
+    """The descriptions of a location's entries: (text, entries, bytes) for each text, and the entries that must be looked at."""
+
+    totals: Sequence[tuple[str, int, int]]
+    missing: Sequence[StoredEntry]
+
 
 def kind_text(kind: str) -> str:
     """Return the text that describes entries other than chunks: pages, states or bases."""
@@ -28,6 +40,20 @@ def kind_text(kind: str) -> str:
 def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> str:
     """Return the text that describes a chunk of ``tokens`` tokens."""
     return json.dumps({"kind": "chunk", "model": dict(model), "recipe": recipe, "tokens": tokens}, sort_keys=True)
+
+
+def parse_text(text: str) -> dict[str, Any] | None:
+    """Parse a descriptive text; return None for any other text."""
+    try:
+        about: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(about, dict) or about.get("kind") in OTHER_KINDS:
+        return about if isinstance(about, dict) else None
+    model, recipe, tokens = about.get("model"), about.get("recipe"), about.get("tokens")
+    is_model = isinstance(model, dict) and all(isinstance(value, str) for value in model.values())
+    is_chunk = about.get("kind") == "chunk" and is_model and isinstance(recipe, str) and type(tokens) is int and tokens >= 0
+    return about if is_chunk else None
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:

@@ -20,7 +20,7 @@ from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import is_cold, map_file, may_map
 from kvpack.runtime.threads import in_parallel
 
-from .abouts import entry_text
+from .abouts import Described, entry_text
 from .backend import NoLease, SingleTierBackend, StoredEntry
 from .catalog import corrected_times, read_catalog
 from .disk_usage import DiskUsage
@@ -258,15 +258,16 @@ class Directory(SingleTierBackend):
             self._index.build()
         return entries, size
 
-    def abouts(self) -> Sequence[tuple[str, int, int]] | None:
-        """Return (text, entries, bytes) for each text that describes entries in the index; None without an up-to-date index."""
+    def described(self, also: str | None = None) -> Described | None:
+        """Return what the index knows; None without an up-to-date index."""
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
-        return None if known is None else [(text, entries, size) for text, entries, size in known if text is not None]
-
-    def entries_without_about(self, also: str | None = None) -> Sequence[StoredEntry]:
-        """Return the entries that the index does not describe, and those of the kind ``also``."""
-        result = self._index.entries_without_about("" if also is None else f'%"kind": "{also}"%')
-        return [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in result]
+        if known is None:
+            return None
+        missing = self._index.entries_without_about("" if also is None else f'%"kind": "{also}"%')
+        return Described(
+            [(text, entries, size) for text, entries, size in known if text is not None],
+            [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in missing],
+        )
 
     def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the descriptive texts of entries, given as pairs (key, text)."""

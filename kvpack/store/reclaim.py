@@ -9,7 +9,6 @@ from kvpack.formats.errors import KvpackError, Undecryptable
 
 from .backend import MAX_ENTRY_BYTES
 from .catalog import read_fronts
-from .directory import Directory
 from .encryption import decrypt_entry
 from .entries import FEATURE, is_old, open_entry
 from .entry_kind import check_size
@@ -54,11 +53,9 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
 
 def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
-    """Return the entries that may have to be removed: all except those that the folder's index describes as chunks, states or pages."""
-    if cipher is None and isinstance(backend, Directory) and backend.abouts() is not None:
-        describe_new(backend)
-        return backend.entries_without_about(also="bases")
-    return backend.list()
+    """Return the entries that may have to be removed: all except those that are described as chunks, states or pages."""
+    described = describe_new(backend) if cipher is None else None
+    return backend.list() if described is None else described
 
 
 def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:

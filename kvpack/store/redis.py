@@ -5,6 +5,8 @@
     {kvpack}:sizes         a hash by key: its size in bytes
     {kvpack}:bytes         the sum of the sizes
     {kvpack}:lease:<key>   the token of the worker that computes the missing chunks (leases.py)
+    {kvpack}:about         a hash by key: which text describes the entry (redis_abouts.py)
+    {kvpack}:abouts        a hash: these texts, and the entries and bytes of each
     {kvpack}:holds         a hash of pinned chains: owner, end and keys, by the last key and a digest of the owner
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
@@ -20,33 +22,33 @@ import math
 import os
 import time
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpack.file.front import front_bytes
 from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
+from .abouts import entry_text, kind_text
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import limit_ttl
 from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
-from .keys import KEY_BYTES
-from .redis_answers import byte_strings, bytes_up_to, has_score, integer, scan_page, was_set
-from .redis_client import Client
+from .redis_abouts import RedisAbouts, list_pages
+from .redis_answers import byte_strings, bytes_up_to, integer, was_set
+from .redis_client import FRONTS_BYTES, Client
 from .redis_count import MAX_PAGES, NAMES_AT_ONCE, EntryCount
-from .redis_scripts import ENTRY, HOLDS, LEASE, PINS, USED
+from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from .abouts import Described
     from .backend import Data, Hold, Lease, Pin
     from .counters import Counters
     from .entry_kind import Form
     from .redis_client import Call, Command
 
 SCHEMES = ("redis://", "rediss://", "unix://")
-_FRONT_BYTES = 64 * 1024
-"""Larger than the header of most entries."""
 _BYTES_AT_ONCE = BATCH_BYTES
 """Maximum total size of the entries in one request or reply. A single larger entry has its own request."""
 _SCRIPT_BYTES = 8 * 2**20
@@ -63,6 +65,13 @@ _MAX_TRIES = 8
 """Number of times that a put makes room before it gives up, because other writers use the room first."""
 _SPARE_BYTES = 2**20
 """Maximum size of a reply in addition to its entries."""
+
+
+class _NewEntry(NamedTuple):
+    """The bytes of an entry to put, and its descriptive text, or ''."""
+
+    data: bytes
+    text: str
 
 
 class Redis(SingleTierBackend):
@@ -89,6 +98,7 @@ class Redis(SingleTierBackend):
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = EntryCount(self._client, counters)
+        self._abouts = RedisAbouts(self._client)
         self._noted = b"", -math.inf
         """The last key of a chain whose use was noted, and the time when the use of its first entry was noted."""
 
@@ -155,18 +165,18 @@ class Redis(SingleTierBackend):
     def _read_fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
         result: list[Data | None] = []
         for part in _split(keys, _FRONTS_AT_ONCE):
-            looked = self._sizes_and_fronts(part, _FRONT_BYTES)
+            looked = self._sizes_and_fronts(part, FRONTS_BYTES)
             ends = [
-                min(size, front_bytes(front) or size) if self._is_fetchable(key, size) and len(front) == min(size, _FRONT_BYTES) else 0
+                min(size, front_bytes(front) or size) if self._is_fetchable(key, size) and len(front) == min(size, FRONTS_BYTES) else 0
                 for key, (size, front) in zip(part, looked, strict=True)
             ]
-            long_fronts = [index for index, end in enumerate(ends) if end > _FRONT_BYTES]
+            long_fronts = [index for index, end in enumerate(ends) if end > FRONTS_BYTES]
             remainders: list[bytes | None] = []
-            for group in _batches({n: ends[n] - _FRONT_BYTES for n in long_fronts}, len(part), _BYTES_AT_ONCE):
-                commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], _FRONT_BYTES, ends[n] - 1) for n in group]
+            for group in _batches({n: ends[n] - FRONTS_BYTES for n in long_fronts}, len(part), _BYTES_AT_ONCE):
+                commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], FRONTS_BYTES, ends[n] - 1) for n in group]
                 answers = self._client.ask_all("get", commands)
                 remainders += answers or [None] * len(group)
-            parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= _FRONT_BYTES}
+            parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= FRONTS_BYTES}
             parts |= {index: [looked[index][1], remainder or b""] for index, remainder in zip(long_fronts, remainders, strict=True)}
             result += [_pad_with_zeros(parts.get(index, ()), looked[index][0], ends[index]) for index in range(len(part))]
         return result
@@ -179,7 +189,8 @@ class Redis(SingleTierBackend):
         if self._max_bytes is not None:
             self._count.advance()
         for positions in _batches({position: sum(map(len, pieces)) for position, pieces in entries.items()}, BATCH_ENTRIES, BATCH_BYTES):
-            stored |= self._put(chain, {position: b"".join(entries[position]) for position in positions})
+            new = {position: _NewEntry(b"".join(entries[position]), entry_text(entries[position]) or "") for position in positions}
+            stored |= self._put(chain, new)
             if not all(stored.values()):
                 break
         return [stored.get(position, False) for position in entries]
@@ -198,19 +209,7 @@ class Redis(SingleTierBackend):
         self.delete([key])
 
     def list(self) -> Iterator[StoredEntry]:
-        listed: set[bytes] = set()
-        cursor = None
-        for _ in range(MAX_PAGES):
-            page = None if cursor == 0 else self._scan_page("list", cursor or 0)
-            if page is None:
-                break
-            cursor, keys = page
-            # A scan may return a name twice.
-            new = [key for key in dict.fromkeys(keys) if key not in listed]
-            listed.update(new)
-            entry = self._client.call("list", b"".join(new)) or () if new else ()
-            for key, size, used in zip(new, entry[::2], entry[1::2], strict=False):
-                yield StoredEntry(key, int(size), int(used) * 1000 if 0 < used < 2**53 else 0)
+        return list_pages(self._client, "list", at_once=_KEYS_AT_ONCE)
 
     def size(self) -> tuple[int, int]:
         answer = self._client.call("size")
@@ -218,6 +217,14 @@ class Redis(SingleTierBackend):
             sizes = [entry.size for entry in self.list()]
             return len(sizes), sum(sizes)
         return (0, 0) if answer is None else (answer[0], answer[1])
+
+    def described(self, also: str | None = None) -> Described | None:
+        """Return the totals that the server keeps, and the entries without a description, or of the kind ``also``; None after a fault."""
+        return self._abouts.read(None if also is None else kind_text(also))
+
+    def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
+        """Store the descriptive texts of entries, given as pairs (key, text)."""
+        self._abouts.add(texts)
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         field = keys[-1] + owner_digest(hold.owner)
@@ -255,9 +262,9 @@ class Redis(SingleTierBackend):
     def close(self) -> None:
         self._client.close()
 
-    def _put(self, chain: Sequence[bytes], entries: Mapping[int, bytes]) -> dict[int, bool]:
+    def _put(self, chain: Sequence[bytes], entries: Mapping[int, _NewEntry]) -> dict[int, bool]:
         """Return, for each entry of one request, True if it is stored; ``entries`` are keyed by their position in ``chain``."""
-        results_by_position = {position: False for position, entry in entries.items() if len(entry) > self._form.max_bytes}
+        results_by_position = {position: False for position, entry in entries.items() if len(entry.data) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(results_by_position))
         replaced: set[int] = set()
         full, is_counted = False, self._max_bytes is None or self._count.is_known
@@ -279,7 +286,7 @@ class Redis(SingleTierBackend):
                 if result == _STORED:
                     self._noted = chain[position], noted
                     self._counters.add("saved_chunks")
-                    self._counters.add("saved_bytes", len(entries[position]))
+                    self._counters.add("saved_bytes", len(entries[position].data))
             crowded = _REFUSED in results.values() and self._max_bytes is not None
             if crowded and self._count.sum_again():
                 # The sum of the sizes has been corrected, so the entries may fit now.
@@ -292,7 +299,7 @@ class Redis(SingleTierBackend):
             if [-1] in answers:
                 is_counted = self._count.recount()
             if _CROWDED in results.values() and (
-                full or not self._make_room(chain, [len(entries[n]) for n in pending if n not in results_by_position])
+                full or not self._make_room(chain, [len(entries[n].data) for n in pending if n not in results_by_position])
             ):
                 # No more entries can be evicted, so only entries that fit now can be stored.
                 if full:
@@ -314,9 +321,9 @@ class Redis(SingleTierBackend):
             return None
         return kind is Kind.READABLE
 
-    def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, bytes], replaced: set[int]) -> Sequence[Sequence[int]]:
+    def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
         """Split entries, given by position, into groups for one call of the put script, which blocks all other clients while it runs."""
-        sizes = {position: len(entries[position]) for position in positions}
+        sizes = {position: len(entries[position].data) for position in positions}
         return [
             [*same]
             for batch in _batches(sizes, BATCH_ENTRIES, _SCRIPT_BYTES)
@@ -333,7 +340,7 @@ class Redis(SingleTierBackend):
         self,
         chain: Sequence[bytes],
         groups: Sequence[Sequence[int]],
-        entries: Mapping[int, bytes],
+        entries: Mapping[int, _NewEntry],
         replaced: set[int],
         is_counted: bool,
     ) -> tuple[Sequence[Any], float]:
@@ -358,9 +365,9 @@ class Redis(SingleTierBackend):
                     self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
         return answers, noted
 
-    def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, bytes], *settings: int) -> Call:
-        pairs = [argument for position in group for argument in (position + 1, entries[position])]
-        return ("put", b"".join(chain[: group[-1] + 1]), self._max_bytes_argument(), self._ttl_argument(), *settings, *pairs)
+    def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, _NewEntry], *settings: int) -> Call:
+        added = [argument for position in group for argument in (position + 1, entries[position].text, entries[position].data)]
+        return ("put", b"".join(chain[: group[-1] + 1]), self._max_bytes_argument(), self._ttl_argument(), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
         """Evict page by page until entries of ``sizes`` fit, or those that the budget allows; return True if they do."""
@@ -394,14 +401,6 @@ class Redis(SingleTierBackend):
             return False
         return size > 0
 
-    def _scan_page(self, operation: str, cursor: int) -> tuple[int, Sequence[bytes]] | None:
-        """Return one page of a scan: the next cursor, which is 0 at the end, and the keys of entries."""
-        scan = ("SCAN", cursor, "MATCH", ENTRY + b"*", "COUNT", NAMES_AT_ONCE)
-        answer = self._client.ask(operation, *scan, check=lambda entry: scan_page(entry, cursor))
-        if answer is None:
-            return None
-        return answer[0], [name[len(ENTRY) :] for name in answer[1] if len(name) == len(ENTRY) + KEY_BYTES]
-
     def _sizes_and_fronts(self, keys: Sequence[bytes], count: int = FRONT_BYTES) -> Sequence[tuple[int, bytes]]:
         """Return the size and the first ``count`` bytes of each entry.
 
@@ -409,18 +408,15 @@ class Redis(SingleTierBackend):
         """
         result: list[tuple[int, bytes]] = []
         for part in _split(keys, _KEYS_AT_ONCE):
-            commands: list[Command] = []
-            for key in part:
-                commands += [(integer, "STRLEN", ENTRY + key), (bytes_up_to(count), "GETRANGE", ENTRY + key, 0, count - 1)]
-                commands.append((has_score, "ZSCORE", USED, key))
-            answers = self._client.ask_all("match", commands)
-            if not answers:
+            (answer,) = self._client.call_each("match", [("fronts", b"".join(part), count)]) or [None]
+            if answer is None or len(answer) != 2 * len(part) + 1:
                 break
-            sizes, fronts, counted = answers[::3], answers[1::3], answers[2::3]
-            result += [(size or 0, front or b"") for size, front in zip(sizes, fronts, strict=True)]
-            missing = [key for key, size, known in zip(part, sizes, counted, strict=True) if size == 0 and known]
-            if missing:
-                self._counters.add("vanished_entries", self._client.call("forget", b"".join(missing)) or 0)
+            self._counters.add("vanished_entries", answer[0])
+            for size, front in zip(answer[1::2], answer[2::2], strict=True):
+                if isinstance(front, Exception):
+                    self._counters.fault("match", front)
+                    front = b""
+                result.append((size, front))
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from .keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 _MAX_INTEGER = 2**53
 """The largest integer up to which Lua's numbers, which are binary64, are exact."""
 _MESSAGE_BYTES = 2**16
 _CURSOR_DIGITS = 20
+_PAGE_BYTES = 2**20
+LISTED_BYTES = KEY_BYTES + 16
+"""Size of an entry in a page: its key, and 8 bytes each for its size and its last use in microseconds."""
 
 
 class NotRedis(Exception):
@@ -62,13 +65,20 @@ def member_list(answer: Any) -> list[bytes]:
     return result
 
 
-def sizes_and_uses(answer: Any) -> list[float]:
-    """Check that the reply alternates sizes and last uses. A use is a number as text; empty text becomes 0."""
-    result = _check_list(answer, "sizes and times")
-    if len(result) % 2:
-        raise _unexpected_reply(answer, "alternating sizes and times")
-    pairs = zip(result[::2], result[1::2], strict=True)
-    return [number for size, used in pairs for number in (float(integer(size)), _parse_number(used))]
+def fronts(max_bytes: int) -> Callable[[Any], list[Any]]:
+    """Return a check for a number, then for each entry a size, and at most ``max_bytes`` bytes or an error."""
+    check_bytes = bytes_up_to(max_bytes)
+
+    def check(answer: Any) -> list[Any]:
+        found = _check_list(answer, "a number, then sizes and bytes")
+        if len(found) % 2 == 0:
+            raise _unexpected_reply(answer, "a number, then sizes and bytes")
+        return [
+            integer(item) if at % 2 or at == 0 else item if isinstance(item, Exception) else check_bytes(item)
+            for at, item in enumerate(found)
+        ]
+
+    return check
 
 
 def two_integers(answer: Any) -> list[int]:
@@ -86,20 +96,13 @@ def sum_progress(answer: Any) -> int:
 def count_page(answer: Any) -> tuple[bytes, int]:
     """Check the reply of the script that counts entries; return its cursor, as text, and a number."""
     result = _check_list(answer, "a cursor and a number", 2)
-    if type(result[0]) is not bytes or not result[0].isdigit() or len(result[0]) > _CURSOR_DIGITS:
-        raise _unexpected_reply(answer, "a cursor")
-    return result[0], integer(result[1])
+    return _cursor(result[0]), integer(result[1])
 
 
 def was_set(answer: Any) -> bool:
     """Check the reply to SET NX; return True if the key was set."""
     if answer is not None and answer is not True and answer != b"OK":
         raise _unexpected_reply(answer, "OK or nothing")
-    return answer is not None
-
-
-def has_score(answer: Any) -> bool:
-    """Return True if the reply to ZSCORE is a score."""
     return answer is not None
 
 
@@ -125,29 +128,37 @@ def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
     return check
 
 
-def scan_page(answer: Any, cursor: int) -> tuple[int, Sequence[bytes]]:
-    """Check the reply to a SCAN from ``cursor``; return the next cursor and the names."""
-    if type(answer) is not tuple or len(answer) != 2 or type(answer[0]) is not int or answer[0] < 0:
-        raise _unexpected_reply(answer, "a cursor and names")
-    if answer[0] == cursor != 0:
-        raise _unexpected_reply(answer, "a cursor other than the request's")
-    return answer[0], byte_strings(answer[1])
+def entry_page(answer: Any) -> tuple[bytes, bytes]:
+    """Check the reply of a script that lists a page of entries; return its cursor, as text, and the entries."""
+    result = _check_list(answer, "a cursor and entries", 2)
+    entries = bytes_up_to(_PAGE_BYTES)(result[1])
+    if len(entries) % LISTED_BYTES:
+        raise _unexpected_reply(answer, f"{LISTED_BYTES} bytes for each entry")
+    return _cursor(result[0]), entries
+
+
+def totals(answer: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
+    """Check the reply of the script that returns totals: three numbers, and a hash; None for an empty reply."""
+    found = _check_list(answer, "numbers, and fields with values")
+    if not found:
+        return None
+    if len(found) < 3 or len(found) % 2 == 0:
+        raise _unexpected_reply(answer, "three numbers, and fields with values")
+    fields = byte_strings(found[3:])
+    entries, described, size = map(integer, found[:3])
+    return entries, described, size, dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def _cursor(answer: Any) -> bytes:
+    if type(answer) is not bytes or not answer.isdigit() or len(answer) > _CURSOR_DIGITS:
+        raise _unexpected_reply(answer, "a cursor")
+    return answer
 
 
 def _check_list(answer: Any, what: str, count: int | None = None) -> list[Any]:
     if type(answer) is not list or (count is not None and len(answer) != count):
         raise _unexpected_reply(answer, what)
     return answer
-
-
-def _parse_number(answer: Any) -> float:
-    if type(answer) is not bytes or len(answer) > 64:
-        raise _unexpected_reply(answer, "a number as text")
-    try:
-        result = float(answer or 0)
-    except ValueError:
-        raise _unexpected_reply(answer, "a number as text") from None
-    return result if result == result else 0.0
 
 
 def _unexpected_reply(answer: Any, expected: str) -> NotRedis:

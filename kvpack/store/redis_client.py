@@ -18,8 +18,10 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning, MissingPackag
 from .breaker import CircuitBreaker, RequestGuard
 from .entry_kind import FRONT_BYTES
 from .options import check_seconds
-from .redis_answers import count_page, integer, integers, member_list, put_results, sizes_and_uses, sum_progress, two_integers
-from .redis_scripts import DELETE, FORGET, KEYS, LOOK, PIN, PUT, RECOUNT, RELEASE, ROOM, SIZE, SUM, USE
+from .redis_abouts import DESCRIBE, MISSING, TOTALS
+from .redis_answers import count_page, entry_page, fronts, integer, integers, member_list, put_results, sum_progress, totals, two_integers
+from .redis_count import RECOUNT, SUM
+from .redis_scripts import DELETE, FRONTS, KEYS, LIST, PIN, PUT, RELEASE, ROOM, SIZE, USE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,21 +33,27 @@ if TYPE_CHECKING:
 
 
 _SCRIPTS = {
-    **{"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "forget": FORGET, "list": LOOK},
+    **{"put": PUT, "room": ROOM, "touch": USE, "delete": DELETE, "fronts": FRONTS, "list": LIST},
     **{"size": SIZE, "count": RECOUNT, "sum": SUM, "pin": PIN, "release": RELEASE},
+    **{"totals": TOTALS, "missing": MISSING, "describe": DESCRIBE},
 }
+FRONTS_BYTES = 64 * 1024
+"""Maximum number of bytes of an entry in the reply of the script that returns fronts: larger than the header of most entries."""
 _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "put": put_results(FRONT_BYTES),
     "room": integers(4),
     "touch": integer,
     "delete": member_list,
-    "list": sizes_and_uses,
+    "fronts": fronts(FRONTS_BYTES),
+    "list": entry_page,
     "size": two_integers,
     "count": count_page,
-    "forget": integer,
     "sum": sum_progress,
     "pin": integer,
     "release": integer,
+    "totals": totals,
+    "missing": entry_page,
+    "describe": integer,
 }
 """Check of each script's reply."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")

@@ -9,16 +9,15 @@ ENTRY = PREFIX + b"entry:"
 LEASE = PREFIX + b"lease:"
 PINS = PREFIX + b"pins"
 HOLDS = PREFIX + b"holds"
-USED = PREFIX + b"used"
-KEYS = [USED, PREFIX + b"sizes", PREFIX + b"bytes", PINS, PREFIX + b"counted", PREFIX + b"counting", PREFIX + b"summed", HOLDS]
+KEYS = [PREFIX + name for name in (b"used", b"sizes", b"bytes", b"pins", b"counted", b"counting", b"summed", b"holds", b"about", b"abouts")]
 
-# KEYS of all scripts: used, sizes, bytes, pins, counted, counting, summed, holds. Members of the sets are 32-byte keys.
+# KEYS of all scripts. Members of the sets are 32-byte keys.
 NAMES = "local function entry(key) return '{kvpack}:entry:' .. key end"
 
 BEGIN = (
     NAMES
     + """
-for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash', 'string', 'hash'}) do
+for number, kind in ipairs({'zset', 'hash', 'string', 'hash', 'set', 'hash', 'string', 'hash', 'hash', 'hash'}) do
     local found = redis.call('TYPE', KEYS[number]).ok
     if found ~= kind and found ~= 'none' then redis.call('DEL', KEYS[number]) end
 end
@@ -64,8 +63,37 @@ local function count(key, size, used)
     if counting then sum(redis.call('SADD', KEYS[5], key) == 1 and size or size - before) end
 end
 
+-- Adds to the totals of a text, which redis_abouts.py explains. They begin anew if another program has changed them.
+local function add_about(id, entries, bytes)
+    local count = redis.pcall('HINCRBY', KEYS[10], 'entries ' .. id, entries)
+    local sum = redis.pcall('HINCRBY', KEYS[10], 'bytes ' .. id, bytes)
+    if type(count) == 'table' or type(sum) == 'table' then
+        redis.call('UNLINK', KEYS[9], KEYS[10])
+    elseif count <= 0 then
+        redis.call('HDEL', KEYS[10], 'entries ' .. id, 'bytes ' .. id, 'text ' .. id)
+    end
+end
+
+local function undescribe(key)
+    local about = redis.call('HGET', KEYS[9], key)
+    if not about then return end
+    redis.call('HDEL', KEYS[9], key)
+    local id, size = string.match(about, '^(%x+) (%d+)$')
+    if id then add_about(id, -1, '-' .. size) end
+end
+
+local function describe(key, text, size)
+    undescribe(key)
+    if text == '' then return end
+    local id, bytes = string.sub(redis.sha1hex(text), 1, 12), string.format('%.0f', size)
+    redis.call('HSET', KEYS[9], key, id .. ' ' .. bytes)
+    redis.call('HSETNX', KEYS[10], 'text ' .. id, text)
+    add_about(id, 1, bytes)
+end
+
 local function forget(key)
     local size = size_of(key)
+    undescribe(key)
     redis.call('ZREM', KEYS[1], key)
     redis.call('HDEL', KEYS[2], key)
     add(-size)
@@ -175,11 +203,11 @@ end
 """
 
 # ARGV: chain, maximum bytes or '', seconds to live or '', '1' to replace existing entries, size of a front, '1' if the sum of the sizes
-# is unknown, then for each entry its position in the chain, from 1 on, and its bytes. With an unknown sum, an entry is stored if the
-# server's memory has room for it, or in exchange for older entries that are as large together. Returns {-1} if the counts are invalid and
-# the sum is not said to be unknown, else {number of evicted entries, their bytes, the server's error or '', {result, ...}}. A result is
-# 1 for a stored entry, 0 for one that does not fit, 3 if more must be evicted first, and {front, size} for an existing entry. The first
-# 0 or 3 ends the call.
+# is unknown, then for each entry its position in the chain, from 1 on, its descriptive text or '', and its bytes. With an unknown sum, an
+# entry is stored if the server's memory has room for it, or in exchange for older entries that are as large together. Returns {-1} if the
+# counts are invalid and the sum is not said to be unknown, else {number of evicted entries, their bytes, the server's error or '', {result,
+# ...}}. A result is 1 for a stored entry, 0 for one that does not fit, 3 if more must be evicted first, and {front, size} for an existing
+# entry. The first 0 or 3 ends the call.
 PUT = (
     BEGIN
     + SOUND
@@ -224,7 +252,7 @@ local function make_room(size)
     return fits
 end
 
-local function put(place, entry_bytes)
+local function put(place, text, entry_bytes)
     local key = string.sub(chain, 32 * place - 31, 32 * place)
     if redis.call('TYPE', entry(key)).ok == 'string' and not replaces then
         local there = redis.call('STRLEN', entry(key))
@@ -256,12 +284,13 @@ local function put(place, entry_bytes)
     used = math.min(used, (parent or used + 1) - 1, (last or used + 1) - 1)
     last = used
     redis.call('ZADD', KEYS[1], string.format('%.0f', used), key)
+    describe(key, text, #entry_bytes)
     expire(key, seconds, now)
     return 1
 end
 
-for number = 7, #ARGV, 2 do
-    local result = state == 1 and put(tonumber(ARGV[number]), ARGV[number + 1]) or state
+for number = 7, #ARGV, 3 do
+    local result = state == 1 and put(tonumber(ARGV[number]), ARGV[number + 1], ARGV[number + 2]) or state
     if result == 0 or result == 3 then state = result end
     table.insert(results, result)
 end
@@ -323,149 +352,47 @@ if redis.call('TYPE', name).ok ~= 'string' or redis.call('GET', name) ~= ARGV[2]
 return redis.call('DEL', name)
 """
 
-# ARGV: concatenated keys. Removes the keys of missing entries from the counts, and returns the number removed.
-FORGET = (
+# ARGV: concatenated keys, number of bytes. Returns the number of counted entries that are missing, which are removed from the counts, then
+# for each key the size of its entry, or 0, and its first bytes, or an error for a value of another type.
+FRONTS = (
     BEGIN
     + """
-local gone = 0
+local found, gone = {0}, 0
 for at = 1, #ARGV[1], 32 do
     local key = string.sub(ARGV[1], at, at + 31)
-    if redis.call('EXISTS', entry(key)) == 0 and redis.call('HEXISTS', KEYS[2], key) == 1 then
+    local front = redis.pcall('GETRANGE', entry(key), 0, ARGV[2] - 1)
+    local size = type(front) == 'string' and #front or 0
+    if size == tonumber(ARGV[2]) then size = redis.call('STRLEN', entry(key)) end
+    if size == 0 and redis.call('EXISTS', entry(key)) == 0 and redis.call('HEXISTS', KEYS[2], key) == 1 then
         forget(key)
         gone = gone + 1
     end
+    table.insert(found, size)
+    table.insert(found, (size > 0 or type(front) == 'table') and front or '')
 end
-return gone
+found[1] = gone
+return found
 """
 )
 
-# ARGV: concatenated keys. Returns for each key the size of its entry, or 0, and its last use, or ''. Changes nothing.
-LOOK = (
+# ARGV: the cursor, the page size. Returns the next cursor and, for each entry of this page of the server's names, its key, and its size and
+# last use (0: unknown) in 8 bytes each. Changes nothing.
+LIST = (
     NAMES
     + """
 local used, found = redis.call('TYPE', KEYS[1]).ok == 'zset', {}
-for at = 1, #ARGV[1], 32 do
-    local key = string.sub(ARGV[1], at, at + 31)
-    local is = redis.call('TYPE', entry(key)).ok == 'string'
-    table.insert(found, is and redis.call('STRLEN', entry(key)) or 0)
-    table.insert(found, used and redis.call('ZSCORE', KEYS[1], key) or '')
+local first = #entry('') + 1
+local page = redis.call('SCAN', ARGV[1], 'MATCH', entry('*'), 'COUNT', ARGV[2])
+for _, name in ipairs(page[2]) do
+    local key, size = string.sub(name, first), redis.pcall('STRLEN', name)
+    if #key == 32 and type(size) == 'number' then
+        local last = used and tonumber(redis.call('ZSCORE', KEYS[1], key) or '') or 0
+        table.insert(found, key .. struct.pack('<I8I8', size, last > 0 and last < 2^53 and last or 0))
+    end
 end
-return found
+return {page[1], table.concat(found)}
 """
 )
 
 # Returns {entries, bytes}, or {-1} if the counts are invalid.
 SIZE = BEGIN + SOUND + "if not sound() then return {-1} end return {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('GET', KEYS[3]))}"
-
-# ARGV: what to scan ('sizes', then 'used', then the server's 'names'), the cursor, the page size. Counts the current sizes of these
-# entries and removes missing ones. Returns the next cursor, and the numbers of counted and of missing entries.
-RECOUNT = (
-    BEGIN
-    + """
-local now, gone = microseconds(), 0
-local function look(key)
-    if #key == 32 and redis.call('TYPE', entry(key)).ok == 'string' then
-        count(key, redis.call('STRLEN', entry(key)), now)
-    else
-        gone = gone + redis.call('HEXISTS', KEYS[2], key)
-        forget(key)
-    end
-end
-local first = #entry('') + 1
-if ARGV[1] == 'names' then
-    local page = redis.call('SCAN', ARGV[2], 'MATCH', entry('*'), 'COUNT', ARGV[3])
-    for _, name in ipairs(page[2]) do
-        local key = string.sub(name, first)
-        if #key == 32 and redis.call('HEXISTS', KEYS[2], key) == 0 then look(key) end
-    end
-    return {page[1], gone}
-end
-if ARGV[1] == 'used' then
-    local page = redis.call('ZSCAN', KEYS[1], ARGV[2], 'COUNT', ARGV[3])
-    for at = 1, #page[2], 2 do
-        if redis.call('HEXISTS', KEYS[2], page[2][at]) == 0 then look(page[2][at]) end
-    end
-    return {page[1], gone}
-end
-local page = redis.call('HSCAN', KEYS[2], ARGV[2], 'COUNT', ARGV[3])
-for at = 1, #page[2], 2 do
-    local key = page[2][at]
-    local found = #key == 32 and redis.call("TYPE", entry(key)).ok == "string" and redis.call("STRLEN", entry(key))
-    local same = found and tostring(found) == page[2][at + 1]
-    if not (same and redis.call('ZSCORE', KEYS[1], key)) then look(key) end
-end
-return {page[1], gone}
-"""
-)
-
-# ARGV: 1 to start summing the sizes, 2 to start after a scan of all names, unless another client has started; 0 to continue; the page
-# size; 1 to accept a sum from the last minutes that only these scripts have changed since.
-# Returns 0 until all are summed, then 1; -1 if the counts are invalid.
-SUM = (
-    BEGIN
-    + SOUND
-    + """
-local KEPT_MS, TRIES = 600000, 3
-
-local function begin(tries)
-    redis.call('UNLINK', KEYS[5])
-    redis.call('HSET', KEYS[6], 'cursor', '0', 'sum', '0', 'tries', tries)
-end
-
-local function stop(result)
-    redis.call('UNLINK', KEYS[5], KEYS[6])
-    return result
-end
-
-if not counting then
-    if ARGV[1] == '0' then return 1 end
-    if ARGV[1] == '1' and not sound() then return -1 end
-    if ARGV[3] == '1' and copied and redis.call('GET', KEYS[7]) == redis.call('GET', KEYS[3]) then return 1 end
-    begin(0)
-end
-if ARGV[1] == '2' then redis.call('HSET', KEYS[6], 'whole', '1') end
-local page = redis.call('HSCAN', KEYS[2], redis.call('HGET', KEYS[6], 'cursor') or '0', 'COUNT', ARGV[2])
-local bytes, keys, sizes = 0, {}, {}
-local fields, match = page[2], string.match
-for at = 1, #fields / 2 do
-    local size = fields[2 * at]
-    if not match(size, '^%d+$') or #size > 15 then return stop(-1) end
-    keys[at], sizes[at] = fields[2 * at - 1], tonumber(size)
-end
-for first = 1, #keys, 1000 do
-    local last = math.min(first + 999, #keys)
-    -- One call for many keys. Servers before 6.2 do not support it.
-    local counted = redis.pcall('SMISMEMBER', KEYS[5], unpack(keys, first, last))
-    if counted.err then
-        counted = {}
-        for at = first, last do table.insert(counted, redis.call('SISMEMBER', KEYS[5], keys[at])) end
-    end
-    redis.call('SADD', KEYS[5], unpack(keys, first, last))
-    for at = first, last do
-        if counted[at - first + 1] == 0 then bytes = bytes + sizes[at] end
-    end
-end
-sum(bytes)
-if page[1] == '0' then
-    local total = tonumber(redis.call('HGET', KEYS[6], 'sum'))
-    if redis.call('HGET', KEYS[6], 'whole') ~= '1' and not sound() then return stop(-1) end
-    if redis.call('SCARD', KEYS[5]) == redis.call('HLEN', KEYS[2]) then
-        for at = 3, 7, 4 do redis.call('SET', KEYS[at], string.format('%.0f', total)) end
-        redis.call('PEXPIRE', KEYS[7], 2 * KEPT_MS)
-        return stop(1)
-    end
-    -- A program that does not support counting in pages has changed entries in the meantime.
-    local tries = tonumber(redis.call('HGET', KEYS[6], 'tries') or '') or 0
-    if tries >= TRIES then
-        redis.call('SET', KEYS[3], string.format('%.0f', math.max(total, tonumber(redis.call('GET', KEYS[3]) or '') or 0)))
-        return stop(1)
-    end
-    begin(tries + 1)
-else
-    redis.call('HSET', KEYS[6], 'cursor', page[1])
-end
-local clock = redis.call('TIME')
-for at = 5, 6 do redis.call('PEXPIREAT', KEYS[at], clock[1] * 1000 + KEPT_MS) end
-return 0
-"""
-)

@@ -1,4 +1,4 @@
-"""Compute the totals of a location by model and recipe. In a folder with an index, only the headers of new entries are read."""
+"""Compute the totals of a location by model and recipe. In a folder with an index, and on Redis, only new entries' headers are read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .abouts import chunk_text, kind_text
+from .abouts import OTHER_KINDS, chunk_text, kind_text
 from .backend import MAX_ENTRY_BYTES
 from .catalog import read_catalog
 from .directory import Directory
+from .redis import Redis
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import TypeIs
+
     from kvpack.file.atomic import Progress
 
-    from .backend import Backend
+    from .backend import Backend, StoredEntry
     from .catalog import Catalog
     from .encryption import Cipher
-
-_KINDS = ("pages", "states", "bases")
 
 
 @dataclass
@@ -27,7 +30,7 @@ class Summary:
     """The totals of a location: entries, bytes and tokens by model and recipe, other entries by kind, and unreadable entries."""
 
     chunks: dict[tuple[tuple[tuple[str, str], ...], str], Counter[str]] = field(default_factory=dict)
-    kinds: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in _KINDS})
+    kinds: dict[str, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in OTHER_KINDS})
     unreadable: int = 0
     undecryptable: int = 0
 
@@ -55,30 +58,34 @@ def summarize(
 ) -> Summary:
     """Return the totals of a location. The arguments are as for ``read_catalog``."""
     summary = Summary()
-    # The index ignores encryption keys and size limits, so it is used only without them.
-    indexed = isinstance(backend, Directory) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES
-    if isinstance(backend, Directory) and indexed and (known := backend.abouts()) is not None:
-        for text, entries, size in known:
-            summary.add(json.loads(text), entries, size)
-        catalog = _describe(backend, progress)
-    else:
-        catalog = read_catalog(backend, progress, cipher, max_entry_bytes=max_entry_bytes)
+    # Descriptions ignore encryption keys and size limits, so they are used only without them.
+    known = backend.described() if _has_abouts(backend) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES else None
+    for text, entries, size in known.totals if known is not None else ():
+        summary.add(json.loads(text), entries, size)
+    listed = None if known is None else known.missing
+    catalog = read_catalog(backend, progress, cipher, max_entry_bytes=max_entry_bytes, listed=listed)
     for text, _, size in _kinds_of_entries(catalog):
         summary.add(json.loads(text), 1, size)
     summary.unreadable, summary.undecryptable = len(catalog.unreadable), len(catalog.undecryptable)
+    if known is not None and _has_abouts(backend):
+        backend.set_abouts([(key, text) for text, key, _ in _kinds_of_entries(catalog)])
     return summary
 
 
-def describe_new(backend: Backend) -> None:
-    """Read the headers of entries that a folder's index does not describe yet, and store their descriptions."""
-    if isinstance(backend, Directory) and backend.abouts() is not None:
-        _describe(backend, None)
+def describe_new(backend: Backend) -> Sequence[StoredEntry] | None:
+    """Describe entries that have no description yet, and return all that are not described as chunks, states or pages.
+
+    Returns None for a location without descriptions.
+    """
+    if not _has_abouts(backend) or (known := backend.described()) is None:
+        return None
+    backend.set_abouts([(key, text) for text, key, _ in _kinds_of_entries(read_catalog(backend, listed=known.missing))])
+    known = backend.described(also="bases")
+    return None if known is None else known.missing
 
 
-def _describe(backend: Directory, progress: Progress | None) -> Catalog:
-    catalog = read_catalog(backend, progress, listed=backend.entries_without_about())
-    backend.set_abouts([(key, text) for text, key, _ in _kinds_of_entries(catalog)])
-    return catalog
+def _has_abouts(backend: Backend) -> TypeIs[Directory | Redis]:
+    return isinstance(backend, Directory | Redis)
 
 
 def _kinds_of_entries(catalog: Catalog) -> list[tuple[str, bytes, int]]:

@@ -20,13 +20,14 @@ from kvpack.store.redis_answers import (
     byte_strings,
     bytes_up_to,
     count_page,
+    entry_page,
+    fronts,
     integer,
     integers,
     member_list,
     put_results,
-    scan_page,
-    sizes_and_uses,
     sum_progress,
+    totals,
     two_integers,
 )
 from support.store_caches import CHUNK, IDENTITY, cache, prompt
@@ -330,7 +331,9 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
         (bytes_up_to(3), [b"", b"abc"], [b"abcd", "abc", None, 3, bytearray(b"a")]),
         (byte_strings, [[], [b"a"]], [[1], None, b"a", [None]]),
         (member_list, [[], [KEY]], [[b"x"], [KEY, b""], None]),
-        (sizes_and_uses, [[], [5, b"1.5"], [5, b""], [5, b"inf"]], [[5], [5, b"x"], [b"1", b"1"], [5, None], [5, b"1" * 65], 4]),
+        (fronts(3), [[0], [1, 5, b"abc", 0, b""]], [[], [0, 5], [b"0"], [0, 5, b"abcd"], [0, b"a", 5], [0, -1, b""], None, 4]),
+        (entry_page, [[b"0", b""], [b"5", KEY + bytes(16)]], [[b"0", KEY], [b"x", b""], [0, b""], [b"0", 5], [b"0"], None]),
+        (totals, [[], [1, 2, 3], [1, 2, 3, b"f", b"v"]], [[1], [1, 2, 3, b"f"], [1, 2, b"3"], [1, 2, 3, b"f", 4], [-1, 2, 3], None]),
         (count_page, [[b"0", 0], [b"18446744073709551615", 5]], [[b"", 0], [b"x", 0], [b"1" * 21, 0], [1, 0], [b"0", -1], [b"0"], None]),
         (sum_progress, [-1, 0, 1], [2, -2, True, b"1", None]),
         (two_integers, [[-1], [1, 2]], [[-1, 2], [1], [], [-2], -1, None, [True]]),
@@ -339,7 +342,6 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
             [[-1], [1, 0, b"", [1, 0, 3]], [0, 0, b"why", [[b"front", 9]]]],
             [[0, 0, b"", [[b"longer", 9]]], [0, 0, b"", [[b"f", -1]]], [0, 0, b"", [b"x"]], [0, 0, b"", 1], [0, 0, 1, []], [1], None, 2],
         ),
-        (lambda answer: scan_page(answer, 5), [(0, []), (6, [b"n"])], [(5, []), (b"6", []), (6, [1]), (6,), [6, []], (-1, []), None]),
     ],
 )
 def test_answers_are_checked(check: Callable[[Any], Any], good: list[Any], bad: list[Any]) -> None:

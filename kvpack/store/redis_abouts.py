@@ -1,0 +1,155 @@
+"""Describe the entries on a Redis server, so that their totals by model and recipe are known without reading headers.
+
+    {kvpack}:about    a hash by key: 12 hexadecimal digits of the SHA-1 of the entry's descriptive text, a space, and the entry's size
+    {kvpack}:abouts   a hash: for those digits the text, and the number and the bytes of the entries that it describes
+
+Every script that puts or removes an entry changes them (redis_scripts.py). They are only a hint: earlier versions of kvpack do not change
+them, so they are used only where they add up to the counts of all entries, and otherwise corrected page by page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING
+
+from .abouts import Described, parse_text
+from .backend import StoredEntry
+from .redis_answers import integer
+from .redis_scripts import BEGIN, KEYS, SOUND
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from .redis_client import Client
+
+_AT_ONCE = 500
+_MAX_PAGES = 2**20
+_ID_DIGITS = 12
+_MAX_TRIES = 5
+"""Number of times that totals are read, which other programs may change in between."""
+
+# Returns the number of all entries and of those with a text, their bytes, and the fields and values of the totals; {} without valid counts.
+TOTALS = (
+    BEGIN
+    + SOUND
+    + """
+if not sound() then return {} end
+local found = redis.call('HGETALL', KEYS[10])
+for _, number in ipairs({tonumber(redis.call('GET', KEYS[3])), redis.call('HLEN', KEYS[9]), redis.call('ZCARD', KEYS[1])}) do
+    table.insert(found, 1, number)
+end
+return found
+"""
+)
+
+# ARGV: what to scan ('about', then 'sizes'), the cursor, the page size, the digits of a text. The first corrects descriptions of entries
+# that are gone or have another size. The second returns the next cursor and, for each entry that is not described, or by that text, its
+# key, and its size and last use in 8 bytes each.
+MISSING = (
+    BEGIN
+    + """
+local found = {}
+local page = redis.call('HSCAN', ARGV[1] == 'about' and KEYS[9] or KEYS[2], ARGV[2], 'COUNT', ARGV[3])
+for at = 1, #page[2], 2 do
+    local key, value = page[2][at], page[2][at + 1]
+    if ARGV[1] == 'about' then
+        local size = redis.call('HGET', KEYS[2], key)
+        if not size or string.match(value, ' (%d+)$') ~= size then undescribe(key) end
+    elseif #key == 32 then
+        local about = redis.call('HGET', KEYS[9], key)
+        if not about or string.match(about, '^%x+') == ARGV[4] then
+            local used = tonumber(redis.call('ZSCORE', KEYS[1], key) or '') or 0
+            table.insert(found, key .. struct.pack('<I8I8', size_of(key), used > 0 and used < 2^53 and used or 0))
+        end
+    end
+end
+return {page[1], table.concat(found)}
+"""
+)
+
+# ARGV: for each entry its key and its text. Returns the number of entries described.
+DESCRIBE = (
+    BEGIN
+    + """
+local done = 0
+for at = 1, #ARGV, 2 do
+    if redis.call('HEXISTS', KEYS[2], ARGV[at]) == 1 then
+        describe(ARGV[at], ARGV[at + 1], size_of(ARGV[at]))
+        done = done + 1
+    end
+end
+return done
+"""
+)
+
+
+class RedisAbouts:
+    """The descriptions of the entries on the server of ``client``."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def read(self, also: str | None) -> Described | None:
+        """Return the totals by text, and the entries without a text or with the text ``also``; None if the server has no valid counts."""
+        missing: list[StoredEntry] | None = None
+        for _ in range(_MAX_TRIES):
+            answer = self._client.call("totals")
+            if answer is None:
+                return None
+            entries, described, size, fields = answer
+            known = _parse_totals(fields)
+            numbers, sizes = sum(count for _, count, _ in known or ()), sum(total for *_, total in known or ())
+            are_all = entries == numbers and size == sizes
+            # Descriptions are corrected before their sizes are relied on.
+            if known is None or numbers != described or (missing is not None and entries == described and not are_all):
+                self._client.ask("list", "UNLINK", *KEYS[8:], check=integer)
+                missing = None
+            elif missing is not None or (are_all and all(text != also for text, *_ in known)):
+                return Described(known, missing or [])
+            else:
+                missing = self._missing(also)
+        return None
+
+    def _missing(self, also: str | None) -> list[StoredEntry]:
+        # The first pass corrects the texts of entries that are gone or have another size.
+        digits = "" if also is None else hashlib.sha1(also.encode(), usedforsecurity=False).hexdigest()[:_ID_DIGITS]
+        return [
+            entry for kind in ("about", "sizes") for entry in list_pages(self._client, "missing", kind, at_once=_AT_ONCE, after=[digits])
+        ]
+
+    def add(self, texts: Sequence[tuple[bytes, str]]) -> None:
+        """Store the texts of entries, given as pairs (key, text)."""
+        parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
+        self._client.call_each("list", [("describe", *(word for pair in part for word in pair)) for part in parts])
+
+
+def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] | None:
+    """Return (text, entries, bytes) for each text in the hash ``fields``; None if another program has changed it."""
+    result: list[tuple[str, int, int]] = []
+    try:
+        for field, value in fields.items():
+            if field.startswith(b"text "):
+                entries, size = (int(fields[what + field.removeprefix(b"text ")]) for what in (b"entries ", b"bytes "))
+                result.append((value.decode(), entries, size))
+    except (KeyError, ValueError):
+        return None
+    return result if all(parse_text(text) is not None and entries >= 0 and size >= 0 for text, entries, size in result) else None
+
+
+def list_pages(client: Client, script: str, *before: str, at_once: int, after: Sequence[str] = ()) -> Iterator[StoredEntry]:
+    """Yield the entries that the pages of a scan by ``script`` return, each once."""
+    listed: set[bytes] = set()
+    cursor = b"0"
+    for _ in range(_MAX_PAGES):
+        (answer,) = client.call_each("list", [(script, *before, cursor, at_once, *after)]) or [None]
+        if answer is None or answer[0] == cursor != b"0":
+            return
+        cursor, entries = answer
+        for key, size, used in struct.iter_unpack("<32sQQ", entries):
+            # A scan may return a name twice.
+            if key not in listed:
+                listed.add(key)
+                yield StoredEntry(key, size, used * 1000)
+        if cursor == b"0":
+            return

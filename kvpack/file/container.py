@@ -105,8 +105,7 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
             if memory_limit is not None:
                 check_size(source.size, memory_limit)
             if copy:
-                source = MemoryFile(disk.read_whole())
-                disk.close()
+                source = disk.copy_to_memory()
     except BaseException:
         source.close()
         raise

@@ -14,12 +14,15 @@ import stat
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter, InvalidType, LimitExceeded, MissingFile, Truncated
+from kvpack.runtime.locks import Lock
 from kvpack.runtime.mapping import populate
 from kvpack.runtime.reader import read_cold
 from kvpack.runtime.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+    from kvpack.runtime.reader import ColdRead
 
     Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -177,6 +180,51 @@ class MemoryFile:
         self._view.release()
 
 
+class ArrivingFile(MemoryFile):
+    """The bytes of the file ``disk`` in memory, which ``cold`` reads. Results are views of bytes that have arrived.
+
+    If another process truncates the file before, they raise Truncated.
+    """
+
+    def __init__(self, disk: DiskFile, cold: ColdRead) -> None:
+        super().__init__(cold.data)
+        self._disk, self._cold, self._lock = disk, cold, Lock()
+
+    def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
+        """Return a view of bytes ``[begin, end)``. Raises Truncated and MissingFile."""
+        self._wait(end)
+        return super().read(begin, end)
+
+    view = read
+
+    def read_into(self, begin: int, memory: memoryview) -> None:
+        """Copy bytes from ``begin`` on into ``memory``. Raises Truncated and MissingFile."""
+        self._wait(begin + len(memory))
+        super().read_into(begin, memory)
+
+    def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
+        """Yield the end of the bytes that have arrived so far. Raises Truncated and MissingFile."""
+        while begin < end:
+            begin = min(begin + PIECE_BYTES, end)
+            self._wait(begin)
+            yield begin
+
+    def close(self) -> None:
+        """Stop reading, and release the descriptors and the view of the bytes."""
+        self._cold.close()
+        self._disk.close()
+        super().close()
+
+    def _wait(self, end: int) -> None:
+        try:
+            with self._lock:
+                reached = self._cold.wait(end)
+        except OSError as error:
+            raise _system_error("read", error) from None
+        if reached < end:
+            raise self._disk.truncated_error(reached)
+
+
 class DiskFile:
     """An open file. ``read`` copies bytes, and ``view`` returns a view of a private mapping, which is created on first use.
 
@@ -205,10 +253,16 @@ class DiskFile:
         self.read_into(begin, data)
         return data
 
-    def read_whole(self) -> memoryview:
-        """Return a copy of the whole file. If it is not in the page cache, it is read directly from disk."""
-        data = read_cold(self.descriptor, self.size)
-        return self.read(0, self.size) if data is None else data
+    def copy_to_memory(self) -> MemoryFile:
+        """Return the whole file in memory. If it is not in the page cache, it is read directly from disk, while its bytes are used.
+
+        Closing the result closes this file. Raises Truncated and MissingFile.
+        """
+        if (cold := read_cold(self.descriptor, self.size)) is not None:
+            return ArrivingFile(self, cold)
+        result = MemoryFile(self.read(0, self.size))
+        self.close()
+        return result
 
     def read_into(self, begin: int, memory: memoryview) -> None:
         """Read bytes from ``begin`` on until ``memory`` is full. Raises Truncated and MissingFile."""
@@ -221,7 +275,7 @@ class DiskFile:
             except OSError as error:
                 raise _system_error("read", error) from None
             if not count:
-                raise self._truncated_error(begin + done)
+                raise self.truncated_error(begin + done)
             done += count
 
     def view(self, begin: int, end: int) -> memoryview:
@@ -236,7 +290,7 @@ class DiskFile:
             except (OSError, ValueError) as error:
                 raise _system_error("mapped", error, ": read it into memory instead with kvpack.load(path, copy=True)") from None
             if mapping is None:
-                raise self._truncated_error(current_size)
+                raise self.truncated_error(current_size)
             self._mapping = memoryview(mapping)
         return self._mapping[begin:end]
 
@@ -260,7 +314,7 @@ class DiskFile:
                 yield from done
         except OSError as error:
             current_size = os.fstat(self._descriptor).st_size
-            raise (self._truncated_error(current_size) if current_size < end else _system_error("read", error)) from None
+            raise (self.truncated_error(current_size) if current_size < end else _system_error("read", error)) from None
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -273,7 +327,8 @@ class DiskFile:
 
     __del__ = close
 
-    def _truncated_error(self, size: int) -> Truncated:
+    def truncated_error(self, size: int) -> Truncated:
+        """Return the error for a file that now ends at byte ``size``."""
         return Truncated(
             f"had {self.size} bytes when it was opened, but ended at byte {size} when it was read: another process truncated it"
         )

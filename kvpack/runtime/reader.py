@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -46,32 +45,67 @@ def open_direct(descriptor: int) -> int | None:
     return direct
 
 
-def read_cold(descriptor: int, size: int) -> memoryview | None:
-    """Read the first ``size`` bytes of an open file directly from disk into new memory, if they are not in the page cache.
+class ColdRead:
+    """Reads the first ``size`` bytes of an open file into new memory, ``data``, in several threads and in order.
 
-    Returns None if the page cache should be used: because at least half of the file is in it, the file is small or has become shorter, or
-    direct reads fail.
+    The reads bypass the page cache where ``direct``, a descriptor from ``open_direct`` that is closed at the end, allows it. ``close``
+    waits for running reads; until then the descriptor must stay open.
+    """
+
+    def __init__(self, descriptor: int, size: int, direct: int) -> None:
+        self._descriptor, self._direct, self._size = descriptor, direct, size
+        self._memory = memoryview(mmap.mmap(-1, -(-size // BLOCK) * BLOCK))
+        self.data = self._memory[:size]
+        pieces = range(0, len(self._memory), _PIECE_BYTES)
+        # All reads are queued, so that none waits for a caller who checks what has arrived.
+        self._ends = in_parallel(self._read, pieces, _THREADS, len(pieces))
+        self._reached, self._is_short = 0, False
+
+    def _read(self, begin: int) -> int:
+        end, source = min(begin + _PIECE_BYTES, len(self._memory)), self._direct
+        while begin < min(end, self._size):
+            try:
+                count = os.preadv(source, [self._memory[begin:end]], begin)
+            except OSError:
+                if source == self._descriptor:
+                    raise
+                count = 0
+            if not count and source == self._descriptor:
+                break
+            # What direct reads do not return, such as the last block of a file that has become shorter, the page cache may have.
+            begin, source = begin + count, source if count else self._descriptor
+        return min(begin, self._size)
+
+    def wait(self, end: int) -> int:
+        """Wait for the bytes before ``end``; return the end of the bytes that have arrived, lower if the file ended. Raises OSError."""
+        while self._reached < end and not self._is_short:
+            expected = min(self._reached + _PIECE_BYTES, self._size)
+            self._reached = next(self._ends)
+            self._is_short = self._reached < expected
+        return self._reached
+
+    def close(self) -> None:
+        """Wait for running reads, drop those not started, and close the direct descriptor."""
+        self._ends.close()
+        direct, self._direct = self._direct, -1
+        if direct >= 0:
+            os.close(direct)
+
+    __del__ = close
+
+
+def read_cold(descriptor: int, size: int) -> ColdRead | None:
+    """Start to read the first ``size`` bytes of an open file directly from disk into new memory, if they are not in the page cache.
+
+    Returns None if the page cache should be used: because at least half of the file is in it, the file is small, or direct reads fail.
     """
     if size < MIN_DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
-
-    def read(begin: int) -> bool:
-        end = min(begin + _PIECE_BYTES, len(memory))
-        while begin < min(end, size):
-            count = os.preadv(direct, [memory[begin:end]], begin)
-            if not count:
-                return False
-            begin += count
-        return True
-
     try:
-        memory = memoryview(mmap.mmap(-1, -(-size // BLOCK) * BLOCK))
-        with contextlib.closing(in_parallel(read, range(0, len(memory), _PIECE_BYTES), _THREADS)) as done:
-            return memory[:size] if all(done) else None
+        return ColdRead(descriptor, size, direct)
     except OSError:
-        return None
-    finally:
         os.close(direct)
+        return None
 
 
 class Read(Structure):

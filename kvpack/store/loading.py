@@ -6,11 +6,12 @@ Only entries that pass are recorded as used and copied to faster tiers.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import KvpackError, Undecryptable
 from kvpack.identity.identity import states_key
+from kvpack.runtime.threads import in_parallel
 
 from . import state_entries
 from .encryption import decrypt_entry
@@ -19,7 +20,7 @@ from .faults import is_damage
 from .windows import Windows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from kvpack.cache.cache import Cache
     from kvpack.cache.states import States
@@ -34,6 +35,8 @@ FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
 
 _FRONTS_AT_ONCE, _ENCRYPTED_AT_ONCE = 64, 8
 """Maximum number of fronts in memory at a time. Each may keep a file open, and an encrypted entry's front is the whole entry."""
+_FIRST_PART, _PART_BYTES = 8, 64 * 2**20
+"""Number of entries that are read first, and about the size of each later part."""
 
 
 class Loader:
@@ -89,17 +92,36 @@ class Loader:
         result: list[FoundEntry] = []
         beyond = -1
         while first + len(chunks) < len(keys):
-            remaining = keys[first + len(chunks) :]
-            entries = self._backend.find(remaining, beyond=beyond)
-            read_chunks, error = self._read(entries, remaining, first + len(chunks))
-            chunks += read_chunks
-            result += entries[: len(read_chunks)]
+            with closing(self._find_parts(keys[first + len(chunks) :], beyond)) as parts:
+                for part, entries in parts:
+                    read_chunks, error = self._read(entries, part, first + len(chunks))
+                    chunks += read_chunks
+                    result += entries[: len(read_chunks)]
+                    if error is not None or len(entries) < len(part):
+                        break
             if error is None:
                 break
             # A slower tier may have a good copy of the bad entry.
-            self._refuse(remaining[len(read_chunks)], entries[len(read_chunks)], error)
-            beyond = entries[len(read_chunks)].tier
+            bad = entries[len(read_chunks)]
+            self._refuse(part[len(read_chunks)], bad, error)
+            beyond = bad.tier
         return chunks, result
+
+    def _find_parts(self, keys: Sequence[bytes], beyond: int) -> Generator[tuple[Sequence[bytes], list[FoundEntry]], None, None]:
+        """Yield ``keys`` in parts with their entries, the first of which comes from a tier slower than ``beyond``.
+
+        On this machine, the next part is read from the disk while the caller checks this one. A server is asked once.
+        """
+        if not self._backend.private or len(keys) <= _FIRST_PART:
+            yield keys, self._backend.find(keys, beyond=beyond)
+            return
+        entries = self._backend.find(keys[:_FIRST_PART], beyond=beyond)
+        yield keys[:_FIRST_PART], entries
+        size = sum(len(entry.data) for entry in entries) // _FIRST_PART
+        count = max(_FIRST_PART, _PART_BYTES // max(1, size))
+        parts = [keys[begin : begin + count] for begin in range(_FIRST_PART, len(keys), count)]
+        with closing(in_parallel(self._backend.find, parts, 1, 1)) as found:
+            yield from zip(parts, found, strict=True)
 
     def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
         """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry; None without any."""

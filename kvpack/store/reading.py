@@ -18,17 +18,24 @@ if TYPE_CHECKING:
 
 def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
     """Return all ``size`` bytes of an open file. Raises OSError if the file is shorter, and MemoryError."""
-    cold_data = read_cold(descriptor, size)
-    if cold_data is not None:
-        return cold_data
+    if (cold := read_cold(descriptor, size)) is not None:
+        with contextlib.closing(cold):
+            done = cold.wait(size)
+        if done < size:
+            raise _truncated(size, done)
+        return cold.data
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
         count = os.preadv(descriptor, [view[done:]], done)
         if not count:
-            raise OSError(errno.EIO, f"a file of {size} bytes was truncated to {done} while it was read")
+            raise _truncated(size, done)
         done += count
     return data
+
+
+def _truncated(size: int, done: int) -> OSError:
+    return OSError(errno.EIO, f"a file of {size} bytes was truncated to {done} while it was read")
 
 
 def read_beginning(descriptor: int, max_bytes: int) -> bytes:

@@ -36,7 +36,7 @@ from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_p
 from .redis_abouts import RedisAbouts, list_pages
 from .redis_answers import byte_strings, bytes_up_to, integer, was_set
 from .redis_client import FRONTS_BYTES, Client
-from .redis_count import MAX_PAGES, NAMES_AT_ONCE, EntryCount
+from .redis_count import MAX_PAGES, EntryCount
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ _SCRIPT_BYTES = 8 * 2**20
 """Maximum total size of the entries that one script call stores, unless a single entry is larger. The call blocks all other clients."""
 _KEYS_AT_ONCE = 1000
 """Maximum number of keys in one request."""
+_PER_CALL = 100
+"""Number of keys in one call of a script, which takes a few milliseconds: it blocks all other clients."""
 _FRONTS_AT_ONCE = 256
+_MIN_FRONT_BYTES = 4096
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for one entry. For an entry that exists already, the script returns its front and size instead."""
 _NO_ANSWER = object()
@@ -99,6 +102,8 @@ class Redis(SingleTierBackend):
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = EntryCount(self._client, counters)
         self._abouts = RedisAbouts(self._client)
+        self._front_bytes = FRONTS_BYTES
+        """Number of bytes with which a request for fronts begins: the longest front of the last request."""
         self._noted = b"", -math.inf
         """The last key of a chain whose use was noted, and the time when the use of its first entry was noted."""
 
@@ -165,20 +170,22 @@ class Redis(SingleTierBackend):
     def _read_fronts(self, keys: Sequence[bytes]) -> list[Data | None]:
         result: list[Data | None] = []
         for part in _split(keys, _FRONTS_AT_ONCE):
-            looked = self._sizes_and_fronts(part, FRONTS_BYTES)
+            count = self._front_bytes
+            looked = self._sizes_and_fronts(part, count)
             ends = [
-                min(size, front_bytes(front) or size) if self._is_fetchable(key, size) and len(front) == min(size, FRONTS_BYTES) else 0
+                min(size, front_bytes(front) or size) if self._is_fetchable(key, size) and len(front) == min(size, count) else 0
                 for key, (size, front) in zip(part, looked, strict=True)
             ]
-            long_fronts = [index for index, end in enumerate(ends) if end > FRONTS_BYTES]
+            long_fronts = [index for index, end in enumerate(ends) if end > count]
             remainders: list[bytes | None] = []
-            for group in _batches({n: ends[n] - FRONTS_BYTES for n in long_fronts}, len(part), _BYTES_AT_ONCE):
-                commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], FRONTS_BYTES, ends[n] - 1) for n in group]
+            for group in _batches({n: ends[n] - count for n in long_fronts}, len(part), _BYTES_AT_ONCE):
+                commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], count, ends[n] - 1) for n in group]
                 answers = self._client.ask_all("get", commands)
                 remainders += answers or [None] * len(group)
-            parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= FRONTS_BYTES}
+            parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= count}
             parts |= {index: [looked[index][1], remainder or b""] for index, remainder in zip(long_fronts, remainders, strict=True)}
             result += [_pad_with_zeros(parts.get(index, ()), looked[index][0], ends[index]) for index in range(len(part))]
+            self._front_bytes = min(max(_MIN_FRONT_BYTES, *ends), FRONTS_BYTES)
         return result
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
@@ -202,14 +209,14 @@ class Redis(SingleTierBackend):
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         # The end of a chain goes first, because a descendant cannot be found without its ancestors.
-        calls = [("delete", b"".join(part)) for part in reversed([*_split(keys, NAMES_AT_ONCE)])]
+        calls = [("delete", b"".join(part)) for part in reversed([*_split(keys, _PER_CALL)])]
         return {key for removed in self._client.call_each("delete", calls) for key in removed or ()}
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
         self.delete([key])
 
     def list(self) -> Iterator[StoredEntry]:
-        return list_pages(self._client, "list", at_once=_KEYS_AT_ONCE)
+        return list_pages(self._client, "list", at_once=_PER_CALL)
 
     def size(self) -> tuple[int, int]:
         answer = self._client.call("size")
@@ -408,15 +415,16 @@ class Redis(SingleTierBackend):
         """
         result: list[tuple[int, bytes]] = []
         for part in _split(keys, _KEYS_AT_ONCE):
-            (answer,) = self._client.call_each("match", [("fronts", b"".join(part), count)]) or [None]
-            if answer is None or len(answer) != 2 * len(part) + 1:
+            calls = [("fronts", b"".join(some), count) for some in _split(part, _PER_CALL)]
+            answers = self._client.call_each("match", calls)
+            if not answers or None in answers or sum(map(len, answers)) != 2 * len(part) + len(calls):
                 break
-            self._counters.add("vanished_entries", answer[0])
-            for size, front in zip(answer[1::2], answer[2::2], strict=True):
-                if isinstance(front, Exception):
-                    self._counters.fault("match", front)
-                    front = b""
-                result.append((size, front))
+            for vanished, *found in answers:
+                self._counters.add("vanished_entries", vanished)
+                for size, front in zip(found[::2], found[1::2], strict=True):
+                    if isinstance(front, Exception):
+                        self._counters.fault("match", front)
+                    result.append((size, b"" if isinstance(front, Exception) else front))
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:

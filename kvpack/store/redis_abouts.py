@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from .redis_client import Client
 
-_AT_ONCE = 500
+_AT_ONCE = 100
+"""Number of entries in a page: a script call takes a few milliseconds, during which all other clients wait."""
 _MAX_PAGES = 2**20
 _ID_DIGITS = 12
 _MAX_TRIES = 5
@@ -120,8 +121,8 @@ class RedisAbouts:
 
     def add(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the texts of entries, given as pairs (key, text)."""
-        parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
-        self._client.call_each("list", [("describe", *(word for pair in part for word in pair)) for part in parts])
+        for start in range(0, len(texts), _AT_ONCE):
+            self._client.call_each("list", [("describe", *(word for pair in texts[start : start + _AT_ONCE] for word in pair))])
 
 
 def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] | None:

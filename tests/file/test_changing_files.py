@@ -18,6 +18,7 @@ import torch
 import kvpack
 from kvpack.file import container, payload, user_files
 from kvpack.formats.errors import DigestMismatch, MissingFile, Truncated
+from kvpack.runtime.reader import ColdRead
 from kvpack.store import reading
 from support import warm_python
 from support.file_parts import file_of, random_side
@@ -62,9 +63,9 @@ def test_only_tensors_are_mapped(path: Path) -> None:
 def test_a_copy_of_a_cold_file_is_read_past_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def read_cold(descriptor: int, size: int) -> memoryview:
+    def read_cold(descriptor: int, size: int) -> ColdRead:
         asked.append(size)
-        return memoryview(bytearray(os.pread(descriptor, size, 0)))
+        return ColdRead(descriptor, size, os.dup(descriptor))
 
     monkeypatch.setattr(user_files, "read_cold", read_cold)
     for copied, own in zip(kvpack.load(path, copy=True).unpack()[0], kvpack.load(path).unpack()[0], strict=True):
@@ -74,6 +75,21 @@ def test_a_copy_of_a_cold_file_is_read_past_the_page_cache(path: Path, monkeypat
     assert reading.read_whole(descriptor, 100) == path.read_bytes()[:100]
     os.close(descriptor)
     assert asked == [path.stat().st_size, 100]
+
+
+def test_a_cold_file_that_is_truncated_before_it_is_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_cold(descriptor: int, size: int) -> ColdRead:
+        os.truncate(path, size - 100)
+        return ColdRead(descriptor, size, os.dup(descriptor))
+
+    monkeypatch.setattr(user_files, "read_cold", read_cold)
+    with pytest.raises(Truncated, match="another process truncated it"):
+        kvpack.load(path, copy=True)
+    monkeypatch.setattr(reading, "read_cold", read_cold)
+    descriptor = os.open(path, os.O_RDWR)
+    with pytest.raises(OSError, match="was truncated to"):
+        reading.read_whole(descriptor, path.stat().st_size)
+    os.close(descriptor)
 
 
 @pytest.mark.usefixtures("small_pieces")

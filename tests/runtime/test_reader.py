@@ -173,15 +173,28 @@ def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, de
     os.close(direct)
     found = read_cold(descriptor, SIZE)
     assert found is not None
-    assert found == data
-    found[:4] = b"mine"
+    assert found.wait(1) == 2 * BLOCK
+    assert found.wait(SIZE) == SIZE
+    found.close()
+    assert found.data == data
+    found.data[:4] = b"mine"
     assert os.pread(descriptor, 4, 0) == data[:4]
-    assert read_cold(descriptor, SIZE + 3 * BLOCK) is None
+    longer = read_cold(descriptor, SIZE + 3 * BLOCK)
+    assert longer is not None
+    assert longer.wait(SIZE + 3 * BLOCK) == SIZE
+    longer.close()
+    dropped = read_cold(descriptor, SIZE)
+    assert dropped is not None
+    dropped.close()
     cold[0] = False
     assert read_cold(descriptor, SIZE) is None
     cold[0] = True
     monkeypatch.setattr(reader_module, "open_direct", lambda _: os.open(tmp_path, os.O_RDONLY))
-    assert read_cold(descriptor, SIZE) is None
+    refused = read_cold(descriptor, SIZE)
+    assert refused is not None
+    assert refused.wait(SIZE) == SIZE
+    assert refused.data == data
+    refused.close()
     assert opened() == before
 
 

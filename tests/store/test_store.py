@@ -542,7 +542,8 @@ def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Pa
     assert same(store.load(ids)[1], whole)
     reader = store._reader
     for place, template in reader._templates.items():
-        reader._templates[place] = dataclasses.replace(template, text=b"\1" + template.text[1:], payload=template.payload + 64)
+        front = dataclasses.replace(template.front, text=b"\1" + template.front.text[1:], payload=template.front.payload + 64)
+        reader._templates[place] = dataclasses.replace(template, front=front)
     n, found = store.load(ids)
     assert n == 3 * CHUNK
     assert same(found, whole)

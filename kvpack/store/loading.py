@@ -112,7 +112,7 @@ class Loader:
 
         On this machine, the next part is read from the disk while the caller checks this one. A server is asked once.
         """
-        if not self._backend.private or len(keys) <= _FIRST_PART:
+        if not self._backend.is_private or len(keys) <= _FIRST_PART:
             yield keys, self._backend.find(keys, beyond=beyond)
             return
         entries = self._backend.find(keys[:_FIRST_PART], beyond=beyond)

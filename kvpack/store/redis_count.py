@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUM_SECONDS = 600.0
 """Seconds after which the sizes are summed again, because any user of the server may have changed the sum."""
-WAIT_SECONDS = 0.25
+WAIT_SECONDS = 0.05
 """Seconds for which one put continues a count. Until it is complete, entries are exchanged (redis_scripts.py)."""
 TIME_SHARE = 0.25
 """The share of the time that a client spends on counting, so that a put in several requests does not wait in each."""

@@ -127,7 +127,7 @@ def test_an_entry_is_put_once_by_any_writer(place: Any) -> None:
     whole = cache(len(ids))
     # All race for the same keys: none looks whether they are there.
     for store in stores:
-        store._backend.present = lambda keys: 0
+        store._backend.count_present = lambda keys: 0
     threads = [threading.Thread(target=stores[number % 2].save, args=(ids, whole)) for number in range(4)]
     for thread in threads:
         thread.start()

@@ -46,14 +46,14 @@ def open_store(server: Server, identity: kvpack.Identity = EVEN, **options: Any)
 def entries_by_model(server: Server, read: list[bytes] | None = None) -> dict[str, int]:
     """Return the number of entries of each model; append to ``read`` the keys of entries whose headers are read."""
     backend = Redis(server.url, Counters(), timeout=5)
-    real = backend.peek_each
+    real = backend.peek_many
 
-    def peek_each(keys: Any, **options: Any) -> Any:
+    def peek_many(keys: Any, **options: Any) -> Any:
         if read is not None:
             read.extend(keys)
         return real(keys, **options)
 
-    backend.peek_each = peek_each  # type: ignore[method-assign]
+    backend.peek_many = peek_many  # type: ignore[method-assign]
     summary = summarize(backend)
     assert summary.count == backend.size()[0]
     assert sum(count["bytes"] for *_, count in summary.identities()) == backend.size()[1]
@@ -129,8 +129,8 @@ def test_encrypted_entries_are_not_described(shared: Server, client: Any) -> Non
 
 def test_a_collection_reads_no_headers_of_described_entries(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
-    real = Redis.peek_each
-    monkeypatch.setattr(Redis, "peek_each", lambda self, keys, **options: read.extend(keys) or real(self, keys, **options))
+    real = Redis.peek_many
+    monkeypatch.setattr(Redis, "peek_many", lambda self, keys, **options: read.extend(keys) or real(self, keys, **options))
     with open_store(shared) as store:
         save(store, prompt(5))
         store.collect()

@@ -293,7 +293,7 @@ def test_an_entry_that_nobody_counted_is_counted_when_it_is_met(shared: Server, 
     client.zrem(USED, key)
     client.hdel(SIZES, key)
     client.decrby(BYTES, client.strlen(ENTRY + key))
-    store._backend.present = lambda keys: 0
+    store._backend.count_present = lambda keys: 0
     assert store.save(ids, whole) == 2 * CHUNK
     assert (client.zcard(USED), client.hlen(SIZES)) == (2, 2)
     assert int(client.get(BYTES)) == stored_bytes(client)[1]

@@ -187,6 +187,8 @@ def _inputs(path: str, ids: torch.Tensor | None, note: _UnpackedInfo) -> Inputs 
 
 def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
     """Return the number of layers. Raises InvalidParameter if the tensors and the metadata disagree about it."""
+    if "kvpack.header" in names:
+        raise InvalidParameter(f"{path} is a kvpack file, not dense K and V: use kvpack convert, or kvpack unpack first")
     names = [name for name in names if name != IDS]
     for name in names:
         if not _NAME.fullmatch(name):

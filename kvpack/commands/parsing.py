@@ -36,15 +36,15 @@ class Parser(argparse.ArgumentParser):
 
 def _unknown_option(parser: Parser, words: Sequence[str]) -> str | None:
     """Return a message that names the first of ``words`` that looks like an option and is none of this parser; None without one."""
-    options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    options = {option[2:] for action in parser._actions for option in action.option_strings if option.startswith("--")}
     has_commands = _commands(parser) is not None
     for word in words:
         name = word.partition("=")[0]
         if word == "--" or (has_commands and not word.startswith("-")):
             return None
         # argparse reads words with spaces as values.
-        if name.startswith("--") and name not in options and " " not in name:
-            hint = parser.hints.get(name) or "".join(f"did you mean {close}?" for close in _similar_words(name, options))
+        if name.startswith("--") and name[2:] not in options and " " not in name:
+            hint = parser.hints.get(name) or "".join(f"did you mean --{close}?" for close in _similar_words(name[2:], options))
             return f"unknown option {name}" + (f"; {hint}" if hint else "")
     return None
 

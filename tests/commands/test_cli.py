@@ -539,6 +539,11 @@ def test_dense_files_that_are_refused(
     assert re.match(rf"kvpack: .*{message}", capsys.readouterr().err)
 
 
+def test_pack_of_a_kvpack_file_names_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("pack", file, tmp_path / "out", "--recipe", "kivi-2") == 2
+    assert "use kvpack convert" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", [2**40, 2**63, 2**64 - 1])
 def test_a_dense_file_of_more_tokens_than_there_are_numbers(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a channel it takes no byte, and safetensors opens it."""

@@ -56,7 +56,10 @@ def test_unknown_words_are_named_with_a_close_one(words: list[str], command: str
     assert lines[0].startswith(" ".join(["usage: kvpack", command]).rstrip() + " [-h]")
 
 
-@pytest.mark.parametrize("words", [["frobnicate"], ["convert", "a"], ["inspect", "x", "--", "--jsn"], ["inspect", "--two words"], []])
+@pytest.mark.parametrize(
+    "words",
+    [["frobnicate"], ["convert", "a"], ["recipes", "--max-bytes", "1GB"], ["inspect", "x", "--", "--jsn"], ["inspect", "--two words"], []],
+)
 def test_other_words_get_no_suggestion(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if words[:1] == ["inspect"]:
         assert run(*words) == 3

@@ -133,6 +133,6 @@ def codec_from_params(params: Mapping[str, Any]) -> Codec:
     return _with_sidecars(codec, sidecars)
 
 
-def _with_sidecars(codec: Codec, created: list[Sidecar | None] | list[Sidecar]) -> Codec:
+def _with_sidecars(codec: CodecFamily, created: list[Sidecar | None] | list[Sidecar]) -> Codec:
     sidecars = tuple(sidecar for sidecar in created if sidecar is not None)
     return CodecWithSidecars(codec, sidecars) if sidecars else codec

@@ -252,12 +252,6 @@ class Codec(EntryStreams, ABC):
         return None
 
     @property
-    def shared_scales(self) -> frozenset[str]:
-        """Kinds of scales, proportional to norms, that heads or tokens share: a subset of ``head_norms.HEADS`` and ``head_norms.TOKENS``.
-        """
-        return frozenset()
-
-    @property
     def changes_norms(self) -> bool:
         """True if encoding starts with a step that changes the norms of the values."""
         return False
@@ -282,31 +276,6 @@ class Codec(EntryStreams, ABC):
         """
         return 0.0
 
-    @property
-    def direction_spread(self) -> float:
-        """Largest ratio of a token's error, relative to its norm in the coded frame, to the usual one among ordinary tokens.
-
-        0 for codecs whose errors depend on the sizes of values. Those of the others depend on directions, and no stream shows them, so
-        encoders measure them.
-        """
-        return 0.0
-
-    @property
-    def min_error(self) -> float:
-        """Usual error of a token relative to its norm in the coded frame, for codecs with a ``direction_spread``; smaller ones count as it.
-
-        Tokens that the codec decoded before have no errors when they are encoded again, and other tokens would seem large beside them.
-        """
-        return 0.0
-
-    def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return an estimate, computed from stored streams, that is proportional to each token's error: float32 ``[batch, kv_head,
-        token]``.
-
-        Only codecs with a nonzero ``error_spread`` implement it.
-        """
-        raise NotImplementedError(self.id)
-
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the smallest root mean square of a token that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
 
@@ -320,18 +289,18 @@ class Codec(EntryStreams, ABC):
         return frozenset()
 
     @property
-    def family(self) -> Codec:
+    @abstractmethod
+    def family(self) -> PlainCodec:
         """The codec without its sidecars."""
-        return self
 
     @property
     def without_raw_positions(self) -> Codec:
         """The codec without its sidecar ``raw_positions``."""
         return self
 
-    def with_family(self, family: Codec) -> Codec:
+    @abstractmethod
+    def with_family(self, family: PlainCodec) -> Codec:
         """Return ``family`` combined with this codec's sidecars."""
-        return family
 
     @cached_property
     def rotation(self) -> Rotation:
@@ -349,19 +318,9 @@ class Codec(EntryStreams, ABC):
         return 1
 
     @property
-    def fixed_heads(self) -> int | None:
-        """The only number of heads that the codec accepts, or None if it accepts any."""
-        return None
-
-    @property
     def keys_only(self) -> bool:
         """True if the codec encodes keys but not values."""
         return False
-
-    @property
-    def run_values(self) -> int:
-        """Values per head that decoding converts at once from streams with one row per run. Readers with a memory limit count them."""
-        return 0
 
     @abstractmethod
     def packings(self) -> dict[str, Columns]:
@@ -479,21 +438,21 @@ class Codec(EntryStreams, ABC):
     @cached_property
     def summary(self) -> CodecSummary:
         """Cached properties that headers and encoders read for every layer: files have thousands of layers but few codecs."""
-        layouts = self.row_layouts
+        layouts, family = self.row_layouts, self.family
         return CodecSummary(
             self.features,
             self.bases_needed,
             self.token_group,
-            self.fixed_heads,
+            family.fixed_heads,
             tuple(name for name, layout in layouts.items() if layout.per == "entry"),
             any(layout.per == "run" for layout in layouts.values()),
             self.keys_only,
             self.exact_dtype,
-            self.shared_scales,
+            family.shared_scales,
             self.changes_norms,
             self.error_spread,
-            self.direction_spread,
-            self.min_error,
+            family.direction_spread,
+            family.min_error,
         )
 
     @cached_property
@@ -623,6 +582,58 @@ class Codec(EntryStreams, ABC):
     @abstractmethod
     def params(self) -> dict[str, Any]:
         """Return the codec's map in a header: ``id``, its parameters, then its sidecars."""
+
+
+class PlainCodec(Codec):
+    """Interface of codecs without sidecars: the properties that sidecars do not change."""
+
+    @property
+    def family(self) -> PlainCodec:
+        return self
+
+    def with_family(self, family: PlainCodec) -> PlainCodec:
+        return family
+
+    @property
+    def fixed_heads(self) -> int | None:
+        """The only number of heads that the codec accepts, or None if it accepts any."""
+        return None
+
+    @property
+    def run_values(self) -> int:
+        """Values per head that decoding converts at once from streams with one row per run. Readers with a memory limit count them."""
+        return 0
+
+    @property
+    def shared_scales(self) -> frozenset[str]:
+        """Kinds of scales, proportional to norms, that heads or tokens share: a subset of ``head_norms.HEADS`` and ``head_norms.TOKENS``.
+        """
+        return frozenset()
+
+    @property
+    def direction_spread(self) -> float:
+        """Largest ratio of a token's error, relative to its norm in the coded frame, to the usual one among ordinary tokens.
+
+        0 for codecs whose errors depend on the sizes of values. Those of the others depend on directions, and no stream shows them, so
+        encoders measure them.
+        """
+        return 0.0
+
+    @property
+    def min_error(self) -> float:
+        """Usual error of a token relative to its norm in the coded frame, for codecs with a ``direction_spread``; smaller ones count as it.
+
+        Tokens that the codec decoded before have no errors when they are encoded again, and other tokens would seem large beside them.
+        """
+        return 0.0
+
+    def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return an estimate, computed from stored streams, that is proportional to each token's error: float32 ``[batch, kv_head,
+        token]``.
+
+        Only codecs with a nonzero ``error_spread`` implement it.
+        """
+        raise NotImplementedError(self.id)
 
 
 def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:

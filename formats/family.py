@@ -7,7 +7,7 @@ from abc import abstractmethod
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import Codec, Fields, check_choice, check_range
+from .base import Codec, Fields, PlainCodec, check_choice, check_range
 from .errors import InvalidParameter
 from .norm_rule import error_spread, usual_error
 from .tables import MAX_CACHED_TABLES
@@ -37,7 +37,7 @@ def one_of(known: Iterable[Any]) -> dict[str, Any]:
 SEED = in_range(0, 2**64 - 1)
 
 
-class CodecFamily(Codec):
+class CodecFamily(PlainCodec):
     """Base class of the codecs that recipes and headers name by ``id``.
 
     Every subclass is a frozen dataclass whose first field is ``dim``. Its fields are the parameters that the header stores, so equality,

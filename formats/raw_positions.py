@@ -92,9 +92,10 @@ class RawPositions(WholeTokens):
             norms = torch.cat([none, *(norms_per_head(block) for block in run.blocks())], 2)
 
         chosen = self.choose(norms, run.position, before is not None)
-        if codec.shared_scales and self.high_norm:
+        shared = codec.family.shared_scales
+        if shared and self.high_norm:
             rest = _replace_in_run(run, chosen, codec.token_group) if codec.changes_norms else run
-            chosen = add_poorly_fitting(chosen, measure_fit_errors(codec.coded_norms(rest, before), codec.shared_scales))
+            chosen = add_poorly_fitting(chosen, measure_fit_errors(codec.coded_norms(rest, before), shared))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:

@@ -20,7 +20,7 @@ from .sidecar import FramePart, PageVector, ResidualSketch, Sidecar, ValueMap, W
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .base import Layout, PayloadRule, RunRule, Unpacker
+    from .base import Layout, PayloadRule, PlainCodec, RunRule, Unpacker
     from .rotation import Rotation
     from .sidecar import RunStep
     from .value_blocks import Array
@@ -45,7 +45,7 @@ class CodecWithSidecars(Codec):
     id: ClassVar[str] = ""
 
     dim: int = field(init=False)
-    codec: Codec
+    codec: PlainCodec
     sidecars: tuple[Sidecar, ...]
 
     def __post_init__(self) -> None:
@@ -116,10 +116,6 @@ class CodecWithSidecars(Codec):
         return self.codec.bases_needed.union(*(sidecar.bases_needed for sidecar in self.sidecars))
 
     @property
-    def shared_scales(self) -> frozenset[str]:
-        return self.codec.shared_scales
-
-    @property
     def changes_norms(self) -> bool:
         return bool(self.value_maps or self.page_vectors or self.frame_parts)
 
@@ -132,25 +128,14 @@ class CodecWithSidecars(Codec):
         # Large chunks are stored separately, so the remaining sizes are ordinary.
         return 0.0 if self.frame_parts else self.codec.error_spread
 
-    @property
-    def direction_spread(self) -> float:
-        return self.codec.direction_spread
-
-    @property
-    def min_error(self) -> float:
-        return self.codec.min_error
-
-    def error_sizes(self, streams: Streams) -> torch.Tensor:
-        return self.codec.error_sizes(streams)
-
     def min_sizes(self, streams: Streams) -> torch.Tensor | None:
         return None if self.changes_norms else self.codec.min_sizes(streams)
 
     @property
-    def family(self) -> Codec:
+    def family(self) -> PlainCodec:
         return self.codec
 
-    def with_family(self, family: Codec) -> Codec:
+    def with_family(self, family: PlainCodec) -> CodecWithSidecars:
         return replace(self, codec=family)
 
     def with_sidecar(self, sidecar: Sidecar) -> CodecWithSidecars:
@@ -167,16 +152,8 @@ class CodecWithSidecars(Codec):
         return max([self.codec.token_group, *(vector.page_tokens for vector in self.page_vectors)])
 
     @property
-    def fixed_heads(self) -> int | None:
-        return self.codec.fixed_heads
-
-    @property
     def keys_only(self) -> bool:
         return any(sidecar.keys_only for sidecar in self.sidecars)
-
-    @property
-    def run_values(self) -> int:
-        return self.codec.run_values
 
     def token_count(self, streams: Streams) -> int:
         return self.codec.token_count(streams)

@@ -99,8 +99,7 @@ class Frame(NamedTuple):
         balanced = self.page.codec.folded_frame
         if balanced is None:
             return None
-        family, others = (self.codec.codec, self.codec.sidecars) if isinstance(self.codec, CodecWithSidecars) else (self.codec, ())
-        return CodecWithSidecars(family, (balanced, *others))
+        return CodecWithSidecars(self.codec.family, (balanced, *self.codec.sidecars))
 
     def matches(self, other: Frame) -> bool:
         """Return True if queries and sums need the same matrices for both frames, even if their pages differ."""
@@ -194,7 +193,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
             outliers = {**entries, tiles_outliers.COLUMNS: tiles_outliers.column_stream(tiles, str(page.streams[OUTLIERS].device))}
     if not outliers:
         sidecars = tuple(sidecar for sidecar in sidecars if type(sidecar) is not Outliers)
-    codec = CodecWithSidecars(segment.codec, sidecars) if sidecars else segment.codec
+    codec = CodecWithSidecars(segment.codec.family, sidecars) if sidecars else segment.codec
     return segment._replace(codec=codec, streams={**segment.streams, **outliers})
 
 

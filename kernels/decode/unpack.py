@@ -20,7 +20,6 @@ from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
-from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.bitpack.columns import check_shape
 from kvpack.kernels.tables import shared_table
@@ -114,8 +113,7 @@ def prepare(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor) -> Pr
 
 def _codec_without_scales(codec: Codec) -> Codec:
     """Return ``codec`` without its channel scales if these are its only sidecar; otherwise return ``codec``."""
-    only_scales = isinstance(codec, CodecWithSidecars) and len(codec.sidecars) == 1 and isinstance(codec.sidecars[0], ChannelScale)
-    return codec.codec if isinstance(codec, CodecWithSidecars) and only_scales else codec
+    return codec.family if [*map(type, codec.sidecars)] == [ChannelScale] else codec
 
 
 def _page_scales(packed: Sequence[PackedPart], shape: tuple[int, ...], channels: int) -> torch.Tensor:

@@ -118,12 +118,10 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
     from kvpack.kernels import codecs
     from kvpack.kernels.bitpack import rules
 
-    if isinstance(codec, CodecWithSidecars):
-        # A sketch has too many signs to copy to the host.
-        if codec.sketches:
-            return False
-        codec = codec.codec
-    return codecs.codec_kernels(codec).has_rules(codec) and rules.stream_rules(codec) is not None
+    # A sketch has too many signs to copy to the host.
+    if isinstance(codec, CodecWithSidecars) and codec.sketches:
+        return False
+    return codecs.codec_kernels(codec.family).has_rules(codec.family) and rules.stream_rules(codec.family) is not None
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
@@ -137,9 +135,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
         return lambda: None
     from kvpack.kernels.bitpack import rules
 
-    wrong_sides = rules.find_invalid_sides(
-        [(codec.codec if isinstance(codec, CodecWithSidecars) else codec, streams) for codec, streams, _, _ in sides]
-    )
+    wrong_sides = rules.find_invalid_sides([(codec.family, streams) for codec, streams, _, _ in sides])
     sidecar_streams = [
         (number, name)
         for number, (codec, *_) in enumerate(sides)
@@ -325,7 +321,7 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
         has_large = c_encode.has_large_error(codec, streams, ratio)
         if has_large is not None:
             return has_large
-    return head_norms.has_large_size(codec.error_sizes(streams), ratio)
+    return head_norms.has_large_size(codec.family.error_sizes(streams), ratio)
 
 
 def _runs_c() -> bool:

@@ -310,7 +310,7 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
     """
     codec, kept = run.codec, run.kept
     spread = codec.summary.error_spread
-    sizes = codec.error_sizes(run.streams) if spread else run.sizes.norms
+    sizes = codec.family.error_sizes(run.streams) if spread else run.sizes.norms
     if sizes is None:
         return None
     # Raw tokens were replaced by small values, so they cannot hide others.

@@ -78,7 +78,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 def _values_at_once(header: Header, side: SideEntry) -> int:
     """Return the number of values per head that are decoded together: a token group, and the rows that a run stores once."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
-    return codec.dim * min(codec.token_group, longest) + (codec.run_values if longest else 0)
+    return codec.dim * min(codec.token_group, longest) + (codec.family.run_values if longest else 0)
 
 
 def _front_bytes(json_bytes: int, header_bytes: int) -> int:

@@ -25,7 +25,6 @@ from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, put_slots, store_in_slots
-from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
@@ -45,10 +44,9 @@ MAX_BYTES = 64 << 20
 
 def supports(codec: Codec) -> bool:
     """Return True if a codec can be decoded on a device safely: no stored bits, however damaged, can make it read outside a table."""
-    sidecars = codec.sidecars if isinstance(codec, CodecWithSidecars) else ()
     if isinstance(codec, Opaque):
         return False
-    return all(isinstance(sidecar, Balanced | ChannelScale | KeyMean | RawPositions) for sidecar in sidecars) and all(
+    return all(isinstance(sidecar, Balanced | ChannelScale | KeyMean | RawPositions) for sidecar in codec.sidecars) and all(
         packing.binary for packing in codec.packings().values()
     )
 
@@ -119,7 +117,7 @@ def suspect_pages(
     if lane.may_lose_precision:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
-            sizes = codec.error_sizes(streams)
+            sizes = codec.family.error_sizes(streams)
             found.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
         if (least := codec.min_sizes(streams)) is not None:
             found.append(norms() < least * math.sqrt(codec.dim))

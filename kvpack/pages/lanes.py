@@ -81,7 +81,7 @@ class Lane:
         """The rule that finds the tokens to keep raw, even if the page has no room for them; None if none are to be kept raw."""
         # A token with a large norm shifts its page's mean.
         has_means = isinstance(self.plain_codec, CodecWithSidecars) and self.plain_codec.page_vectors
-        if self.raw is not None or not (self.plain_codec.shared_scales or has_means):
+        if self.raw is not None or not (self.plain_codec.summary.shared_scales or has_means):
             return self.raw
         return RawPositions(self.codec.dim, "bf16", high_norm=MANY_RATIO)
 
@@ -100,7 +100,7 @@ class Lane:
 
         Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem large, so they have none.
         """
-        return self.plain_codec.shared_scales - (frozenset() if self.slots else {TOKENS})
+        return self.plain_codec.summary.shared_scales - (frozenset() if self.slots else {TOKENS})
 
     @cached_property
     def may_lose_precision(self) -> bool:

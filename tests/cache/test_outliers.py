@@ -491,7 +491,7 @@ def test_c_finds_large_scales_as_pytorch_does(recipe: str, dim: int, tokens: int
             side = kvpack.pack([(v, v)], recipe)[0].v
         assert side is not None
         codec, streams = side.codec, side.runs[0].streams
-        expected = head_norms.has_large_size(codec.error_sizes(streams), codec.error_spread)
+        expected = head_norms.has_large_size(codec.family.error_sizes(streams), codec.error_spread)
         for level in range(len(library.levels())):
             assert encode.has_large_error(codec, streams, codec.error_spread, level) == expected
         found.append(expected)

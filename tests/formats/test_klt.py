@@ -119,8 +119,8 @@ def test_heads_get_the_bits_that_they_are_worth() -> None:
     assert sum(widths[:4]) > 2 * sum(widths[4:])
     assert [len(basis.widths(2.0)[0, "k"]), len(widths)] == [2, 8]
     codec = kvpack.Recipe("klt-2", basis).codec(0, 1, "k", 32)
-    assert (codec.fixed_heads, codec.nominal_bits) == (2, sum(widths) / 8)
-    assert kvpack.Recipe("kv=klt", basis).codec(0, 1, "k", 32).fixed_heads is None
+    assert (codec.family.fixed_heads, codec.nominal_bits) == (2, sum(widths) / 8)
+    assert kvpack.Recipe("kv=klt", basis).codec(0, 1, "k", 32).family.fixed_heads is None
 
 
 def test_the_worked_example() -> None:

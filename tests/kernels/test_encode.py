@@ -183,7 +183,7 @@ def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dt
         else:
             torch.testing.assert_close(streams[name], stream, rtol=2e-3 if stream.dtype == torch.float16 else 1e-5, atol=1e-6)
     assert squared_error(codec, x, streams) == pytest.approx(squared_error(codec, x, expected), rel=DISTORTION)
-    if codec.direction_spread:
+    if codec.summary.direction_spread:
         errors = torch.full(x.shape[:3], torch.nan, device=DEVICE)
         measured = encoded(codec, x, errors)
         assert measured is not None

@@ -235,7 +235,7 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
 def encoded(codec: Codec, x: torch.Tensor) -> None:
     # Windows of a trellis, memory as it was, are not entries of its table.
     with contextlib.suppress(IndexError):
-        encode.encode(codec, x, errors=torch.empty(x.shape[:3]) if codec.direction_spread else None)
+        encode.encode(codec, x, errors=torch.empty(x.shape[:3]) if codec.summary.direction_spread else None)
 
 
 def check(side: Side) -> None:

@@ -51,11 +51,11 @@ def check_sidecars(
         stored, of_raw = x.to(_DTYPES[by_position.dtype]).to(torch.float32), raw[..., None].expand_as(x)
         assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))
         chosen = by_position.choose(norms_per_head(x))
-        if codec.shared_scales and by_position.high_norm:
+        if codec.summary.shared_scales and by_position.high_norm:
             token, sequence = chosen.T.nonzero().unbind(1)
             rest = replace_tokens(x, token, sequence, chosen, codec.token_group)
             norms = codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([rest if codec.changes_norms else x])), None)
-            chosen = add_poorly_fitting(chosen, measure_fit_errors(norms, codec.shared_scales))
+            chosen = add_poorly_fitting(chosen, measure_fit_errors(norms, codec.summary.shared_scales))
         assert torch.equal(raw[:, 0], chosen)
         rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
     if not codec.codec.supports_all_sidecars:

@@ -271,11 +271,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Return True if a stream with an odd number of 16-bit values per token may end inside an aligned 4-byte word."""
+    """Return True if a stream whose rows are not whole 4-byte words may end inside an aligned word."""
     for stream in tiles.streams:
-        if stream.bits == 16 and stream.row % 2:
+        if stream.tokens == 1 and stream.row * stream.bits % 32:
             tensor = segment.streams[stream.name]
-            if (tensor.data_ptr() + 2 * tensor.shape[2]) % 4 or any(step % 2 for step in tensor.stride()[:2]):
+            size = tensor.element_size()
+            if (tensor.data_ptr() + size * tensor.stride(2) * tensor.shape[2]) % 4 or any(size * step % 4 for step in tensor.stride()[:2]):
                 return True
     return False
 

@@ -38,18 +38,20 @@ def load_factor(
 ) -> tl.tuple:
     """Load one ``BITS``-bit factor per token, ``[warp, token]``, for ``read_factor``.
 
-    With ``FAST``, a binary16 factor is loaded as the aligned 32-bit word that contains it, and the bit at which it begins, because Triton
-    only prefetches 32-bit loads. An unmasked tile never ends at a stream's end inside such a word (``attend.plan``).
+    With ``FAST``, a factor of 8 or 16 bits is loaded as the aligned 32-bit word that contains it, and the bit at which it begins, because
+    Triton only prefetches 32-bit loads. An unmasked tile never ends at a stream's end inside such a word (``attend.plan``).
     """
-    if BITS == 16 and FAST:
+    if BITS < 32 and FAST:
         if MASKED:
-            # The word that contains the last half may end past the stream.
+            # The word that contains the last factor may end past the stream.
             loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED).to(tl.int32), tl.zeros(token.shape, tl.int32))
         else:
+            BYTES: tl.constexpr = BITS // 8
             address = pointer.to(tl.int64)
-            half = (first * 2 + (address & 2)).to(tl.int64) // 2 + token
-            word = tl.load((address - (address & 2)).to(tl.pointer_type(tl.int32)) + half // 2)
-            loaded = (word, ((half & 1) * 16).to(tl.int32))
+            before = address & 3
+            byte = before + first.to(tl.int64) * BYTES + token * BYTES
+            word = tl.load((address - before).to(tl.pointer_type(tl.int32)) + (byte >> 2))
+            loaded = (word, ((byte & 3) * 8).to(tl.int32))
     else:
         loaded = (load_per_token(pointer, first, token, valid, 1, 0, MASKED),)
     return loaded
@@ -58,15 +60,16 @@ def load_factor(
 @triton.jit
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Convert the factors that ``load_factor`` stored at index ``AT`` of ``loaded`` to float32 ``[warp, token]``."""
-    if BITS == 16 and FAST:
-        value = (loaded[AT] >> loaded[AT + 1]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif BITS == 16:
-        value = loaded[AT].to(tl.float16, bitcast=True).to(tl.float32)
+    bits = loaded[AT]
+    if BITS < 32 and FAST:
+        bits = bits >> loaded[AT + 1]
+    if BITS == 16:
+        value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 8:
-        code = loaded[AT].to(tl.int32) & 0xFF
+        code = bits.to(tl.int32) & 0xFF
         value = tl.where(code == 0, 0.0, tl.exp2((code - 1).to(tl.float32) / LOG8_STEPS + LOG8_OCTAVE))
     else:
-        value = loaded[AT].to(tl.float32, bitcast=True)
+        value = bits.to(tl.float32, bitcast=True)
     return value
 
 
@@ -94,7 +97,7 @@ def load_factors(
 def read_factors(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, DUAL: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Convert the factors loaded by ``load_factors`` to float32 ``[warp, token]``; a pair for dual tiles."""
     if DUAL:
-        value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS == 16 and FAST else 1), BITS, FAST)
+        value = read_factor(loaded, AT, BITS, FAST), read_factor(loaded, AT + (2 if BITS < 32 and FAST else 1), BITS, FAST)
     else:
         value = read_factor(loaded, AT, BITS, FAST)
     return value

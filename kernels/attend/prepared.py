@@ -137,13 +137,13 @@ class PreparedCall:
         self._sums = scratch.allocate(rows * parts * self._columns)
         self._k_frames = list(dict.fromkeys(launch.k for launch in launches))
         # The buffers of plain frames are adjacent: one launch rotates the query into all of them.
-        self._mapped_frames = [frame for frame in self._k_frames if frame.query_codec is None]
-        frames = (*self._plain_frames(), *self._mapped_frames)
+        unfolded = [frame for frame in self._k_frames if frame.query_codec is None]
+        self._factors = {frame: factors for frame in unfolded if (factors := frame.channel_factors) is not None}
+        self._mapped_frames = [frame for frame in unfolded if frame not in self._factors]
+        frames = (*self._plain_frames(), *unfolded)
         self._rotated_offsets = {frame: scratch.allocate(rows * len(frame_columns.columns(frame.codec, dual))) for frame in frames}
         # Rotations preserve a query's norm, but value transforms change it, so their frames have their own scales.
-        self._scales = dict.fromkeys(self._plain_frames(), scratch.allocate(rows)) | {
-            frame: scratch.allocate(rows) for frame in self._mapped_frames
-        }
+        self._scales = dict.fromkeys(self._plain_frames(), scratch.allocate(rows)) | {frame: scratch.allocate(rows) for frame in unfolded}
         self._v_frames: dict[Frame, tuple[int, int]] = {}
         stop = 0
         for launch in launches:
@@ -261,9 +261,12 @@ class PreparedCall:
 
     def _prepare_rotations(self) -> list[_LaunchTensors]:
         """Return one launch for all plain key frames, and one for each frame whose page transforms its values."""
-        plain = [(QUERY, self._plain_frames())] if self._plain_frames() else []
+        queries = [(QUERY, self._plain_frames())] if self._plain_frames() else []
+        queries += [(QUERY, [frame]) for frame in self._factors]
+        queries += [(MAPPED + index, [frame]) for index, frame in enumerate(self._mapped_frames)]
         result: list[_LaunchTensors] = []
-        for query, frames in (*plain, *((MAPPED + index, [frame]) for index, frame in enumerate(self._mapped_frames))):
+        for query, frames in queries:
+            factors = self._factors.get(frames[0])
             codecs = tuple((frame.query_codec or frame.codec, frame_columns.columns(frame.codec, self._dual)) for frame in frames)
             matrix, blocks = frame_columns.query_matrix(codecs, str(self._device))
             shape, options = self.shape, self.options
@@ -276,12 +279,13 @@ class PreparedCall:
                 (score_factor, shape.rows, shape.padded, shape.sequences, matrix.shape[2], matrix.shape[0]),
                 {
                     "DIM": shape.dim, "BLOCK_DIM": rotation.query_block_dim(shape.dim), "ROWS": rows,
-                    "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "DEPENDENT": self._dependent, "EARLY": self.launches[0].balanced,
+                    "BLOCK_COLUMNS": frame_columns.BLOCK_COLUMNS, "SCALED": factors is not None, "DEPENDENT": self._dependent,
+                    "EARLY": self.launches[0].balanced,
                 },
                 self._overlap,
             )  # fmt: skip
             rotated, scales = (SCRATCH, self._rotated_offsets[frames[0]]), (SCRATCH, self._scales[frames[0]])
-            result.append((launch, [rotated, scales, (query, 0), (matrix, 0), (blocks, 0)]))
+            result.append((launch, [rotated, scales, (query, 0), (matrix, 0), (blocks, 0), (blocks if factors is None else factors, 0)]))
         return result
 
     def _prepare_means(self) -> list[_LaunchTensors]:

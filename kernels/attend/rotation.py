@@ -29,6 +29,7 @@ def rotate_queries(
     q: tl.tensor,
     matrix: tl.tensor,
     blocks: tl.tensor,
+    factors: tl.tensor,
     score_factor: tl.tensor,
     rows: tl.tensor,
     padded: tl.tensor,
@@ -39,6 +40,7 @@ def rotate_queries(
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -46,7 +48,7 @@ def rotate_queries(
 
     A sequence is one batch entry and one KV head. ``rotated`` receives float32 ``[sequence, column, padded row]`` per frame, one frame
     after another: unit queries, padded with zero rows to ``padded``. ``scales`` receives float32 ``[sequence, padded row]``: the queries'
-    norms times ``score_factor``.
+    norms times ``score_factor``. With ``SCALED``, queries are first multiplied by ``factors``, float32 ``[sequence, DIM]``.
 
     A program processes ``ROWS`` padded rows, of one sequence if there are several matrices. With ``EARLY``, the next kernel may begin while
     this one runs.
@@ -64,14 +66,18 @@ def rotate_queries(
     # depend on ``blocks``.
     matrix_column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     weights = load_matrix_columns(matrix, matrix_column, matrix_columns, DIM, BLOCK_DIM)
+    channel = tl.arange(0, BLOCK_DIM)
+    mask = (channel < DIM)[:, None] & ((row < rows) & (sequence < sequences))[None, :]
+    if SCALED:
+        factor = tl.load(factors + sequence[None, :] * DIM + channel[:, None], mask, 0.0)
     if DEPENDENT:
         # Do not release the attention kernel before this one ends: fp8 at shape B took 76.8 us with a release here, and 71.7 us without.
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    channel = tl.arange(0, BLOCK_DIM)
-    mask = (channel < DIM)[:, None] & ((row < rows) & (sequence < sequences))[None, :]
     values = tl.load(q + (sequence * rows + row)[None, :] * DIM + channel[:, None], mask, 0.0).to(tl.float32)
+    if SCALED:
+        values = values * factor
     # Divide by the largest value first, so that squares neither overflow nor underflow.
     largest = tl.maximum(tl.max(tl.abs(values), 0), 1.1754943508222875e-38)
     values = values / largest[None, :]

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvpack.formats import channel_scale
+from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.group import Group
 from kvpack.formats.klt import Klt
 from kvpack.formats.minifloat import Minifloat
@@ -100,6 +102,16 @@ class Frame(NamedTuple):
         if balanced is None:
             return None
         return CodecWithSidecars(self.codec.family, (balanced, *self.codec.sidecars))
+
+    @property
+    def channel_factors(self) -> torch.Tensor | None:
+        """The page's channel scales, float32 ``[batch, kv_head, 1, dim]``, if queries need only these and a cached matrix; else None."""
+        if self.page is None:
+            return None
+        assert isinstance(self.page.codec, CodecWithSidecars)
+        if [type(value_map) for value_map in self.page.codec.value_maps] != [ChannelScale]:
+            return None
+        return channel_scale.factors(self.page.streams).contiguous()
 
     def matches(self, other: Frame) -> bool:
         """Return True if queries and sums need the same matrices for both frames, even if their pages differ."""

@@ -299,11 +299,18 @@ def test_patches_fit_beside_tables() -> None:
 @pytest.mark.kernels
 def test_pages_of_channel_scales_beside_a_raw_tail() -> None:
     """Queries have another length in each frame: one page scales its channels by 8, one by 1/4, and the tail by nothing."""
+    from kvpack.kernels.attend import attention
+    from kvpack.kernels.attend.prepared import Options
+
     (codec, v_codec) = codecs("scalar:b=3", "scalar:b=4", (64, 64))
     scaled = kvpack.Recipe("k=scalar:b=3,channel_scale=fp16;v=raw").codec(0, 1, "k", 64)
-    plain = random_side(codec, 2, (64, 32), 9, 1)
+    plain = random_side(codec, 2, (64, 32), 9, 1, batch=2)
+    shares = torch.rand(2, 2, 1, 64, generator=torch.Generator().manual_seed(3)) + 0.5
     pages = tuple(
-        PackedRun(scaled, page.tokens, {**page.streams, STREAM: torch.full((1, 2, 1, 64), factor, dtype=torch.float16)})
+        PackedRun(scaled, page.tokens, {**page.streams, STREAM: (factor * shares).to(torch.float16)})
         for page, factor in zip(plain.runs, (8.0, 0.25), strict=True)
     )
-    check(Layer(Side(scaled, pages, plain.tail), random_side(v_codec, 2, (64, 32), 9, 2)), 4, q_len=3)
+    layer = Layer(Side(scaled, pages, plain.tail), random_side(v_codec, 2, (64, 32), 9, 2, batch=2))
+    check(layer, 4, q_len=3)
+    # Kernels multiply the query by the factors, so that a CUDA graph may hold the whole call.
+    assert attention.prepare(torch.randn(2, 4, 1, 64), layer, Options(0.125)).runs_only_kernels

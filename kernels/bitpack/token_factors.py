@@ -8,6 +8,8 @@ Factors are loaded with the rows of a tile, and then converted to float32 ``[war
 
 from __future__ import annotations
 
+import struct
+
 import triton
 from triton import language as tl
 
@@ -21,6 +23,23 @@ FACTOR_BITS = {norm: 8 * DTYPE_BYTES[dtype] for norm, dtype in TOKEN_NORMS.items
 """Number of bits of a stored norm, by the codec's norm format."""
 
 LOG8_STEPS, LOG8_OCTAVE = tl.constexpr(STEPS_PER_OCTAVE), tl.constexpr(MIN_LOG2)
+
+
+def _ptx_float(value: float) -> str:
+    return f"0f{struct.pack('>f', value).hex()}"
+
+
+_LOG8_PTX = tl.constexpr(
+    f"""{{ .reg .b32 code; .reg .f32 log; .reg .pred zero;
+        shr.u32 code, $1, $2; lop3.b32 code, code, 0xFF, 0x4B000000, 0xEA; setp.eq.u32 zero, code, 0x4B000000; mov.b32 log, code;
+        fma.rn.f32 log, log, {_ptx_float(1 / STEPS_PER_OCTAVE)}, {_ptx_float(MIN_LOG2 - (2**23 + 1) / STEPS_PER_OCTAVE)};
+        ex2.approx.ftz.f32 log, log; selp.f32 $0, {_ptx_float(0.0)}, log, zero; }}"""
+)
+"""PTX that decodes a byte of a word as the logarithm of a norm.
+
+The bits of 2^23 turn a code into the float 2^23 + code. From the same steps in Triton, the compiler decodes norms in another layout than
+that of scores, and converts them through shared memory.
+"""
 
 LARGEST_FACTOR = tl.constexpr(2.0**127)
 """Maximum magnitude of a factor."""
@@ -61,9 +80,11 @@ def load_factor(
 def read_factor(loaded: tl.tuple, AT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Convert the factors that ``load_factor`` stored at index ``AT`` of ``loaded`` to float32 ``[warp, token]``."""
     bits = loaded[AT]
-    if BITS < 32 and FAST:
+    if BITS == 16 and FAST:
         bits = bits >> loaded[AT + 1]
-    if BITS == 16:
+    if BITS == 8 and FAST:
+        value = tl.inline_asm_elementwise(_LOG8_PTX, "=f,r,r", [bits, loaded[AT + 1]], dtype=tl.float32, is_pure=True, pack=1)
+    elif BITS == 16:
         value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif BITS == 8:
         code = bits.to(tl.int32) & 0xFF

@@ -22,12 +22,11 @@ from .prepared import UNLIMITED, Options, PreparedCall, QueryShape
 if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer
 
-    from .means import Means
     from .plan import Launch
 
 
 CAPACITY_STEP = 8
-"""Granularity of the capacity of work tables and means tables, in rows, so that not every new page changes the launches."""
+"""Granularity of the capacity of work tables, in rows, so that not every new page changes the launches."""
 
 
 class GrowingCall:
@@ -68,8 +67,6 @@ class GrowingCall:
             return True
         for new, old in zip(launches, self._launches, strict=True):
             old.work.copy_(_pad_work(new.work, old.work.shape[0]))
-            if old.means is not None and new.means is not None:
-                old.means.table.copy_(new.means.padded(old.means.table.shape[0]).table)
         self._keep_alive = [launch.keep_alive for launch in launches]
         return False
 
@@ -86,10 +83,7 @@ class GrowingCall:
 
     def _prepare(self, launches: list[Launch]) -> None:
         device = launches[0].tables[0].device
-        self._launches = [
-            replace(launch, work=_pad_work(launch.work, _work_capacity(launch)).to(device), means=_pad_means(launch.means, device))
-            for launch in launches
-        ]
+        self._launches = [replace(launch, work=_pad_work(launch.work, _work_capacity(launch)).to(device)) for launch in launches]
         self._keep_alive = [launch.keep_alive for launch in launches]
         has_window = self._options.sliding_window is not None
         masked = [launch.has_tail or has_window for launch in launches]
@@ -111,19 +105,9 @@ def _work_capacity(launch: Launch) -> int:
     return -(-rows // CAPACITY_STEP) * CAPACITY_STEP
 
 
-def _pad_means(means: Means | None, device: torch.device) -> Means | None:
-    """Move ``means`` to the device, padded with room for the means of later pages."""
-    if means is None:
-        return None
-    padded = means.padded(-(-means.table.shape[0] // CAPACITY_STEP) * CAPACITY_STEP)
-    return padded._replace(table=padded.table.to(device))
-
-
 def _has_room(old: Launch, new: Launch) -> bool:
-    """Return True if the tables of ``old`` have room for those of ``new``."""
-    if old.means is None or new.means is None:
-        return old.means is new.means and new.work.shape[0] <= old.work.shape[0]
-    return new.work.shape[0] <= old.work.shape[0] and new.means.table.shape[0] <= old.means.table.shape[0]
+    """Return True if the work table and the products of ``old`` have room for those of ``new``."""
+    return new.work.shape[0] <= old.work.shape[0] and new.mean_pages <= old.mean_pages
 
 
 def _pad_work(work: torch.Tensor, items: int) -> torch.Tensor:

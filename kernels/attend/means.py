@@ -1,159 +1,84 @@
-"""Attention over pages with a mean key (sidecar key_mean): each query row is multiplied by a page's mean once for all its tokens."""
+"""Attention over pages with a mean key (sidecar key_mean): a program multiplies its query rows by the mean of each of its pages once."""
 
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy
 import torch
 import triton
 from triton import language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.key_mean import CODES, SCALE, KeyMean
-from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.tiles import addresses, frame_columns
-from kvpack.kernels.triton_internals import CachedLaunch
+from kvpack.kernels.tiles import frame_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvpack.formats.base import Codec
 
-    from .segments import SideSegment
-
-PAGES = 32
-"""Number of pages per program."""
-
-_TABLE_ROW = tl.constexpr(7)
-
-
-class Means(NamedTuple):
-    """The page means of one launch's keys; pages are numbered from 0, and each segment begins at a multiple of ``PAGES``.
-
-    ``pages`` counts pages, including padding. Each row of ``table``, int64 ``[block, 7]``, describes ``PAGES`` pages: how many exist, then
-    the address, batch stride and head stride, in bytes, of their codes and of their scales.
-    """
-
-    key_mean: KeyMean
-    table: torch.Tensor
-    pages: int
-
-    def padded(self, blocks: int) -> Means:
-        """Return a copy padded to ``blocks`` blocks; the added blocks have no pages."""
-        rows = torch.nn.functional.pad(self.table, (0, 0, 0, blocks - self.table.shape[0]))
-        return self._replace(table=rows, pages=blocks * PAGES)
-
-
-def collect_means(segments: Sequence[SideSegment], keep_alive: list[torch.Tensor]) -> tuple[Means, list[int]]:
-    """Return the ``Means`` of key segments, and the position of each segment's first token, counted from the start of page 0.
-
-    A segment may occur several times. Tensors whose addresses are used are appended to ``keep_alive``.
-    """
-    key_mean = segments[0].codec.sidecar(KeyMean)
-    assert key_mean is not None
-    streams = Stream(CODES, 8, key_mean.dim * key_mean.bits // 8, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens)
-    rows: list[list[int]] = []
-    first_tokens: dict[int, int] = {}
-    pages = 0
-    for segment in {id(part): part for part in segments}.values():
-        # A segment may begin anywhere in a page, and begins a new block.
-        offset = segment.start % key_mean.tokens
-        first_tokens[id(segment)] = pages * key_mean.tokens + offset
-        codes, codes_batch, codes_head, scales, *scales_strides = addresses.stream_addresses(segment.streams, streams, keep_alive)
-        count = -(-(offset + segment.tokens) // key_mean.tokens)
-        for first in range(0, count, PAGES):
-            code_entries = codes + first * streams[0].row, codes_batch, codes_head
-            rows.append([min(PAGES, count - first), *code_entries, scales + 2 * first, *scales_strides])
-        pages += -(-count // PAGES) * PAGES
-    return Means(key_mean, torch.from_numpy(numpy.array(rows, numpy.int64)), pages), [first_tokens[id(part)] for part in segments]
-
-
-def prepare_launch(
-    means: Means, codec: Codec, dual: bool, heads: int, sequences: int, padded: int, block: int, dependent: bool, early: bool
-) -> tuple[CachedLaunch, torch.Tensor]:
-    """Return the launch that multiplies query rows by page means, and its input tensor ``columns``.
-
-    There are ``sequences`` sequences of ``padded`` query rows, processed in blocks of ``block`` rows.
-    """
-    columns, count = _channel_columns(codec, dual, str(means.table.device))
-    key_mean = means.key_mean
-    launch = CachedLaunch(
-        page_products,
-        (means.table.shape[0], sequences, padded // block),
-        (heads, padded, means.pages),
-        {
-            "DIM": key_mean.dim, "BITS": key_mean.bits, "BLOCK_DIM": max(16, next_power_of_two(key_mean.dim * key_mean.bits // 8)),
-            "COLUMNS": count, "PAGES": PAGES, "ROWS": block, "DEPENDENT": dependent, "EARLY": early,
-        },
-        {"launch_pdl": True} if dependent else {},
-    )  # fmt: skip
-    return launch, columns
+PAGES = tl.constexpr(16)
+"""Number of pages that each warp of a program multiplies at once."""
 
 
 @lru_cache(maxsize=256)
-def _channel_columns(codec: Codec, dual: bool, device: str) -> tuple[torch.Tensor, int]:
-    """Return the column of each channel in the tiles of ``codec``'s loader, int32, and the total number of columns."""
-    channels = frame_columns.columns(codec, dual)
-    columns = {channel: column for column, channel in enumerate(channels) if channel >= 0}
-    return torch.tensor([columns[channel] for channel in range(codec.dim)], dtype=torch.int32, device=device), len(channels)
+def channel_columns(codec: Codec, dual: bool, device: str) -> torch.Tensor:
+    """Return the column of each channel in the tiles of ``codec``'s loader, int32."""
+    columns = {channel: column for column, channel in enumerate(frame_columns.columns(codec, dual)) if channel >= 0}
+    return torch.tensor([columns[channel] for channel in range(codec.dim)], dtype=torch.int32, device=device)
 
 
-@triton.jit(do_not_specialize=["heads", "padded", "pages"])
-def page_products(
+@triton.jit
+def multiply_pages(
     products: tl.tensor,
-    rotated: tl.tensor,
-    table: tl.tensor,
+    q: tl.tensor,
     columns: tl.tensor,
-    heads: tl.tensor,
+    streams: tl.tuple,
+    first: tl.tensor,
+    count: tl.tensor,
     padded: tl.tensor,
-    pages: tl.tensor,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PAGES: tl.constexpr,
+    MEANS: tl.constexpr,
     ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    EARLY: tl.constexpr,
+    WARPS: tl.constexpr,
 ) -> None:
-    """Write the products of ``ROWS`` query rows with the page means in one row of ``table``, float32 ``[sequence, page, row]``.
+    """Write the products of ``ROWS`` query rows with the means of ``count`` pages from page ``first`` on, float32 ``[page, row]``.
 
-    ``rotated`` is the output of ``rotation.rotate_queries``; ``columns`` contains the column of each channel.
+    ``q`` is float32 ``[column, padded row]``, and ``columns`` int32 the column of each channel. ``streams`` are the codes and the scales of
+    the means. A ``tl.debug_barrier`` must follow.
     """
-    BYTES: tl.constexpr = DIM * BITS // 8
-    entry = table + tl.program_id(0) * _TABLE_ROW
-    sequence = tl.program_id(1)
-    batch = (sequence // heads).to(tl.int64)
-    head = (sequence % heads).to(tl.int64)
-    page = tl.arange(0, PAGES)
-    valid = page < tl.load(entry)
-    codes = (tl.load(entry + 1) + batch * tl.load(entry + 2) + head * tl.load(entry + 3)).to(tl.pointer_type(tl.int8))
-    scales = (tl.load(entry + 4) + batch * tl.load(entry + 5) + head * tl.load(entry + 6)).to(tl.pointer_type(tl.float16))
-    byte = tl.arange(0, BLOCK_DIM)
-    code = tl.load(codes + page[:, None] * BYTES + byte[None, :], valid[:, None] & (byte < BYTES)[None, :], 0).to(tl.int32) & 0xFF
-    scale = tl.load(scales + page, valid, 0.0).to(tl.float32)
-    low_column = tl.load(columns + byte, byte < BYTES, 0)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    begin = rotated + sequence.to(tl.int64) * COLUMNS * padded + row
-    if DEPENDENT:
-        gdc_wait()
-        if EARLY:
-            gdc_launch_dependents()
+    BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
+    BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))
+    byte = tl.arange(0, BLOCK)
+    row = tl.arange(0, ROWS)[None, :]
     mask = (byte < BYTES)[:, None]
-    query = tl.load(begin[None, :] + low_column[:, None] * padded, mask, 0.0)
-    if BITS == 8:
-        product = tl.dot((code - 128).to(tl.float32), query, input_precision="tf32x3")
-    else:
+    low_column = tl.load(columns + byte, byte < BYTES, 0)[:, None]
+    low_query = _halves(tl.load(q + low_column * padded + row, mask, 0.0))
+    if MEANS.bits == 4:
         # A byte contains one channel of the first half and one of the second.
-        high_column = tl.load(columns + BYTES + byte, byte < BYTES, 0)
-        product = tl.dot(((code & 15) - 8).to(tl.float32), query, input_precision="tf32x3")
-        query = tl.load(begin[None, :] + high_column[:, None] * padded, mask, 0.0)
-        product = tl.dot(((code >> 4) - 8).to(tl.float32), query, product, input_precision="tf32x3")
-    # Missing pages count as zeros.
-    offset = (sequence.to(tl.int64) * pages + tl.program_id(0) * PAGES + page)[:, None] * padded + row[None, :]
-    tl.store(products + offset, product * scale[:, None])
+        high_column = tl.load(columns + BYTES + byte, byte < BYTES, 0)[:, None]
+        high_query = _halves(tl.load(q + high_column * padded + row, mask, 0.0))
+    for begin in tl.range(0, count, WARPS * PAGES, num_stages=1):
+        page = begin + tl.arange(0, WARPS * PAGES)
+        code = tl.load(streams[0] + (first + page)[:, None] * BYTES + byte[None, :], (page < count)[:, None] & (byte < BYTES)[None, :], 0)
+        scale = tl.load(streams[1].to(tl.pointer_type(tl.float16)) + first + page, page < count, 0.0).to(tl.float32)
+        product = tl.zeros((WARPS * PAGES, ROWS), tl.float32)
+        if MEANS.bits == 8:
+            product = _add_products(code.to(tl.int16) & 0xFF, 128, low_query, product)
+        else:
+            product = _add_products(code.to(tl.int16) & 15, 8, low_query, product)
+            product = _add_products(code.to(tl.int16) >> 4 & 15, 8, high_query, product)
+        tl.store(products + page[:, None] * ROWS + row, product * scale[:, None], (page < count)[:, None])
+
+
+@triton.jit
+def _halves(value: tl.tensor) -> tl.tuple:
+    """Return float32 ``value`` as the sum of two binary16 tensors."""
+    high = value.to(tl.float16)
+    return high, (value - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _add_products(codes: tl.tensor, ZERO: tl.constexpr, query: tl.tuple, products: tl.tensor) -> tl.tensor:
+    """Add the products of int16 ``codes`` ``[page, byte]``, minus ``ZERO``, and the ``_halves`` of a query to ``products``."""
+    # The last bits of binary16 numbers from 1024 to 2047 count in steps of 1.
+    exact = (codes | 0x6400).to(tl.float16, bitcast=True) - (1024 + ZERO)
+    return tl.dot(exact, query[0], tl.dot(exact, query[1], products))

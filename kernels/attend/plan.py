@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy
 import torch
 
+from kvpack.formats.columns import next_power_of_two
 from kvpack.kernels.loaders.tiles import NEIGHBORS
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
 from kvpack.kernels.tiles.addresses import describe_streams
@@ -24,14 +25,12 @@ from kvpack.kernels.tiles.shapes import LaunchShape, choose_shape, plan_patches,
 from kvpack.kernels.tiles.work import FIRST_ADDRESS, STREAM_INTEGERS
 
 from . import segments
-from .means import collect_means
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
     from kvpack.kernels.loaders.tiles import Tiles
     from kvpack.kernels.tiles.layers import Layer, Side
 
-    from .means import Means
     from .segments import Frame, Segment, SideSegment
 
 INTERPRETED_MULTIPROCESSORS = 2
@@ -68,15 +67,16 @@ class Launch:
     """A launch of ``split.attend_split`` over all segments with the same two codecs: its ``work`` table and compile-time constants.
 
     ``keep_alive`` contains the tensors whose addresses are in the work. The device runs ``programs`` programs at once per sequence and
-    block of rows. ``has_tail`` is True if some tokens are in a raw tail, ``tail_only`` if all are. ``balanced`` is True if programs spread
-    evenly over the multiprocessors, even while another kernel finishes on some of them.
+    block of rows. Each program needs room for products with the means of ``mean_pages`` pages. ``has_tail`` is True if some tokens are in a
+    raw tail, ``tail_only`` if all are. ``balanced`` is True if programs spread evenly over the multiprocessors, even while another kernel
+    finishes on some of them.
     """
 
     k: Frame
     v: Frame
     shape: LaunchShape
     work: torch.Tensor
-    means: Means | None
+    mean_pages: int
     tables: tuple[torch.Tensor, torch.Tensor]
     constants: dict[str, Any]
     keep_alive: tuple[torch.Tensor, ...]
@@ -175,21 +175,23 @@ def _launch(
         # Each program has one tile of raw tokens: there is nothing to load ahead.
         shape = shape._replace(stages=1)
     keep_alive: list[torch.Tensor] = []
-    means, whole_means, means_places = None, False, [0] * len(segments)
-    if k_tiles.means is not None:
-        means, means_places = collect_means([segment.k for segment in segments], keep_alive)
-    rows = build_work(segments, means_places, k_tiles, v_tiles, tile_tokens, programs, whole, keep_alive)
-    if means is not None:
-        span = shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
-        whole_means = means.key_mean.tokens % span == 0 and not ((rows[:, 3] + rows[:, 5]) % span).any()
+    rows = build_work(segments, k_tiles, v_tiles, tile_tokens, programs, whole, keep_alive)
     k_address = FIRST_ADDRESS.value
     v_address = k_address + STREAM_INTEGERS.value * len(k_tiles.streams)
+    means, mean_pages = k_tiles.means, 0
+    if means is not None:
+        span = shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
+        first_tokens = rows[:, 3] + rows[:, 5]
+        whole_means = means.tokens % span == 0 and not (first_tokens % span).any()
+        mean_pages = next_power_of_two(int((-(-(first_tokens % means.tokens + rows[:, 1]) // means.tokens)).max()))
+        streams = describe_streams(rows, means.streams, v_address + STREAM_INTEGERS.value * len(v_tiles.streams))
+        means = means._replace(streams=streams, whole=whole_means)
     # Load values after the scores if keys fill the registers (``LATE`` in ``split``).
     late = fast and shape.stages == 1 and v_tiles.tokens < k_tiles.tokens
     k_outliers, v_outliers, patches = plan_patches(k_tiles, v_tiles, shape, shared.nbytes)
-    k_streams, v_streams = describe_streams(rows, k_tiles, k_address), describe_streams(rows, v_tiles, v_address)
+    k_streams, v_streams = describe_streams(rows, k_tiles.streams, k_address), describe_streams(rows, v_tiles.streams, v_address)
     constants = {
-        "K": bind(k_tiles, table_offsets[0], k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), fast, whole_means),
+        "K": bind(k_tiles, table_offsets[0], k_outliers, k_streams, _has_whole_tiles(rows, 3, k_tiles, shape), fast, means),
         "V": bind(v_tiles, table_offsets[1], v_outliers, v_streams, _has_whole_tiles(rows, 4, v_tiles, shape), fast),
         "TABLES": shared,
         "PATCHES": patches if fast else 0,
@@ -206,9 +208,7 @@ def _launch(
     work = torch.from_numpy(rows)
     in_tail = [segment.k.page is None or segment.v.page is None for segment in segments]
     work = work if growing else work.to(device)
-    if means is not None and not growing:
-        means = means._replace(table=means.table.to(device))
-    return Launch(k, v, shape, work, means, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
+    return Launch(k, v, shape, work, mean_pages, tables, constants, tuple(keep_alive), programs, any(in_tail), all(in_tail), shape.balanced)
 
 
 def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
@@ -228,7 +228,6 @@ def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, 
 
 def build_work(
     segments: list[Segment],
-    mean_tokens: list[int],
     k_tiles: Tiles,
     v_tiles: Tiles,
     tile: int,
@@ -239,14 +238,19 @@ def build_work(
     """Return the work table of ``programs`` programs per sequence, int64 ``[item, column]`` (``work.load_work``).
 
     Tensors whose addresses it contains are appended to ``keep_alive``. A program processes its tokens in steps of ``tile``. Every query
-    sees all tokens of the range ``whole``. ``mean_tokens`` is the position of each segment's first token among the pages with means.
+    sees all tokens of the range ``whole``.
     """
     tokens = sum(segment.tokens for segment in segments)
     work: list[numpy.ndarray[Any, numpy.dtype[numpy.int64]]] = []
-    for segment, mean_token in zip(segments, mean_tokens, strict=True):
+    for segment in segments:
         cut_words = any(_cuts_words(side, tiles) for side, tiles in ((segment.k, k_tiles), (segment.v, v_tiles)))
         stream_addresses = addresses.stream_addresses(segment.k.streams, k_tiles.streams, keep_alive)
         stream_addresses += addresses.stream_addresses(segment.v.streams, v_tiles.streams, keep_alive)
+        mean_offset = 0
+        if k_tiles.means is not None:
+            # A segment may begin anywhere in a page.
+            mean_offset = segment.k.start % k_tiles.means.tokens
+            stream_addresses += addresses.stream_addresses(segment.k.streams, k_tiles.means.streams, keep_alive)
         # Programs in proportion to the segment's tokens, with equal numbers of tiles except for the cost of a masked last tile.
         tiles = -(-segment.tokens // tile)
         program_count = max(1, min(tiles, segment.tokens * programs // tokens))
@@ -260,7 +264,7 @@ def build_work(
         whole_tokens = numpy.maximum(whole_tokens, 0) // tile * tile
         side_rows = [first - side.first for side in (segment.k, segment.v)]
         rows = numpy.empty((len(start), FIRST_ADDRESS.value + len(stream_addresses)), numpy.int64)
-        rows[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, whole_tokens, *side_rows, numpy.full_like(first, mean_token)], 1)
+        rows[:, : FIRST_ADDRESS.value] = numpy.stack([first, count, whole_tokens, *side_rows, numpy.full_like(first, mean_offset)], 1)
         rows[:, FIRST_ADDRESS.value :] = stream_addresses
         work.append(rows)
     return numpy.concatenate(work)

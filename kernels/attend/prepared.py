@@ -155,9 +155,9 @@ class PreparedCall:
             frame_columns.is_in_order(frame.codec, frame_columns.columns(frame.codec, dual)) for frame in self._v_frames
         )
         self._few_rows = shape.sequences * shape.rows <= (MAX_ROTATED_ROWS if self._rotated else ORDERED_ROWS)
-        self._mean_products = [scratch.allocate(0 if launch.means is None else rows * launch.means.pages) for launch in launches]
+        self._mean_products = [scratch.allocate(rows * launch.work.shape[0] * launch.mean_pages) for launch in launches]
         self._scratch = scratch.size
-        sequence = [*self._prepare_rotations(), *self._prepare_means()]
+        sequence = self._prepare_rotations()
         self._rotations = len(sequence)
         sequence += self._prepare_splits(position, masked, cut or options.starts)
         if not self._merges_originals:
@@ -288,20 +288,6 @@ class PreparedCall:
             result.append((launch, [rotated, scales, (query, 0), (matrix, 0), (blocks, 0), (blocks if factors is None else factors, 0)]))
         return result
 
-    def _prepare_means(self) -> list[_LaunchTensors]:
-        """Return launches that multiply the queries by page means, one for each attention launch whose keys have means."""
-        shape = self.shape
-        result: list[_LaunchTensors] = []
-        for launch, offset in zip(self.launches, self._mean_products, strict=True):
-            if launch.means is not None:
-                run, columns = means.prepare_launch(
-                    launch.means, launch.k.codec, self._dual, shape.heads, shape.sequences, shape.padded, shape.block, self._dependent,
-                    self.launches[0].balanced,
-                )  # fmt: skip
-                rotated = (SCRATCH, self._rotated_offsets[launch.k])
-                result.append((run, [(SCRATCH, offset), rotated, (launch.means.table, 0), (columns, 0)]))
-        return result
-
     def _prepare_splits(self, position: int, masked: Sequence[bool], cut: bool) -> list[_LaunchTensors]:
         shape, options = self.shape, self.options
         numbers = device_tables.counting_tensor(str(self._device))
@@ -320,7 +306,7 @@ class PreparedCall:
                 (
                     *no_starts, (options.softcap or 1.0) * LOG2_E, items, shape.heads, row_blocks, shape.rows, start, self._parts,
                     position, shape.q_len, 0 if options.causal else UNLIMITED, options.sliding_window or UNLIMITED,
-                    0 if launch.means is None else launch.means.pages,
+                    launch.mean_pages,
                 ),
                 {
                     **launch.constants, "SOFTCAP": options.softcap is not None, "ROWS": rows, "BLOCK": shape.block,
@@ -329,9 +315,10 @@ class PreparedCall:
                 {"num_warps": launch.shape.warps, **self._overlap},
                 partial(shared_table.allow_tables, table_bytes=tables) if tables or launch.constants["PATCHES"] else None,
             )  # fmt: skip
+            columns = means.channel_columns(launch.k.codec, self._dual, str(self._device)) if launch.mean_pages else numbers
             arguments: list[tuple[int | torch.Tensor, int]] = [
                 *self._partials, (SCRATCH, self._rotated_offsets[launch.k]), (SCRATCH, self._scales[launch.k]), (SCRATCH, products),
-                (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
+                (columns, 0), (launch.work, 0), (numbers, 0), (launch.tables[0], 0), (launch.tables[1], 0),
                 (LENGTHS if options.lengths else launch.work, 0),
             ]  # fmt: skip
             result.append((run, [*arguments, (STARTS, 0)] if options.starts else arguments))

@@ -25,8 +25,8 @@ class Queries(NamedTuple):
     - ``scale``: factor of the row's scores;
     - ``position``: the token position of the row's query;
     - ``second``: True if the row's scores belong to the second token of a dual tile's rows;
-    - ``products``: pointer to the row's product with the mean of page 0 (``key_mean.load_products``), one of ``pages`` pages with
-      ``padded`` products each; unused without means.
+    - ``products``: pointer to the row's product with the mean of the program's first page, one of ``pages`` pages that are ``stride``
+      products apart (``key_mean.load_products``); unused without means.
     """
 
     tiles: Any
@@ -37,7 +37,7 @@ class Queries(NamedTuple):
     second: Any
     products: Any
     pages: Any
-    padded: Any
+    stride: Any
 
 
 @triton.constexpr_function
@@ -78,6 +78,9 @@ def load_queries(
     second = (row >= ROWS // 2)[None, None, :]  # [1, 1, row]
     if DUAL:
         row = row % (ROWS // 2)
+    row_products = 0
+    if K.means is not None:
+        row_products = (products + row)[None, None, :]
     row += block * BLOCK
     begin = q + sequence.to(tl.int64) * K.columns * padded
     tiles = _query_tiles(begin, row, second, padded, K, DUAL, WARPS)  # [warp, column, row] each
@@ -89,10 +92,7 @@ def load_queries(
     if K.offset:
         offset = tl.load(begin + constexpr_sum(WIDTHS) * padded + row)[None, None, :]
     scale = tl.load(scales + sequence * padded + row)[None, None, :]  # [1, 1, row]
-    row_products = 0
-    if K.means is not None:
-        row_products = (products + sequence.to(tl.int64) * pages * padded + row)[None, None, :]
-    return Queries(tiles, sign_half_sum, offset, scale, position + (row % q_len)[None, None, :], second, row_products, pages, padded)
+    return Queries(tiles, sign_half_sum, offset, scale, position + (row % q_len)[None, None, :], second, row_products, pages, BLOCK)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
     position = (queries.position - token).to(tl.int32)
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, queries.scale, position, queries.second,
-        queries.products, queries.pages, queries.padded,
+        queries.products, queries.pages, queries.stride,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
     """Return ``queries`` with ``scale`` instead of their own, clamped to finite values."""
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
-        queries.products, queries.pages, queries.padded,
+        queries.products, queries.pages, queries.stride,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def score(
     """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile; with ``MASKED``, -inf for invisible tokens.
 
     ``token`` ``[warp, token]`` contains the tokens of each warp's first tile; ``first`` is the first warp's first token, counted from the
-    start of page 0 of the means. With ``DUAL``, scores of ``queries.second`` rows belong to the token
+    start of the program's first page of means. With ``DUAL``, scores of ``queries.second`` rows belong to the token
     ``tile_layout.second_token_offset`` later; keys that are not dual then have one tile per token.
     """
     TOKENS: tl.constexpr = token.shape[1]
@@ -66,7 +66,7 @@ def score(
     for tile in tl.static_range(len(loaded) // TOKENS_PER_ROW):
         tile_scores = _score_tile(
             loaded[tile * TOKENS_PER_ROW : (tile + 1) * TOKENS_PER_ROW], entries, queries, cap, first, lookup, K, DUAL,
-            len(loaded) // TOKENS_PER_ROW, tile, TOKENS, SOFTCAP, FAST,
+            len(loaded) // TOKENS_PER_ROW, tile, TOKENS, SOFTCAP, MASKED, FAST,
         )  # fmt: skip
         if MASKED:
             position = (token + tile * (2 * TOKENS if DUAL else TOKENS))[:, :, None]  # [warp, token, 1], with DUAL [warp, token, row]
@@ -96,6 +96,7 @@ def _score_tile(
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
     """Return the base-2 scores ``[warp, token, row]`` of tile ``TILE``; signs use the last columns of the query.
@@ -136,7 +137,7 @@ def _score_tile(
         scores += products * broadcast_over_rows(tile_factors(loaded, 1, queries.second, bit_factor, SIGNS, False, FAST))
     if K.means is not None:
         scores += load_products(
-            queries.products, queries.pages, queries.padded, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS
+            queries.products, queries.pages, queries.stride, first, queries.second, MEANS, DUAL, TILES, TILE, WARPS, TOKENS, MASKED,
         )  # fmt: skip
     if K.outliers is not None:
         scores = add_outlier_scores(scores, entries, queries.tiles, TILE, OUTLIERS, FAST)

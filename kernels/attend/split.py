@@ -25,8 +25,9 @@ from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 from kvpack.kernels.loaders.outlier_patches import declare_patches
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
-from kvpack.kernels.tiles.work import POSITION_BIAS, load_tiles, load_work, prefetch, skip_unseen, within_length
+from kvpack.kernels.tiles.work import POSITION_BIAS, load_tiles, load_work, prefetch, prefetch_means, skip_unseen, within_length
 
+from .means import multiply_pages
 from .patches import begin_patches, load_patches, next_patches
 from .queries import load_queries, relative_to, with_scale
 from .scores import DecodeConstants, VisibleTokens, score
@@ -44,6 +45,7 @@ def attend_split(
     q: tl.tensor,
     scales: tl.tensor,
     products: tl.tensor,
+    channel_columns: tl.tensor,
     work_table: tl.tensor,
     numbers: tl.tensor,
     k_table: tl.tensor,
@@ -88,11 +90,12 @@ def attend_split(
 
     ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` int16 0, 1, 2, ... for ``load_column_fields``, and
     ``k_table`` and ``v_table`` binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
-    ``[batch, head, row]`` are padded to whole row blocks, and so are ``products`` float32 ``[batch, head, page, row]`` of queries and page
-    means (``means.page_products``), read only if keys have means. Outputs are ``sums_out`` float32 ``[batch, head, row, part, column]``,
-    ``largest_out`` and ``total_out`` ``[batch, head, row, part]``. ``lengths`` int32 ``[batch]``, read with ``LENGTHS``, are the sequence
-    lengths; ``position`` is the position of the first query in a sequence of full length. With ``CUT``, the kernel skips tokens before a
-    sequence's windows and before its entry in ``starts``, int32 ``[batch]``, if given.
+    ``[batch, head, row]`` are padded to whole row blocks. If keys have means, ``products`` is room for a program's products with the means
+    of at most ``pages`` pages, float32 ``[program, page, row]``, and ``channel_columns`` is the input of ``means.multiply_pages``. Outputs
+    are ``sums_out`` float32 ``[batch, head, row, part, column]``, ``largest_out`` and ``total_out`` ``[batch, head, row, part]``.
+    ``lengths`` int32 ``[batch]``, read with ``LENGTHS``, are the sequence lengths; ``position`` is the position of the first query in a
+    sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and before its entry in ``starts``, int32
+    ``[batch]``, if given.
 
     With ``LATE``, values are loaded after their tokens' scores. With ``PREFETCH``, the rows of the next tokens are prefetched into the L2
     cache; with ``LOADS_AHEAD``, they are loaded into registers.
@@ -126,6 +129,11 @@ def attend_split(
     PREFETCHED: tl.constexpr = STEP if PREFETCH else 0
     if PREFETCHED and not CUT:
         prefetch(work, 0, K, V, 0, PREFETCHED)
+    if K.means is not None and FAST and DEPENDENT:
+        prefetch_means(work, K)
+        if not PREFETCHED and not CUT:
+            # Tiles are loaded after the products with means.
+            prefetch(work, 0, K, V, 0, STEP)
     k_lookup = _lookup(numbers, k_table, work.k, K, TOKENS)
     v_lookup = _lookup(numbers, v_table, work.v, V, TOKENS)
     if LENGTHS:
@@ -149,7 +157,16 @@ def attend_split(
         gdc_wait()
         gdc_launch_dependents()
     k, v = work.k, work.v
-    means_first = work.means + k.first
+    means_first = work.means.first + k.first
+    if K.means is not None:
+        MEANS: tl.constexpr = K.means
+        seen_first = means_first
+        if CUT:
+            seen_first -= before
+        first_page = seen_first // MEANS.tokens
+        means_first = (means_first - first_page * MEANS.tokens).to(tl.int32)
+        products += program.to(tl.int64) * pages * BLOCK
+        pages = tl.where(work.count > 0, (means_first + work.count + MEANS.tokens - 1) // MEANS.tokens, 0)
     queries = load_queries(q, scales, products, pages, sequence, block, row_blocks, position, q_len, K, DUAL, WARPS, ROWS, BLOCK)
     if K.run_product is not None:
         queries = with_scale(queries, K.run_product(queries.scale, k.streams, K_CONSTANTS))
@@ -162,7 +179,11 @@ def attend_split(
         k_next = load_tiles(k.streams, k.first, token, work.whole, K, TILES * ROW_TOKENS, TOKENS, True, False, FAST)
         v_next = load_tiles(v.streams, v.first, token, work.whole, V, TILES * ROW_TOKENS, TOKENS, True, True, FAST)
     fill_tables(table_entries, TABLES)
-    if TABLES.nbytes or PATCHES:
+    if K.means is not None:
+        padded = row_blocks * BLOCK
+        rotated = q + sequence.to(tl.int64) * K.columns * padded + block * BLOCK
+        multiply_pages(products, rotated, channel_columns, work.means.streams, first_page, pages, padded, MEANS, BLOCK, WARPS)
+    if TABLES.nbytes or PATCHES or K.means is not None:
         tl.debug_barrier()
 
     # First loop: tiles of tokens that every query sees.

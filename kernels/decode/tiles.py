@@ -118,9 +118,8 @@ def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: in
     end = packed[-1].first + packed[-1].tokens
     sources = [part.streams[stream.name] for part in packed for stream in tiles.streams]
     copied = any(tensor is not source for tensor, source in zip(keep_alive, sources, strict=True))
-    return PageTable(
-        table, blocks, block, firsts, end, addresses.describe_streams(rows, tiles, FIRST_ADDRESS.value), tuple(keep_alive), copied, rows
-    )
+    streams = addresses.describe_streams(rows, tiles.streams, FIRST_ADDRESS.value)
+    return PageTable(table, blocks, block, firsts, end, streams, tuple(keep_alive), copied, rows)
 
 
 def decode(codec: Codec, work: PageTable, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:

@@ -1,6 +1,6 @@
 """Page means of keys in attention tiles (sidecar key_mean, spec/side-cars.md): a page's tokens share one product of query and mean.
 
-``attend.means`` computes these products before the split kernel runs; a tile adds them to its scores, and loads nothing else for them.
+``attend.means`` computes these products before a program's first tile; a tile adds them to its scores, and loads nothing else for them.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
+from kvpack.formats.key_mean import CODES, SCALE
+from kvpack.kernels.bitpack.streams import Stream
 from kvpack.kernels.bitpack.tile_layout import second_token_offset
 
 from .tiles import PageMeans
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
     """Return the loader ``tiles`` of a key codec, extended with page means."""
-    means = PageMeans(key_mean.tokens)
+    streams = Stream(CODES, 8, key_mean.dim * key_mean.bits // 8, key_mean.tokens), Stream(SCALE, 16, 1, key_mean.tokens)
+    means = PageMeans(key_mean.tokens, key_mean.dim, key_mean.bits, streams)
     return replace(tiles, means=means, keys=None if tiles.keys is None else replace(tiles.keys, means=means))
 
 
@@ -33,7 +36,7 @@ def with_means(tiles: Tiles, key_mean: KeyMean) -> Tiles:
 def load_products(
     products: tl.tensor,
     pages: tl.tensor,
-    padded: tl.tensor,
+    stride: tl.tensor,
     first: tl.tensor,
     second: tl.tensor,
     MEANS: tl.constexpr,
@@ -42,20 +45,24 @@ def load_products(
     TILE: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Load the product of each query row and each token's page mean, float32 ``[warp, token, row]``; ``[warp, 1, row]`` for whole pages.
 
-    ``products`` are pointers ``[1, 1, row]`` to the products of page 0; each of ``pages`` pages has ``padded`` rows. ``first`` is the token
-    of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is number ``TILE``. ``second`` is as in
-    ``Queries``.
+    ``products`` are pointers ``[1, 1, row]`` to the products of page 0, the program's first; its ``pages`` pages are ``stride`` products
+    apart. ``first`` is the token of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is number
+    ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be after the last one.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
-    token = first.to(tl.int32) + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)
+    token = first + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)
     if not MEANS.whole:
         ADJACENT: tl.constexpr = DUAL and second_token_offset(DUAL, TOKENS) == 1
         token += tl.arange(0, TOKENS)[None, :, None] * (2 if ADJACENT else 1)
         if DUAL:
             token = token + second.to(tl.int32) * second_token_offset(DUAL, TOKENS)
-    # Products of tokens after the last one are never used.
-    page = tl.minimum(token // MEANS.tokens, pages - 1)
-    return tl.load(products + page.to(tl.int64) * padded)
+    SHIFT: tl.constexpr = MEANS.tokens.bit_length() - 1
+    page = token >> SHIFT
+    if MASKED:
+        # Products of tokens after the last one are never used.
+        page = tl.minimum(page, pages - 1)
+    return tl.load(products + page * stride)

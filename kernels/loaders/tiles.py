@@ -25,9 +25,15 @@ APART, NEIGHBORS = 1, 2
 
 
 class PageMeans(NamedTuple):
-    """Constants for pages of ``tokens`` tokens that share a mean key; ``whole`` is True if each warp's tile lies in one page."""
+    """Constants for pages of ``tokens`` tokens that share a mean key of ``dim`` channels with ``bits`` bits each.
+
+    ``streams`` are those of the codes and of the scales. ``whole`` is True if each warp's tile lies in one page.
+    """
 
     tokens: int
+    dim: int
+    bits: int
+    streams: tuple[Any, ...]
     whole: bool = False
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.kernels.bitpack.streams import Stream
-    from kvpack.kernels.loaders.tiles import Tiles
 
 VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
@@ -44,10 +43,10 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], wanted: Sequence[Strea
     return result
 
 
-def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], tiles: Tiles, first: int) -> tuple[RowStream, ...]:
-    """Return the ``RowStream`` of each stream of ``tiles``; its addresses and strides are in ``rows``, beginning with column ``first``."""
+def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
+    """Return the ``RowStream`` of each stream; its addresses and strides are in ``rows``, beginning with column ``first``."""
     result = []
-    for number, stream in enumerate(tiles.streams):
+    for number, stream in enumerate(streams):
         at = first + STREAM_INTEGERS.value * number
         aligned = int(numpy.gcd.reduce(rows[:, at : at + STREAM_INTEGERS.value], axis=None, initial=16))
         result.append(RowStream(stream.bits, aligned, stream.row * stream.bits // 8, stream.tokens))

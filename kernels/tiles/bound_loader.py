@@ -68,11 +68,11 @@ def bind(
     streams: tuple[RowStream, ...],
     whole: bool,
     fast: bool,
-    whole_means: bool = False,
+    means: PageMeans | None = None,
 ) -> BoundLoader:
     """Bind the loader ``tiles`` to ``streams``; if not ``fast`` (inline PTX), bf16 tiles are widened to float32.
 
-    ``whole_means`` is True if each warp's tile always lies in one page of means.
+    ``means`` are those of ``tiles``, bound to their streams.
     """
     tables = tiles.table if tiles.table is not None and tiles.table.dim() == 3 else None
     alone = tiles.signs is None and tiles.means is None and tiles.outliers is None
@@ -86,7 +86,7 @@ def bind(
         constants=tiles.constants,
         steps=tiles.steps,
         signs=tiles.signs,
-        means=None if tiles.means is None else tiles.means._replace(whole=whole_means),
+        means=means,
         outliers=outliers,
         shared=shared,
         streams=streams,

@@ -37,8 +37,8 @@ class Rows(NamedTuple):
 class Work(NamedTuple):
     """The tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
 
-    Every query sees all of the first ``whole`` tokens, a multiple of the tokens that the program processes at once. ``means`` is the
-    position of the keys' row 0, counted from the start of the launch's first page with a mean (``means.Means``).
+    Every query sees all of the first ``whole`` tokens, a multiple of the tokens that the program processes at once. ``means`` are the
+    streams of the page means, if keys have any; its ``first`` is the position of the keys' row 0 in the first page.
     """
 
     begin: Any
@@ -51,15 +51,22 @@ class Work(NamedTuple):
 
 @triton.jit
 def load_work(row: tl.tensor, batch: tl.tensor, head: tl.tensor, K: tl.constexpr, V: tl.constexpr) -> tl.tuple:
-    """Load the ``Work`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]`` of both sides."""
+    """Load the ``Work`` of one sequence and KV head from ``row``, int64 ``[FIRST_ADDRESS + STREAM_INTEGERS * streams]``.
+
+    The streams are those of the keys, of the values, and of the page means.
+    """
     begin = tl.load(row)
     count = tl.load(row + 1).to(tl.int32)
     whole = tl.load(row + 2).to(tl.int32)
     k_first = tl.load(row + 3)
     v_first = tl.load(row + 4)
-    means = tl.load(row + 5)
     k_streams = stream_pointers(row + FIRST_ADDRESS, batch, head, K)
     v_streams = stream_pointers(row + FIRST_ADDRESS + STREAM_INTEGERS * len(K.streams), batch, head, V)
+    means = Rows((), 0)
+    if K.means is not None:
+        MEANS: tl.constexpr = K.means
+        address = row + FIRST_ADDRESS + STREAM_INTEGERS * (len(K.streams) + len(V.streams))
+        means = Rows(stream_pointers(address, batch, head, MEANS), tl.load(row + 5))
     return Work(begin, count, whole, means, Rows(k_streams, k_first), Rows(v_streams, v_first))
 
 
@@ -141,6 +148,15 @@ def _prefetch_side(
     for number in tl.static_range(len(SIDE.streams)):
         if SIDE.streams[number].row_bytes:
             _prefetch_stream(rows.streams[number], first, tokens, SIDE.streams[number].row_bytes, SIDE.streams[number].tokens)
+
+
+@triton.jit
+def prefetch_means(work: tl.tuple, K: tl.constexpr) -> None:
+    """Prefetch the codes of the means of all pages of ``work`` into the L2 cache."""
+    MEANS: tl.constexpr = K.means
+    first = work.means.first + work.k.first
+    pages = (first % MEANS.tokens + work.count + MEANS.tokens - 1) // MEANS.tokens
+    _prefetch_stream(work.means.streams[0], first, (pages * MEANS.tokens).to(tl.int32), MEANS.dim * MEANS.bits // 8, MEANS.tokens)
 
 
 @triton.jit

@@ -113,6 +113,30 @@ def test_means_beside_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("window", [None, 70])
+def test_means_of_a_growing_layer(window: int | None) -> None:
+    """Launches stay the same while their tables and products have room."""
+    from kvpack.kernels.attend.growing import GrowingCall
+    from kvpack.kernels.attend.prepared import Options
+
+    k_codec, v_codec = codecs("scalar:b=3,mean=16,norm=log8", "scalar:b=4,norm=log8", (64, 64))
+    q = torch.randn(1, 8, 1, 64, generator=torch.Generator().manual_seed(3))
+    mode = {} if window is None else {"sliding_window": window}
+    call, changes = None, []
+    for runs in ((64, 48), (64, 48, 32), (64, 48, 32, 700)):
+        layer = Layer(random_side(k_codec, 2, runs, 9, 1), random_side(v_codec, 2, runs, 9, 2))
+        there = layer.to(DEVICE)
+        if call is None:
+            call = GrowingCall(q.to(DEVICE), there, Options(0.125, sliding_window=window))
+        else:
+            changes.append(call.refresh(there))
+        expected = exact(q, layer, **mode)
+        found = call(q.to(DEVICE), torch.tensor([sum(runs) + 9], dtype=torch.int32, device=DEVICE)).cpu()
+        assert (found - expected).norm() / expected.norm() < TOLERANCE
+    assert changes == [False, True]
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
 def test_widths_of_columns_of_signs(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))

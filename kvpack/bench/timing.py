@@ -15,12 +15,17 @@ _CALLS_A_GRAPH = 12
 _EAGER_CALLS = 100
 _REPLAYS = 7
 _CALLS_IN_A_ROW = 10
+_GRAPH_SLEEP = 1 << 20
+"""Cycles for which a device is kept busy while the host launches a graph: half a millisecond."""
 _FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
 """Range of the cycles for which a device is kept busy, from some milliseconds to half a second."""
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time of one call in seconds: the median over replays of a CUDA graph with all ``calls`` in turn."""
+    """Return the time of one call in seconds: the median over replays of a CUDA graph with all ``calls`` in turn.
+
+    The device is kept busy until a replay is queued, because launching a graph with many kernels takes the host longer than some of them.
+    """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -36,6 +41,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
                 call()
     seconds = []
     for replay in range(_REPLAYS + 1):
+        torch.cuda._sleep(_GRAPH_SLEEP)  # type: ignore[no-untyped-call]
         elapsed = _device_seconds(graph.replay)
         if replay:
             seconds.append(elapsed / (rounds * len(calls)))

@@ -187,6 +187,7 @@ class CodecSummary(NamedTuple):
     error_spread: float
     direction_spread: float
     min_error: float
+    spreads_channels: bool
 
 
 class EntryStreams:
@@ -255,6 +256,11 @@ class Codec(EntryStreams, ABC):
     def changes_norms(self) -> bool:
         """True if encoding starts with a step that changes the norms of the values."""
         return False
+
+    @property
+    def spreads_channels(self) -> bool:
+        """True if values are rotated without a step before that evens out channels, so that one large channel costs all precision."""
+        return self.rotation.kind != "none"
 
     def coded_norms(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
         """Return the norms of the values in the coded frame, float32 ``[batch, kv_head, token]``.
@@ -453,6 +459,7 @@ class Codec(EntryStreams, ABC):
             self.error_spread,
             family.direction_spread,
             family.min_error,
+            self.spreads_channels,
         )
 
     @cached_property

@@ -119,6 +119,10 @@ class CodecWithSidecars(Codec):
     def changes_norms(self) -> bool:
         return bool(self.value_maps or self.page_vectors or self.frame_parts)
 
+    @property
+    def spreads_channels(self) -> bool:
+        return self.codec.spreads_channels and not self.value_maps
+
     def coded_norms(self, run: Run, before: Streams | None) -> torch.Tensor:
         steps, _ = self._begin_steps(run, before, ())
         return self.codec.coded_norms(steps.run(), before)

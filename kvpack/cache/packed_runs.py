@@ -7,10 +7,9 @@ per stream, and creates ``PackedRun`` objects only on request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy
@@ -44,11 +43,6 @@ class Stretch:
     codec: Codec
     ends: Ends
     streams: Streams
-
-    @staticmethod
-    def of_runs(codec: Codec, runs: Iterable[int], streams: Streams) -> Stretch:
-        """Return a stretch of at least one run, given the token counts ``runs``."""
-        return Stretch(codec, numpy.cumsum(numpy.fromiter(runs, numpy.int64), dtype=numpy.int64), streams)
 
     @property
     def tokens(self) -> int:
@@ -252,17 +246,17 @@ def _with_shifted_tokens(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> 
     return [{**streams, **codec.shift_tokens(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
 
 
+@dataclass(eq=False, repr=False)
 class PackedRuns(Sequence[PackedRun]):
     """The runs of packed keys or values, in order. Runs of a stretch with several runs are created on request and not cached."""
 
-    def __init__(self, stretches: Iterable[Stretch] = ()) -> None:
-        self.stretches = tuple(stretches)
-        self._last: tuple[int, PackedRun] | None = None
+    stretches: tuple[Stretch, ...] = ()
+    _last: tuple[int, PackedRun] | None = field(default=None, init=False)
 
     @staticmethod
     def of(runs: Iterable[PackedRun]) -> PackedRuns:
         """Return ``runs`` as ``PackedRuns`` with one stretch per run, or unchanged if they already are ``PackedRuns``."""
-        return runs if isinstance(runs, PackedRuns) else PackedRuns(map(attrgetter("stretch"), runs))
+        return runs if isinstance(runs, PackedRuns) else PackedRuns(tuple(run.stretch for run in runs))
 
     def __repr__(self) -> str:
         shown = repr(self[:_SHOWN])
@@ -322,11 +316,11 @@ class PackedRuns(Sequence[PackedRun]):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
             if begin < end:
                 result.append(stretch.slice(begin, end))
-        return PackedRuns(result)
+        return PackedRuns(tuple(result))
 
     def mapped(self, codec: Codec, change: Callable[[Streams], Streams]) -> PackedRuns:
         """Return runs of ``codec`` whose streams are ``change(streams)``, called once per stretch."""
-        return PackedRuns(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches)
+        return PackedRuns(tuple(Stretch(codec, stretch.ends, change(stretch.streams)) for stretch in self.stretches))
 
     @cached_property
     def _joinable(self) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
@@ -361,7 +355,7 @@ class PackedRuns(Sequence[PackedRun]):
                 parts = [named[name] for named in shifted_streams]
                 whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
                 streams[name] = take_rows(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
-        return PackedRuns([Stretch(template.codec, self.ends[last], streams)])
+        return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:
         """Return the runs with ``run`` appended, joined with the preceding runs as long as these are not longer."""
@@ -373,9 +367,8 @@ class PackedRuns(Sequence[PackedRun]):
             number, tokens, after = number - 1, tokens + before.tokens, before
         start = int(self.ends[number - 1]) if number else 0
         kept = self.slice(0, start) if number < len(self) else self
-        joined = (
-            PackedRuns([*self.slice(start, self.tokens).stretches, run.stretch]).merged()
-            if number < len(self)
-            else PackedRuns([run.stretch])
-        )
-        return PackedRuns([*kept.stretches, *joined.stretches])
+        preceding = self.slice(start, self.tokens).stretches if number < len(self) else ()
+        joined = PackedRuns((*preceding, run.stretch))
+        if preceding:
+            joined = joined.merged()
+        return PackedRuns((*kept.stretches, *joined.stretches))

@@ -21,7 +21,6 @@ from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.raw_positions import RawPositions
-from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
@@ -302,10 +301,9 @@ def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:
     """Return the largest channel of keys ``[batch, kv_head, token, dim]`` if it exceeds ``MAX_CHANNEL_RATIO``.
 
-    A channel's size is its median magnitude over a sample of tokens, so that single tokens do not matter. Codecs are not affected if they
-    do not rotate, or if sidecars transform values before the rotation.
+    A channel's size is its median magnitude over a sample of tokens, so that single tokens do not matter.
     """
-    if not spreads_channels(codec) or not x.shape[2]:
+    if not codec.summary.spreads_channels or not x.shape[2]:
         return None
     sample = x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)]
     size = sample.to(torch.float32).abs().median(2).values
@@ -316,11 +314,6 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
         return None
     _, head, channel = (ratio == ratio.max()).nonzero()[0].tolist()
     return OutlierChannel(layer, head, channel, largest)
-
-
-def spreads_channels(codec: Codec) -> bool:
-    """Return True if ``codec`` rotates keys without other steps before, so that one large channel costs all channels precision."""
-    return codec.rotation.kind != "none" and not (isinstance(codec, CodecWithSidecars) and codec.value_maps)
 
 
 def _warn_of_outlier_channels(outliers: Sequence[OutlierChannel], layers: int) -> None:

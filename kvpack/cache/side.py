@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+import numpy
 import torch
 
 from kvpack.coding import dispatch
@@ -316,7 +317,7 @@ class Side:
                     "append the tokens instead, or pack it with window=0"
                 )
         sides = (self, *others)
-        return replace(sides[-1], runs=PackedRuns(stretch for side in sides for stretch in side._runs.stretches))
+        return replace(sides[-1], runs=PackedRuns(tuple(stretch for side in sides for stretch in side._runs.stretches)))
 
     def merged(self) -> Side:
         """Return the same tokens in as few runs as possible, with one array per stream, as in a file."""
@@ -337,7 +338,7 @@ class Side:
 
     def with_run(self, run: PackedRun, tail: torch.Tensor) -> Side:
         """Return the side with ``run`` added, and ``tail`` as its tail."""
-        return replace(self, runs=PackedRuns([*self._runs.stretches, run.stretch]), tail=tail)
+        return replace(self, runs=PackedRuns((*self._runs.stretches, run.stretch)), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
         """Return the side with all buffers on ``device``. Raises InvalidParameter for an invalid device."""
@@ -403,5 +404,5 @@ def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int
         runs = PackedRuns()
         if packed:
             streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms)
-            runs = PackedRuns([Stretch.of_runs(codec, (packed,), streams)])
+            runs = PackedRuns((Stretch(codec, numpy.array([packed], numpy.int64), streams),))
         return Side(codec, runs, x[:, :, packed:].clone(), window)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
 from kvpack.coding.encoder_options import with_encoder_options
@@ -44,7 +45,7 @@ def build_side(header: Header, number: int, name: str, entry: SideEntry, tensors
     tail = tensors.pop("tail", None)
     if tail is None:
         tail = torch.empty(entry.batch, entry.heads, 0, codec.dim, dtype=TORCH_DTYPES[DTYPES[entry.tail_dtype]], device=device)
-    runs = PackedRuns([Stretch.of_runs(codec, entry.runs, tensors)] if entry.runs else [])
+    runs = PackedRuns((Stretch(codec, numpy.cumsum(entry.runs, dtype=numpy.int64), tensors),) if entry.runs else ())
     return Side(with_encoder_options(codec, header.recipe, number, len(header.layers), name), runs, tail, entry.window)
 
 

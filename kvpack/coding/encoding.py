@@ -82,15 +82,35 @@ def encode(
     Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype, and a KvpackWarning about tokens that
     lose precision, because of a shared scale or because the codec's maps and means fit them badly.
     """
-    raw = codec.sidecar(RawPositions)
-    if raw is not None:
-        return _encode_with_raw_tokens(codec, raw, x, where, before, position, norms)
+    raw, plain = codec.sidecar(RawPositions), codec.without_raw_positions
     with float32_no_grad(x.device):
-        sizes = allocate_sizes(codec, x)
-        streams = encode_all(codec, x, where, before, position, sizes)
-        given = cache(partial(dispatch.norms, x))
-        report_poor_fit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
-    return streams
+        sizes, given = allocate_sizes(plain, x), cache(partial(dispatch.norms, x))
+        if raw is None:
+            streams = encode_all(codec, x, where, before, position, sizes)
+            report_poor_fit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
+            return streams
+        # The encoder of the tokens that are not raw, kernels included, gets a whole run.
+        chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
+        shared = plain.summary.shared_scales
+        if shared and raw.high_norm and not plain.summary.changes_norms:
+            chosen = add_poorly_fitting(chosen, measure_fit_errors(given(), shared))
+        try:
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
+        except OutOfRange:
+            # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
+            large = exceeds_median(given(), raw.high_norm) if raw.high_norm else None
+            more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
+            if more is None or not more.any():
+                raise
+            chosen = chosen | more
+            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
+        losses = losses_of(EncodedRun(plain, x, streams, given, sizes, chosen))
+        kept = chosen
+        if losses and raw.high_norm:
+            kept = add_poorly_fitting(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
+        report_poor_fit(losses, where, kept, raw.high_norm > 0)
+        # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
+        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
@@ -133,42 +153,6 @@ def encode_all(
     return streams
 
 
-def _encode_with_raw_tokens(
-    codec: Codec,
-    raw: RawPositions,
-    x: torch.Tensor,
-    where: str,
-    before: Mapping[str, torch.Tensor] | None,
-    position: int | None,
-    norms: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """Run ``encode`` for a codec that stores some tokens raw. The encoder of the others, kernels included, gets a whole run."""
-    with float32_no_grad(x.device):
-        plain, given = codec.without_raw_positions, cache(partial(dispatch.norms, x))
-        shared = plain.summary.shared_scales
-        chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
-        if shared and raw.high_norm and not plain.summary.changes_norms:
-            chosen = add_poorly_fitting(chosen, measure_fit_errors(given(), shared))
-        sizes = allocate_sizes(plain, x)
-        try:
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
-        except OutOfRange:
-            # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
-            large = exceeds_median(given(), raw.high_norm) if raw.high_norm else None
-            more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
-            if more is None or not more.any():
-                raise
-            chosen = chosen | more
-            streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
-        losses = losses_of(EncodedRun(plain, x, streams, given, sizes, chosen))
-        kept = chosen
-        if losses and raw.high_norm:
-            kept = add_poorly_fitting(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
-        report_poor_fit(losses, where, kept, raw.high_norm > 0)
-        # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
-        return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)
-
-
 def _encode_others(
     codec: Codec,
     raw: RawPositions,
@@ -183,22 +167,21 @@ def _encode_others(
 
     Raises the errors of ``encode``.
     """
-    with float32_no_grad(x.device):
-        token, sequence = chosen.T.nonzero().unbind(1)
-        with prefix_errors(where, OutOfRange):
-            raw_values = raw.encode_tokens(x, token, sequence)
-        if not torch.isfinite(raw_values[VALUES]).all():
-            check_finite(x, 0, where)
-        streams = None
-        plain = codec.without_raw_positions
-        if not plain.summary.entries and not plain.summary.has_run_rows:
-            # Rows of tokens can be replaced, which is faster than copying all values without the raw tokens.
-            with contextlib.suppress(OutOfRange):
-                streams = encode_all(plain, x, where, before, position, sizes)
-                _encode_groups_again(plain, x, chosen, streams, where, before, sizes)
-        if streams is None:
-            rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
-            streams = encode_all(plain, rest, where, before, position, sizes)
+    token, sequence = chosen.T.nonzero().unbind(1)
+    with prefix_errors(where, OutOfRange):
+        raw_values = raw.encode_tokens(x, token, sequence)
+    if not torch.isfinite(raw_values[VALUES]).all():
+        check_finite(x, 0, where)
+    streams = None
+    plain = codec.without_raw_positions
+    if not plain.summary.entries and not plain.summary.has_run_rows:
+        # Rows of tokens can be replaced, which is faster than copying all values without the raw tokens.
+        with contextlib.suppress(OutOfRange):
+            streams = encode_all(plain, x, where, before, position, sizes)
+            _encode_groups_again(plain, x, chosen, streams, where, before, sizes)
+    if streams is None:
+        rest = replace_tokens(x, token, sequence, chosen, codec.summary.token_group)
+        streams = encode_all(plain, rest, where, before, position, sizes)
     return streams | raw_values
 
 

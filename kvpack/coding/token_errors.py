@@ -160,28 +160,25 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
     return TokenSizes(room() if needs_norms else None, room() if summary.direction_spread else None)
 
 
-def losses_of(run: EncodedRun) -> list[Loss]:
-    """Return the losses of the tokens of ``run``: what they lose themselves, and what they cost others."""
-    shared, losses = run.codec.summary.shared_scales, _measured_losses(run)
-    if shared:
+def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
+    """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale.
+
+    Without ``of_scales``, scales that heads or tokens share are left out, but not those of the run.
+    """
+    summary, losses = run.codec.summary, []
+    if of_scales and (shared := summary.shared_scales):
         measured = run.norms() if run.sizes.norms is None else run.sizes.norms
         # In most runs no scale is too large.
         if TOKENS in shared and (factors := widening_factors(measured, shared)).any():
-            losses.insert(0, Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))
+            losses.append(Loss(TOKENS, factors, GROUP_RATIO, GROUP_RATIO, measured))
         if HEADS in shared and (factors := shared_scale_factors(measured)).any():
             losses.insert(0, Loss(HEADS, factors, SHARED_RATIO, SHARED_RATIO, measured))
-    return losses
-
-
-def _measured_losses(run: EncodedRun) -> list[Loss]:
-    """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale of the run."""
-    losses = []
     if (errors := relative_token_errors(run)) is not None:
         factors = errors.amax(1)
         large = factors > OWN_RATIO
         factors = factors.masked_fill(large & ~drop_crowded_pages(large) & (factors <= MANY_OWN_RATIO), 0.0)
         losses.append(Loss(_OWN, factors, OWN_RATIO, OWN_WARNING_RATIO, errors))
-    if (sizes := scale_inflation(run)) is not None:
+    if summary.has_run_rows and (sizes := scale_inflation(run)) is not None:
         losses.append(Loss(_RUN, sizes.amax(1), 1.0, 1.0, sizes))
     return losses
 
@@ -191,7 +188,7 @@ def excess_losses(run: EncodedRun) -> torch.Tensor | None:
 
     Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
     """
-    losses = _measured_losses(run)
+    losses = losses_of(run, of_scales=False)
     if not losses:
         return None
     factors = torch.stack([loss.factors for loss in losses])
@@ -343,11 +340,11 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
 def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
     """Return the factor by which each token enlarges a scale that others in its run share, float32 ``[batch, kv_head, token]``.
 
-    Returns None if the scales fit all tokens.
+    Only for codecs with rows of runs. Returns None if the scales fit all tokens.
     """
     codec, x, kept = run.codec, run.x, run.kept
     tokens = x.shape[2]
-    if not codec.summary.has_run_rows or tokens < 3 or (least := codec.min_sizes(run.streams)) is None:
+    if tokens < 3 or (least := codec.min_sizes(run.streams)) is None:
         return None
     step = sample_step(tokens)
     sample = x[:, :, ::step]

@@ -337,13 +337,11 @@ def _published() -> dict[str, _PublishedMeasurement]:
 
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
     """Return which kinds of keys the recipe is not suited for."""
-    from kvpack.cache.packing import spreads_channels
-
     try:
         codecs = {recipe.codec(layer, shape["layers"], "k", shape["dim"]) for layer in range(shape["layers"])}
     except (InvalidParameter, MissingBasis):
         return []
-    return ["outlier channels"] if any(map(spreads_channels, codecs)) else []
+    return ["outlier channels"] if any(codec.spreads_channels for codec in codecs) else []
 
 
 class _PricedLayer(NamedTuple):

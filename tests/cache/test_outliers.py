@@ -441,13 +441,15 @@ def test_a_token_whose_group_its_channel_widens_is_raw_or_named(recipe: str) -> 
 
 
 @pytest.mark.usefixtures("no_warnings")
-@pytest.mark.parametrize(("recipe", "value"), [("mxfp8", 1000.0), ("mxfp4", 500.0)])
-def test_a_token_whose_block_saturates_is_raw(recipe: str, value: float) -> None:
-    """The largest value of a block is up to twice 2^8, or 2^2, scales, and the largest element below that."""
+@pytest.mark.parametrize(("recipe", "value"), [("mxfp8", 1000.0), ("mxfp8", 500.0), ("mxfp4", 500.0), ("mxfp4", 15.9)])
+def test_a_token_whose_block_has_a_value_above_the_largest_element_keeps_its_precision(recipe: str, value: float) -> None:
+    """OCP MX's scale would cut the value, which is up to twice 2^8, or 2^2, scales."""
     given = with_value(value)
-    decoded = kvpack.pack([given], recipe)[0].unpack(torch.float32)[1]
+    layer = kvpack.pack([given], recipe)[0]
+    decoded = layer.unpack(torch.float32)[1]
     assert decoded is not None
-    assert torch.equal(decoded[0, :, 137], given[1][0, :, 137].to(torch.bfloat16).float())
+    usual = relative(decoded[0, 0], given[1][0, 0])
+    assert relative(decoded[0, 1, 137], given[1][0, 1, 137]) < 1.75 * usual
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 128, 300])

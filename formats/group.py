@@ -42,7 +42,7 @@ SMALLEST_HALF = 2.0**-24
 """The smallest positive binary16."""
 
 
-_MAX_SCALE_RATIO, _WIDE_GROUP = 2.0, 64
+_MAX_SCALE_RATIO, _WIDE_GROUP = 1.75, 64
 """Scales of groups of ordinary channels are less than ``_MAX_SCALE_RATIO`` times the usual ones. In groups of ``_WIDE_GROUP`` channels or
 more, an outlier doubles the usual error."""
 
@@ -216,9 +216,9 @@ class Group(CodecFamily):
 
     @property
     def error_spread(self) -> float:
-        # A rotation spreads a large channel over all groups of its token, and a group of few channels widens it too little.
+        # A group of few channels widens the error of its token too little.
         has_wide_groups = self.axis == "channel" and min(self.size, self.dim) >= _WIDE_GROUP
-        return _MAX_SCALE_RATIO if has_wide_groups and self.rotation_kind == "none" and self.token_scale == "none" else 0.0
+        return _MAX_SCALE_RATIO if has_wide_groups and self.token_scale == "none" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the root mean square of the scales of a token's groups: float32 ``[batch, kv_head, token]``."""

@@ -766,7 +766,9 @@ def test_a_codec_goes_on_in_a_fork() -> None:
         child.join()
 
 
-@pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,mean=32;v=raw"])
+@pytest.mark.parametrize(
+    "recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,mean=32;v=raw", "k=group:b=4,g=64,axis=channel,rotation=hadamard;v=raw"]
+)
 def test_a_token_whose_direction_its_codec_fits_badly_is_named(recipe: str) -> None:
     """Pages without room for raw tokens count it; pages of ordinary tokens warn of nothing."""
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
@@ -777,7 +779,8 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_named(recipe: str) -> N
         warnings.simplefilter("error")
         assert codec.encode_into(pages, [0, 1], rows) == [None, None]
     coordinate = torch.zeros(1, 1, 1, 64)
-    coordinate[..., 5] = 8
+    # A group encodes a single coordinate and zeros exactly.
+    coordinate[..., 5], coordinate[..., 9] = 8, -8 if "group" in recipe else 0
     k[1, 1, 1, 9] = codec.recipe.codec(0, 2, "k", 64).rotation.inverse(coordinate)[0, 0, 0]
     with pytest.warns(KvpackWarning, match="in pages of 32 tokens, 1 tokens that differ"):
         assert codec.encode_into(pages, [0, 1], rows) == [None, None]

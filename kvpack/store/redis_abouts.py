@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from .abouts import Described, parse_text
 from .backend import StoredEntry
 from .redis_answers import integer
-from .redis_scripts import BEGIN, KEYS, SOUND
+from .redis_scripts import KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,60 +29,6 @@ _MAX_PAGES = 2**20
 _ID_DIGITS = 12
 _MAX_TRIES = 5
 """Number of times that totals are read, which other programs may change in between."""
-
-# Returns the number of all entries and of those with a text, their bytes, and the fields and values of the totals; {} without valid counts.
-TOTALS = (
-    BEGIN
-    + SOUND
-    + """
-if not sound() then return {} end
-local found = redis.call('HGETALL', KEYS[10])
-for _, number in ipairs({tonumber(redis.call('GET', KEYS[3])), redis.call('HLEN', KEYS[9]), redis.call('ZCARD', KEYS[1])}) do
-    table.insert(found, 1, number)
-end
-return found
-"""
-)
-
-# ARGV: what to scan ('about', then 'sizes'), the cursor, the page size, the digits of a text. The first corrects descriptions of entries
-# that are gone or have another size. The second returns the next cursor and, for each entry that is not described, or by that text, its
-# key, and its size and last use in 8 bytes each.
-MISSING = (
-    BEGIN
-    + """
-local found = {}
-local page = redis.call('HSCAN', ARGV[1] == 'about' and KEYS[9] or KEYS[2], ARGV[2], 'COUNT', ARGV[3])
-for at = 1, #page[2], 2 do
-    local key, value = page[2][at], page[2][at + 1]
-    if ARGV[1] == 'about' then
-        local size = redis.call('HGET', KEYS[2], key)
-        if not size or string.match(value, ' (%d+)$') ~= size then undescribe(key) end
-    elseif #key == 32 then
-        local about = redis.call('HGET', KEYS[9], key)
-        if not about or string.match(about, '^%x+') == ARGV[4] then
-            local used = tonumber(redis.call('ZSCORE', KEYS[1], key) or '') or 0
-            table.insert(found, key .. struct.pack('<I8I8', size_of(key), used > 0 and used < 2^53 and used or 0))
-        end
-    end
-end
-return {page[1], table.concat(found)}
-"""
-)
-
-# ARGV: for each entry its key and its text. Returns the number of entries described.
-DESCRIBE = (
-    BEGIN
-    + """
-local done = 0
-for at = 1, #ARGV, 2 do
-    if redis.call('HEXISTS', KEYS[2], ARGV[at]) == 1 then
-        describe(ARGV[at], ARGV[at + 1], size_of(ARGV[at]))
-        done = done + 1
-    end
-end
-return done
-"""
-)
 
 
 class RedisAbouts:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 from kvpack.runtime.locks import Lock
 
-from .redis_scripts import BEGIN, SOUND
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -40,120 +38,6 @@ _BEGIN = b"0"
 """The cursor of the first page, and the one returned with the last."""
 _DONE, _UNSOUND = 1, -1
 """Results of the script that sums sizes: the sum is complete, or the counts on the server are inconsistent."""
-
-
-# ARGV: what to scan ('sizes', then 'used', then the server's 'names'), the cursor, the page size. Counts the current sizes of these
-# entries and removes missing ones. Returns the next cursor, and the numbers of counted and of missing entries.
-RECOUNT = (
-    BEGIN
-    + """
-local now, gone = microseconds(), 0
-local function look(key)
-    if #key == 32 and redis.call('TYPE', entry(key)).ok == 'string' then
-        count(key, redis.call('STRLEN', entry(key)), now)
-    else
-        gone = gone + redis.call('HEXISTS', KEYS[2], key)
-        forget(key)
-    end
-end
-local first = #entry('') + 1
-if ARGV[1] == 'names' then
-    local page = redis.call('SCAN', ARGV[2], 'MATCH', entry('*'), 'COUNT', ARGV[3])
-    for _, name in ipairs(page[2]) do
-        local key = string.sub(name, first)
-        if #key == 32 and redis.call('HEXISTS', KEYS[2], key) == 0 then look(key) end
-    end
-    return {page[1], gone}
-end
-if ARGV[1] == 'used' then
-    local page = redis.call('ZSCAN', KEYS[1], ARGV[2], 'COUNT', ARGV[3])
-    for at = 1, #page[2], 2 do
-        if redis.call('HEXISTS', KEYS[2], page[2][at]) == 0 then look(page[2][at]) end
-    end
-    return {page[1], gone}
-end
-local page = redis.call('HSCAN', KEYS[2], ARGV[2], 'COUNT', ARGV[3])
-for at = 1, #page[2], 2 do
-    local key = page[2][at]
-    local found = #key == 32 and redis.call("TYPE", entry(key)).ok == "string" and redis.call("STRLEN", entry(key))
-    local same = found and tostring(found) == page[2][at + 1]
-    if not (same and redis.call('ZSCORE', KEYS[1], key)) then look(key) end
-end
-return {page[1], gone}
-"""
-)
-
-# ARGV: 1 to start summing the sizes, 2 to start after a scan of all names, unless another client has started; 0 to continue; the page
-# size; 1 to accept a sum from the last minutes that only these scripts have changed since.
-# Returns 0 until all are summed, then 1; -1 if the counts are invalid.
-SUM = (
-    BEGIN
-    + SOUND
-    + """
-local KEPT_MS, TRIES = 600000, 3
-
-local function begin(tries)
-    redis.call('UNLINK', KEYS[5])
-    redis.call('HSET', KEYS[6], 'cursor', '0', 'sum', '0', 'tries', tries)
-end
-
-local function stop(result)
-    redis.call('UNLINK', KEYS[5], KEYS[6])
-    return result
-end
-
-if not counting then
-    if ARGV[1] == '0' then return 1 end
-    if ARGV[1] == '1' and not sound() then return -1 end
-    if ARGV[3] == '1' and copied and redis.call('GET', KEYS[7]) == redis.call('GET', KEYS[3]) then return 1 end
-    begin(0)
-end
-if ARGV[1] == '2' then redis.call('HSET', KEYS[6], 'whole', '1') end
-local page = redis.call('HSCAN', KEYS[2], redis.call('HGET', KEYS[6], 'cursor') or '0', 'COUNT', ARGV[2])
-local bytes, keys, sizes = 0, {}, {}
-local fields, match = page[2], string.match
-for at = 1, #fields / 2 do
-    local size = fields[2 * at]
-    if not match(size, '^%d+$') or #size > 15 then return stop(-1) end
-    keys[at], sizes[at] = fields[2 * at - 1], tonumber(size)
-end
-for first = 1, #keys, 1000 do
-    local last = math.min(first + 999, #keys)
-    -- One call for many keys. Servers before 6.2 do not support it.
-    local counted = redis.pcall('SMISMEMBER', KEYS[5], unpack(keys, first, last))
-    if counted.err then
-        counted = {}
-        for at = first, last do table.insert(counted, redis.call('SISMEMBER', KEYS[5], keys[at])) end
-    end
-    redis.call('SADD', KEYS[5], unpack(keys, first, last))
-    for at = first, last do
-        if counted[at - first + 1] == 0 then bytes = bytes + sizes[at] end
-    end
-end
-sum(bytes)
-if page[1] == '0' then
-    local total = tonumber(redis.call('HGET', KEYS[6], 'sum'))
-    if redis.call('HGET', KEYS[6], 'whole') ~= '1' and not sound() then return stop(-1) end
-    if redis.call('SCARD', KEYS[5]) == redis.call('HLEN', KEYS[2]) then
-        for at = 3, 7, 4 do redis.call('SET', KEYS[at], string.format('%.0f', total)) end
-        redis.call('PEXPIRE', KEYS[7], 2 * KEPT_MS)
-        return stop(1)
-    end
-    -- A program that does not support counting in pages has changed entries in the meantime.
-    local tries = tonumber(redis.call('HGET', KEYS[6], 'tries') or '') or 0
-    if tries >= TRIES then
-        redis.call('SET', KEYS[3], string.format('%.0f', math.max(total, tonumber(redis.call('GET', KEYS[3]) or '') or 0)))
-        return stop(1)
-    end
-    begin(tries + 1)
-else
-    redis.call('HSET', KEYS[6], 'cursor', page[1])
-end
-local clock = redis.call('TIME')
-for at = 5, 6 do redis.call('PEXPIREAT', KEYS[at], clock[1] * 1000 + KEPT_MS) end
-return 0
-"""
-)
 
 
 class EntryCount:

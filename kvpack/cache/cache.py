@@ -52,7 +52,7 @@ class Cache(PackedObject):
 
     ``cache[i]`` is layer i, and ``cache[:, a:b]`` contains tokens ``[a, b)`` of every layer. A cache is immutable: every method returns a
     new one that shares the packed bytes. The cache covers positions ``[start, stop)``, and layer i positions
-    ``[start + layer.skipped, start + layer.seen)``.
+    ``[start + layer.skipped, start + layer.seen_tokens)``.
 
     Args:
         layers: The layers in order.
@@ -266,11 +266,11 @@ class Cache(PackedObject):
         if len(pairs) != len(self):
             raise InvalidParameter(f"append got {len(pairs)} layers, but the cache has {len(self)}: pass one (k, v) per layer")
         self.check_ends()
-        with collect_poor_fits() as misfits:
+        with collect_poor_fits() as poor_fits:
             layers = tuple(
                 layer.append(k, v, f"layers[{i}]", self.start) for i, (layer, (k, v)) in enumerate(zip(self.layers, pairs, strict=True))
             )
-        warn_of_poor_fits(misfits)
+        warn_of_poor_fits(poor_fits)
         added = {layer.seen_tokens - self.tokens: number for number, layer in reversed([*enumerate(layers)]) if layer.sides}
         if len(added) > 1:
             counts = " and ".join(f"layers[{number}] {count}" for count, number in sorted(added.items(), key=operator.itemgetter(1)))
@@ -293,9 +293,9 @@ class Cache(PackedObject):
         parsed = parse_recipe(recipe)
         if parsed.basis is not None:
             parsed.basis.check_model(self.model)
-        with collect_poor_fits() as misfits:
+        with collect_poor_fits() as poor_fits:
             layers, text = convert_layers(self.layers, parsed, self.start, progress)
-        warn_of_poor_fits(misfits)
+        warn_of_poor_fits(poor_fits)
         return replace(self, layers=layers, recipe=text)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> list[Pair]:
@@ -358,8 +358,8 @@ def concat(caches: Sequence[Cache]) -> Cache:
             )
         if model != dict(other.model) or len(first) != len(other):
             raise NotConsecutive(
-                f"a cache of {len(first)} layers of the model {model} is followed by one of {len(other)} layers of {dict(other.model)}: "
-                "join only caches of the same model"
+                f"a cache of {len(first)} layers of the model {model} cannot be joined with one of {len(other)} layers of "
+                f"{dict(other.model)}: join only caches of the same model"
             )
         other.check_ends()
         for number, layer in enumerate(other):

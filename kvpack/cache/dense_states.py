@@ -91,8 +91,8 @@ def _layers_of(past: Any) -> list[DenseLayer]:
     for number, (layer, dense) in enumerate(zip(layers, past.layers, strict=True)):
         if _classes(dense) & _LINEAR and not layer.states and any(seen):
             raise InvalidParameter(
-                f"layers[{number}] is a {type(dense).__name__} without a state, because the model keeps its states in its modules: such a "
-                "cache cannot be packed"
+                f"layers[{number}] is a {type(dense).__name__} without a state, because the model keeps its states in its modules, "
+                "where kvpack cannot pack them: use a model that keeps its states in its cache"
             )
     if all(layer.k is None and layer.v is None for layer in layers):
         raise InvalidParameter(f"a {type(past).__name__} has no keys and values yet: run a forward pass with it first")

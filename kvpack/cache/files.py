@@ -60,7 +60,7 @@ def save(
 ) -> int:
     """Write a cache to a file atomically.
 
-    The file appears only when it is complete; until then, an existing file at the path stays.
+    The file appears only when it is complete; until then, an existing file at that path is kept.
 
     Args:
         cache: A packed cache.

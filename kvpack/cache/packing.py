@@ -130,7 +130,7 @@ def pack(
     for k, v, *_ in states:
         for x in (k, v):
             values += x.numel() if isinstance(x, torch.Tensor) else 0
-    with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as misfits:
+    with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as poor_fits:
         for number, (k, v, skipped, kept) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             # Keys and values share the norms of the keys, which are computed once.
@@ -144,8 +144,8 @@ def pack(
                 progress(number + 1, len(states))
     if outliers:
         _warn_of_outlier_channels(outliers, len(layers))
-    if misfits:
-        warn_of_poor_fits(misfits)
+    if poor_fits:
+        warn_of_poor_fits(poor_fits)
     if inputs is not None:
         inputs = _bind_inputs(inputs, layers, start)
         _check_values(inputs, states, start)

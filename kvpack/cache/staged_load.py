@@ -214,7 +214,7 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
 
 
 def _copy_tokens(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """StagedCopy the tokens of ``part`` from ``memory``, which has a whole side, to the device. Raises OutOfBounds."""
+    """Copy the tokens of ``part`` from ``memory``, which has a whole side, to the device. Raises OutOfBounds."""
     skipped = file.header.starts[places.layer] - file.header.start
     layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)
     side = slice_layer(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k
@@ -223,7 +223,7 @@ def _copy_tokens(file: File, places: SidePlaces, memory: torch.Tensor, part: Cac
 
 
 def _copy_to_device(tensor: torch.Tensor, bus: Bus) -> torch.Tensor:
-    """StagedCopy ``tensor`` ``[batch, kv_head, row, ...]`` from staging memory to the device, with at most one copy per head."""
+    """Copy ``tensor`` ``[batch, kv_head, row, ...]`` from staging memory to the device, with at most one copy per head."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=bus.device)
     bus.follow()
     with bus.work():

@@ -70,7 +70,7 @@ In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5
 """
 
 _OWN, _RUN = "own", "run"
-"""Kinds of misfit: a token may lose precision itself, or make a scale of its run too large for other tokens."""
+"""Kinds of poor fit: a token may lose precision itself, or make a scale of its run too large for other tokens."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PoorFit:
         factor: How many times the error or the scale is too large, for the worst token.
         sequence: Sequence of the worst token.
         token: Number of the worst token in the run.
-        head: Head of the worst token that causes the misfit.
+        head: Head of the worst token that causes the poor fit.
         rare: True if the tokens are few enough to be stored raw.
     """
 
@@ -101,7 +101,7 @@ class PoorFit:
 
 
 class Loss(NamedTuple):
-    """A measure of how badly tokens fit a codec, for one ``kind`` of misfit.
+    """A measure of how badly tokens fit a codec, for one ``kind`` of poor fit.
 
     ``factors`` ``[batch, token]`` are larger for a worse fit. Tokens with a factor above ``ratio`` are stored raw, and those above
     ``warned`` are counted in a warning. ``sizes`` ``[batch, kv_head, token]`` determine which head of a token the warning names.
@@ -120,13 +120,13 @@ _EFFECTS = {
     _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the usual error"),
     _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
-"""For each kind of misfit, the text that describes what loses precision, and one about the worst token."""
+"""For each kind of poor fit, the text that describes what loses precision, and one about the worst token."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
     _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
 }
-"""For each kind of misfit, the advice on avoiding it, by whether tokens can be raw."""
+"""For each kind of poor fit, the advice on avoiding it, by whether tokens can be raw."""
 
 _poor_fits: ContextVar[list[PoorFit] | None] = ContextVar("poor_fits", default=None)
 
@@ -230,7 +230,7 @@ def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | Non
 
 @contextlib.contextmanager
 def collect_poor_fits() -> Iterator[list[PoorFit]]:
-    """Collect the misfits reported in the block, for ``warn_of_poor_fits``."""
+    """Collect the poor fit reported in the block, for ``warn_of_poor_fits``."""
     result: list[PoorFit] = []
     before = _poor_fits.set(result)
     try:

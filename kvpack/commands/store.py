@@ -304,9 +304,9 @@ def run_unpin(arguments: argparse.Namespace) -> int:
     if len(digits) == 2 * KEY_BYTES and set(digits) <= set("0123456789abcdef"):
         keys = {bytes.fromhex(digits)}
     if len(keys) != 1 or not digits:
-        raise InvalidParameter(
-            f"{len(keys)} pinned keys start with {arguments.key!r:.100}, expected one: copy a key from kvpack store stat"
-        )
+        if not keys or not digits:
+            raise InvalidParameter(f"no pinned key starts with {arguments.key!r:.100}: kvpack store stat lists the pinned keys")
+        raise InvalidParameter(f"{len(keys)} pinned keys start with {arguments.key!r:.100}: pass more digits of one of them")
     (key,) = keys
     done = store.backend.unpin([key], owner)
     if not done and not store.faults:
@@ -376,7 +376,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         old = f" and {counts['reclaimed_entries']:,} bases or entries of older layouts" if counts["reclaimed_entries"] else ""
         print(f"{store.name}: removed {evicted}{old}; {entries:,} entries ({size:,} bytes) remain")
         if pinned := len(store.backend.pinned_keys()):
-            print(f"{pinned:,} of them are pinned, and stay: kvpack store stat names the owners, kvpack store unpin undoes a pin")
+            print(f"{pinned:,} of them are pinned: kvpack store stat lists the owners, and kvpack store unpin removes a pin")
     return store.exit_code()
 
 

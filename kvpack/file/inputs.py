@@ -103,7 +103,7 @@ class Inputs:
             lengths = ", ".join(map(_describe_token_ids, self.rows))
             raise InvalidParameter(f"rows must all have the same length, a multiple of {ID_BYTES} bytes (one id), but got {lengths}")
         if not all(row.startswith(self.token_ids) for row in self.rows):
-            raise InvalidParameter("token_ids must be the ids with which all rows begin, but one row begins with others")
+            raise InvalidParameter("token_ids must be the ids that all rows begin with, but one row begins with different ids")
         object.__setattr__(self, "hidden", tuple(HiddenRange(*token_range) for token_range in self.hidden))
 
     @classmethod

@@ -130,8 +130,8 @@ class LiveCache:
 
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter(
-            "a LiveCache cannot be pickled, nor a KvpackCache, which contains one: use live.freeze(), or the packed of a KvpackCache, "
-            "with kvpack.save, and continue with LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model)"
+            "neither a LiveCache nor a KvpackCache, which contains one, can be pickled: save live.freeze(), or cache.packed of a "
+            "KvpackCache, with kvpack.save, and continue with LiveCache.of(kvpack.load(path)) or KvpackCache.load(path, model)"
         )
 
     def __deepcopy__(self, memo: object) -> LiveCache:
@@ -452,7 +452,9 @@ class LiveCache:
     def _check_captured(self, layer: int) -> None:
         """Raise InvalidParameter during a capture if the layer's calls need work on the host."""
         if self._captures:
-            raise InvalidParameter(f"layers[{layer}] needs work on the host in every step, so a CUDA graph cannot capture it")
+            raise InvalidParameter(
+                f"layers[{layer}] needs work on the host in every step, so a CUDA graph cannot capture it: run its steps without a graph"
+            )
 
     def _settle(self) -> None:
         """Read the number of tokens that graph replays have added from the device."""

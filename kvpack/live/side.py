@@ -167,12 +167,12 @@ class LiveSide:
         they are known. Raises InvalidParameter and OutOfRange, naming ``where``. A warning about lost precision is issued only once.
         """
         runs = self.runs
-        with float32_no_grad(x.device), collect_poor_fits() as misfits:
+        with float32_no_grad(x.device), collect_poor_fits() as poor_fits:
             before = runs[len(runs) - 1].streams if len(runs) else None
             streams = encode(self.codec, x, where, before, position, None if norms is None else norms[:, :, : x.shape[2]])
-        if misfits and not self._has_warned:
+        if poor_fits and not self._has_warned:
             self._has_warned = True
-            warn_of_poor_fits(misfits)
+            warn_of_poor_fits(poor_fits)
         return streams
 
     def add(self, streams: Mapping[str, torch.Tensor], tokens: int) -> None:

@@ -145,9 +145,9 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
 def _measure(
     lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gather the values of pages, ``[page and layer, kv_head, token, dim]``; return them, the norms of their keys, and their misfits.
+    """Gather the values of pages, ``[page and layer, kv_head, token, dim]``; return them, the norms of their keys, and their fit errors.
 
-    The norms are None if no raw tokens are chosen. The misfits (``head_norms.measure_fit_errors``) are None if no scales are shared.
+    The norms are None if no raw tokens are chosen. The fit errors (``head_norms.measure_fit_errors``) are None if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 

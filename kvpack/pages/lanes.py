@@ -310,7 +310,7 @@ class _BoundLane:
         rest: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Encode layers with ``fit_errors`` that are not ``kept`` again, with ``halved`` means; return the misfits that are left."""
+        """Encode layers with ``fit_errors`` that are not ``kept`` again, with ``halved`` means; return the remaining fit errors."""
         for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
                 if target is not None and source is not None:

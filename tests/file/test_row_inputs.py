@@ -182,7 +182,7 @@ def test_inputs_recorded_for_other_tokens_are_refused() -> None:
     [
         ({"rows": (b"1234", b"12345678")}, "rows must all have the same length, a multiple of 4 bytes"),
         ({"rows": (b"123", b"123")}, "rows must all have the same length, a multiple of 4 bytes"),
-        ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "but one row begins with others"),
+        ({"token_ids": b"1234", "rows": (b"12345678", b"56781234")}, "but one row begins with different ids"),
     ],
 )
 def test_rows_of_another_form_are_refused(arguments: dict[str, Any], message: str) -> None:

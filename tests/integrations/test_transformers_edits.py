@@ -348,7 +348,7 @@ def test_an_old_file_is_compared_by_its_sample_with_one_warning(tmp_path: Path) 
         KvpackCache.load(tmp_path / "old", model).release()
     found = [str(one.message) for one in told if issubclass(one.category, KvpackWarning) and "sample" in str(one.message)]
     assert len(found) == 1
-    assert "is from an earlier kvpack and names a sample of its model's weights" in found[0]
+    assert "is from an earlier kvpack, which recorded only a sample of the model's weights" in found[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvpackWarning)
         with KvpackCache.load(tmp_path / "old", model) as cache:
@@ -364,7 +364,7 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     path = saved(small_llama(), tmp_path / "file")
     model = small_llama()
     model.lm_head.to("meta")
-    with pytest.warns(KvpackWarning, match="the weights of the model are not in memory .* were not compared with the cache's"):
+    with pytest.warns(KvpackWarning, match="the weights of the model are not in memory .* were compared with the cache's"):
         KvpackCache.load(path, model).release()
 
 

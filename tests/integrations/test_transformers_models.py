@@ -256,7 +256,7 @@ def test_models_that_need_tensors_get_them_with_a_warning(name: str) -> None:
     model = model_of(name)
     packed = recorded(model)
     expected = model(FOLLOWING, past_key_values=model(PROMPT, use_cache=True).past_key_values).logits
-    with pytest.warns(kvpack.KvpackWarning, match=f"{type(model).__name__} has attention that cannot take packed layers") as told:
+    with pytest.warns(kvpack.KvpackWarning, match=f"{type(model).__name__} has attention that does not support packed layers") as told:
         cache = KvpackCache.of(packed, model)
     assert [one.category for one in told].count(KvpackWarning) == 1
     assert torch.equal(model(FOLLOWING, past_key_values=cache).logits, expected)
@@ -323,7 +323,7 @@ def test_a_pass_that_failed_between_layers_is_not_continued() -> None:
     with pytest.raises(InvalidParameter, match="set_attn_implementation"):
         model(FOLLOWING, past_key_values=cache)
     model.set_attn_implementation("kvpack")
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] has seen 37 tokens and layers\[1\] 32: a forward pass ended between them"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] has seen 37 tokens, but layers\[1\] 32, because a forward pass failed"):
         model(FOLLOWING, past_key_values=cache)
 
 

@@ -137,7 +137,7 @@ def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
             if stop < 32:
                 cache.snapshot_states()
         assert cache.states_at == (10, 20)
-        with pytest.raises(OutOfBounds, match=r"has none after the first 19 tokens; the nearest before are after 10: call go_back"):
+        with pytest.raises(OutOfBounds, match=r"has none after the first 19 tokens; its latest earlier states are after 10: call rewind"):
             cache.crop(-13)
         assert cache.get_seq_length() == 32
         follows(cache)
@@ -155,7 +155,7 @@ def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
         assert cache.states_at == ()
         model(PROMPT[:, :10], past_key_values=cache)
         assert torch.equal(follows(cache), expected[10])
-        with pytest.raises(OutOfBounds, match=r"go_back\(16\): the cache holds 15 tokens"):
+        with pytest.raises(OutOfBounds, match=r"rewind\(16\): the cache holds 15 tokens"):
             cache.rewind(16)
     with KvpackCache.of(packed, model, dense=True) as cache:
         assert cache.states_at == (10, 15)
@@ -249,7 +249,7 @@ def test_a_cache_and_a_model_keep_the_same_states() -> None:
         generated(model, PROMPT, cache)
         packed = cache.packed
     unnamed = kvpack.Cache(packed.layers, packed.recipe)
-    with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states conv.0 and recurrent.0, and no model is known"):
+    with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states conv.0 and recurrent.0, which only a model"):
         KvpackCache.of(unnamed)
     with pytest.raises(InvalidParameter, match=r"layers\[0\] of the cache has the states"):
         KvpackCache.of(unnamed, other)

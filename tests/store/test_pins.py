@@ -113,13 +113,13 @@ def test_what_blocks_a_store_is_named_and_undone(tmp_path: Path, size: int, caps
     save(store, IDS)
     store.pin(IDS, owner="job 7")
     assert main(["store", "gc", folder, "--max-bytes", "0"]) == 0
-    assert "2 of them are pinned, and stay: kvpack store stat names the owners" in capsys.readouterr().out
+    assert "2 of them are pinned: kvpack store stat lists the owners" in capsys.readouterr().out
     assert main(["store", "stat", folder]) == 0
     text = capsys.readouterr().out
     key = store.keys(IDS)[-1].hex()
     assert "job 7" in text
     assert key[:16] in text
-    for words, why in (([key[:16], "--owner", "job 8"], "is not pinned by job 8"), (["zz"], "0 pinned keys start with 'zz'")):
+    for words, why in (([key[:16], "--owner", "job 8"], "is not pinned by job 8"), (["zz"], "no pinned key starts with 'zz'")):
         assert main(["store", "unpin", folder, *words]) == 2
         assert why in capsys.readouterr().err
     assert main(["store", "unpin", folder, key[:16], "--owner", "job 7"]) == 0

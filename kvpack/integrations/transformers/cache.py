@@ -347,7 +347,7 @@ class KvpackCache(PassCalls):
         """
         tokens, held = as_integer(tokens, "tokens"), self.passes.record.tokens
         if not 0 <= tokens <= held:
-            raise OutOfBounds(f"go_back({tokens}): the cache holds {held} tokens, expected a number from 0 to {held}")
+            raise OutOfBounds(f"rewind({tokens}): the cache holds {held} tokens, expected a number from 0 to {held}")
         tokens = self._rollback.nearest(tokens)
         self.crop(tokens - held)
         return tokens

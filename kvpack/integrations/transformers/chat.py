@@ -117,8 +117,8 @@ class Chat:
         history = messages_in(cache, tokenizer) if messages is None else messages
         if history is None:
             raise InvalidParameter(
-                f"{path} contains no messages (Chat.save writes them): pass messages=, which the cache was computed from, or "
-                "continue its token ids with KvpackCache.load(path, model)"
+                f"{path} contains no messages, which Chat.save writes: pass the messages that the cache was computed from as "
+                "messages=, or continue its token ids with KvpackCache.load(path, model)"
             )
         chat = cls(model, tokenizer, messages=history, template=template)
         chat._cache, chat._is_loaded = cache, True
@@ -240,7 +240,7 @@ class Chat:
             parts = _split_text(stored, MAX_STRING_BYTES)
         except (TypeError, ValueError) as error:
             raise InvalidParameter(
-                f"messages are kept as JSON, which cannot hold these ({error}): save(path, messages=False) leaves them out"
+                f"the messages cannot be stored as JSON ({error}): leave them out with save(path, messages=False)"
             ) from None
         result: dict[str, Value] = {CHAT_MESSAGES: len(self.messages), _DIGEST: digest}
         result |= {f"{CHAT}{number:03}": part for number, part in enumerate(parts)}
@@ -248,7 +248,7 @@ class Chat:
             to_bytes(result)
         except LimitExceeded:
             raise LimitExceeded(
-                f"the texts of the chat that are not in its token ids take {len(stored.encode()):,} bytes, more than a file can hold: keep "
+                f"the chat's text outside its token ids takes {len(stored.encode()):,} bytes, more than a file can hold: keep "
                 "the messages elsewhere, call save(path, messages=False), and pass them to Chat.load(path, model, tokenizer, messages=...)"
             ) from None
         return result

@@ -26,12 +26,12 @@ class Decoding:
 
     def warn(self, name: str) -> None:
         """Issue a KvpackWarning about the model ``name``, unless one has already been issued."""
-        self._warn(f"{name} has attention that cannot take packed layers: each call decodes the keys and values of its layer")
+        self._warn(f"{name} has attention that does not support packed layers, so each call decodes the keys and values of its layer")
 
     def warn_about_mask(self) -> None:
         """Issue a KvpackWarning about masks, unless one has already been issued."""
         self._warn(
-            "the attention mask hides tokens other than padding on the left, and packed attention is causal, within a window or not: "
+            "the attention mask hides tokens other than padding on the left, which packed attention does not support: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 
@@ -232,13 +232,13 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
         held = shapes[side] if seen else (shape[0], *shapes[side][1:])
         if shape != held:
             raise InvalidParameter(
-                f"layers[{number}]: the model's {name} have batch, heads and dim {list(shape)}, the cache's {list(held)}: "
-                f"{list(states.shape)} does not continue it"
+                f"layers[{number}]: {name} of shape {list(states.shape)} do not continue the cache: batch, heads and dim are "
+                f"{list(shape)}, expected {list(held)}"
             )
     if (ahead := live.seen_tokens(following) - seen) < 0:
         raise InvalidParameter(
-            f"layers[{number}] has seen {seen} tokens and layers[{following}] {live.seen_tokens(following)}: "
-            f"a forward pass ended between them; crop({ahead}) drops what it added"
+            f"layers[{number}] has seen {seen} tokens, but layers[{following}] {live.seen_tokens(following)}, because a forward pass "
+            f"failed between them: call crop({ahead}) to drop what it added"
         )
 
 

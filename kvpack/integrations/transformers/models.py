@@ -55,7 +55,7 @@ _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, Line
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
 SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
-"""The advice for a cache whose model only seems to be another one."""
+"""Advice for a cache whose model only appears to be a different one."""
 _ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
 """The kinds of PEFT adapters that provide a cache of their own."""
 
@@ -333,11 +333,19 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
                 f"the cache was computed by a model whose {field} {verb} {recorded!r}, but this one's {verb} {actual!r}: {remedy}"
             )
     if kind == SAMPLE and compared:
-        warning = "the cache is from an earlier kvpack and names a sample of its model's weights, which is this model's"
-        warnings.warn(f"{warning}: edits of other weights go unnoticed. A cache that is computed again names all weights", KvpackWarning, 4)
+        warnings.warn(
+            "the cache is from an earlier kvpack, which recorded only a sample of the model's weights. The sample matches, but edits to "
+            "other weights go unnoticed: compute the cache again to record all weights",
+            KvpackWarning,
+            stacklevel=4,
+        )
     elif kind in (ALL, SAMPLE) and not compared:
-        warning = "the weights of the model are not in memory (offloaded, or not loaded yet), so they were not compared with the cache's"
-        warnings.warn(f"{warning}: the name and the configuration are the same", KvpackWarning, 4)
+        warnings.warn(
+            "the weights of the model are not in memory (offloaded, or not loaded yet), so only the name and the configuration were "
+            "compared with the cache's: load the model into memory to compare its weights",
+            KvpackWarning,
+            stacklevel=4,
+        )
     return this
 
 

@@ -154,7 +154,7 @@ class RotaryPositions:
 
     def _refuse(self, found: list[int], token: int) -> None:
         deltas, given = self._deltas.flatten().tolist(), " or ".join(map(str, found[:3]))
-        remedy = "leave position_ids out" if self._computed else "pass position_ids that go on from there"
+        remedy = "leave position_ids out" if self._computed else "pass position_ids that continue from there"
         raise InvalidParameter(
             f"{self._name} gives token {token} the position {given}, but after this cache its position is {token + deltas[0]}: {remedy}"
         )

@@ -67,11 +67,11 @@ def check_rows_known(cache: Cache) -> None:
     inputs = cache.inputs
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
-        given = "give prompt= with the ids of each row, and the tokens that are known to be theirs are kept, or "
+        given = "pass each row's ids as prompt= to keep the tokens that match, or "
         if 0 in _other_inputs(inputs):
             given = ""
         raise InvalidParameter(
-            f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {given}write "
+            f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {given}use "
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model), which skips comparing ids and masks"
         )
 

@@ -212,8 +212,8 @@ class Record:
         zeros = "; ".join(f"attention_mask[{row}, {start}:{stop}] = 0" for row, start, stop in stretches[:_SHOWN])
         more = f", and 0 for the others of the {len(stretches)} ranges in cache.packed.inputs.hidden" if len(stretches) > _SHOWN else ""
         return (
-            f"token {token} of row {row} was hidden by the attention mask when it was computed, as padding is, and this pass would see it: "
-            f"give a mask with a column for each of the cache's {self.tokens} tokens and each that follows, "
+            f"token {token} of row {row} was hidden by the attention mask when it was computed, as padding is, but this pass would see it: "
+            f"pass a mask with a column for each of the cache's {self.tokens} tokens and each new one, "
             f"attention_mask = torch.ones({rows}, {self.tokens} + new); {zeros}{more}"
         )
 

@@ -63,8 +63,8 @@ class Rollback:
                 seen = self._live.seen_tokens(number)
                 if seen < tokens:
                     raise OutOfBounds(
-                        f"crop({tokens_to_remove}) leaves {tokens} tokens, and layers[{number}] has seen {seen}: a forward pass ended "
-                        f"before it; crop({seen - self._passes.record.tokens}) drops what that added"
+                        f"crop({tokens_to_remove}) leaves {tokens} tokens, but layers[{number}] has seen only {seen}, because a forward "
+                        f"pass failed before it: call crop({seen - self._passes.record.tokens}) to drop what that pass added"
                     )
                 removed[number] = tokens - seen
             layer.check_crop(removed[number])
@@ -86,10 +86,10 @@ class Rollback:
         if kept is None:
             number = next(number for number, layer in enumerate(self._layers) if isinstance(layer, StateLayer))
             nearest = max((position for position in self._states if position < tokens), default=0)
-            hint = f"the nearest before are after {nearest}: call go_back({tokens}), which keeps {nearest}"
+            hint = f"its latest earlier states are after {nearest}: call rewind({tokens}), which keeps {nearest} tokens"
             raise OutOfBounds(
-                f"crop({tokens_to_remove}): layers[{number}] keeps states, and has none after the first {tokens} tokens; "
-                f"{hint if nearest else 'there are none before: call reset()'}, or call snapshot_states() between passes"
+                f"crop({tokens_to_remove}): layers[{number}] keeps states, but has none after the first {tokens} tokens; "
+                f"{hint if nearest else 'it has no earlier ones: call reset()'}, or call snapshot_states() between passes"
             )
         return kept.selected
 

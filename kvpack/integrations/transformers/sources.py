@@ -113,9 +113,9 @@ def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
             )
     if known and (row := first_difference(known[0], given)) is not None:
         raise InvalidParameter(
-            f"the encoder was given another source than the caches were computed from: row {row} now has an encoder's "
+            f"the encoder got a different source from the one that the caches were computed from: row {row} now has an encoder's "
             f"{_source_name(given, row)}, but the caches depend on {_source_name(known[0], row)}: pass that source, or compute "
-            f"the other one into {_EMPTY}. Only if it is the same source, encoded elsewhere, write "
+            f"the other one into {_EMPTY}. Only if it is the same source, encoded elsewhere, use "
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model) for both caches, which skips comparing sources, ids and masks"
         )
     unknown = [tracker for tracker in filled if not tracker.record.sources]

@@ -152,8 +152,8 @@ def restore_states(layers: Sequence[Any], cache: Cache) -> None:
             )
         if layer.states and not keeps:
             raise InvalidParameter(
-                f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, and no "
-                "model is known to keep them: use KvpackCache.of(cache, model) with the model that computed it"
+                f"layers[{number}] of the cache has the states {' and '.join(layer.states)}, which "
+                "only a model can continue: use KvpackCache.of(cache, model) with the model that computed it"
             )
         if keeps:
             # States kept for earlier tokens may be in host memory.
@@ -166,5 +166,5 @@ def check_states_available(layers: Sequence[Any]) -> None:
         if isinstance(layer, StateLayer) and not any(layer.has_previous_state.values()):
             raise InvalidParameter(
                 f"layers[{number}] contains no state after the cache's tokens: the model keeps its states in its modules, not its cache, "
-                "so no other process could continue it"
+                "so kvpack cannot store them: run the model without a KvpackCache"
             )

@@ -37,8 +37,8 @@ _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
 
 
 _SHARED = (
-    "KvpackCache.load(path, model, prompt=ids) keeps what a file and other ids begin with, kvpack.load(path).token_ids are a file's, and "
-    "Chat.load(path, model, tokenizer) resumes a chat with only the new message"
+    "KvpackCache.load(path, model, prompt=ids) keeps the tokens that a file and other ids share, kvpack.load(path).token_ids returns a "
+    "file's ids, and Chat.load(path, model, tokenizer) resumes a chat with only the new message"
 )
 
 
@@ -129,12 +129,12 @@ class Tracking:
         self._check_rows(arguments)
         if self._packed and self._model is not None and not self._model.runs_packed_layers:
             raise InvalidParameter(
-                f"the attention of {self._model.name} is {self._model.attention!r}, which cannot take packed layers: "
+                f"the attention of {self._model.name} is {self._model.attention!r}, which does not support packed layers: "
                 'call model.set_attn_implementation("kvpack")'
             )
         if self._packed and arguments.get("output_attentions"):
             raise InvalidParameter(
-                "output_attentions is set, but attention over packed layers computes no attention weights: leave it out, or write "
+                "output_attentions is set, but attention over packed layers computes no attention weights: leave it out, or use "
                 "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
             )
         if self.record.tokens:
@@ -184,7 +184,7 @@ class Tracking:
             check_rows_fit(given.shape[0], held)
             raise InvalidParameter(
                 f"the forward pass has {given.shape[0]} rows, but the cache holds {_sequences(held)}: "
-                f"cache.batch_repeat_interleave({given.shape[0] // held}) repeats each of them"
+                f"repeat each of them with cache.batch_repeat_interleave({given.shape[0] // held})"
             )
 
     def _check_model(self, module: torch.nn.Module) -> None:

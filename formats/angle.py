@@ -144,11 +144,11 @@ class Angle(CodecFamily):
             # Check the largest norm too, because the factor may make it infinite in binary32.
             step_wanted, minimum_wanted = unrounded_range.to(torch.float32)[..., None].unbind(-2)
             largest = self._norms(step_wanted, minimum_wanted, codes.amax(-1, keepdim=True))
-            kept = torch.isfinite(torch.cat([unrounded_range, largest], -1)).all(-1, keepdim=True)
+            is_finite = torch.isfinite(torch.cat([unrounded_range, largest], -1)).all(-1, keepdim=True)
             if self.norm == "linear":
                 # The codes compensate for the rounding of the old step, and a subnormal step is rounded coarsely.
-                kept &= (step >= torch.finfo(stored.dtype).smallest_normal) | (step == 0)
-            stored = torch.where(kept, unrounded_range, stored)
+                is_finite &= (step >= torch.finfo(stored.dtype).smallest_normal) | (step == 0)
+            stored = torch.where(is_finite, unrounded_range, stored)
         return self.pack_digits(bins, codes) | {"range": stored}
 
     def pack_digits(self, *digits: torch.Tensor) -> dict[str, torch.Tensor]:

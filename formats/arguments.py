@@ -46,47 +46,47 @@ def prefix_errors(where: str, kind: type[KvpackError] = KvpackError) -> Iterator
         raise type(error)(f"{where}: {error}") from None
 
 
-def as_integer(value: Any, what: str) -> int:
-    """Convert ``value`` to an integer. Raises InvalidType; the message calls the value ``what``."""
+def as_integer(value: Any, name: str) -> int:
+    """Convert ``value`` to an integer. Raises InvalidType; the message calls the value ``name``."""
     if type(value) is int:
         return value
     try:
         # operator.index raises for tensors on the meta device and for arrays of several values.
         return int(operator.index(value))
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidType(f"{what} is {describe(value)}, expected an integer") from None
+        raise InvalidType(f"{name} is {describe(value)}, expected an integer") from None
 
 
-def check_flag(value: Any, what: str) -> None:
+def check_flag(value: Any, name: str) -> None:
     """Raise InvalidType unless ``value`` is True or False. A string such as "no" would count as true."""
     if type(value).__name__ not in _BOOL_TYPES and not (type(value) is int and value in (0, 1)):
-        raise InvalidType(f"{what} is {describe(value)}, expected True or False")
+        raise InvalidType(f"{name} is {describe(value)}, expected True or False")
 
 
-def check_callback(value: Any, what: str = "progress") -> None:
+def check_callback(value: Any, name: str = "progress") -> None:
     """Raise InvalidType unless ``value`` is None or callable."""
     if value is not None and not callable(value):
-        raise InvalidType(f"{what} is {describe(value)}, expected a callable that takes (done, total), or None")
+        raise InvalidType(f"{name} is {describe(value)}, expected a callable that takes (done, total), or None")
 
 
-def check_mapping(value: Any, what: str, example: str) -> None:
+def check_mapping(value: Any, name: str, example: str) -> None:
     """Raise InvalidType unless ``value`` is None or a mapping. The message shows ``example``."""
     if value is not None and not isinstance(value, Mapping):
-        raise InvalidType(f"{what} is {describe(value)}, expected a map such as {example}")
+        raise InvalidType(f"{name} is {describe(value)}, expected a map such as {example}")
 
 
-def as_list(value: Any, what: str, expected: str) -> list[Any]:
+def as_list(value: Any, name: str, expected: str) -> list[Any]:
     """Return the items of a list, tuple, array or other sequence. Raises InvalidType; ``expected`` describes the items in the message."""
     if not isinstance(value, str | bytes | bytearray | memoryview | Mapping | Set | type):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return list(value)
-    raise InvalidType(f"{what} is {describe(value)}, expected a list of {expected}")
+    raise InvalidType(f"{name} is {describe(value)}, expected a list of {expected}")
 
 
-def check_text(value: Any, what: str) -> None:
+def check_text(value: Any, name: str) -> None:
     """Raise InvalidType unless ``value`` is a string."""
     if not isinstance(value, str):
-        raise InvalidType(f"{what} is {describe(value)}, expected a string")
+        raise InvalidType(f"{name} is {describe(value)}, expected a string")
 
 
 def checked_device(device: Any) -> torch.device:
@@ -119,8 +119,8 @@ def check_floating(dtype: Any) -> None:
         raise InvalidType(f"{dtype} cannot represent decoded values: use a floating-point dtype")
 
 
-def check_number(value: Any, what: str) -> None:
-    """Raise InvalidType unless ``value`` is None or a number that fits in a float. The message calls it ``what``."""
+def check_number(value: Any, name: str) -> None:
+    """Raise InvalidType unless ``value`` is None or a number that fits in a float. The message calls it ``name``."""
     number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64)
     if value is not None and not number:
-        raise InvalidType(f"{what} is {describe(value)}, expected a number")
+        raise InvalidType(f"{name} is {describe(value)}, expected a number")

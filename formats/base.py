@@ -665,25 +665,25 @@ def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:
         raise InvalidParameter(f"codec {codec}: {name} is {value}, expected {low} to {high}")
 
 
-def check_choice(codec: str, name: str, value: str | int, known: tuple[str, ...] | tuple[int, ...]) -> None:
+def check_choice(codec: str, name: str, value: str | int, choices: tuple[str, ...] | tuple[int, ...]) -> None:
     """Check that a parameter of a codec has one of the known values.
 
     Args:
         codec: Codec id, for the message.
         name: Parameter name, for the message.
         value: The parameter.
-        known: The allowed values.
+        choices: The allowed values.
 
     Raises:
-        InvalidParameter: The value is not one of ``known``.
+        InvalidParameter: The value is not one of ``choices``.
 
     >>> kvpack.formats.base.check_choice("group", "axis", "head", ("token", "channel"))
     Traceback (most recent call last):
     ...
     kvpack.errors.InvalidParameter: codec group: axis is 'head', expected one of token, channel
     """
-    if value not in known:
-        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, expected one of {', '.join(map(str, known))}")
+    if value not in choices:
+        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, expected one of {', '.join(map(str, choices))}")
 
 
 def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
@@ -717,13 +717,13 @@ def check_magnitudes(codec: str, name: str, table: bytes, length: int) -> None:
         raise InvalidParameter(f"codec {codec}: {name} must ascend strictly within [0, 1], found {values}")
 
 
-def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:
+def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     """Round norms or scales to their stored dtype.
 
     Args:
         values: Floating-point tensor of any shape.
         dtype: Stored dtype, "F16" or "F32".
-        what: Name of a value, for the message.
+        name: Name of a value, for the message.
 
     Returns:
         The rounded values in the same shape: float16 or float32.
@@ -739,7 +739,7 @@ def stored_norm(values: torch.Tensor, dtype: str, what: str) -> torch.Tensor:
     if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
         at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
         raise OutOfRange(
-            f"{what} at {at} is {values[tuple(at)].item():.6g}, but the largest "
+            f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest "
             f"{'binary16 is 65504' if half else 'binary32 is 3.40282e+38'}: "
             "scale the input, or choose fp32 norms or a raw codec"
         )

@@ -29,9 +29,9 @@ def in_range(low: int, high: int) -> dict[str, Any]:
     return {"range": (low, high)}
 
 
-def one_of(known: Iterable[Any]) -> dict[str, Any]:
-    """Return the metadata of a parameter whose value is one of the strings or integers in ``known``."""
-    return {"known": tuple(known)}
+def one_of(choices: Iterable[Any]) -> dict[str, Any]:
+    """Return the metadata of a parameter whose value is one of the strings or integers in ``choices``."""
+    return {"known": tuple(choices)}
 
 
 SEED = in_range(0, 2**64 - 1)

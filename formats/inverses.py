@@ -14,8 +14,8 @@ MAX_INVERSE_ERROR = 2.0**-8
 """Maximum error of a value after the inverse and the matrix, relative to the token's largest value (rule basis-19)."""
 
 
-def invert_for_encoding(matrices: torch.Tensor, what: str) -> torch.Tensor:
-    """Invert ``matrices`` ``[..., column, channel]``, and return float32 on the CPU. ``what`` names them in errors.
+def invert_for_encoding(matrices: torch.Tensor, name: str) -> torch.Tensor:
+    """Invert ``matrices`` ``[..., column, channel]``, and return float32 on the CPU. ``name`` names them in errors.
 
     Raises OutOfRange if a matrix has no inverse, or if the inverse changes values by more than ``MAX_INVERSE_ERROR``.
     """
@@ -29,21 +29,21 @@ def invert_for_encoding(matrices: torch.Tensor, what: str) -> torch.Tensor:
         error = math.inf
     if not error <= MAX_INVERSE_ERROR:
         fault = f"its error is {error:.3g} of a token's largest value, but must be at most {MAX_INVERSE_ERROR:.3g}"
-        fault = f"the inverse of {what} is inaccurate: {fault}" if math.isfinite(error) else f"{what} has no inverse"
+        fault = f"the inverse of {name} is inaccurate: {fault}" if math.isfinite(error) else f"{name} has no inverse"
         raise OutOfRange(f"{fault}. This basis can decode values, but not encode them: run kvpack calibrate on more text")
     return torch.from_numpy(inverse)
 
 
-def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, what: str) -> None:
+def check_reach(largest: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None, name: str) -> None:
     """Raise OutOfRange if a token could decode to infinity when its columns are at most ``largest`` ``[..., column]`` (rule basis-20).
 
-    ``matrices`` are ``[..., column, channel]``. ``mean`` ``[..., channel]`` is added to the channels. ``what`` names the matrices.
+    ``matrices`` are ``[..., column, channel]``. ``mean`` ``[..., channel]`` is added to the channels. ``name`` names the matrices.
     """
     reach = (largest.to(torch.float64)[..., None] * matrices.to(torch.float64).abs()).sum(-2)
     reach = reach if mean is None else reach + mean.to(torch.float64).abs()
     result = float(reach.max())
     if not result <= MAX_DECODED:
         raise OutOfRange(
-            f"with {what}, a channel could decode to {result:.6g}, but the limit is {MAX_DECODED:.6g}. This basis can decode values, "
+            f"with {name}, a channel could decode to {result:.6g}, but the limit is {MAX_DECODED:.6g}. This basis can decode values, "
             "but not encode them: make another with kvpack calibrate, which preserves the scale of the model's values"
         )

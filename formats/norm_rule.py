@@ -93,5 +93,5 @@ def unbiased_factor(
     degrees from d, because the error of the larger factor would exceed the row itself; zeros; and norms that do not fit the dtype. If the
     norm fits but the factor does not, the factor is the largest number of the dtype.
     """
-    kept = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
-    return torch.where(kept, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)
+    is_usable = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
+    return torch.where(is_usable, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)

@@ -103,22 +103,22 @@ class Options:
         text = self._read(name)
         if text is None:
             raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
-        known = {str(value): value for value in range(low, high + 1)}
+        choices = {str(value): value for value in range(low, high + 1)}
         words = text.split(".")
-        if not set(words) <= set(known):
+        if not set(words) <= set(choices):
             raise UnknownWord(
                 f"{self.codec}:{name} is {text!r}, expected integers from {low} to {high} separated by dots", f"{name}={text}"
             )
         self._note(name, text, None)
-        return tuple(known[word] for word in words)
+        return tuple(choices[word] for word in words)
 
-    def choice(self, name: str, default: str, known: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
-        """Read one of the words in ``known``. Raises UnknownWord for any other word."""
+    def choice(self, name: str, default: str, choices: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
+        """Read one of the words in ``choices``. Raises UnknownWord for any other word."""
         text = self._read(name)
         if text is None:
             return default
-        if text not in known:
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(known)}", f"{name}={text}")
+        if text not in choices:
+            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(choices)}", f"{name}={text}")
         self._note(name, text, default if omitted == _DEFAULT else omitted)
         return text
 
@@ -156,8 +156,8 @@ class Options:
         for name, value in self._words.items():
             if name in self._known:
                 continue
-            known = ", ".join([*self._known, *(name for name in self._extra if name not in self._known)])
-            raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {known}", f"{name}={value}")
+            names = ", ".join([*self._known, *(name for name in self._extra if name not in self._known)])
+            raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
 
     def _note(self, name: str, text: str, omitted: str | None) -> None:
         """Record the spelling ``text`` of a given option, unless leaving the option out means the same."""

@@ -139,10 +139,10 @@ class WholeTokens(Sidecar):
     def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
-    def put(self, x: torch.Tensor, kept: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put ``kept`` tokens ``[entry, kv_head, dim]``, in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
+    def put(self, x: torch.Tensor, tokens: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Put ``tokens`` tokens ``[entry, kv_head, dim]``, in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
         result = x.clone()
-        result.permute(2, 0, 1, 3)[self.token_positions(streams)] = kept
+        result.permute(2, 0, 1, 3)[self.token_positions(streams)] = tokens
         return result
 
 
@@ -244,10 +244,10 @@ class ResidualSketch(Sidecar):
         """Add the estimated residual to ``frame``, float32 ``[batch, kv_head, token, dim]``."""
 
 
-def parse_choice(sidecar: str, value: Any, known: Mapping[str, str]) -> str:
-    """Return ``value`` if it is one of the strings in ``known``. Raises InvalidParameter otherwise."""
-    if type(value) is not str or value not in known:
-        raise InvalidParameter(f"sidecar {sidecar} is {value!r}, expected one of {', '.join(known)}")
+def parse_choice(sidecar: str, value: Any, choices: Mapping[str, str]) -> str:
+    """Return ``value`` if it is one of the strings in ``choices``. Raises InvalidParameter otherwise."""
+    if type(value) is not str or value not in choices:
+        raise InvalidParameter(f"sidecar {sidecar} is {value!r}, expected one of {', '.join(choices)}")
     return value
 
 

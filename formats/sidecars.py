@@ -224,9 +224,12 @@ class CodecWithSidecars(Codec):
 
         return RunEncoder({**inner.streams, **run_streams}, encode)
 
-    def _begin_steps(self, run: Run, before: Streams | None, kept: Sequence[WholeTokens]) -> tuple[_Steps, dict[str, torch.Tensor]]:
-        """Return the steps before the codec for the blocks of ``run``, and the streams with one row per run. ``kept`` take tokens out
-        first.
+    def _begin_steps(
+        self, run: Run, before: Streams | None, token_sidecars: Sequence[WholeTokens]
+    ) -> tuple[_Steps, dict[str, torch.Tensor]]:
+        """Return the steps before the codec for the blocks of ``run``, and the streams with one row per run.
+
+        The ``token_sidecars`` take tokens out first.
         """
         steps = _Steps(run)
         run_streams: dict[str, torch.Tensor] = {}
@@ -236,7 +239,7 @@ class CodecWithSidecars(Codec):
             steps.add(step.encode)
 
         # In decoding, the last one overwrites tokens of earlier ones, so it comes first here.
-        for tokens in reversed(kept):
+        for tokens in reversed(token_sidecars):
             add(tokens.begin(steps.run(), before, self))
         for value_map in self.value_maps:
             add(value_map.begin(self._subtract_vectors(steps.run()), before))
@@ -258,14 +261,17 @@ class CodecWithSidecars(Codec):
             run = replace(run, blocks=partial(_map_blocks, vector.without_vectors, run.blocks))
         return run
 
-    def _sketches(self, block: torch.Tensor, streams: Streams, taken: Streams) -> dict[str, torch.Tensor]:
-        """Return the streams that describe the error of the codec's ``streams`` for a ``block``. ``taken`` contains the parts taken out."""
+    def _sketches(self, block: torch.Tensor, streams: Streams, subtracted: Streams) -> dict[str, torch.Tensor]:
+        """Return the streams that describe the error of the codec's ``streams`` for a ``block``.
+
+        ``subtracted`` contains the parts taken out.
+        """
         if not self.sketches:
             return {}
         exact, decoded = self.rotation.forward(block), self.codec.decode_frame(streams)
         # Put the parts back into both, so that exactly stored values have no residual; page means are in neither.
         for part in reversed(self.frame_parts):
-            exact, decoded = part.put(exact, taken), part.put(decoded, taken)
+            exact, decoded = part.put(exact, subtracted), part.put(decoded, subtracted)
         result: dict[str, torch.Tensor] = {}
         for number, sketch in enumerate(self.sketches, 1):
             described = sketch.encode(exact - decoded)
@@ -288,17 +294,17 @@ class CodecWithSidecars(Codec):
             frame = tokens.put(frame, self.to_coded_frame(tokens.kept_values(streams), sequences, streams), streams)
         return frame
 
-    def to_coded_frame(self, kept: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map ``kept`` tokens ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence of each."""
-        if not len(kept):
-            return kept
+    def to_coded_frame(self, tokens: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
+        """Map ``tokens`` tokens ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence of each."""
+        if not len(tokens):
+            return tokens
         # Rows stored once per run exist for every sequence and head; a kept token uses those of its sequence.
         names = [name for name, layout in self.row_layouts.items() if layout.per == "run"]
         rows = {name: take_rows(streams[name], 0, sequence) for name in names}
-        kept = kept[:, :, None]
+        tokens = tokens[:, :, None]
         for value_map in self.value_maps:
-            kept = value_map.forward(kept, rows)
-        return self.codec.coded_frame(kept, rows or streams)[:, :, 0]
+            tokens = value_map.forward(tokens, rows)
+        return self.codec.coded_frame(tokens, rows or streams)[:, :, 0]
 
     def decode(self, streams: Streams) -> torch.Tensor:
         return self.complete_original(self.codec.decode_frame(streams), streams)

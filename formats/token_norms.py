@@ -52,14 +52,14 @@ def log8_bounds() -> torch.Tensor:
     return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
-def encode_norms(values: torch.Tensor, norm: str, what: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, calling a norm ``what``, if one does not fit."""
+def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, calling a norm ``name``, if one does not fit."""
     if norm != LOG8:
-        return stored_norm(values, NORMS[norm], what)
+        return stored_norm(values, NORMS[norm], name)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:
         at = [int(i) for i in torch.nonzero(~(values < LOG8_LIMIT))[0]]
         raise OutOfRange(
-            f"{what} at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {LARGEST_LOG8:.6g}: scale the "
+            f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {LARGEST_LOG8:.6g}: scale the "
             "input, or choose norm=fp16"
         )
     return torch.bucketize(values, log8_bounds(values.device), right=True).to(torch.uint8)

@@ -97,15 +97,15 @@ def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
 
 
-def check_finite(where: str, array: Array, what: str) -> None:
-    """Raise InvalidPayload unless all binary16 or binary32 values are finite. The message calls them ``what`` and shows the position."""
+def check_finite(where: str, array: Array, name: str) -> None:
+    """Raise InvalidPayload unless all binary16 or binary32 values are finite. The message calls them ``name`` and shows the position."""
     if isinstance(array, numpy.ndarray) and _all_finite(array):
         return
     for first, block in value_blocks(array):
         if not _all_finite(block):
             invalid = ~numpy.isfinite(block)
             at = first_index(invalid, first, array.shape)
-            raise InvalidPayload(f"{where}: the value at {at} is {block[invalid.argmax()]}, but {what} must be finite")
+            raise InvalidPayload(f"{where}: the value at {at} is {block[invalid.argmax()]}, but {name} must be finite")
 
 
 def _all_finite(array: numpy.ndarray[Any, Any]) -> bool:

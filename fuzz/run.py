@@ -89,12 +89,12 @@ def main() -> int:
         if reason := missing(name):
             print(f"{name}: no oracle, because {reason}", file=sys.stderr)
     reports = run(arguments)
-    found = problems(reports)
+    failures = problems(reports)
     if arguments.json:
-        print(json.dumps({"targets": reports, "coverage": coverage_lines(reports), "problems": found}, indent=1))
+        print(json.dumps({"targets": reports, "coverage": coverage_lines(reports), "problems": failures}, indent=1))
     else:
-        show(reports, found)
-    return 1 if found else 0
+        show(reports, failures)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

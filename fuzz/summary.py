@@ -50,11 +50,11 @@ def coverage_lines(reports: list[dict[str, Any]]) -> dict[str, list[int]]:
     return {name: [len(covered.get(name, set()) & lines), len(lines)] for name, lines in sorted(runnable_lines().items()) if lines}
 
 
-def show(reports: list[dict[str, Any]], found: list[str]) -> None:
+def show(reports: list[dict[str, Any]], failures: list[str]) -> None:
     """Print the table, the covered lines of the readers and of formats/, and the failures."""
     columns = ["target", "driver", "executions", "a second", "accepted", "compared", "resident", "memory", "inputs'", "slowest"]
     columns += ["edges", "features", "lines of formats/", "crashes", "hangs"]
-    print_table("fuzz targets", columns, [_row(report) for report in reports], left=2)
+    print_table("fuzz targets", columns, [_row(report) for report in reports], text_columns=2)
     total = sum(report.get("executions", 0) for report in reports)
     print(f"{total:,} executions; the slowest input is in ms")
     print("resident is the peak in MiB, memory is that without the files of libraries, and inputs' is what inputs added to the libraries")
@@ -67,9 +67,9 @@ def show(reports: list[dict[str, Any]], found: list[str]) -> None:
         covered, all_lines = sum(count[0] for count in counts), sum(count[1] for count in counts)
         if counts:
             print(f"lines of {what}: {covered} of {all_lines} ({100 * covered / all_lines:.1f} %)")
-    for text in found:
+    for text in failures:
         print(f"\n{text}")
-    print(f"\n{len(found)} failures" if found else "no failure")
+    print(f"\n{len(failures)} failures" if failures else "no failure")
 
 
 def _row(report: dict[str, Any]) -> list[str]:

@@ -43,9 +43,9 @@ class Target:
     max_bytes: int = 1 << 14
 
 
-def _files(found: list[bytes], vocabulary: Vocabulary | None = None) -> tuple[tuple[bytes, ...], Callable[[bytes, random.Random], bytes]]:
-    words = Vocabulary.of(found) if vocabulary is None else vocabulary
-    return tuple(found), lambda data, source: mutate_file(data, words, source, Target.max_bytes)
+def _files(files: list[bytes], vocabulary: Vocabulary | None = None) -> tuple[tuple[bytes, ...], Callable[[bytes, random.Random], bytes]]:
+    words = Vocabulary.of(files) if vocabulary is None else vocabulary
+    return tuple(files), lambda data, source: mutate_file(data, words, source, Target.max_bytes)
 
 
 def container() -> Target:

@@ -31,11 +31,11 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CUDA driver constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 
-def expect(holds: bool, expected: str, found: object) -> None:
+def expect(holds: bool, expected: str, result: object) -> None:
     """Raise KvpackError unless an assumption about Triton ``holds``."""
     if not holds:
         raise KvpackError(
-            f"Triton {triton.__version__}: the kernels expect {expected}, but found {found!r:.200}: "
+            f"Triton {triton.__version__}: the kernels expect {expected}, but found {result!r:.200}: "
             "set the environment variable KVPACK_KERNELS=torch, or install a version that kvpack was tested with"
         )
 
@@ -185,13 +185,13 @@ def launch_cached(
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
-        kept = _cached_launches.get(_launch_key(function, device, arguments, constants, options))
+        cached = _cached_launches.get(_launch_key(function, device, arguments, constants, options))
     except TypeError:
         # Triton handles constants that are not hashable.
         return False
-    if kept is None:
+    if cached is None:
         return False
-    run, before, names = kept
+    run, before, names = cached
     run(programs, 1, 1, stream, *before, *arguments, *[constants[name] for name in names])
     return True
 
@@ -262,11 +262,11 @@ class LaunchChain:
         self._launches = launches
         self._kept: list[tuple[CachedLaunch, list[tuple[int, int]]]] = []
 
-    def __call__(self, given: Sequence[torch.Tensor], first: int = 0) -> None:
+    def __call__(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
         """Run the launches from index ``first`` on, on the current stream."""
-        if self._kept and (stream := current_stream(given[0].device.index)) >= 0:
+        if self._kept and (stream := current_stream(tensors[0].device.index)) >= 0:
             addresses, low = [0], 0
-            for tensor in given:
+            for tensor in tensors:
                 address = tensor.data_ptr()
                 addresses.append(address)
                 low |= address
@@ -275,20 +275,20 @@ class LaunchChain:
                     launch.at(stream, *[addresses[number] + skipped for number, skipped in pointers])
                 return
         for launch, places in self._launches[first:]:
-            launch(*[(place if isinstance(place, torch.Tensor) else given[place], skipped) for place, skipped in places])
+            launch(*[(place if isinstance(place, torch.Tensor) else tensors[place], skipped) for place, skipped in places])
         if not self._kept and all(launch.is_cached for launch, _ in self._launches):
-            self._cache_addresses(given)
+            self._cache_addresses(tensors)
 
-    def _cache_addresses(self, given: Sequence[torch.Tensor]) -> None:
+    def _cache_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
         """Cache the addresses of fixed tensors; addresses that each call passes follow an address of 0."""
-        kept = []
+        fixed = []
         for launch, places in self._launches:
             pointers = []
             for place, skipped in places:
-                tensor = place if isinstance(place, torch.Tensor) else given[place]
+                tensor = place if isinstance(place, torch.Tensor) else tensors[place]
                 number, address = (0, place.data_ptr()) if isinstance(place, torch.Tensor) else (place + 1, 0)
                 pointers.append((number, address + skipped * tensor.element_size()))
             if any(address % POINTER_ALIGNMENT for _, address in pointers):
                 return
-            kept.append((launch, pointers))
-        self._kept = kept
+            fixed.append((launch, pointers))
+        self._kept = fixed

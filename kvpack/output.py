@@ -40,8 +40,8 @@ def print_report(report: dict[str, Any], show: Callable[[dict[str, Any]], None] 
     return 0
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first ``left`` columns are text and whose other columns are numbers.
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> None:
+    """Print a table whose first ``text_columns`` columns are text and whose other columns are numbers.
 
     On a terminal that is too narrow, text is wrapped between words. Cells are never truncated.
     """
@@ -55,12 +55,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     cells = [[column, *(row[number] for row in rows)] for number, column in enumerate(columns)]
     widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in cells]
     if sys.stdout.isatty():
-        words = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in cells[:left]]
+        words = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in cells[:text_columns]]
         _shrink(widths, words, shutil.get_terminal_size().columns - _GAP * len(widths))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
-        justify: Literal["left", "right"] = "left" if number < left else "right"
-        table.add_column(Text(column), justify=justify, no_wrap=number >= left, width=width, vertical="bottom")
+        justify: Literal["left", "right"] = "left" if number < text_columns else "right"
+        table.add_column(Text(column), justify=justify, no_wrap=number >= text_columns, width=width, vertical="bottom")
     for row in rows:
         table.add_row(*map(Text, row))
     console = Console()
@@ -71,10 +71,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     print(f"\n{title}\n{capture.get()}", end="")
 
 
-def _shrink(widths: list[int], least: Sequence[int], available: int) -> None:
-    """Reduce the first ``widths``, the widest first and each down to its ``least``, until all take at most ``available`` characters."""
+def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
+    """Reduce the first ``widths``, the widest first and each down to its ``minimums``, until all take at most ``available`` characters."""
     for _ in range(sum(widths) - available):
-        spare = [(width, number) for number, (width, limit) in enumerate(zip(widths, least, strict=False)) if width > limit]
+        spare = [(width, number) for number, (width, limit) in enumerate(zip(widths, minimums, strict=False)) if width > limit]
         if not spare:
             return
         widths[max(spare)[1]] -= 1

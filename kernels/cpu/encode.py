@@ -116,13 +116,13 @@ def encode(
     """
     if isinstance(codec, CodecWithSidecars):
         return _encode_centered(codec, x, threads, level, norms, errors)
-    known: dict[str, torch.Tensor] = {}
+    streams_so_far: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
         scale = _compute_run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level)
         if scale is None:
             return None
-        known[codec.run_scale] = scale
-    return _encode(codec, x, known, None, threads, level, norms, errors)
+        streams_so_far[codec.run_scale] = scale
+    return _encode(codec, x, streams_so_far, None, threads, level, norms, errors)
 
 
 def encodes_in_one_call(codec: Codec) -> bool:

@@ -239,12 +239,12 @@ def decode(
     NORMS: tl.constexpr = PACKING.fields * BIN_BITS
     line = load_norm_affine(loaded, CONSTANTS, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
-        found = decode_pairs(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
+        result = decode_pairs(planes, line, table, STEP * BIN_BITS, NORMS + STEP * NORM_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = step_words(planes, column_fields, 0, PACKING, 0, BIN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         norm = step_words(planes, column_fields, 0, PACKING, NORMS, NORM_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
-        found = decode_pairs((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
-    return found
+        result = decode_pairs((index, norm), line, table, 0, 16, CONSTANTS, SHARED, FAST)
+    return result
 
 
 @triton.jit
@@ -266,8 +266,8 @@ def decode_pairs(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Decode both channels of the pairs whose bin begins at bit ``BIN`` of each column, and whose norm code begins at bit ``NORM``."""
-    found = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
+    result = look_up_bits(planes, table, BIN, CONSTANTS.bin_bits, 2, 0, SHARED, FAST)
     norm = affine_column(planes, line[0], line[1], NORM, CONSTANTS.norm_bits, middle_norm_code(CONSTANTS.norm_bits), FAST)
     if CONSTANTS.log:
         norm = exp2(norm, FAST)
-    return (multiply(found[0], norm, FAST), multiply(found[1], norm, FAST))
+    return (multiply(result[0], norm, FAST), multiply(result[1], norm, FAST))

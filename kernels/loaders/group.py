@@ -241,7 +241,7 @@ def _load_scale_rows(
     SIZE: tl.constexpr = CONSTANTS.size
     SCALES: tl.constexpr = CONSTANTS.scales_per_row
     STEPS: tl.constexpr = CONSTANTS.steps
-    found = ()
+    result = ()
     if CONSTANTS.along_tokens:
         # All tokens of a warp share the scales of its first token.
         address = scales + ((first + tl.min(token, 1)[:, None]) // SIZE * SCALES + tl.arange(0, SCALES)[None, :])
@@ -249,7 +249,7 @@ def _load_scale_rows(
             row = tl.load(address, _warps_with_tokens(valid), 0)
         else:
             row = tl.load(address)
-        found = split_last_axis(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
+        result = split_last_axis(tl.trans(tl.reshape(row, (row.shape[0], STEPS, SCALES // STEPS)), 0, 2, 1))
     else:
         # Scales per step, each shared by several columns.
         EACH: tl.constexpr = SCALES // STEPS if CONSTANTS.kind == WITHIN_FIELDS else 1
@@ -269,8 +269,8 @@ def _load_scale_rows(
                     row = tl.trans(row, 0, 1, 3, 2)
             parts = parts + split_last_axis(row)
         for step in tl.static_range(STEPS):
-            found = found + (parts[step if CONSTANTS.kind == WITHIN_FIELDS else step * CONSTANTS.span // SIZE],)
-    return found
+            result = result + (parts[step if CONSTANTS.kind == WITHIN_FIELDS else step * CONSTANTS.span // SIZE],)
+    return result
 
 
 @triton.jit

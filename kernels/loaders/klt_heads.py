@@ -97,10 +97,10 @@ def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKE
     """Load the first bits, masks and first entries of each tile's columns, int32 ``[1, column]`` each."""
     STEPS: tl.constexpr = CONSTANTS.steps
     begin = table.to(tl.pointer_type(tl.int32)) + CONSTANTS.entries
-    found = ()
+    result = ()
     for number in tl.static_range(2 * STEPS):
-        found = found + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
-    return found
+        result = result + (tl.load(begin + number * COLUMNS + tl.arange(0, COLUMNS))[None, :],)
+    return result
 
 
 @triton.jit

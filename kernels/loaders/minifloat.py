@@ -270,16 +270,16 @@ def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
     if CONSTANTS.global_scale and CONSTANTS.words > 0:
-        found = four_e4m3_as_f16(loaded[AT + BLOCK // 4], FAST)[BLOCK % 4]
+        result = four_e4m3_as_f16(loaded[AT + BLOCK // 4], FAST)[BLOCK % 4]
     elif CONSTANTS.global_scale:
-        found = e4m3_as_f16(loaded[AT + BLOCK])
+        result = e4m3_as_f16(loaded[AT + BLOCK])
     elif CONSTANTS.words == 1:
-        found = four_powers_as_f16(loaded[AT], _element_exponent(ELEMENT), FAST)[BLOCK]
+        result = four_powers_as_f16(loaded[AT], _element_exponent(ELEMENT), FAST)[BLOCK]
     else:
-        found = power_as_f16(
+        result = power_as_f16(
             _block_scale(loaded, AT, BLOCK, CONSTANTS) - _largest_scale(loaded, AT, CONSTANTS) + _element_exponent(ELEMENT)
         )
-    return found
+    return result
 
 
 @triton.jit
@@ -293,22 +293,22 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
     if not CONSTANTS.in_order:
         scales = loaded[AT + (CONSTANTS.words if CONSTANTS.words > 0 else CONSTANTS.blocks) + STEP]
         if CONSTANTS.global_scale:
-            found = e4m3_as_f16(scales)
+            result = e4m3_as_f16(scales)
         else:
-            found = power_as_f16(scales - broadcast_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _element_exponent(ELEMENT))
+            result = power_as_f16(scales - broadcast_tokens(_largest_scale(loaded, AT, CONSTANTS), TRANSPOSED) + _element_exponent(ELEMENT))
     elif PARTS == 1:
-        found = broadcast_tokens(_block_factor(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
+        result = broadcast_tokens(_block_factor(loaded, BLOCK, CONSTANTS, FAST), TRANSPOSED)
     else:
         # Rows are loaded whole, and a tile needs the factors of several blocks. Select them along the middle axis for keys too: Triton
         # then keeps them in the registers of the matrix operand, and words need no extra pass through shared memory.
         part = tl.arange(0, PARTS)[None, :, None]
-        found = _block_factor(loaded, BLOCK, CONSTANTS, FAST)[:, None, :]
+        result = _block_factor(loaded, BLOCK, CONSTANTS, FAST)[:, None, :]
         for number in tl.static_range(1, PARTS):
-            found = tl.where(part == number, _block_factor(loaded, BLOCK + number, CONSTANTS, FAST)[:, None, :], found)
+            result = tl.where(part == number, _block_factor(loaded, BLOCK + number, CONSTANTS, FAST)[:, None, :], result)
         if not TRANSPOSED:
-            found = tl.trans(found, 0, 2, 1)
-        found = repeat_columns(found, CONSTANTS.size, TRANSPOSED)
-    return found
+            result = tl.trans(result, 0, 2, 1)
+        result = repeat_columns(result, CONSTANTS.size, TRANSPOSED)
+    return result
 
 
 @triton.constexpr_function
@@ -355,12 +355,12 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     if CONSTANTS.kind == PER_BLOCK and not CONSTANTS.global_scale:
-        found = power_as_f32(_largest_scale(loaded, AT, CONSTANTS))
+        result = power_as_f32(_largest_scale(loaded, AT, CONSTANTS))
     elif CONSTANTS.kind == PER_TOKEN:
-        found = finite_factor(read_factors(loaded, AT, CONSTANTS.scale_bits, 0, FAST) * 2.0**LOWERED)
+        result = finite_factor(read_factors(loaded, AT, CONSTANTS.scale_bits, 0, FAST) * 2.0**LOWERED)
     else:
-        found = finite_factor(loaded[AT] * 2.0**LOWERED)
-    return found
+        result = finite_factor(loaded[AT] * 2.0**LOWERED)
+    return result
 
 
 @triton.jit

@@ -134,7 +134,7 @@ def decode(
     SIGNS: tl.constexpr = PACKING.fields * INDEX_BITS
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
-        found = _decode_triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
+        result = _decode_triplet(planes, table, STEP * INDEX_BITS, SIGNS + STEP * SIGN_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = step_words(planes, column_fields, 0, PACKING, 0, INDEX_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         sign = index
@@ -142,8 +142,8 @@ def decode(
             sign = step_words(
                 planes, column_fields, 0, PACKING, SIGNS, SIGN_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
             )
-        found = _decode_triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
-    return found
+        result = _decode_triplet((index, sign), table, 0, 16, CONSTANTS, SHARED, FAST)
+    return result
 
 
 @triton.jit
@@ -159,8 +159,8 @@ def _decode_triplet(
     """Return the triplets whose index begins at bit ``INDEX`` of each column, with signs at bit ``SIGNS``."""
     INDEX_BITS: tl.constexpr = CONSTANTS.index_bits
     NORM_BITS: tl.constexpr = CONSTANTS.norm_index_bits
-    found = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
-    x, y, z = found[0], found[1], found[2]
+    result = look_up_bits(planes, table, INDEX, INDEX_BITS, 4, 0, SHARED, FAST)
+    x, y, z = result[0], result[1], result[2]
     if CONSTANTS.sign_bits:
         x = negate_by_bit(x, planes[SIGNS // 16], SIGNS % 16, FAST)
         y = negate_by_bit(y, planes[(SIGNS + 1) // 16], (SIGNS + 1) % 16, FAST)

@@ -122,8 +122,8 @@ def decode_triplet(
     index = symbol_digit(words, INDICES, TRIPLET, FAST) * UNIT
     if WHOLE:
         index = index | (symbol_digit(words, SIGNS, TRIPLET, FAST) * (UNIT << INDEX_BITS))
-    found = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
-    xy, z = found[0], found[1]
+    result = look_up_words(index, table, 2, 4, 0, SHARED, FAST)
+    xy, z = result[0], result[1]
     if not WHOLE:
         COLUMN: tl.constexpr = TRIPLET % SIGNS.width
         POSITION: tl.constexpr = TRIPLET // SIGNS.width * (SIGN_BITS + NORM_BITS)

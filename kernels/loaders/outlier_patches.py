@@ -133,7 +133,7 @@ def locate_entries(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Return the token rows, values and columns of the ``loaded`` entries in a warp's tile ``TILE``; empty without ``FAST``."""
-    found = loaded
+    result = loaded
     if FAST and CONSTANTS.together > 0:
         row = _tile_row(loaded[0], entries, TILE, TOKENS)
         chunk = loaded[0] // DISTINCT_TOKENS
@@ -146,14 +146,14 @@ def locate_entries(
             columns = tl.load(entries[0][4].to(tl.pointer_type(tl.int64)) + chunk, real, -1)
         TOKEN_BYTES: tl.constexpr = 2 if TRANSPOSED else 2 * CONSTANTS.width
         place = row * TOKEN_BYTES + tl.arange(0, row.shape[0])[:, None] * CONSTANTS.patch_bytes
-        found = (place, loaded[1], columns)
-    return found
+        result = (place, loaded[1], columns)
+    return result
 
 
 @triton.jit
 def write_patch(
     entries: tl.tuple,
-    found: tl.tuple,
+    result: tl.tuple,
     FIRST: tl.constexpr,
     CONSTANTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -170,8 +170,8 @@ def write_patch(
         IN_ORDER: tl.constexpr = has_channel_order(CONSTANTS)
         ASSEMBLY: tl.constexpr = _store_ptx(FIRST, TOKENS, TRANSPOSED, CONSTANTS)
         REGISTERS: tl.constexpr = "=r,r,l,r" if IN_ORDER else "=r,r,l,l"
-        WARPS: tl.constexpr = found[0].shape[0]
-        values = found[1]
+        WARPS: tl.constexpr = result[0].shape[0]
+        values = result[1]
         if CLEAR:
             values = tl.zeros(values.shape, tl.int64)
             _synchronize(entries)
@@ -179,7 +179,7 @@ def write_patch(
             # Zeroing everything is faster than finding the positions to zero.
             _put_zeros(WARPS * CONSTANTS.patch_bytes, WARPS)
         else:
-            tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [found[0], values, found[2]], dtype=tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise(ASSEMBLY, REGISTERS, [result[0], values, result[2]], dtype=tl.int32, is_pure=False, pack=1)
         after = _synchronize(entries)
     return after
 

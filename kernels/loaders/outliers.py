@@ -215,7 +215,7 @@ def patch_entries(
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
     """Return the input of patches for the tokens beginning at row ``first``: pointers, entries, each warp's first token, and ``ready``."""
-    found = ()
+    result = ()
     if CONSTANTS is not None:
         own = pointers[CONSTANTS.first_stream :]
         token = (first + tl.arange(0, WARPS)[:, None] * TOKENS).to(tl.int32)
@@ -223,15 +223,15 @@ def patch_entries(
             entries = ahead[1]
         else:
             entries = _load_first_entries(own, ahead[0], WARPS, TOKENS)
-        found = (own, entries, token, ready)
-    return found
+        result = (own, entries, token, ready)
+    return result
 
 
 @triton.jit
 def _add_patch_scores(
     products: tl.tensor,
     entries: tl.tuple,
-    found: tl.tuple,
+    result: tl.tuple,
     places: tl.tensor,
     q: tl.tuple,
     TILE: tl.constexpr,
@@ -243,11 +243,11 @@ def _add_patch_scores(
     WARPS: tl.constexpr = products.shape[0]
     TOKENS: tl.constexpr = products.shape[1]
     END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
-    after = write_patch(entries, found, FIRST, CONSTANTS, TOKENS, False, False, FAST)
+    after = write_patch(entries, result, FIRST, CONSTANTS, TOKENS, False, False, FAST)
     for number in tl.static_range(FIRST, END):
-        tile = outlier_tile(entries, found, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, False, FAST)
+        tile = outlier_tile(entries, result, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, False, FAST)
         products = tl.dot(tile, q[number], products)
-    write_patch(entries, found, FIRST, CONSTANTS, TOKENS, False, True, FAST)
+    write_patch(entries, result, FIRST, CONSTANTS, TOKENS, False, True, FAST)
     return products
 
 
@@ -272,9 +272,9 @@ def add_outlier_scores(
         products = tl.zeros(scores.shape, tl.float32)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
-            found = locate_entries(entries, loaded, TILE, CONSTANTS, TOKENS, False, FAST)
+            result = locate_entries(entries, loaded, TILE, CONSTANTS, TOKENS, False, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                products = _add_patch_scores(products, entries, found, places, q, TILE, first, CONSTANTS, FAST)
+                products = _add_patch_scores(products, entries, result, places, q, TILE, first, CONSTANTS, FAST)
             loaded = _remaining_entries(entries, loaded, at)
         scores += products * entries[3][1]
     return scores
@@ -284,7 +284,7 @@ def add_outlier_scores(
 def _add_patch_values(
     sums: tl.tuple,
     entries: tl.tuple,
-    found: tl.tuple,
+    result: tl.tuple,
     places: tl.tensor,
     weights: tl.tensor,
     TILE: tl.constexpr,
@@ -297,11 +297,11 @@ def _add_patch_values(
     TOKENS: tl.constexpr = weights.shape[1]
     END: tl.constexpr = min(FIRST + tiles_per_patch(CONSTANTS), CONSTANTS.tiles)
     new = sums[:FIRST]
-    after = write_patch(entries, found, FIRST, CONSTANTS, TOKENS, True, False, FAST)
+    after = write_patch(entries, result, FIRST, CONSTANTS, TOKENS, True, False, FAST)
     for number in tl.static_range(FIRST, END):
-        tile = outlier_tile(entries, found, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, True, FAST)
+        tile = outlier_tile(entries, result, places, after, TILE, number, CONSTANTS, WARPS, TOKENS, True, FAST)
         new = new + (tl.dot(tile, weights, sums[number]),)
-    write_patch(entries, found, FIRST, CONSTANTS, TOKENS, True, True, FAST)
+    write_patch(entries, result, FIRST, CONSTANTS, TOKENS, True, True, FAST)
     return new + sums[END:]
 
 
@@ -322,8 +322,8 @@ def add_outlier_values(
         scaled = (weights * entries[3][1]).to(tl.float16)
         loaded = entries[1][0]
         for at in tl.range(0, most, loaded[0].shape[1], num_stages=1):
-            found = locate_entries(entries, loaded, TILE, CONSTANTS, TOKENS, True, FAST)
+            result = locate_entries(entries, loaded, TILE, CONSTANTS, TOKENS, True, FAST)
             for first in tl.static_range(0, TILES, TOGETHER):
-                sums = _add_patch_values(sums, entries, found, places, scaled, TILE, first, CONSTANTS, FAST)
+                sums = _add_patch_values(sums, entries, result, places, scaled, TILE, first, CONSTANTS, FAST)
             loaded = _remaining_entries(entries, loaded, at)
     return sums

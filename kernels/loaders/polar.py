@@ -234,16 +234,16 @@ def _descend_level(
     ABOVE: tl.constexpr = step_angles(TREE, STEP, LEVEL + 1)
     LOOKUPS: tl.constexpr = step_lookups(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
     PLACES: tl.constexpr = lookup_positions(ANGLES, OF_LEVEL.packing.width, OF_LEVEL.bits)
-    found = ()
+    result = ()
     for number in tl.static_range(len(LOOKUPS)):
-        found = found + _look_up_directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, SHARED, FAST)
+        result = result + _look_up_directions(words, table, LOOKUPS[number][0], LOOKUPS[number][1], OF_LEVEL, SHARED, FAST)
     below = ()
     for number in tl.static_range(len(ANGLES)):
         if len(radii):
             radius = radii[index_of(ABOVE, ANGLES[number] // 2)]
-            below = below + (scale_f16x2(found[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
+            below = below + (scale_f16x2(result[PLACES[number]], radius, ANGLES[number] % 2, FAST),)
         else:
-            below = below + (found[PLACES[number]],)
+            below = below + (result[PLACES[number]],)
     return below
 
 

@@ -107,14 +107,14 @@ def decode(
     RADII: tl.constexpr = PACKING.fields * CODE_BITS
     planes = expand_planes(loaded, column_fields, 0, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
-        found = _decode_chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
+        result = _decode_chunk(planes, table, STEP * CODE_BITS, RADII + STEP * RADIUS_BITS, CONSTANTS, SHARED, FAST)
     else:
         index = step_words(planes, column_fields, 0, PACKING, 0, CODE_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST)
         radius = step_words(
             planes, column_fields, 0, PACKING, RADII, RADIUS_BITS, STEP, FIELDS_PER_TILE, 1, PACKING.fields, TRANSPOSED, FAST
         )
-        found = _decode_chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
-    return found
+        result = _decode_chunk((index, radius), table, 0, 16, CONSTANTS, SHARED, FAST)
+    return result
 
 
 @triton.jit
@@ -128,13 +128,13 @@ def _decode_chunk(
     FAST: tl.constexpr,
 ) -> tl.tuple:
     """Return the chunks whose codeword begins at bit ``CODE`` of each column, and whose radius code begins at bit ``RADIUS``."""
-    found = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
+    result = look_up_bits(planes, table, CODE, CONSTANTS.code_bits, 4, 0, SHARED, FAST)
     radius = column_code_as_f16(planes, RADIUS, CONSTANTS.radius_bits, FAST)
     return (
-        multiply(found[0], radius, FAST),
-        multiply(found[1], radius, FAST),
-        multiply(found[2], radius, FAST),
-        multiply(found[3], radius, FAST),
+        multiply(result[0], radius, FAST),
+        multiply(result[1], radius, FAST),
+        multiply(result[2], radius, FAST),
+        multiply(result[3], radius, FAST),
     )
 
 

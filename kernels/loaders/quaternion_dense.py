@@ -121,12 +121,12 @@ def decode(
             load_symbol_tile(loaded, STEP, radius_pair, CONSTANTS.chunks, CONSTANTS, TRANSPOSED, FAST), 0, RADIUS_BITS, FAST
         )
     # Every codeword with this number of bits has an entry, so no limit is needed.
-    found = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
+    result = look_up(symbols, table, POSITION, CODEWORD_BITS, 4, SHARED.offset, SHARED.copies, 1 << CODEWORD_BITS, FAST)
     return (
-        multiply(found[0], radius, FAST),
-        multiply(found[1], radius, FAST),
-        multiply(found[2], radius, FAST),
-        multiply(found[3], radius, FAST),
+        multiply(result[0], radius, FAST),
+        multiply(result[1], radius, FAST),
+        multiply(result[2], radius, FAST),
+        multiply(result[3], radius, FAST),
     )
 
 

@@ -133,8 +133,8 @@ def decode(
     planes = (loaded[0], loaded[1])
     if CONSTANTS.shifted:
         planes = _shift_strings(loaded[0], loaded[1], broadcast_columns(column_fields[0], TRANSPOSED), FAST)
-    found = look_up_bits(planes, table, STEP * CONSTANTS.bits, CONSTANTS.window_bits, 2, 0, SHARED, FAST)
-    return (found[0],)
+    result = look_up_bits(planes, table, STEP * CONSTANTS.bits, CONSTANTS.window_bits, 2, 0, SHARED, FAST)
+    return (result[0],)
 
 
 @triton.constexpr_function

@@ -96,8 +96,8 @@ def _unsigned(words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _find_difference(found: tl.tensor, expected: tl.tensor) -> tl.tensor:
-    return tl.max((found != expected).to(tl.int32), 0)
+def _find_difference(result: tl.tensor, expected: tl.tensor) -> tl.tensor:
+    return tl.max((result != expected).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["parts", "front_words", "pad_bytes"])
@@ -143,7 +143,7 @@ def _sum_rows(
             if tl.load(status + page) != 0:
                 tl.store(begin, 0)
         else:
-            found = tl.where(tl.load(begin + CHECKSUM_WORD // 2) != whole, 1, 0)
+            result = tl.where(tl.load(begin + CHECKSUM_WORD // 2) != whole, 1, 0)
             other = tl.zeros((), tl.int32)
             for start in range(0, front_words, LANES):
                 at = start + lane
@@ -157,4 +157,4 @@ def _sum_rows(
                     at = start + lane
                     byte = row.to(tl.pointer_type(tl.int8)) + tl.load(pads + at, at < pad_bytes, 0)
                     other |= _find_difference(tl.load(byte, at < pad_bytes, 0), tl.zeros((LANES,), tl.int8))
-            tl.store(status + page, found + 2 * other)
+            tl.store(status + page, result + 2 * other)

@@ -165,7 +165,7 @@ def look_up_repeated(
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, FIRST, 4)
-        found = look_up_bits(planes, table, BIT, BITS, 2, 0, HALVES, FAST)
+        result = look_up_bits(planes, table, BIT, BITS, 2, 0, HALVES, FAST)
     else:
-        found = look_up_bits(planes, table, BIT, BITS, 4, FIRST, SHARED, FAST)
-    return found[0]
+        result = look_up_bits(planes, table, BIT, BITS, 4, FIRST, SHARED, FAST)
+    return result[0]

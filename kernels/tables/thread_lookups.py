@@ -61,7 +61,7 @@ def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SH
     """Return the f16x2 of an entry of four equal values; it reads half an entry, which has twice the copies."""
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, 0, 0)
-        found = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
+        result = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)
     else:
-        found = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)
-    return found[0]
+        result = look_up_words(place, table, 1, 4, FIRST, SHARED, FAST)
+    return result[0]

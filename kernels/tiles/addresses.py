@@ -26,13 +26,13 @@ def uses_assembly(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
 
 
-def stream_addresses(streams: Mapping[str, torch.Tensor], wanted: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
+def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:
     """Return the address, batch stride and head stride, in bytes, of each requested stream, as one flat list.
 
     Streams whose rows are not contiguous and aligned are copied. All tensors whose addresses are returned are appended to ``keep_alive``.
     """
     result: list[int] = []
-    for stream in wanted:
+    for stream in streams_wanted:
         tensor = streams[stream.name]
         size, (batch, head) = tensor.element_size(), tensor.stride()[:2]
         if not has_dense_rows(tensor) or (tensor.data_ptr() | size * batch | size * head) % (stream.bits // 8):

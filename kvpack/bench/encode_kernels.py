@@ -146,7 +146,7 @@ def show(report: dict[str, Any], device: str) -> None:
         for row in report["rows"]
     ]
     title = f"encode: {report['batch']} x {report['heads']} heads x {report['dim']}, {report['tokens']:,} tokens, on {device}"
-    print_table(title, columns, rows, left=2)
+    print_table(title, columns, rows, text_columns=2)
     speed = 2 * report["bytes"] / report["copy_seconds"] / 1e12
     print(f"\nThe byte floor is the time to read the input and write the streams at copy speed, {speed:.2f} TB/s read and written.")
     print("GB/s count the bf16 values. The paper is OCTOPUS, Table 7.")

@@ -130,13 +130,13 @@ def evaluate(
     seed = as_integer(seed, "seed")
     if not 0 <= seed < MAX_SEED:
         raise InvalidParameter(f"seed is {describe(seed)}, expected an integer from 0 to {MAX_SEED - 1}")
-    given = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
-    if not given or not all(isinstance(text, str) for text in given):
+    text_list = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, list | tuple) else []
+    if not text_list or not all(isinstance(text, str) for text in text_list):
         raise InvalidType(f"texts is {describe(texts)}, expected a string or a list of strings")
     requested = [*(recipes if isinstance(recipes, list | tuple) else [recipes]), *([] if reference is None else [reference])]
     parsed = {_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]}
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
-    words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(given, 1)]
+    words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(text_list, 1)]
     places, sizes = _window_starts(words, model, tokens, score, windows, step, seed)
     switch = Switch.of(model)
     try:

@@ -138,6 +138,6 @@ def show(report: dict[str, Any]) -> None:
     ]
     title = f"{report['source']}, {report['device_name']}, {report['cores']} cores, median of {report['repeats']}"
     columns = ["what", "operation", "bytes", "ms,\nfirst call", "ms", "ms of the\nbus alone", "GB/s", "x bus"]
-    print_table(title, columns, rows, left=2)
+    print_table(title, columns, rows, text_columns=2)
     print("The bus alone: a pinned copy of the file's bytes to the device; for a save, a pinned copy from it, then a write to a new file.")
     print("A load checks every byte and ends when the device has all; files are in the page cache, and no save waits for the disk.")

@@ -69,9 +69,9 @@ def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Gene
 def _insert_lines(
     ids: Sequence[int], lines: Sequence[Sequence[int]], places: Sequence[int], questions: Sequence[tuple[list[int], list[int]]]
 ) -> Prompt:
-    kept = ids[: len(ids) - sum(map(len, lines))]
-    edges = [0, *places, len(kept)]
-    parts = [kept[first:last] for first, last in pairwise(edges)]
+    remaining_ids = ids[: len(ids) - sum(map(len, lines))]
+    edges = [0, *places, len(remaining_ids)]
+    parts = [remaining_ids[first:last] for first, last in pairwise(edges)]
     planted, depths = [*parts[0]], []
     for line, part in zip(lines, parts[1:], strict=True):
         depths.append(len(planted) / len(ids))

@@ -76,9 +76,9 @@ def measure_peer(model: Any, exact: UncompressedResult, peer: Peer, step: int) -
         for number, pair in enumerate(exact.first):
             cache.update(*(x.to(torch.bfloat16).to(x.dtype).contiguous() for x in pair), number)
     log_perplexity, kl_divergence, same_choices = compare_predictions(exact, score_with_cache(model, exact, cache, step))
-    kept = [x for layer in cache.layers for x in _layer_tensors(layer)]
+    tensors = [x for layer in cache.layers for x in _layer_tensors(layer)]
     values = sum(k.numel() + v.numel() for k, v in exact.pairs)
-    return PeerResult(log_perplexity, kl_divergence, same_choices, sum(map(_stored_bytes, kept)), values)
+    return PeerResult(log_perplexity, kl_divergence, same_choices, sum(map(_stored_bytes, tensors)), values)
 
 
 def _layer_tensors(layer: Any) -> Iterator[torch.Tensor]:

@@ -138,26 +138,26 @@ def _measure(
     return report
 
 
-def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, drawn: bool = True) -> Any:
+def random_model(shape: str, layers: int | None, device: str, dtype: str | None, *, random_weights: bool = True) -> Any:
     """Return a model of a known shape or of a configuration, with random weights. Raises InvalidParameter.
 
-    If ``drawn``, its keys and values will be random, so all layers must have full or sliding attention.
+    If ``random_weights``, its keys and values will be random, so all layers must have full or sliding attention.
     """
     library = transformers_library()
     config = _config(shape, layers)
-    if drawn and (others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}):
+    if random_weights and (others := {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}):
         raise InvalidParameter(
             f"{shape}: layers of {', '.join(sorted(others))}; keys and values are drawn for full and sliding attention only: use "
             "make bench-resume in a clone of kvpack, which computes them"
         )
     config._attn_implementation = "sdpa"
-    chosen = DTYPES[dtype] if dtype is not None else config.dtype or torch.bfloat16
-    if chosen not in DTYPES.values():
-        raise InvalidParameter(f"{shape}: dtype is {chosen}, expected one of {', '.join(DTYPES)}")
-    if chosen == torch.float32 and device == "cuda":
+    weights_dtype = DTYPES[dtype] if dtype is not None else config.dtype or torch.bfloat16
+    if weights_dtype not in DTYPES.values():
+        raise InvalidParameter(f"{shape}: dtype is {weights_dtype}, expected one of {', '.join(DTYPES)}")
+    if weights_dtype == torch.float32 and device == "cuda":
         raise InvalidParameter(f"{shape}: dtype is fp32, but FlashAttention supports only bf16 and fp16: pass --dtype bf16")
     with torch.device(device):
-        return library.AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
+        return library.AutoModelForCausalLM.from_config(config, dtype=weights_dtype).eval()
 
 
 def _config(shape: str, layers: int | None) -> Any:
@@ -191,7 +191,7 @@ def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
 
 
 def _states(model: Any, batch: int, tokens: int, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [_layer_states(model, batch, kept, device) for kept in _tokens_in_layers(model.config, tokens)]
+    return [_layer_states(model, batch, stored_tokens, device) for stored_tokens in _tokens_in_layers(model.config, tokens)]
 
 
 def _layer_states(model: Any, batch: int, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,9 +312,9 @@ def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, 
 def _random_packed_cache(model: Any, batch: int, tokens: int, recipe: str, device: str) -> kvpack.Cache:
     """Return a packed cache of random keys and values. Only one layer at a time is dense."""
     layers = []
-    for kept in _tokens_in_layers(model.config, tokens):
-        pair = _layer_states(model, batch, kept, device)
-        layers.append(kvpack.pack([(*pair, tokens - kept)], recipe)[0])
+    for stored_tokens in _tokens_in_layers(model.config, tokens):
+        pair = _layer_states(model, batch, stored_tokens, device)
+        layers.append(kvpack.pack([(*pair, tokens - stored_tokens)], recipe)[0])
     return kvpack.Cache(tuple(layers), recipe)
 
 

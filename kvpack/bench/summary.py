@@ -158,7 +158,7 @@ def _prediction_results(windows: Sequence[NoContextResult | RecipeResult | PeerR
     }
 
 
-def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float], recalled: dict[str, Any] | None) -> dict[str, Any]:
+def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float], needles: dict[str, Any] | None) -> dict[str, Any]:
     by_layer = {
         name: [fmean(values) for values in zip(*(getattr(window, name) for window in measured), strict=True)]
         for name in ("k_cosine", "v_cosine", "attention_error")
@@ -170,7 +170,7 @@ def _row(recipe: str, measured: Sequence[RecipeResult], exact_losses: Sequence[f
         "nominal_bits": fmean(window.nominal_bits for window in measured),
         **_prediction_results(measured, exact_losses),
         **{name: fmean(values) for name, values in by_layer.items()},
-        "needles": recalled,
+        "needles": needles,
         "encode_seconds": median(window.encode_seconds for window in measured),
         "load_seconds": median(window.load_seconds for window in measured),
         "by_layer": by_layer,
@@ -184,16 +184,16 @@ def family(recipe: str) -> str:
     return rule.codec_id
 
 
-def summarize_recall(asked: Sequence[NeedleAnswer]) -> dict[str, Any]:
+def summarize_recall(answers: Sequence[NeedleAnswer]) -> dict[str, Any]:
     """Return the number of right answers in total, by depth and by prompt length, as JSON values."""
     parts: list[list[bool]] = [[] for _ in range(DEPTHS)]
     lengths: dict[int, list[bool]] = {}
-    for question in asked:
+    for question in answers:
         parts[int(question.depth * DEPTHS)].append(question.right)
         lengths.setdefault(question.tokens, []).append(question.right)
     return {
-        **_counts([question.right for question in asked]),
-        "answers": [asdict(question) for question in asked],
+        **_counts([question.right for question in answers]),
+        "answers": [asdict(question) for question in answers],
         "by_depth": [{"from": number / DEPTHS, "to": (number + 1) / DEPTHS, **_counts(part)} for number, part in enumerate(parts)],
         "by_length": [{"tokens": tokens, **_counts(part)} for tokens, part in sorted(lengths.items())],
     }

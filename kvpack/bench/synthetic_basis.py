@@ -98,8 +98,8 @@ def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float
     A head with fewer runs uses the first of the widths, and additional runs have no codes.
     """
     rows, all_widths = {}, {}
-    for side, given, dim in zip(SIDES, _widths(recipe), dims, strict=True):
-        widths = (given + [0] * run_count(dim))[: run_count(dim)]
+    for side, run_widths, dim in zip(SIDES, _widths(recipe), dims, strict=True):
+        widths = (run_widths + [0] * run_count(dim))[: run_count(dim)]
         rows[0, side] = torch.stack([_rows(widths, dim, seed) for seed in range(heads)])
         all_widths[0, side] = bytes(widths)
     basis = Basis.of_bytes(basis_bytes(rows, 1, {}), where=recipe)

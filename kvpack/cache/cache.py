@@ -151,8 +151,8 @@ class Cache(PackedObject):
 
         If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 for a cache without keys, values and states.
         """
-        known = self.inputs.known_ids if self.inputs is not None else (b"",)
-        ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known]).astype(numpy.int64)
+        known_ids = self.inputs.known_ids if self.inputs is not None else (b"",)
+        ids = numpy.stack([numpy.frombuffer(row, "<u4") for row in known_ids]).astype(numpy.int64)
         return torch.from_numpy(ids).expand(self._batch(), -1)
 
     def _batch(self) -> int:
@@ -337,10 +337,10 @@ def concat(caches: Sequence[Cache]) -> Cache:
     >>> kvpack.concat([cache[:, :32], cache[:, 32:]]).tokens
     64
     """
-    given: Any = caches
-    if not isinstance(given, list | tuple):
-        raise InvalidType(f"concat requires a list of packed caches, but got a {type(given).__name__}")
-    for number, cache in enumerate(given):
+    argument: Any = caches
+    if not isinstance(argument, list | tuple):
+        raise InvalidType(f"concat requires a list of packed caches, but got a {type(argument).__name__}")
+    for number, cache in enumerate(argument):
         if not isinstance(cache, Cache):
             remedy = "make one with kvpack.pack, or read one with kvpack.load"
             raise InvalidType(f"concat: caches[{number}] is a {type(cache).__name__}, expected a packed cache: {remedy}")

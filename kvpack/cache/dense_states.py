@@ -115,9 +115,9 @@ def read_states(layer: Any, where: str) -> dict[str, torch.Tensor]:
             if state is None or not layer.has_previous_state[number]:
                 continue
             # The layer may keep older columns, which the next token does not need.
-            kept = state[..., -layer.conv_kernel_size[number] :] if name == "conv" else state
-            check_state(f"{where}.{attribute}[{number}]", STATE_DTYPES.get(kept.dtype), kept.shape)
-            result[f"{name}.{number}"] = kept.clone()
+            newest = state[..., -layer.conv_kernel_size[number] :] if name == "conv" else state
+            check_state(f"{where}.{attribute}[{number}]", STATE_DTYPES.get(newest.dtype), newest.shape)
+            result[f"{name}.{number}"] = newest.clone()
     return result
 
 
@@ -151,15 +151,15 @@ def _classes(value: Any) -> set[str]:
     return {cls.__name__ for cls in type(value).__mro__ if cls.__module__ == _MODULE}
 
 
-def _refuse_other_contents(value: Any, where: str, known: set[str], expected: set[str]) -> None:
-    """Raise InvalidParameter for a transformers class that is not in ``known``, and for state in attributes other than ``expected``."""
+def _refuse_other_contents(value: Any, where: str, known_classes: set[str], expected: set[str]) -> None:
+    """Raise InvalidParameter for a transformers class not in ``known_classes``, and for state in attributes other than ``expected``."""
     states = [name for name, state in _attributes(value) if name not in expected and not _is_plain(state)]
-    if known is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
+    if known_classes is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
         states = states or ["state"]
-    if states or _classes(value) - known:
-        what = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"
+    if states or _classes(value) - known_classes:
+        description = f"{where} is a {type(value).__name__}" if where else f"the cache is a {type(value).__name__}"
         contents = f"its {' and '.join(states)}" if states else "a cache of this class"
-        raise InvalidParameter(f"{what}: {contents} cannot be packed, because kvpack packs only keys and values")
+        raise InvalidParameter(f"{description}: {contents} cannot be packed, because kvpack packs only keys and values")
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -235,9 +235,9 @@ def read(
     header = _bind_header_bases(file, basis)
     layers, cpu = [Layer(None, None)] * len(header.layers), torch.device("cpu")
     with float32_no_grad(cpu):
-        chosen = list(range(len(header.layers)) if numbers is None else numbers)
+        selected = list(range(len(header.layers)) if numbers is None else numbers)
         # A file of one piece is not worth reading ahead.
-        ready = chosen if file.size <= PIECE_BYTES else file.read_ahead(chosen)
+        ready = selected if file.size <= PIECE_BYTES else file.read_ahead(selected)
         for done, number in enumerate(ready, 1):
             sides = {}
             for name, entry in header.layers[number].sides():
@@ -250,7 +250,7 @@ def read(
                 states[state.name] = _tensor(file.read_state(state), state.layout)
             layers[number] = build_layer(header, number, sides, states)
             if progress is not None:
-                progress(done, len(chosen))
+                progress(done, len(selected))
     return build_cache(header, layers)
 
 

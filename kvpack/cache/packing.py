@@ -131,13 +131,13 @@ def pack(
         for x in (k, v):
             values += x.numel() if isinstance(x, torch.Tensor) else 0
     with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as poor_fits:
-        for number, (k, v, skipped, kept) in enumerate(states):
+        for number, (k, v, skipped, layer_states) in enumerate(states):
             _check_pair((k, v), f"layers[{number}]")
             # Keys and values share the norms of the keys, which are computed once.
             norms = cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else None
             place = (number, len(states)), start + skipped, norms
             packed = _pack_side(k, recipe, "k", *place)
-            layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(kept))))
+            layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(layer_states))))
             if isinstance(k, torch.Tensor) and packed is not None and (channel := _outlier_channel(k, packed.codec, number)):
                 outliers.append(channel)
             if progress:
@@ -307,8 +307,8 @@ def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChanne
         return None
     sample = x[:, :, :: -(-x.shape[2] // SAMPLED_TOKENS)]
     size = sample.to(torch.float32).abs().median(2).values
-    usual = size.median(2, keepdim=True).values
-    ratio = torch.where(usual > 0, size / usual, 0.0)
+    median = size.median(2, keepdim=True).values
+    ratio = torch.where(median > 0, size / median, 0.0)
     largest = float(ratio.max())
     if largest <= MAX_CHANNEL_RATIO:
         return None

@@ -291,10 +291,10 @@ class Side:
         if self.codec.exact_dtype is not None:
             exact = EXACT_DTYPES[self.codec.exact_dtype]
             if RAW_NAMES[self.tail.dtype] in exact and RAW_NAMES[x.dtype] not in exact:
-                kept = RAW_DTYPES[self.codec.exact_dtype]
+                exact_dtype = RAW_DTYPES[self.codec.exact_dtype]
                 raise InvalidType(
-                    f"{where}: the values are {x.dtype}, but the cache stores {kept}, which would round them: "
-                    f"append x.to({kept}), or convert the cache to fp32 first"
+                    f"{where}: the values are {x.dtype}, but the cache stores {exact_dtype}, which would round them: "
+                    f"append x.to({exact_dtype}), or convert the cache to fp32 first"
                 )
         wide = torch.promote_types(x.dtype, self.tail.dtype)
         return torch.cat([self.tail.to(wide), x.to(wide)], 2)

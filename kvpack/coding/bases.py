@@ -188,9 +188,9 @@ class Basis:
         """Loss measured at one width, by (layer, "k" or "v"); empty if it was not measured. Raises InvalidHeader."""
         return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
 
-    def _key_statistics(self, arrays: Mapping[int, torch.Tensor], layer: int, what: str) -> torch.Tensor:
+    def _key_statistics(self, arrays: Mapping[int, torch.Tensor], layer: int, description: str) -> torch.Tensor:
         if layer not in arrays:
-            raise OutOfBounds(f"{self.where}: the basis has no {what} for layer {layer}: make a new basis with kvpack calibrate")
+            raise OutOfBounds(f"{self.where}: the basis has no {description} for layer {layer}: make a new basis with kvpack calibrate")
         return arrays[layer]
 
     def sides_with_frames(self) -> list[tuple[int, str]]:
@@ -328,14 +328,14 @@ class Basis:
         """
         # The digest of the same weights differs by dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
-        known = self.model if weights is None else {**self.model, "weights": weights}
+        own_fields = self.model if weights is None else {**self.model, "weights": weights}
         # A digest of all weights cannot be compared with a digest of a sample, nor can the RoPE texts stored with them.
-        kind = known.get("weights", "").partition(":")[0]
+        kind = own_fields.get("weights", "").partition(":")[0]
         if same := [text for text in digests if text.partition(":")[0] == kind]:
             model = {**model, "weights": same[0]}
-        kinds = [description["weights"].partition(":")[0] for description in (model, known) if "weights" in description]
+        kinds = [description["weights"].partition(":")[0] for description in (model, own_fields) if "weights" in description]
         for name in ("weights", "rope") if len(kinds) == 2 and kinds[0] == kinds[1] else ("name",):
-            actual, expected = model.get(name), known.get(name)
+            actual, expected = model.get(name), own_fields.get(name)
             if actual is None or expected is None or actual == expected:
                 continue
             if name == "name" and os.path.basename(actual) == os.path.basename(expected):
@@ -350,10 +350,10 @@ class Basis:
             )
 
 
-def _check_bits(bits: float, least: float) -> None:
-    if not isinstance(bits, int | float) or not least <= bits <= MAX_BITS:
+def _check_bits(bits: float, minimum: float) -> None:
+    if not isinstance(bits, int | float) or not minimum <= bits <= MAX_BITS:
         text = f"{bits:g}" if isinstance(bits, float) else describe(bits)
-        raise InvalidParameter(f"bits is {text}, expected {least:g} to {MAX_BITS:g} bits per value")
+        raise InvalidParameter(f"bits is {text}, expected {minimum:g} to {MAX_BITS:g} bits per value")
 
 
 class BalancedKeys(NamedTuple):

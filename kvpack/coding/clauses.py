@@ -108,8 +108,8 @@ def _parse_layer_range(item: str, clause: str, text: str) -> tuple[int, int]:
     return first, last
 
 
-def refuse(text: str, word: str, clause: str, message: str, known: Sequence[str] = ()) -> NoReturn:
-    """Raise InvalidClause about ``word`` in ``clause``, with the closest of the ``known`` words as a suggestion."""
-    close = difflib.get_close_matches(word.lower(), known, 1)
+def refuse(text: str, word: str, clause: str, message: str, candidates: Sequence[str] = ()) -> NoReturn:
+    """Raise InvalidClause about ``word`` in ``clause``, with the closest of the ``candidates`` words as a suggestion."""
+    close = difflib.get_close_matches(word.lower(), candidates, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise InvalidClause(text, clause, word, f"{message}{hint}")

@@ -239,15 +239,15 @@ def collect_poor_fits() -> Iterator[list[PoorFit]]:
         _poor_fits.reset(before)
 
 
-def warn_of_poor_fits(found: Sequence[PoorFit], stacklevel: int = 2) -> None:
-    """Issue one KvpackWarning about all of ``found``; none if it is empty."""
-    if not found:
+def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None:
+    """Issue one KvpackWarning about all of ``poor_fits``; none if it is empty."""
+    if not poor_fits:
         return
-    worst = max(found, key=lambda one: one.factor)
-    others = f"; the same is true of tokens in {len(found) - 1} more of the layers' keys and values" if len(found) > 1 else ""
+    worst = max(poor_fits, key=lambda one: one.factor)
+    others = f"; the same is true of tokens in {len(poor_fits) - 1} more of the layers' keys and values" if len(poor_fits) > 1 else ""
     remedy = _REMEDIES[worst.shared]
     which, effect = _EFFECTS[worst.shared]
-    if all(one.rare for one in found):
+    if all(one.rare for one in poor_fits):
         remedy += ", or add raw=4,0.6,4, which keeps such tokens raw"
     warnings.warn(
         f"{worst.where}: in {worst.count} of {worst.tokens} tokens, one head is so large that {which}, lose precision; in the worst, token "

@@ -169,8 +169,8 @@ def _files(device: str) -> str:
     return f"{len(RECIPES)} recipes, attention exact to {largest:.1e}"
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def _check_damage() -> str:
@@ -200,9 +200,9 @@ def _store() -> str:
         tempfile.TemporaryDirectory(prefix="kvpack-doctor-") as folder,
         kvpack.Store(os.path.join(folder, "store"), kvpack.Identity("doctor", "octopus-4")) as store,
     ):
-        stored, (found, _) = store.save(ids, cache), store.load(ids)
-        if (stored, found) != (512, 512):
-            raise ValueError(f"{stored} of 512 tokens were stored and {found} found: {store.counters()['faults']}")
+        stored, (loaded, _) = store.save(ids, cache), store.load(ids)
+        if (stored, loaded) != (512, 512):
+            raise ValueError(f"{stored} of 512 tokens were stored and {loaded} found: {store.counters()['faults']}")
     return "512 tokens stored and found"
 
 
@@ -242,9 +242,9 @@ def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: lis
     for package in packages:
         if package["ok"] or (package["name"] == "triton" and (not has_cuda or "Triton kernels" in kernels.get("cuda", ""))):
             continue
-        found = "is not installed" if package["version"] is None else f"is {package['version']}, older than {package['oldest']}"
+        state = "is not installed" if package["version"] is None else f"is {package['version']}, older than {package['oldest']}"
         wanted = f"kvpack[{package['extra']}]" if package["extra"] else f"{package['name']}>={package['oldest']}"
-        advice.append(f"{package['name']} {found}, needed for {package['purpose']}: pip install -U '{wanted}'")
+        advice.append(f"{package['name']} {state}, needed for {package['purpose']}: pip install -U '{wanted}'")
     return advice
 
 
@@ -256,7 +256,7 @@ def _print(report: dict[str, Any]) -> None:
         print(f"{name}={printable(value)}")
     rows = [[package["name"], package["version"] or "-", package["oldest"], package["purpose"]] for package in report["packages"]]
     rows += [[name, version, "", "serving engine"] for name, version in report["engines"].items()]
-    print_table("packages", ["package", "installed", "needed", "for"], rows, left=4)
+    print_table("packages", ["package", "installed", "needed", "for"], rows, text_columns=4)
     print_table(
         "checks",
         ["check", "", "result", "seconds"],
@@ -264,7 +264,7 @@ def _print(report: dict[str, Any]) -> None:
             [check["name"], "ok" if check["ok"] else "FAILED", printable(check["result"]), f"{check['seconds']:.1f}"]
             for check in report["checks"]
         ),
-        left=3,
+        text_columns=3,
     )
     if report["advice"]:
         print("\nwhat to do:")

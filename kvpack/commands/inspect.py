@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
                 ]
                 for summary in summaries
             ),
-            left=3,
+            text_columns=3,
         )
     return worst_exit_code(codes)
 
@@ -114,7 +114,7 @@ def _print(summary: dict[str, Any]) -> None:
             ]
             for first, last, name, side in _group_layers(summary["layers"])
         ),
-        left=3,
+        text_columns=3,
     )
     print("codecs:")
     for number, params in enumerate(summary["codecs"]):

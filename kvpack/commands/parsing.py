@@ -63,5 +63,5 @@ def _commands(parser: Parser) -> Any:
     return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 
-def _similar_words(word: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word, list(known), 1)
+def _similar_words(word: str, candidates: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word, list(candidates), 1)

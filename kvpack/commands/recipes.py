@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
             "additions: write them after a recipe, as in octopus-3;boundary-1",
             ["name", "from"],
             ([entry["name"], entry["source"]] for entry in additions),
-            left=2,
+            text_columns=2,
         )
     return code
 
@@ -175,7 +175,7 @@ def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequ
                 for row in without_basis
             ),
         ],
-        left=2,
+        text_columns=2,
     )
 
 
@@ -207,7 +207,7 @@ def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis
                 for row in without_basis
             ),
         ],
-        left=2,
+        text_columns=2,
     )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def add(commands: Any) -> None:
     demo.add_argument("--recipe", default="octopus-4", metavar="RECIPE", help="the recipe of the stored cache (default: octopus-4)")
 
 
-def _action(kinds: Any, name: str, run: Any, what: str) -> Any:
-    parser = kinds.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+def _action(kinds: Any, name: str, run: Any, help_text: str) -> Any:
+    parser = kinds.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     parser.add_argument("store", metavar="STORE", help="a folder, or the URL of a Redis server or an object store")
     add_json(parser)
     if name != "demo":
@@ -136,7 +136,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
             ]
             for row in rows
         ),
-        left=3,
+        text_columns=3,
     )
     for line in _notes(catalog, keys=store.cipher is not None):
         print(line)
@@ -239,14 +239,14 @@ def run_stat(arguments: argparse.Namespace) -> int:
             ]
             for row in identities
         ),
-        left=3,
+        text_columns=3,
     )
     if pins:
         print_table(
             "pins",
             ["key", "owner", "chunks", "until"],
             ([pin["key"][:16], printable(pin["owner"]), f"{pin['chunks']:,}", _until_text(pin["until"])] for pin in pins),
-            left=2,
+            text_columns=2,
         )
     return store.exit_code()
 
@@ -274,16 +274,16 @@ def run_rm(arguments: argparse.Namespace) -> int:
     before = None if arguments.older_than is None else time.time_ns() - arguments.older_than * 10**9
     store = CommandStore(arguments)
     catalog = store.catalog()
-    chosen = EntryFilter(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
+    matching = EntryFilter(arguments.model, recipe, arguments.tenant or None, before).keys(catalog)
     if store.silent(catalog.count):
         return store.exit_code()
-    pinned = len(chosen & store.backend.pinned_keys())
-    removed = 0 if arguments.dry_run else remove(store.backend, store.counters, chosen, pinned=False)
+    pinned = len(matching & store.backend.pinned_keys())
+    removed = 0 if arguments.dry_run else remove(store.backend, store.counters, matching, pinned=False)
     if arguments.json:
-        print_json({"chosen": len(chosen), "pinned": pinned, "removed": removed, "entries": catalog.count - removed})
+        print_json({"chosen": len(matching), "pinned": pinned, "removed": removed, "entries": catalog.count - removed})
         return store.exit_code()
     outcome = "would be removed" if arguments.dry_run else "removed"
-    print(f"{store.name}: {len(chosen) - pinned if arguments.dry_run else removed:,} entries {outcome}, {pinned:,} are pinned and stay")
+    print(f"{store.name}: {len(matching) - pinned if arguments.dry_run else removed:,} entries {outcome}, {pinned:,} are pinned and stay")
     if catalog.pages and before is None:
         print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than, without other filters, removes them")
     if catalog.undecryptable:

@@ -67,11 +67,11 @@ def _remove_unfinished(folder: str, arguments: argparse.Namespace) -> dict[str, 
     """Remove the unfinished files of dead writers from ``folder``, and report them."""
     from kvpack.file.atomic import remove_dead
 
-    removed, kept = remove_dead(folder)
+    removed, remaining = remove_dead(folder)
     if not arguments.json:
         for path in removed:
             print(f"{path}: removed, its writer was killed")
-        for path in kept:
+        for path in remaining:
             print(f"{path}: kept, a process may be writing it; if none is, delete it yourself")
         print(f"{folder}: {format_count(len(removed), 'unfinished file')} removed")
-    return {"folder": folder, "removed": removed, "kept": kept}
+    return {"folder": folder, "removed": removed, "kept": remaining}

@@ -62,7 +62,7 @@ def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
     with kvpack.Store(location, kvpack.Identity.of(model, recipe, name="tinylm")) as store, torch.inference_mode():
         started = time.perf_counter()
         # The model needs a token to continue from, so the last one is never loaded from the store.
-        found, cache = store.load(prompt[:-1])
+        loaded, cache = store.load(prompt[:-1])
         if cache is None:
             dense = transformers_library().DynamicCache()
             model(torch.tensor([prompt[:-1]]), **cache_names.cache_argument(model, dense))
@@ -78,7 +78,7 @@ def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
             if len(tokens) == 1:
                 first = time.perf_counter() - started
             next_ids = torch.tensor([tokens[-1:]])
-    return {"prompt": len(prompt), "found": found, "first_token_ms": 1000 * first, "tokens": tokens}
+    return {"prompt": len(prompt), "found": loaded, "first_token_ms": 1000 * first, "tokens": tokens}
 
 
 def show(report: dict[str, Any]) -> None:

@@ -47,11 +47,11 @@ def t_quantile(freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(angle)
 
 
-def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Return Wilson's score interval of the share ``right / asked``; ``asked`` is at least 1."""
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Return Wilson's score interval of the share ``successes / trials``; ``trials`` is at least 1."""
     z = 1.959964
-    share = right / asked
-    center = (share + z * z / (2 * asked)) / (1 + z * z / asked)
-    half = z / (1 + z * z / asked) * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
+    share = successes / trials
+    center = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     # At a share of 0 or 1 the bound is exact; rounding would be slightly off.
-    return (0.0 if right == 0 else center - half), (1.0 if right == asked else center + half)
+    return (0.0 if successes == 0 else center - half), (1.0 if successes == trials else center + half)

@@ -241,9 +241,9 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
-def read_forgotten(model: Any, exact: UncompressedResult, kept: int = KEPT) -> NoContextResult:
-    """Evaluate a window's scored tokens, at their own positions, over only its first ``kept`` tokens."""
-    cache = uncompressed_cache(model, [(k[:, :, :kept].clone(), v[:, :, :kept].clone()) for k, v in exact.first])
+def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = KEPT) -> NoContextResult:
+    """Evaluate a window's scored tokens, at their own positions, over only its first ``visible_tokens`` tokens."""
+    cache = uncompressed_cache(model, [(k[:, :, :visible_tokens].clone(), v[:, :, :visible_tokens].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
     model.set_attn_implementation("kvpack")

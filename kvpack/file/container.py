@@ -69,9 +69,9 @@ def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
     """Return the file that ``write`` produces as consecutive pieces of bytes. Raises InvalidParameter and LimitExceeded."""
-    names, given = set(contents.layouts), set(arrays)
-    if names != given:
-        missing, unknown = (sorted(map(str, a - b))[:8] for a, b in ((names, given), (given, names)))
+    names, array_names = set(contents.layouts), set(arrays)
+    if names != array_names:
+        missing, unknown = (sorted(map(str, a - b))[:8] for a, b in ((names, array_names), (array_names, names)))
         raise InvalidParameter(f"arrays: missing {', '.join(missing) or 'none'}, not in the layout {', '.join(unknown) or 'none'}")
     stored, tensors = {}, []
     for name, layout in contents.layouts.items():

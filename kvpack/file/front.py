@@ -214,15 +214,15 @@ def align_up(end: int) -> int:
     return end + -end % TENSOR_ALIGNMENT
 
 
-def is_file_start(beginning: bytes) -> bool:
+def is_file_start(first_bytes: bytes) -> bool:
     """Return True if a file with these first bytes (at least 64) is a kvpack file of any version."""
-    return beginning.startswith(_PREFIX, LENGTH_BYTES)
+    return first_bytes.startswith(_PREFIX, LENGTH_BYTES)
 
 
-def front_bytes(beginning: bytes | memoryview) -> int:
+def front_bytes(first_bytes: bytes | memoryview) -> int:
     """Return the end of kvpack.header in a file with these first bytes (at least 4 KiB), or 0 if it is not a kvpack file."""
-    entry = _HEADER_TENSOR.match(bytes(beginning[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
-    return LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
+    entry = _HEADER_TENSOR.match(bytes(first_bytes[LENGTH_BYTES : LENGTH_BYTES + _BEGINNING_BYTES]))
+    return LENGTH_BYTES + int.from_bytes(first_bytes[:LENGTH_BYTES], "little") + int(entry[2]) if entry else 0
 
 
 def _first_difference(a: bytes, b: bytes) -> int:

@@ -160,8 +160,8 @@ class _Scanner:
         return result
 
     def _take(self, size: int) -> bytes:
-        taken = self._data[self._at : self._at + size]
-        if len(taken) < size:
+        data = self._data[self._at : self._at + size]
+        if len(data) < size:
             raise _EndOfBytes
         self._at += size
-        return taken
+        return data

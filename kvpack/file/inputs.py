@@ -150,15 +150,15 @@ class Inputs:
 
         Each token depends on all earlier ones, so only undetermined inputs from ``stop`` on are dropped.
         """
-        kept = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
+        clauses = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
         cut = slice(start * ID_BYTES, stop * ID_BYTES)
-        rows = tuple(row[cut] for row in self.rows) if any(text.endswith(ROWS_DIFFER) for text, _ in kept) else ()
+        rows = tuple(row[cut] for row in self.rows) if any(text.endswith(ROWS_DIFFER) for text, _ in clauses) else ()
         begin, end = first + start, first + stop
         clipped = (HiddenRange(row, max(begin, hidden_start), min(end, hidden_stop)) for row, hidden_start, hidden_stop in self.hidden)
         hidden = tuple(token_range for token_range in clipped if token_range.start < token_range.stop)
         if not start and not hidden:
-            kept = [(text, position) for text, position in kept if not text.endswith(PADDED) or position < first]
-        cut_inputs = _joined_inputs(self.token_ids[cut], kept, rows, hidden, None if self.first is None else self.first + start)
+            clauses = [(text, position) for text, position in clauses if not text.endswith(PADDED) or position < first]
+        cut_inputs = _joined_inputs(self.token_ids[cut], clauses, rows, hidden, None if self.first is None else self.first + start)
         earlier = {position: digests for position, digests in self.earlier.items() if position < end}
         cut_inputs = replace(cut_inputs, before=self._before(start), earlier=earlier)
         if self.sums is None:

@@ -92,6 +92,6 @@ def _utf8(where: str, text: str, limit: int) -> bytes:
     return data
 
 
-def _check_limit(where: str, size: int, what: str, limit: int) -> None:
+def _check_limit(where: str, size: int, name: str, limit: int) -> None:
     if size > limit:
-        raise LimitExceeded(f"{where} has {size} {what}, but may have at most {limit}")
+        raise LimitExceeded(f"{where} has {size} {name}, but may have at most {limit}")

@@ -84,14 +84,14 @@ def row_layout(contents: Contents) -> RowLayout:
     return RowLayout(end, description, places)
 
 
-def is_row_start(beginning: bytes) -> bool:
+def is_row_start(first_bytes: bytes) -> bool:
     """Return True if these first bytes belong to a row of version 1."""
-    return beginning.startswith(MAGIC)
+    return first_bytes.startswith(MAGIC)
 
 
-def namespace_of(beginning: bytes) -> bytes | None:
+def namespace_of(first_bytes: bytes) -> bytes | None:
     """Return the namespace of a row from its first bytes, without checks; None if it is not a row of version 1."""
-    return beginning[NAMESPACE_AT:KEY_AT] if is_row_start(beginning) else None
+    return first_bytes[NAMESPACE_AT:KEY_AT] if is_row_start(first_bytes) else None
 
 
 def build_front(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:

@@ -66,10 +66,10 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
     return clause(select_sources(sources, indices))
 
 
-def first_difference(known: Sources, given: Sources) -> int | None:
+def first_difference(expected: Sources, actual: Sources) -> int | None:
     """Return the first sequence whose source differs; None if there is none."""
-    count = max(len(known), len(given))
-    if len(known) not in (1, count) or len(given) not in (1, count):
+    count = max(len(expected), len(actual))
+    if len(expected) not in (1, count) or len(actual) not in (1, count):
         return 0
-    pairs = zip(known * (count // len(known)), given * (count // len(given)), strict=True)
+    pairs = zip(expected * (count // len(expected)), actual * (count // len(actual)), strict=True)
     return next((number for number, (one, other) in enumerate(pairs) if not one.is_same(other)), None)

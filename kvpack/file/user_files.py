@@ -48,73 +48,73 @@ def path_text(path: Any) -> str:
     return os.fsdecode(path)
 
 
-def open_regular(path: str | os.PathLike[str], what: str = "a regular file") -> int:
+def open_regular(path: str | os.PathLike[str], description: str = "a regular file") -> int:
     """Open the regular file ``path`` for reading and return its descriptor, which the caller must close.
 
-    ``what`` describes the file in messages. Raises MissingFile if the path cannot be opened, or is a folder, a FIFO, a socket or a device;
-    these are never opened.
+    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened, or is a folder, a FIFO, a socket or a
+    device; these are never opened.
     """
     where = path_text(path)
     try:
-        _check_kind(where, os.stat(where).st_mode, what)
+        _check_kind(where, os.stat(where).st_mode, description)
         # If a FIFO has replaced the file, opening it without O_NONBLOCK would wait for a writer.
         descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except MissingFile:
         raise
     except (OSError, ValueError) as error:
-        raise open_error(where, error, what) from None
+        raise open_error(where, error, description) from None
     try:
-        _check_kind(where, os.fstat(descriptor).st_mode, what)
+        _check_kind(where, os.fstat(descriptor).st_mode, description)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def read_bytes(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> bytes:
-    """Return the bytes of the regular file ``path``. ``what`` describes it in messages, such as "a recipe file".
+def read_bytes(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> bytes:
+    """Return the bytes of the regular file ``path``. ``description`` describes it in messages, such as "a recipe file".
 
     Raises MissingFile if it cannot be read, as ``open_regular`` does, and LimitExceeded if it has more than ``max_bytes`` bytes.
     """
-    return _read(path, max_bytes, what)[0]
+    return _read(path, max_bytes, description)[0]
 
 
-def read_text(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> str:
+def read_text(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> str:
     """Return the text of a UTF-8 file, without a byte order mark.
 
     Raises the errors of ``read_bytes``, and InvalidParameter for other encodings.
     """
-    return read_text_and_mode(path, max_bytes, what)[0]
+    return read_text_and_mode(path, max_bytes, description)[0]
 
 
-def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, what: str = "a file") -> tuple[str, int]:
+def read_text_and_mode(path: str | os.PathLike[str], max_bytes: int, description: str = "a file") -> tuple[str, int]:
     """Return the text, as ``read_text`` does, and the permission bits of the file."""
-    data, mode = _read(path, max_bytes, what)
+    data, mode = _read(path, max_bytes, description)
     try:
         return data.decode("utf-8-sig"), mode
     except UnicodeDecodeError as error:
         raise InvalidParameter(f"{path_text(path)}: byte {error.start} is not valid UTF-8, expected UTF-8 text") from None
 
 
-def read_json(path: str | os.PathLike[str], max_bytes: int, what: str = "a JSON file") -> Any:
-    """Return the value in a JSON file. ``what`` describes the file in messages, such as "a JSON array of token ids".
+def read_json(path: str | os.PathLike[str], max_bytes: int, description: str = "a JSON file") -> Any:
+    """Return the value in a JSON file. ``description`` describes the file in messages, such as "a JSON array of token ids".
 
     Raises the errors of ``read_text``, and InvalidParameter if the JSON is invalid or nested too deeply.
     """
     import json
 
-    text = read_text(path, max_bytes, what)
+    text = read_text(path, max_bytes, description)
     try:
         return json.loads(text)
     except RecursionError:
-        raise InvalidParameter(f"{path_text(path)} is not {what}: it is nested too deeply") from None
+        raise InvalidParameter(f"{path_text(path)} is not {description}: it is nested too deeply") from None
     except ValueError as error:
-        raise InvalidParameter(f"{path_text(path)} is not {what}: {error}") from None
+        raise InvalidParameter(f"{path_text(path)} is not {description}: {error}") from None
 
 
-def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[bytes, int]:
+def _read(path: str | os.PathLike[str], max_bytes: int, description: str) -> tuple[bytes, int]:
     """Return the bytes and permission bits of a regular file. The reported size is ignored, because it is 0 for files in /proc."""
-    where, descriptor = path_text(path), open_regular(path, what)
+    where, descriptor = path_text(path), open_regular(path, description)
     pieces, remaining = [], max_bytes + 1
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
@@ -122,28 +122,28 @@ def _read(path: str | os.PathLike[str], max_bytes: int, what: str) -> tuple[byte
             pieces.append(piece)
             remaining -= len(piece)
     except OSError as error:
-        raise open_error(where, error, what) from None
+        raise open_error(where, error, description) from None
     finally:
         os.close(descriptor)
     if not remaining:
-        raise LimitExceeded(f"{where or repr(where)}: has more than {max_bytes} bytes, which is the maximum for {what}")
+        raise LimitExceeded(f"{where or repr(where)}: has more than {max_bytes} bytes, which is the maximum for {description}")
     return b"".join(pieces), mode
 
 
-def open_error(where: str, error: OSError | ValueError, what: str = "a regular file") -> MissingFile:
+def open_error(where: str, error: OSError | ValueError, operation: str = "a regular file") -> MissingFile:
     """Return the MissingFile to raise if the system could not open ``where`` and reported ``error``."""
     system = isinstance(error, OSError)
     reason = (error.strerror if system else None) or error  # type: ignore[union-attr]
-    purpose = f" as {what}" if what != "a regular file" else ""
+    purpose = f" as {operation}" if operation != "a regular file" else ""
     number = error.errno if system else None  # type: ignore[union-attr]
     return MissingFile(f"{where or repr(where)}: could not be opened{purpose}: {reason}", filename=where, number=number or errno.ENOENT)
 
 
-def _check_kind(where: str, mode: int, what: str) -> None:
+def _check_kind(where: str, mode: int, description: str) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise MissingFile(f"{where or repr(where)}: is {kind}, expected {what}", filename=where, number=number)
+        raise MissingFile(f"{where or repr(where)}: is {kind}, expected {description}", filename=where, number=number)
 
 
 def _show_value(value: Any) -> str:
@@ -338,6 +338,6 @@ Source = MemoryFile | DiskFile
 """The bytes of a file, in memory or on disk."""
 
 
-def _system_error(what: str, error: OSError | ValueError, remedy: str = "") -> MissingFile:
+def _system_error(operation: str, error: OSError | ValueError, remedy: str = "") -> MissingFile:
     reason = (error.strerror if isinstance(error, OSError) else None) or error
-    return MissingFile(f"could not be {what}: {reason}{remedy}", number=getattr(error, "errno", None) or errno.EIO)
+    return MissingFile(f"could not be {operation}: {reason}{remedy}", number=getattr(error, "errno", None) or errno.EIO)

@@ -33,10 +33,10 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
     names: set[str] = set()
     for part in layers:
         if part.adapter == "layer":
-            chosen = _active_adapters(part.module)
-            if chosen:
-                names.update(chosen)
-                states.append([part.name, _layer_state(part, chosen)])
+            active = _active_adapters(part.module)
+            if active:
+                names.update(active)
+                states.append([part.name, _layer_state(part, active)])
         elif part.adapter == "around":
             states += _prompt_state(part.module, names)
         elif home_made := _custom_state(part):
@@ -68,40 +68,40 @@ def _known_attributes(layer: Any) -> set[str]:
     return known
 
 
-def _layer_state(part: ModelPart, chosen: list[str]) -> list[Any]:
+def _layer_state(part: ModelPart, active: list[str]) -> list[Any]:
     layer: Any = part.module
-    if any(getattr(layer, "sample_at_inference", {}).get(name) for name in chosen):
+    if any(getattr(layer, "sample_at_inference", {}).get(name) for name in active):
         raise InvalidParameter(
             f"{part.name} has the adapter {class_name(type(layer))} with sample_at_inference, so its values are random: turn that off"
         )
-    others = _known_attributes(layer) - set(chosen)
-    state = {"disabled": layer.disable_adapters, "merged": list(getattr(layer, "merged_adapters", ())), "applied": chosen}
+    others = _known_attributes(layer) - set(active)
+    state = {"disabled": layer.disable_adapters, "merged": list(getattr(layer, "merged_adapters", ())), "applied": active}
     return [class_name(type(layer)), sorted(state.items()), _module_state(part.name, layer, others)]
 
 
-def _module_state(where: str, module: Any, others: Collection[str]) -> list[Any]:
-    """Describe an adapter module's attributes, tensors and inner modules, except those that belong to the adapters ``others``."""
+def _module_state(where: str, module: Any, other_adapters: Collection[str]) -> list[Any]:
+    """Describe an adapter module's attributes, tensors and inner modules, except those that belong to the adapters ``other_adapters``."""
     import torch
 
     check_determined(where, type(module))
     usual = vars(torch.nn.Module()).keys() | _ADAPTER_STATE | _IGNORED_ATTRIBUTES
-    state = [[name, _value(f"{where}.{name}", value, others)] for name, value in sorted(vars(module).items()) if name not in usual]
+    state = [[name, _value(f"{where}.{name}", value, other_adapters)] for name, value in sorted(vars(module).items()) if name not in usual]
     for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()]):
         if tensor is not None:
             state.append([name, tensor_digest(f"{where}.{name}", tensor)])
     for name, child in sorted(child_modules(module)):
-        state.append([name, [class_name(type(child)), _value(f"{where}.{name}", child, others)]])
+        state.append([name, [class_name(type(child)), _value(f"{where}.{name}", child, other_adapters)]])
     return state
 
 
-def _value(where: str, value: Any, others: Collection[str]) -> Any:
+def _value(where: str, value: Any, other_adapters: Collection[str]) -> Any:
     import torch
 
     if isinstance(value, (Mapping, torch.nn.ModuleDict, torch.nn.ParameterDict)) or _has_class(value, "BufferDict"):
-        keys = sorted(key for key in value.keys() if key not in others)  # noqa: SIM118
+        keys = sorted(key for key in value.keys() if key not in other_adapters)  # noqa: SIM118
         return [[key, _value(f"{where}.{key}", value[key], ())] for key in keys]
     if isinstance(value, torch.nn.Module):
-        return [class_name(type(value)), _module_state(where, value, others)]
+        return [class_name(type(value)), _module_state(where, value, other_adapters)]
     if type(value).__module__.startswith("peft.") and hasattr(value, "__dict__") and not isinstance(value, type):
         # For example a variant of LoRA: a class and its settings.
         check_determined(where, type(value))

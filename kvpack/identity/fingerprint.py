@@ -70,17 +70,17 @@ def model_name(loaded_from: str) -> str:
     return path.name if is_path else loaded_from
 
 
-def weights_of(found: Iterable[ModelPart]) -> Weights:
+def weights_of(model_parts: Iterable[ModelPart]) -> Weights:
     """Start computing the digest of all parameters and persistent buffers except those of adapters. Raises InvalidParameter."""
-    return Weights(_states(found))
+    return Weights(_states(model_parts))
 
 
-def weights_sample(found: Iterable[ModelPart]) -> str:
+def weights_sample(model_parts: Iterable[ModelPart]) -> str:
     """Return ``SAMPLE`` and a digest of ``SAMPLED_VALUES`` evenly spaced values of each tensor of ``weights_of``.
 
     Files of earlier versions contain this digest. Raises InvalidParameter.
     """
-    named = _states(found)
+    named = _states(model_parts)
     lines = [
         # The same result as ``json_text`` for two strings, but faster.
         f"[{encoded(name)},{encoded(value)}]\n" if type(value) is str else f"{json_text([name, value])}\n"
@@ -89,13 +89,13 @@ def weights_sample(found: Iterable[ModelPart]) -> str:
     return f"{SAMPLE}:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
 
-def config_digest(config: Any, found: Iterable[ModelPart]) -> str:
+def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
     """Return a digest of everything that keys and values depend on, except the weights' values and the adapters.
 
     It covers the model's configuration, and for every module its class, its plain attributes, the types, dtypes and shapes of its
     parameters, and its current buffers. Raises InvalidParameter.
     """
-    return text_digest([_settings(config), [_module(part) for part in _model_modules(found)]])
+    return text_digest([_settings(config), [_module(part) for part in _model_modules(model_parts)]])
 
 
 def dtype_text(model: Any) -> str:
@@ -108,9 +108,9 @@ def dtype_text(model: Any) -> str:
     return " autocast ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def check_deterministic(found: Iterable[ModelPart]) -> None:
+def check_deterministic(model_parts: Iterable[ModelPart]) -> None:
     """Raise InvalidParameter for a model in training mode whose dropout is random."""
-    for part in found:
+    for part in model_parts:
         for name, module in part.module.named_modules() if part.adapter == "layer" else [("", part.module)]:
             if not module.training:
                 continue
@@ -125,19 +125,19 @@ def check_deterministic(found: Iterable[ModelPart]) -> None:
                     )
 
 
-def _model_modules(found: Iterable[ModelPart]) -> Sequence[ModelPart]:
-    return [part for part in found if not part.adapter]
+def _model_modules(model_parts: Iterable[ModelPart]) -> Sequence[ModelPart]:
+    return [part for part in model_parts if not part.adapter]
 
 
-def _states(found: Iterable[ModelPart]) -> list[tuple[str, Any]]:
+def _states(model_parts: Iterable[ModelPart]) -> list[tuple[str, Any]]:
     """Return the model's state by name, sorted, including the extra attributes of quantized modules."""
-    usual: dict[type, bool] = {}
+    defaults: dict[type, bool] = {}
     named: list[tuple[str, Any]] = []
-    for part in _model_modules(found):
+    for part in _model_modules(model_parts):
         module, kind = part.module, type(part.module)
-        if kind not in usual:
-            usual[kind] = _has_default_state(kind)
-        if usual[kind] and vars(module).keys().isdisjoint(_STATE_METHODS):
+        if kind not in defaults:
+            defaults[kind] = _has_default_state(kind)
+        if defaults[kind] and vars(module).keys().isdisjoint(_STATE_METHODS):
             if module._parameters or module._buffers:
                 named += sorted(_default_state(part), key=_name)
         else:
@@ -275,8 +275,8 @@ def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
     import torch
 
     usual = vars(torch.nn.Module()).keys()
-    kept = (name for name in names if name not in usual and _is_setting(name) and not any(word in name for word in _CALL_WORDS))
-    return tuple(sorted(name for name in kept if private or not name.startswith("_")))
+    setting_names = (name for name in names if name not in usual and _is_setting(name) and not any(word in name for word in _CALL_WORDS))
+    return tuple(sorted(name for name in setting_names if private or not name.startswith("_")))
 
 
 @lru_cache(maxsize=4096)

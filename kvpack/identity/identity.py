@@ -158,7 +158,7 @@ class Identity:
     @classmethod
     def of_parts(
         cls,
-        found: Sequence[ModelPart],
+        model_parts: Sequence[ModelPart],
         recipe: str | Recipe,
         *,
         name: str | None = None,
@@ -168,7 +168,7 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """Return the identity of a model as ``of`` does, given its modules ``found`` (``modules.parts``), which are listed only once.
+        """Return the identity of a model as ``of`` does, given its modules ``model_parts`` (``modules.parts``), which are listed only once.
 
         If ``digests`` and ``weights`` are given, no weights are read.
         """
@@ -177,21 +177,21 @@ class Identity:
         from .modules import base_model
         from .rope import rope_text
 
-        base = base_model(found)
-        check_deterministic(found)
+        base = base_model(model_parts)
+        check_deterministic(model_parts)
         if digests is None:
             digests = ()
             with contextlib.nullcontext() if weights is None else contextlib.suppress(InvalidParameter):
-                digests = weights_of(found).text, weights_sample(found)
+                digests = weights_of(model_parts).text, weights_sample(model_parts)
         return cls(
             model=model_name(getattr(base.config, "name_or_path", "") or "") if name is None else name,
             recipe=parse_recipe(recipe),
             weights=digests[0] if weights is None else weights,
-            adapter=adapters_text(found, adapter),
+            adapter=adapters_text(model_parts, adapter),
             rope=rope_text(getattr(base.config, "text_config", None) or base.config),
             dtype=dtype_text(base),
             tenant=tenant,
-            config=config_digest(base.config, found),
+            config=config_digest(base.config, model_parts),
             extra=extra,
             digests=digests,
         )

@@ -91,9 +91,9 @@ def check_model(model: Any) -> None:
     raise InvalidType(f"model is {describe(model)}, expected a transformers model: {instead}")
 
 
-def base_model(found: Iterable[ModelPart]) -> Any:
+def base_model(model_parts: Iterable[ModelPart]) -> Any:
     """Return the transformers model inside its wrappers. Raises InvalidParameter for any other module."""
-    base = next(part.module for part in found if not part.adapter)
+    base = next(part.module for part in model_parts if not part.adapter)
     if not hasattr(base, "config") or not hasattr(base, "dtype"):
         raise InvalidParameter(f"a {class_name(type(base))} is not a transformers model: pass the transformers model that it contains")
     return base

@@ -37,11 +37,11 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
             f"{where}: the codec {side.codec.id} decodes to binary32, but {library} stores the dtype of the model: {advice} "
             f"--dtype {example} on the command line, or dtype='{example}' in Python"
         )
-    wanted = dtype or exact
-    assert wanted is not None
-    values = side.unpack(RAW_DTYPES[wanted])
-    if wanted != exact and torch.isinf(values).any():
-        raise OutOfRange(f"{where}: a value is too large for {wanted}: use bf16 or fp32")
+    target = dtype or exact
+    assert target is not None
+    values = side.unpack(RAW_DTYPES[target])
+    if target != exact and torch.isinf(values).any():
+        raise OutOfRange(f"{where}: a value is too large for {target}: use bf16 or fp32")
     return values.cpu()
 
 

@@ -387,11 +387,11 @@ class LiveCache:
         """Keep the first ``tokens`` tokens of every layer, or of one. Raises OutOfBounds for tokens that have been dropped."""
         tokens = as_integer(tokens, "tokens")
         self._settle()
-        chosen = self._selected_layers(layer)
-        if tokens and not chosen:
+        selected = self._selected_layers(layer)
+        if tokens and not selected:
             where = "the cache" if layer is None else f"layers[{layer}]"
             raise OutOfBounds(f"{where}: truncate({tokens}) of a layer that has seen no tokens")
-        for live in chosen:
+        for live in selected:
             if not live.seen_tokens - live.tokens <= tokens <= live.seen_tokens:
                 raise OutOfBounds(
                     f"{live.name}: truncate({tokens}) of a layer that has the tokens [{live.seen_tokens - live.tokens}:{live.seen_tokens}]"
@@ -491,9 +491,9 @@ class LiveCache:
         if live is None:
             live = self._layers[number] = self._create_layer(number, empty_layer(self._recipe, number, self._count, k, v))
             self._value_dims[number] = live.value_dim
-        given = k if v is None else v
-        if not live.seen_tokens and isinstance(given, torch.Tensor) and given.dim() == 4 and given.shape[0] not in (0, live.batch):
-            live = self._layers[number] = self._create_layer(number, live.without_tokens(given.shape[0]))
+        x = k if v is None else v
+        if not live.seen_tokens and isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[0] not in (0, live.batch):
+            live = self._layers[number] = self._create_layer(number, live.without_tokens(x.shape[0]))
             self._steps[number] = None
             self.launches += 1
         return live

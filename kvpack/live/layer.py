@@ -116,10 +116,10 @@ class LiveLayer:
         """Save the newest token of the raw tail, and return a function that restores it after it has been overwritten."""
         places = [side.tail[:, :, self.raw_tokens - 1] for side in self.sides.values()]
         with float32_no_grad(self.device):
-            kept = [place.clone() for place in places]
+            saved = [place.clone() for place in places]
 
         def restore_tail() -> None:
-            for place, values in zip(places, kept, strict=True):
+            for place, values in zip(places, saved, strict=True):
                 place.copy_(values)
 
         return restore_tail
@@ -184,8 +184,8 @@ class LiveLayer:
         pending = min(count, self.pending_tokens)
         if pending:
             # Drop pending tokens first: encoding them would drop older tokens that the remaining ones still see.
-            kept = self.pending_tokens - pending
-            self._wait({name: x[:, :, :kept] for name, x in self._pending.items()} if kept else {})
+            remaining = self.pending_tokens - pending
+            self._wait({name: x[:, :, :remaining] for name, x in self._pending.items()} if remaining else {})
             count -= pending
         self.commit()
         with self._update_both_sides():

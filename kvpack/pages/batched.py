@@ -107,21 +107,21 @@ def suspect_pages(
     values and of the keys, ``[page and layer, kv_head, token]``. ``errors`` are those that ``lanes.encode`` wrote.
     """
     codec, watched = lane.plain_codec, lane.raw_rule
-    found = []
+    masks = []
     if watched is not None and codec.token_group > 1:
-        found += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
+        masks += [mark_large(sizes, watched.high_norm) for sizes in (norms_over_heads(key_norms())[:, None], key_norms())]
     if HEADS in lane.shared:
-        found.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
+        masks.append(mark_large(norms_over_heads(norms())[:, None], SHARED_RATIO))
     if errors is not None:
-        found.append(mark_large(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
+        masks.append(mark_large(errors.clamp_min(codec.summary.min_error), codec.summary.direction_spread))
     if lane.may_lose_precision:
         streams = {name: place.flatten(0, 1) for name, place in _streams(lane, rows).items()}
         if spread := codec.summary.error_spread:
             sizes = codec.family.error_sizes(streams)
-            found.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
+            masks.append(mark_large(sizes, spread) & mark_large(sizes / norms(), 1.0))
         if (least := codec.min_sizes(streams)) is not None:
-            found.append(norms() < least * math.sqrt(codec.dim))
-    each = torch.stack([mask.flatten(1).any(1) for mask in found]).any(0)
+            masks.append(norms() < least * math.sqrt(codec.dim))
+    each = torch.stack([mask.flatten(1).any(1) for mask in masks]).any(0)
     return each.view(len(rows), lane.count).any(1)
 
 

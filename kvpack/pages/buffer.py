@@ -34,10 +34,10 @@ class PageBuffer:
         for side, x in given.items():
             layers = list(x.unbind(1)) if isinstance(x, torch.Tensor) and x.dim() == 5 else x
             if not isinstance(layers, Sequence) or len(layers) != geometry.layers:
-                found = list(x.shape) if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+                description = list(x.shape) if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
                 raise InvalidParameter(
-                    f"{side}: {found}; pages of {geometry.layers} layers are one tensor [slot, layer, head, token, channel], or a tensor "
-                    "[slot, head, token, channel] for each layer"
+                    f"{side}: {description}; pages of {geometry.layers} layers are one tensor [slot, layer, head, token, channel], "
+                    "or a tensor [slot, head, token, channel] for each layer"
                 )
             for number, tensor in enumerate(layers):
                 self._check(f"layers[{number}].{side}", tensor, geometry.dims[side])
@@ -75,8 +75,8 @@ class PageBuffer:
     def _check(self, where: str, x: Any, dim: int) -> None:
         geometry = self.geometry
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta:
-            found = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            raise InvalidType(f"{where} is {found}, expected a dense tensor in memory")
+            description = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise InvalidType(f"{where} is {description}, expected a dense tensor in memory")
         if x.dtype != geometry.torch_dtype:
             raise InvalidType(f"{where}: dtype {x.dtype}, expected {geometry.dtype}")
         expected = (geometry.heads, geometry.tokens, dim)

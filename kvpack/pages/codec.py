@@ -178,8 +178,8 @@ class PageCodec:
     def _views(self, rows: Rows, count: int, *, writable: bool) -> list[memoryview]:
         if isinstance(rows, torch.Tensor):
             if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.device != CPU or (rows.numel() and rows.stride(1) != 1):
-                found = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
-                raise InvalidParameter(f"rows are {found}, expected uint8 [page, byte] in host memory or on the device of the pages")
+                description = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
+                raise InvalidParameter(f"rows are {description}, expected uint8 [page, byte] in host memory or on the device of the pages")
             # Views of memory do not depend on the mode in which the tensor was created.
             rows = [row.numpy().data for row in rows.detach().unbind()]
         try:
@@ -200,16 +200,16 @@ class PageCodec:
         return views
 
 
-def _overlapping(apart: int, nbytes: int) -> str:
-    return f"two rows begin {apart} bytes apart, but a page takes {nbytes}: pass a separate row for each page"
+def _overlapping(distance: int, nbytes: int) -> str:
+    return f"two rows begin {distance} bytes apart, but a page takes {nbytes}: pass a separate row for each page"
 
 
-def _digests(keys: Sequence[bytes] | None, count: int, what: str) -> list[bytes | None]:
+def _digests(keys: Sequence[bytes] | None, count: int, description: str) -> list[bytes | None]:
     if keys is None:
         return [None] * count
     keys = as_list(keys, "keys", "the engine's keys, which are bytes")
     if len(keys) != count:
-        raise InvalidParameter(f"{len(keys)} keys were given for {count} {what}")
+        raise InvalidParameter(f"{len(keys)} keys were given for {count} {description}")
     return [key_digest(key) for key in keys]
 
 

@@ -112,11 +112,11 @@ class DevicePages:
                 with writable(rows):
                     rows[:, : self._nbytes].copy_(target, non_blocking=True)
 
-        def finish(found: list[int]) -> list[Outcome]:
+        def finish(statuses: list[int]) -> list[Outcome]:
             if not isinstance(rows, torch.Tensor):
                 for number, row in enumerate(target.to(CPU)):
                     _store(rows, number, row)
-            costly, states = found[-1], found[:-1]
+            costly, states = statuses[-1], statuses[:-1]
             outcomes: list[Outcome] = [None] * len(slots)
             # The codec encodes the pages that a kernel rejects, or raises an error that names the value.
             refused = [number for number, state in enumerate(states) if state == _REFUSED]
@@ -151,11 +151,11 @@ class DevicePages:
             if not self._begin_decoding(on_device, pages, slots, status):
                 return PageJob.of(self._decode_by_host(rows, pages, slots, digests, values))
 
-        def finish(found: list[int]) -> list[Outcome]:
+        def finish(statuses: list[int]) -> list[Outcome]:
             if errors:
                 return errors
             assert isinstance(rows, torch.Tensor)
-            return [self._error_of(rows, number, digests[number]) if value else None for number, value in enumerate(found)]
+            return [self._error_of(rows, number, digests[number]) if value else None for number, value in enumerate(statuses)]
 
         return PageJob(status, finish)
 

@@ -261,13 +261,13 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
     """Raise InvalidHeader unless an entry's header has the given start, model and recipe (None: any)."""
     header = file.header
-    for what, actual, expected in (
+    for name, actual, expected in (
         ("start", header.start, start),
         ("model", dict(header.model), None if model is None else dict(model)),
         ("recipe", header.recipe, recipe),
     ):
         if expected is not None and actual != expected:
-            raise InvalidHeader(f"{file.where}: the entry's {what} is {actual!r}, expected {expected!r}")
+            raise InvalidHeader(f"{file.where}: the entry's {name} is {actual!r}, expected {expected!r}")
 
 
 def is_old(file: container.File) -> bool:

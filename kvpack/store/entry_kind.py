@@ -43,9 +43,9 @@ class Form:
     max_bytes: int = MAX_ENTRY_BYTES
     key_ids: frozenset[bytes] | None = None
 
-    def kind(self, beginning: bytes | memoryview, size: int) -> Kind:
-        """Return the kind of an entry of ``size`` bytes. ``beginning`` has its first ``FRONT_BYTES`` bytes, or all if it is shorter."""
-        front = bytes(beginning[:FRONT_BYTES])
+    def kind(self, first_bytes: bytes | memoryview, size: int) -> Kind:
+        """Return the kind of an entry of ``size`` bytes. ``first_bytes`` has its first ``FRONT_BYTES`` bytes, or all if it is shorter."""
+        front = bytes(first_bytes[:FRONT_BYTES])
         if size > self.max_bytes:
             return Kind.JUNK
         version = encrypted_version(front)
@@ -69,15 +69,15 @@ def check_size(where: str, size: int, max_bytes: int) -> None:
         raise LimitExceeded(f"{where} has {size} bytes, but max_entry_bytes is {max_bytes}")
 
 
-def encrypted_version(beginning: bytes | memoryview) -> int | None:
+def encrypted_version(first_bytes: bytes | memoryview) -> int | None:
     """Return the encryption version at the beginning of an entry; None if it is not encrypted."""
-    match = _ENCRYPTED.match(bytes(beginning[:FRONT_BYTES]))
+    match = _ENCRYPTED.match(bytes(first_bytes[:FRONT_BYTES]))
     return int(match[1]) if match else None
 
 
-def key_id(beginning: bytes | memoryview) -> bytes | None:
+def key_id(first_bytes: bytes | memoryview) -> bytes | None:
     """Return the id of the key that encrypts an entry; None if it is not an entry encrypted in version 1, or is truncated."""
-    front = bytes(beginning[:FRONT_BYTES])
+    front = bytes(first_bytes[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None
     start = len(MAGIC) + 1

@@ -66,16 +66,16 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 def check_ids(cache: Cache, ids: bytes) -> None:
     """Raise InvalidParameter unless ``ids`` match the ids in the cache or, for a cache without ids, have one per token."""
-    count, known = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
-    shared_bytes = min(len(ids), len(known))
-    if known[:shared_bytes] != ids[:shared_bytes]:
-        stored, given = (memoryview(data)[:shared_bytes].cast("I").tolist() for data in (known, ids))
-        token = next(index for index, pair in enumerate(zip(stored, given, strict=True)) if pair[0] != pair[1])
+    count, cache_ids = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
+    shared_bytes = min(len(ids), len(cache_ids))
+    if cache_ids[:shared_bytes] != ids[:shared_bytes]:
+        stored, passed = (memoryview(data)[:shared_bytes].cast("I").tolist() for data in (cache_ids, ids))
+        token = next(index for index, pair in enumerate(zip(stored, passed, strict=True)) if pair[0] != pair[1])
         raise InvalidParameter(
-            f"token {token} of the cache was computed from the id {stored[token]}, but token_ids[{token}] is {given[token]}: pass the ids "
+            f"token {token} of the cache was computed from the id {stored[token]}, but token_ids[{token}] is {passed[token]}: pass the ids "
             "that the cache was computed from"
         )
-    if count != cache.tokens and len(known) != cache.tokens * ID_BYTES:
+    if count != cache.tokens and len(cache_ids) != cache.tokens * ID_BYTES:
         raise InvalidParameter(
             f"token_ids has {count} ids, but the cache has {cache.tokens} tokens: expected one id for each token. If both begin with the "
             "same tokens, cut the longer one, as in token_ids[:n] or cache[:, :n]. If a sliding window has dropped the first tokens, "

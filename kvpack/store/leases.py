@@ -102,10 +102,10 @@ class Leases:
         while True:
             tries += 1
             lease = self._backend.take_lease(key, self._seconds)
-            left = deadline - time.monotonic()
-            if lease is not None or left <= 0:
+            remaining = deadline - time.monotonic()
+            if lease is not None or remaining <= 0:
                 return lease, tries
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(2 * pause, _PAUSES[1])
 
 

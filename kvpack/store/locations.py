@@ -41,18 +41,18 @@ def open_backend(location: Any, counters: Counters, form: Form, options: Locatio
     nothing there. Raises InvalidParameter for an option that is invalid or that the location does not support and for a URL of an unknown
     kind, and the errors of the backend.
     """
-    given = options.keywords()
+    keywords = options.keywords()
     if isinstance(location, (list, tuple)):
-        _check_options("a list of tiers", given, _TIER_LIST_OPTIONS, ": each Tier has its own")
-        return _open_tiers(location, counters, form, skip_sweep=skip_sweep, **given)
+        _check_options("a list of tiers", keywords, _TIER_LIST_OPTIONS, ": each Tier has its own")
+        return _open_tiers(location, counters, form, skip_sweep=skip_sweep, **keywords)
     kind = _kind_of(location)
-    _check_options(kind.name, given, kind.options)
-    return kind.open(location, counters, form, skip_sweep=skip_sweep, **given)
+    _check_options(kind.name, keywords, kind.options)
+    return kind.open(location, counters, form, skip_sweep=skip_sweep, **keywords)
 
 
-def _check_options(kind: str, given: Mapping[str, Any], supported: set[str], hint: str = "") -> None:
+def _check_options(kind: str, options: Mapping[str, Any], supported: set[str], hint: str = "") -> None:
     """Raise InvalidParameter for an option that ``kind`` does not support."""
-    if unknown := set(given) - supported:
+    if unknown := set(options) - supported:
         raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{hint}")
 
 

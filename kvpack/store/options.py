@@ -41,12 +41,12 @@ class LocationOptions:
 
     def keywords(self) -> dict[str, Any]:
         """Return the options of the location that are not None. Raises InvalidParameter for an invalid count or timeout."""
-        given = {option.name: value for option in fields(LocationOptions) if (value := getattr(self, option.name)) is not None}
+        result = {option.name: value for option in fields(LocationOptions) if (value := getattr(self, option.name)) is not None}
         for name, minimum in _MINIMUMS.items():
-            check_count(name, given.get(name, minimum), minimum)
+            check_count(name, result.get(name, minimum), minimum)
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
-        return given
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

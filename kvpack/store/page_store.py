@@ -105,16 +105,16 @@ class PageStore:
         **options: Unpack[StoreKeywords],
     ) -> None:
         check_identity(identity)
-        chosen = StoreOptions(**options)
+        store_options = StoreOptions(**options)
         recipe = Recipe(identity.recipe, identity.basis)
         if recipe.basis is not None:
             recipe.basis.check_model(identity.header_model, identity.digests)
         check_count("jobs", jobs, 1)
         self.location, self.identity = location, identity
         self.codec = PageCodec(recipe, geometry, threads=threads, namespace=identity.digest)
-        self._max_entry_bytes = chosen.max_entry_bytes
+        self._max_entry_bytes = store_options.max_entry_bytes
         self._counters = Counters()
-        self._backend, self._cipher, self._check_values = open_for_identity(location, identity, self._counters, chosen)
+        self._backend, self._cipher, self._check_values = open_for_identity(location, identity, self._counters, store_options)
         # Loads have threads of their own, because an engine waits for loads but not for puts.
         self._jobs, self._threads = count(), {kind: WorkerThreads(jobs, f"kvpack-page-store-{kind}") for kind in ("put", "get")}
         self._submitted: dict[int, dict[int, Job]] = {}
@@ -190,8 +190,8 @@ class PageStore:
         rows = {index: memoryview(bytearray(self.codec.nbytes)) for index in numbers}
         result: dict[int, list[memoryview]] = {}
         for pages, group in _group_by_memory(numbers, buffer_slots):
-            slots, chosen = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
-            outcomes = self.codec.encode_into(pages, slots, [rows[index] for index in group], keys=chosen)
+            slots, chosen_keys = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
+            outcomes = self.codec.encode_into(pages, slots, [rows[index] for index in group], keys=chosen_keys)
             for index, refused in zip(group, outcomes, strict=True):
                 try:
                     if refused is not None:
@@ -248,10 +248,10 @@ class PageStore:
         self.drain()
         names = [*row_keys(self._backend, self.codec.namespace, self._cipher, max_entry_bytes=self._max_entry_bytes)]
         removed = self._delete(names)
-        kept = sum(self._backend.contains_many(names))
-        if kept:
+        remaining = sum(self._backend.contains_many(names))
+        if remaining:
             raise WriteFailed(
-                f"{shown_location(self.location)}: {kept} of {len(names)} pages could not be removed: the store counted "
+                f"{shown_location(self.location)}: {remaining} of {len(names)} pages could not be removed: the store counted "
                 f"{self.counters()['faults']}"
             )
         return removed
@@ -326,7 +326,7 @@ class PageStore:
     ) -> None:
         """Load the pages ``numbers``. If an entry is damaged, the next slower tier is tried."""
         beyond = dict.fromkeys(numbers, -1)
-        good: dict[int, FoundEntry] = {}
+        valid: dict[int, FoundEntry] = {}
         while beyond:
             entries = self._backend.find_many([names[index] for index in beyond], [*beyond.values()], self._max_page_bytes)
             result = {index: entry for index, entry in zip(beyond, entries, strict=True) if entry is not None}
@@ -334,18 +334,18 @@ class PageStore:
             for index, entry in result.items():
                 self._open(index, names, entry, rows)
             for pages, group in _group_by_memory([*rows], buffer_slots):
-                slots, chosen = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
-                outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen, values=self._check_values)
+                slots, chosen_keys = [buffer_slots[index].slot for index in group], [keys[index] for index in group]
+                outcomes = self.codec.decode_into([rows[n] for n in group], pages, slots, keys=chosen_keys, values=self._check_values)
                 for index, refused in zip(group, outcomes, strict=True):
                     if refused is None:
                         loaded[index] = True
-                        good[index] = result[index]
+                        valid[index] = result[index]
                     else:
                         refuse(self._backend, self._counters, names[index], result[index], refused)
             beyond = {index: entry.tier for index, entry in result.items() if not loaded[index]}
-        if good:
-            whole = sorted(good)
-            self._backend.accept([names[index] for index in whole], [good[index] for index in whole], now)
+        if valid:
+            whole = sorted(valid)
+            self._backend.accept([names[index] for index in whole], [valid[index] for index in whole], now)
 
     def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
         """Decrypt an entry and put its row into ``rows``, or count the error."""
@@ -392,9 +392,9 @@ class PageStore:
         keys, slots = self._check_lists(keys, slots)
         self._entry_keys(keys)
         # Copies, because the caller may change its lists.
-        given, places = tuple(bytes(key) for key in keys), tuple(slots)
+        key_bytes, places = tuple(bytes(key) for key in keys), tuple(slots)
         with self._lock:
-            job = Job(next(self._jobs), kind, given, self._threads[kind].pool.submit(self._run_counted, kind, run, given, places))
+            job = Job(next(self._jobs), kind, key_bytes, self._threads[kind].pool.submit(self._run_counted, kind, run, key_bytes, places))
             self._unfinished_jobs[job.number] = job
         return job
 

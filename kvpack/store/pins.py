@@ -82,11 +82,11 @@ class Pins:
             except OSError as error:
                 self._counters.fault("sweep", error)
 
-    def _active_pins(self, beginning: str = "") -> Iterator[tuple[Pin, str]]:
-        """Yield the pins in effect whose names start with ``beginning``."""
+    def _active_pins(self, prefix: str = "") -> Iterator[tuple[Pin, str]]:
+        """Yield the pins in effect whose names start with ``prefix``."""
         for folder in (self._folder.pins_folder, self._folder.holds_folder):
             for name, path in self._files(folder):
-                pin = self._read(name, path) if name.startswith(beginning) else None
+                pin = self._read(name, path) if name.startswith(prefix) else None
                 if pin is not None and is_active(pin):
                     yield pin, path
 

@@ -155,9 +155,9 @@ def _cursor(answer: Any) -> bytes:
     return answer
 
 
-def _check_list(answer: Any, what: str, count: int | None = None) -> list[Any]:
+def _check_list(answer: Any, description: str, count: int | None = None) -> list[Any]:
     if type(answer) is not list or (count is not None and len(answer) != count):
-        raise _unexpected_reply(answer, what)
+        raise _unexpected_reply(answer, description)
     return answer
 
 

@@ -321,13 +321,13 @@ class _Exchange:
         if self._is_in_first_line and self._received + len(data) > _MAX_LINE_BYTES:
             raise InvalidResponse(f"Protocol Error: 'a line of more than {_MAX_LINE_BYTES} bytes'")
 
-    def _apply_deadline(self, what: str) -> None:
-        """Set the socket's timeout to the remaining time. Raises TimeoutError if there is none; ``what`` is for the message."""
+    def _apply_deadline(self, description: str) -> None:
+        """Set the socket's timeout to the remaining time. Raises TimeoutError if there is none; ``description`` is for the message."""
         if self._seconds is not None:
-            left = self._start + self._seconds + (self._sent + self._received) / BYTES_PER_SECOND - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"{what} took more than {self._seconds} s")
-            self._socket.settimeout(min(left, self._seconds))
+            remaining = self._start + self._seconds + (self._sent + self._received) / BYTES_PER_SECOND - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError(f"{description} took more than {self._seconds} s")
+            self._socket.settimeout(min(remaining, self._seconds))
 
     def recv_into(self, buffer: Any, *args: Any) -> int:
         """Receive into ``buffer``, like ``socket.recv_into``. Raises the same errors as ``recv``."""

@@ -32,11 +32,11 @@ class EntryFilter:
     def keys(self, catalog: Catalog) -> set[bytes]:
         """Return the keys of matching chunks and of the states after them. A filter by age only also matches engines' pages."""
         candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
-        chosen = {key for key in candidates if self._matches(catalog.entries[key])}
-        chosen |= {catalog.states[key].stored.key for key in chosen & set(catalog.states)}
+        selected = {key for key in candidates if self._matches(catalog.entries[key])}
+        selected |= {catalog.states[key].stored.key for key in selected & set(catalog.states)}
         if self.model is self.recipe is self.tenant is None and self.used_before_ns is not None:
-            chosen |= {key for key, page in catalog.pages.items() if page.used_ns < self.used_before_ns}
-        return chosen
+            selected |= {key for key, page in catalog.pages.items() if page.used_ns < self.used_before_ns}
+        return selected
 
     def _matches(self, entry: ChunkEntry) -> bool:
         # Older entries may name a preset.

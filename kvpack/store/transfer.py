@@ -178,9 +178,9 @@ def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
 
 
 def _read_ids(tokens: str) -> bytes:
-    given = read_json(tokens, MAX_TOKENS_BYTES, "a JSON array of token ids")
+    ids = read_json(tokens, MAX_TOKENS_BYTES, "a JSON array of token ids")
     try:
-        return token_bytes(given)
+        return token_bytes(ids)
     except InvalidParameter as error:
         raise InvalidParameter(f"{tokens}: is not a JSON array of token ids: {error}") from None
 

@@ -62,15 +62,15 @@ def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int
     }
 
 
-def costs_of(statistics: Statistics, names: Sequence[str], least: float) -> dict[str, torch.Tensor]:
+def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> dict[str, torch.Tensor]:
     """Return the cost of errors in heads or frames, float64 ``[part, dim, dim]``, by the ``names`` of statistics.
 
-    ``least`` is the minimum cost, as in ``MIN_COST``.
+    ``minimum`` is the minimum cost, as in ``MIN_COST``.
     """
     # Each temperature gets the same share, and the proportions between layers are kept.
     shares = 1 / torch.stack([statistics.costs[name].diagonal(dim1=-2, dim2=-1).sum((1, 2)) for name in names]).sum(0)
     costs = {name: (statistics.costs[name] * shares[:, None, None, None]).sum(0) for name in names}
-    floors = _floors(statistics, costs, least)
+    floors = _floors(statistics, costs, minimum)
     return {name: cost + torch.diag_embed(floors[name]) for name, cost in costs.items()}
 
 

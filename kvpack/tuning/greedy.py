@@ -53,20 +53,21 @@ def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocatio
     return _fill(priced, losses, budget, chosen)
 
 
-def _fill(priced: PackedCandidates, losses: Losses, budget: int, chosen: Allocation) -> Allocation:
+def _fill(priced: PackedCandidates, losses: Losses, budget: int, allocation: Allocation) -> Allocation:
     while True:
-        left = budget - priced.file_bytes(chosen)
+        left = budget - priced.file_bytes(allocation)
         gains = sorted(
-            (loss - losses[place][chosen[place]], place, codec)
+            (loss - losses[place][allocation[place]], place, codec)
             for place, codec_losses in losses.items()
             for codec, loss in codec_losses.items()
-            if loss < losses[place][chosen[place]] and priced.stream_bytes(place, codec) - priced.stream_bytes(place, chosen[place]) <= left
+            if loss < losses[place][allocation[place]]
+            and priced.stream_bytes(place, codec) - priced.stream_bytes(place, allocation[place]) <= left
         )
-        fitting = (chosen | {place: codec} for _, place, codec in gains)
+        fitting = (allocation | {place: codec} for _, place, codec in gains)
         better = next((candidate for candidate in fitting if priced.file_bytes(candidate) <= budget), None)
         if better is None:
-            return chosen
-        chosen = better
+            return allocation
+        allocation = better
 
 
 def hull(points: Iterable[Point]) -> list[Point]:

@@ -46,9 +46,9 @@ class Search:
     measured: list[Measurement] = field(default_factory=list)
     sensitivities: Losses = field(default_factory=dict)
 
-    def measure(self, what: str, allocation: Allocation) -> Measurement:
+    def measure(self, description: str, allocation: Allocation) -> Measurement:
         """Measure the real loss of ``allocation`` and add it to ``measured``."""
-        result = Measurement(what, allocation, self.windows.loss(recipe_text(allocation)))
+        result = Measurement(description, allocation, self.windows.loss(recipe_text(allocation)))
         self.measured.append(result)
         return result
 
@@ -118,11 +118,11 @@ def _check_budget(search: Search) -> None:
     allocate(search.priced, {place: dict.fromkeys(codecs, 0.0) for place, codecs in search.priced.packed.items()}, search.budget)
 
 
-def measure_within_budget(search: Search, what: str, losses: Losses) -> Measurement:
+def measure_within_budget(search: Search, description: str, losses: Losses) -> Measurement:
     """Return the allocation with the smallest loss whose files fit the budget in all windows; some need more bytes in some windows."""
     budget = search.budget
     while True:
-        result = search.measure(what, allocate(search.priced, losses, budget))
+        result = search.measure(description, allocate(search.priced, losses, budget))
         excess = result.loss.bytes - search.budget * len(search.windows.exact)
         if excess <= 0:
             return result

@@ -24,26 +24,26 @@ SIDE_KEYS = ["codec", "batch", "heads", "runs", "tail", "tail_dtype", "window"]
 FIELDS = "container.md, Fields"
 
 
-def take_keys(value: Any, keys: list[str], what: str) -> list[Any]:
+def take_keys(value: Any, keys: list[str], name: str) -> list[Any]:
     found_keys = list(value) if isinstance(value, dict) else type(value).__name__
-    require(found_keys == keys, FIELDS, f"{what} has the keys {found_keys}, expected {keys}")
+    require(found_keys == keys, FIELDS, f"{name} has the keys {found_keys}, expected {keys}")
     return list(value.values())
 
 
-def require_integer(value: object, low: int, high: int, what: str) -> None:
+def require_integer(value: object, low: int, high: int, name: str) -> None:
     """Require an integer within the range of section Fields and within its limit."""
     if not isinstance(value, int) or value < low:
-        refuse(FIELDS, f"{what} is {value!r}, expected an integer of at least {low}")
-    require(value <= high, LIMITS, f"{what} is {value}, expected at most {high}")
+        refuse(FIELDS, f"{name} is {value!r}, expected an integer of at least {low}")
+    require(value <= high, LIMITS, f"{name} is {value}, expected at most {high}")
 
 
-def take_names(value: Any, value_type: type, what: str) -> dict[str, Any]:
+def take_names(value: Any, value_type: type, name: str) -> dict[str, Any]:
     require(
         isinstance(value, dict) and all(isinstance(entry, value_type) for entry in value.values()),
         FIELDS,
-        f"{what} must be a map from strings to values of type {value_type.__name__}",
+        f"{name} must be a map from strings to values of type {value_type.__name__}",
     )
-    require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {what} do not ascend")
+    require(list(value) == sorted(value), Msgpack.RULE, f"the keys of {name} do not ascend")
     return dict(value)
 
 

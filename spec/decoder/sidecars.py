@@ -26,15 +26,15 @@ SIDECAR_KEYS = (
 POSITION_WORDS = 4
 
 
-def take_choice(value: Any, allowed: Mapping[str, str], what: str) -> str:
-    require(value in list(allowed), SIDECARS, f"{what} is {value!r}")
+def take_choice(value: Any, allowed: Mapping[str, str], name: str) -> str:
+    require(value in list(allowed), SIDECARS, f"{name} is {value!r}")
     return allowed[value]
 
 
-def take_flags(value: Mapping[str, Any], symbols: int, what: str) -> Columns:
+def take_flags(value: Mapping[str, Any], symbols: int, name: str) -> Columns:
     fields = value["fields"]
-    require(isinstance(fields, int), SIDECARS, f"{what}: fields is {fields!r}, expected an integer")
-    require(within_limits((2,), fields), "packing.md, Bit packing", f"{what} has {fields} fields a column")
+    require(isinstance(fields, int), SIDECARS, f"{name}: fields is {fields!r}, expected an integer")
+    require(within_limits((2,), fields), "packing.md, Bit packing", f"{name} has {fields} fields a column")
     return Columns(symbols, (2,), fields, (2,))
 
 

@@ -200,5 +200,5 @@ def show(report: dict[str, Any]) -> None:
             ]
             for row in report["rows"]
         ),
-        left=1,
+        text_columns=1,
     )

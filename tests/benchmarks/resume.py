@@ -74,7 +74,7 @@ def run(
     }
     with one_thread() if device == "cpu" else nullcontext(), torch.no_grad():
         for shape in shapes:
-            model = random_model(shape, layers, device, dtype, drawn=False)
+            model = random_model(shape, layers, device, dtype, random_weights=False)
             for tokens in prefixes:
                 report["rows"] += _rows(model, shape, tokens, recipes, every, device, folder, count)
             del model

@@ -198,11 +198,13 @@ def _check_origin(cache: Cache) -> None:
         )
 
 
-def _check_opaque(number: int, kept: int, tokens: int, window: int | None) -> None:
+def _check_opaque(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
     """Raise InvalidParameter unless a layer with unpacked blocks has at most as many tokens as llama.cpp saves of ``tokens``."""
-    _check_token_count(number, kept, tokens, window)
-    if kept > _max_saved_tokens(tokens, window):
-        raise InvalidParameter(f"layer {number} holds {kept} tokens, expected at most {_max_saved_tokens(tokens, window)} of {tokens}")
+    _check_token_count(number, layer_tokens, tokens, window)
+    if layer_tokens > _max_saved_tokens(tokens, window):
+        raise InvalidParameter(
+            f"layer {number} holds {layer_tokens} tokens, expected at most {_max_saved_tokens(tokens, window)} of {tokens}"
+        )
 
 
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
@@ -285,17 +287,17 @@ def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str |
 
 
 def _side_cells(
-    where: str, side: Side, kind: str | None, dtype: str | None, kept: int, transposed: bool, recorded: str | None
+    where: str, side: Side, kind: str | None, dtype: str | None, newest: int, transposed: bool, recorded: str | None
 ) -> _Stored:
     """Return a side's newest tokens in llama.cpp's layout. ``recorded`` is the dtype in the cache's model fields.
 
     Raises the errors of ``exported``, and InvalidParameter for another ``kind``.
     """
     if kind in QUANTIZED:
-        rows = blocks_of(side, kind, where)[:, -kept:].transpose(0, 1).contiguous()
+        rows = blocks_of(side, kind, where)[:, -newest:].transpose(0, 1).contiguous()
         return CellBlock(kind, rows.shape[1] * rows.shape[2] * BLOCK, 0), rows.flatten().numpy().data
     values = export_values(where, side, dtype or kind, "llama.cpp", recorded)
-    return _to_cells(values[0, :, -kept:], transposed)
+    return _to_cells(values[0, :, -newest:], transposed)
 
 
 def _values(
@@ -333,10 +335,10 @@ def _to_cells(values: torch.Tensor, transposed: bool) -> _Stored:
     return block, rows.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _setting(name: str, value: object, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
+def _setting(name: str, value: object, minimum: int, maximum: int) -> int:
+    if type(value) is not int or not minimum <= value <= maximum:
         problem = f"{name} is {value!r:.40}" if value is not None else f"the cache's metadata does not have {name}: pass {name}="
-        raise InvalidParameter(f"{problem}, expected an integer from {least} to {most}")
+        raise InvalidParameter(f"{problem}, expected an integer from {minimum} to {maximum}")
     return value
 
 
@@ -363,9 +365,9 @@ def _ids(cache: Cache) -> bytes:
 def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
     """Return the number of a layer's newest tokens that llama.cpp saves."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
-        found = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
-        found = "states" if layer.states else "no keys" if layer.k is None else found
-        raise InvalidParameter(f"layer {number} contains {found}: for llama.cpp, kvpack writes only keys and values, or only latents")
+        contents = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
+        contents = "states" if layer.states else "no keys" if layer.k is None else contents
+        raise InvalidParameter(f"layer {number} contains {contents}: for llama.cpp, kvpack writes only keys and values, or only latents")
     if layer.k.batch != 1:
         raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences, but a sequence state holds one")
     if layer.seen_tokens != tokens:
@@ -379,8 +381,8 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
     return tokens if window is None else min(tokens, window)
 
 
-def _check_token_count(number: int, kept: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless ``kept`` tokens are all tokens, or all that the next one attends to within ``window``."""
-    if kept < (tokens if window is None else max(1, min(tokens, window - 1))):
+def _check_token_count(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
+    """Raise InvalidParameter unless ``layer_tokens`` tokens are all tokens, or all that the next one attends to within ``window``."""
+    if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} reaches back {window - 1}" if window else "so it needs a sliding window: pass windows="
-        raise InvalidParameter(f"layer {number} holds the newest {kept} of {tokens} tokens, {needed}")
+        raise InvalidParameter(f"layer {number} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

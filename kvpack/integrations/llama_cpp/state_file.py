@@ -120,25 +120,25 @@ class Reader:
         """Number of bytes that have not been read yet."""
         return self.size - self.at
 
-    def skip(self, count: int, what: str) -> int:
+    def skip(self, count: int, description: str) -> int:
         """Return the offset of the next ``count`` bytes. Raises InvalidParameter if the file does not have them."""
         if count > self.remaining:
             raise InvalidParameter(
-                f"{self.where} is truncated: {what} take {count} bytes at offset {self.at}, but only {self.remaining} remain"
+                f"{self.where} is truncated: {description} take {count} bytes at offset {self.at}, but only {self.remaining} remain"
             )
         begin, self.at = self.at, self.at + count
         return begin
 
-    def take(self, count: int, what: str) -> bytearray:
+    def take(self, count: int, description: str) -> bytearray:
         """Read the next ``count`` bytes. Raises the errors of ``skip``."""
-        begin = self.skip(count, what)
+        begin = self.skip(count, description)
         data = bytearray(count)
         self.read_into(memoryview(data), begin)
         return data
 
-    def numbers(self, layout: str, what: str) -> tuple[int, ...]:
+    def numbers(self, layout: str, description: str) -> tuple[int, ...]:
         """Read the next numbers of a struct layout. Raises the errors of ``skip``."""
-        return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), what))
+        return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), description))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` from ``offset`` on. Raises InvalidParameter if the file has become shorter, and MissingFile."""
@@ -218,18 +218,18 @@ def _section(reader: Reader, kind: str, latents: bool) -> Section:
     (streams,) = reader.numbers("I", f"the streams of its {kind} layers")
     if not 0 < streams <= _MAX_STREAMS:
         raise InvalidParameter(f"{reader.where}: its {kind} layers have {streams} streams, expected 1 to {_MAX_STREAMS}")
-    found = None
+    cells_read = None
     for stream in range(streams):
         (cells,) = reader.numbers("I", f"the cells of stream {stream}")
         if cells:
-            if found is not None:
+            if cells_read is not None:
                 raise InvalidParameter(
                     f"{reader.where}: two of its streams hold cells, but kvpack reads one sequence: save one slot per file"
                 )
-            found = _cells(reader, kind, latents, streams, cells)
-    if found is None:
+            cells_read = _cells(reader, kind, latents, streams, cells)
+    if cells_read is None:
         raise InvalidParameter(f"{reader.where}: its {kind} layers hold no tokens")
-    return found
+    return cells_read
 
 
 def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -> Section:
@@ -259,12 +259,12 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
     return Section(streams, int(cells["sequence"][0]), cells["position"].copy(), bool(transposed), keys, values)
 
 
-def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock:
-    ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {what}")
+def _block(reader: Reader, description: str, cells: int, transposed: bool) -> CellBlock:
+    ggml_type, size, *channels = reader.numbers("iII" if transposed else "iQ", f"the type and size of {description}")
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
     if dtype is None:
-        raise InvalidParameter(f"{reader.where}: {what} have the unsupported ggml type {ggml_type}; {_OTHER_CELLS}")
+        raise InvalidParameter(f"{reader.where}: {description} have the unsupported ggml type {ggml_type}; {_OTHER_CELLS}")
     quantized = BLOCKS.get(dtype)
     element_bytes = quantized.size if quantized else TYPES[dtype][1]
     if (transposed and (quantized or size != element_bytes)) or not size or size % element_bytes:
@@ -272,11 +272,11 @@ def _block(reader: Reader, what: str, cells: int, transposed: bool) -> CellBlock
         expected = f"a positive multiple of {element_bytes} for {dtype}"
         if transposed:
             expected = "values that are not quantized, because they are transposed" if quantized else f"{element_bytes} for {dtype}"
-        raise InvalidParameter(f"{reader.where}: {what} have {size} bytes per {unit}, expected {expected}")
+        raise InvalidParameter(f"{reader.where}: {description} have {size} bytes per {unit}, expected {expected}")
     row = size * channels[0] if transposed else size
     if not row:
-        raise InvalidParameter(f"{reader.where}: {what} have no channels")
-    return CellBlock(dtype, row // element_bytes * (BLOCK if quantized else 1), reader.skip(cells * row, what))
+        raise InvalidParameter(f"{reader.where}: {description} have no channels")
+    return CellBlock(dtype, row // element_bytes * (BLOCK if quantized else 1), reader.skip(cells * row, description))
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:

@@ -48,8 +48,8 @@ class ObjectAccounts:
     ``there`` returns, for each object, True if it is stored or if that is unknown. Safe to use from any thread.
     """
 
-    def __init__(self, adapter: Any, there: Callable[[list[Any]], list[bool]]) -> None:
-        self._adapter, self._contains = adapter, there
+    def __init__(self, adapter: Any, contains: Callable[[list[Any]], list[bool]]) -> None:
+        self._adapter, self._contains = adapter, contains
         self._told: dict[Any, int] = {}
         # Reentrant, because a listener may delete the objects that it is notified about.
         self._lock = RLock()
@@ -78,10 +78,10 @@ class ObjectAccounts:
     def look(self, count: int) -> None:
         """Look up the next ``count`` reported objects, and report those that are gone."""
         with self._lock:
-            chosen = list(islice(self._told, count))
-            for key in chosen:
+            candidates = list(islice(self._told, count))
+            for key in candidates:
                 self._told[key] = self._told.pop(key)
-            self.deleted(chosen)
+            self.deleted(candidates)
 
 
 log = logging.getLogger("kvpack")
@@ -317,11 +317,11 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._accounts.missed([key for key, success in zip(keys, loaded, strict=True) if not success])
         return _bitmap(loaded)
 
-    def _page_of(self, key: Any, given: Any) -> tuple[PageStore, PageBuffer]:
+    def _page_of(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:
         """Return the store of an object, and the object as a page. Raises InvalidParameter."""
         check_model(self._recipe, key)
-        store = self._store_of(given.tensor.shape, given.tensor.dtype)
-        return store, as_page_buffer(store.codec.geometry, given.tensor)
+        store = self._store_of(item.tensor.shape, item.tensor.dtype)
+        return store, as_page_buffer(store.codec.geometry, item.tensor)
 
     def _map_objects(
         self,

@@ -288,8 +288,8 @@ class Pool:
             return self.store.get_into(_bytes(keys), self._pages, [start // self._size for start in starts])
         flat = [self._pool.get_dummy_flat_data_page() for _ in keys]
         loaded = self.store.get_into(_bytes(keys), [self._slot(page) for page in flat], [0] * len(flat))
-        for good, start, page in zip(loaded, starts, flat, strict=True):
-            if good:
+        for is_loaded, start, page in zip(loaded, starts, flat, strict=True):
+            if is_loaded:
                 self._pool.set_from_flat_data_page(start, page)
         return loaded
 
@@ -358,14 +358,14 @@ def _settings(pool: Any, name: str) -> list[str]:
                 "the host pool holds bytes of an unknown dtype, because no SGLang server runs: start one with --kv-cache-dtype"
             ) from None
         return []
-    wanted = (*_SETTINGS, *(_DRAFT_SETTINGS if name.startswith(_DRAFT) else ()))
-    unknown = [setting for setting in wanted if not hasattr(arguments, setting)]
+    names = (*_SETTINGS, *(_DRAFT_SETTINGS if name.startswith(_DRAFT) else ()))
+    unknown = [setting for setting in names if not hasattr(arguments, setting)]
     if unknown:
         raise InvalidParameter(
             f"this SGLang's server has no argument {', '.join(unknown)}, on which pages depend: kvpack was tested "
             "with SGLang 0.5.23; install that version"
         )
-    return [f"{setting}={getattr(arguments, setting)}" for setting in wanted]
+    return [f"{setting}={getattr(arguments, setting)}" for setting in names]
 
 
 def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -> list[torch.Tensor]:

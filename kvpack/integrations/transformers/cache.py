@@ -101,14 +101,14 @@ class KvpackCache(PassCalls):
     ) -> None:
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         parsed = parse_recipe(checked_recipe(model, recipe, config))
-        known, inside = inspect_model(model)
-        expected = ExpectedLayers(config) if known is None else known
+        model_properties, inside = inspect_model(model)
+        expected = ExpectedLayers(config) if model_properties is None else model_properties
         present = expected.layers_with_tokens()
         # The model is fingerprinted at the first token, but a basis is compared with it now.
         identity = {} if parsed.basis is None or model is None else identity_for(model, parsed.basis)
         windows = expected.windows(len(present))
         self.live = LiveCache(parsed, layers=len(present), sliding_windows=None if keep_all else windows, model=identity)
-        self._begin(model, known, inside, expected, None, dense=dense, graphs=graphs)
+        self._begin(model, model_properties, inside, expected, None, dense=dense, graphs=graphs)
 
     @classmethod
     def of(
@@ -129,29 +129,31 @@ class KvpackCache(PassCalls):
         """
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         check_cache(cache, model)
-        known, inside = inspect_model(model)
+        model_properties, inside = inspect_model(model)
         if cache.start:
             raise InvalidParameter(
                 f"the cache starts at position {cache.start}, but a model continues from position 0: load the cache with its first tokens"
             )
         cache.check_ends()
         compared: NamedModel | None = None
-        if known is not None:
-            compared = check_model(cache, model, known)
+        if model_properties is not None:
+            compared = check_model(cache, model, model_properties)
             if prompt is None:
                 check_rows_known(cache)
-        windows = [None] * len(cache) if known is None else known.windows(len(cache))
+        windows = [None] * len(cache) if model_properties is None else model_properties.windows(len(cache))
         past = cls.__new__(cls)
         past.live = LiveCache.of(without_states(cache), sliding_windows=None if keep_all else windows)
-        past._begin(model, known, inside, known, cache, rope_deltas=rope_deltas, compared=compared, dense=dense, graphs=graphs)
+        past._begin(
+            model, model_properties, inside, model_properties, cache, rope_deltas=rope_deltas, compared=compared, dense=dense, graphs=graphs
+        )
         if prompt is not None:
-            crop_to_prompt(past, cache, prompt, None if known is None else known.config)
+            crop_to_prompt(past, cache, prompt, None if model_properties is None else model_properties.config)
         return past
 
     def _begin(
         self,
         model: torch.nn.Module | None,
-        known: Model | None,
+        model_properties: Model | None,
         inside: list[Any],
         expected: ExpectedLayers | None,
         cache: Cache | None,
@@ -177,7 +179,7 @@ class KvpackCache(PassCalls):
         self._following = following_layers(layers)
         if cache is not None:
             restore_states(self.layers, cache)
-        self._model, self._dense, self._decoding = known, bool(dense), decoding
+        self._model, self._dense, self._decoding = model_properties, bool(dense), decoding
         for number, layer in enumerate(self.layers):
             if dense and expected is None and layer.is_sliding:
                 raise InvalidParameter(
@@ -187,18 +189,18 @@ class KvpackCache(PassCalls):
             layer.check_window()
         tokens = self.live.tokens
         adapters = active_adapters(inside[0]) if inside else None
-        positions = RotaryPositions.of(known, cache, inputs, rope_deltas)
-        if known is not None and dense is None and not known.supports_packed_layers:
+        positions = RotaryPositions.of(model_properties, cache, inputs, rope_deltas)
+        if model_properties is not None and dense is None and not model_properties.supports_packed_layers:
             self._dense = True
-            decoding.warn(known.name)
+            decoding.warn(model_properties.name)
         record = Record(inputs, tokens, adapters, rows_of(self.live) or 1)
-        self.passes = Tracking(record, positions, known, not self._dense, model if inside else None, compared)
+        self.passes = Tracking(record, positions, model_properties, not self._dense, model if inside else None, compared)
         self.passes.states = any(states)
         self.passes.rows = partial(rows_of, self.live)
         self._rollback = Rollback(self.layers, self.live, self.passes, cache)
         self._careful = positions is not None or any(states)
         self._hooks = None if model is None else Hooks.for_model(model, inside)
-        self._switch = None if known is None or self._dense else Switch.of(model)
+        self._switch = None if model_properties is None or self._dense else Switch.of(model)
         self._seen: set[type] = set()
         self.masked: dict[bool, bool] = {}
         self.compiled = CompiledCalls(self, len(self.layers))
@@ -207,7 +209,7 @@ class KvpackCache(PassCalls):
         obstacle = "keys and values are decoded for each call" if self._dense else ""
         if self._careful:
             obstacle = "it keeps states" if any(states) else "it has multi-dimensional rotary positions"
-        self.graphs = step_graphs(self, first, graphs, model, "the model" if known is None else known.name, obstacle)
+        self.graphs = step_graphs(self, first, graphs, model, "the model" if model_properties is None else model_properties.name, obstacle)
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = {} if cache is None else dict(cache.metadata)
 
@@ -422,9 +424,9 @@ def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Rec
     return KvpackCache(model, contents, **options)
 
 
-def check_model(cache: Cache, model: Any, known: Model) -> NamedModel:
-    """Raise InvalidParameter unless ``cache`` is one of ``model``, which ``known`` describes; return the names of the model."""
-    known.check(cache)
+def check_model(cache: Cache, model: Any, model_properties: Model) -> NamedModel:
+    """Raise InvalidParameter unless ``cache`` is one of ``model``, which ``model_properties`` describes; return the names of the model."""
+    model_properties.check(cache)
     return check_identity(cache, model)
 
 

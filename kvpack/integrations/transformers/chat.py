@@ -111,9 +111,9 @@ class Chat:
         message if this tokenizer's chat template renders the conversation differently, so that it is computed again.
         """
         cache = load(path, device=execution_device(model), basis=basis)
-        known, _ = inspect_model(model)
-        if known is not None:
-            check_model(cache, model, known)
+        model_properties, _ = inspect_model(model)
+        if model_properties is not None:
+            check_model(cache, model, model_properties)
         history = messages_in(cache, tokenizer) if messages is None else messages
         if history is None:
             raise InvalidParameter(
@@ -281,15 +281,15 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
     names = sorted(name for name in metadata if name.startswith(CHAT) and name not in (CHAT_MESSAGES, _DIGEST))
     ids = cache.token_ids[0].tolist()
     try:
-        found = [_restore_message(message, ids, tokenizer) for message in json.loads("".join(str(metadata[name]) for name in names))]
+        messages = [_restore_message(message, ids, tokenizer) for message in json.loads("".join(str(metadata[name]) for name in names))]
     except (ValueError, TypeError, LookupError, AttributeError):
-        found = []
-    if _digest(found) != metadata.get(_DIGEST):
+        messages = []
+    if _digest(messages) != metadata.get(_DIGEST):
         raise InvalidParameter(
             "the messages of the chat cannot be read from the file: load all of its tokens with the tokenizer that it was saved with, or "
             "pass the messages that the cache was computed from as messages="
         )
-    return found
+    return messages
 
 
 class _Tokens:

@@ -39,15 +39,15 @@ class CompiledCalls(operators.Tickets):
     def attend(self, layer: int, q: torch.Tensor, *, starts: torch.Tensor | None, **options: Any) -> torch.Tensor:
         """Attend to a layer. The operator ``live_attend`` calls this."""
         if starts is not None:
-            given = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
-            if given is None and any(mask.columns is not None for mask in self._masks.values()):
+            matching = next((mask for mask in self._masks.values() if mask.starts.data_ptr() == starts.data_ptr()), None)
+            if matching is None and any(mask.columns is not None for mask in self._masks.values()):
                 raise InvalidParameter(
                     "a mask of this pass hides tokens other than padding on the left, and compiled code copied it: pad on the left, or "
                     "call the model without torch.compile"
                 )
-            if given is not None and given.columns is not None:
-                return self._masked(layer, q, given, **options)
-            starts = starts if given is None or given.hides_tokens else None
+            if matching is not None and matching.columns is not None:
+                return self._masked(layer, q, matching, **options)
+            starts = starts if matching is None or matching.hides_tokens else None
         out: torch.Tensor = self.cache.attend(layer, q, starts=starts, **options)
         return out
 
@@ -135,8 +135,8 @@ class _Mask(NamedTuple):
 
 def supports(arguments: dict[str, Any]) -> bool:
     """Return True if ``compiled_begin`` supports these arguments of a model's forward."""
-    given = [arguments[name] for name in _TENSORS if name in arguments]
-    return all(isinstance(value, torch.Tensor) for value in given)
+    values = [arguments[name] for name in _TENSORS if name in arguments]
+    return all(isinstance(value, torch.Tensor) for value in values)
 
 
 def _calls(ticket: torch.Tensor) -> CompiledCalls:
@@ -171,12 +171,12 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
 
 
 @torch.library.custom_op(
-    "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] given, SymInt module, str names) -> Tensor"
+    "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] values, SymInt module, str names) -> Tensor"
 )
-def begin_pass(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
-    """Run ``Tracking.enter`` for the arguments ``given``, and others that count only by name; return the next ticket of all layers."""
+def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
+    """Run ``Tracking.enter`` for the arguments ``values``, and others that count only by name; return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
-    tensors = {name: tensor for name, tensor in zip(_TENSORS, given, strict=True) if tensor is not None}
+    tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
     cache.passes.enter(cache.watched(module), {**dict.fromkeys(names.split(), True), **tensors})
     return tickets[0].clone()
 
@@ -190,7 +190,7 @@ def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
 
 
 @begin_pass.register_fake
-def _(tickets: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
+def _(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
     return torch.empty_like(tickets[0])
 
 

@@ -114,18 +114,18 @@ class ComputedChecksums:
             line.parts = [line.sums[:, : max(0, tokens - line.first)]]
 
 
-def _all_checksums(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _all_checksums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the ``checksums`` of each tensor. Layers of equal shape with few tokens are combined, so that a step needs few launches."""
     alike: dict[tuple[object, ...], list[int]] = {}
-    for number, x in enumerate(given):
+    for number, x in enumerate(tensors):
         alike.setdefault((x.shape, x.dtype, x.device), []).append(number)
     result: dict[int, torch.Tensor] = {}
     for numbers in alike.values():
-        if sum(given[number].numel() for number in numbers) > _VALUES_AT_ONCE:
-            result |= {number: checksums(given[number]) for number in numbers}
+        if sum(tensors[number].numel() for number in numbers) > _VALUES_AT_ONCE:
+            result |= {number: checksums(tensors[number]) for number in numbers}
         else:
-            result |= dict(zip(numbers, checksums(torch.cat([given[number] for number in numbers])).chunk(len(numbers)), strict=True))
-    return [result[number] for number in range(len(given))]
+            result |= dict(zip(numbers, checksums(torch.cat([tensors[number] for number in numbers])).chunk(len(numbers)), strict=True))
+    return [result[number] for number in range(len(tensors))]
 
 
 def _row_sums(sums: torch.Tensor) -> list[bytes]:

@@ -112,11 +112,11 @@ class StepGraphs:
 
     def _step(self, cache: Any, model: torch.nn.Module, arguments: Mapping[str, Any]) -> _Step | None:
         """Return the pass with these arguments as a step, or None if it is not a decode step."""
-        given = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
-        ids, positions = given.get("input_ids"), given.get("position_ids")
-        if not given.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
+        step_arguments = {name: value for name, value in arguments.items() if value is not None and name not in NAMES}
+        ids, positions = step_arguments.get("input_ids"), step_arguments.get("position_ids")
+        if not step_arguments.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
             return None
-        settings = {name: given[name] for name in given.keys() & _SETTINGS}
+        settings = {name: step_arguments[name] for name in step_arguments.keys() & _SETTINGS}
         if not all(isinstance(value, (bool, int)) for value in settings.values()) or any(settings.get(name) for name in _MORE):
             return None
         device = ids.device
@@ -126,7 +126,7 @@ class StepGraphs:
             return None
         if positions is not None and not (isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.device == device):
             return None
-        starts, mask = None, given.get("attention_mask")
+        starts, mask = None, step_arguments.get("attention_mask")
         if mask is not None:
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != ids.shape[0]:
                 return None
@@ -213,13 +213,13 @@ class _Graph:
         with float32_no_grad(device):
             self._ids, self._positions = step.ids.clone(), positions.clone()
             self._starts = None if step.starts is None else step.starts.clone()
-        given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
+        step_arguments = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
         # Half the current length never occurs in a replay, and is valid everywhere.
         self.least = max(1, cache.live.seen_tokens(number) // 2)
         owner.captured = CapturedStep(self._starts, self.least)
         try:
             with cache.live.capturing(), cache.passes.muted():
-                self._replay, output = capture(lambda: call(**given), device)
+                self._replay, output = capture(lambda: call(**step_arguments), device)
         finally:
             owner.captured = None
         # Omit the cache: with a reference cycle, it and this graph would stay until garbage collection.
@@ -448,8 +448,8 @@ def step_graphs(
 
     ``asked`` is the user's choice. If graphs were asked for, a KvpackWarning reports what ``hinders`` them.
     """
-    wanted = requested if requested is not None else model is not None and may_replay(model)
-    if wanted and not obstacle:
+    requested_or_default = requested if requested is not None else model is not None and may_replay(model)
+    if requested_or_default and not obstacle:
         return StepGraphs(cache, number, bool(requested))
     if requested:
         warnings.warn(f"decode steps of {name} run without CUDA graphs: {obstacle}", KvpackWarning, stacklevel=4)

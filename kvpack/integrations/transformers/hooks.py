@@ -271,11 +271,11 @@ class Recording:
 
     def _known_record(self, past: TransformersCache) -> tuple[Record, ComputedChecksums]:
         """Return the current record of a cache. Raises InvalidParameter for a cache without a recorded pass."""
-        known = self._records.get(past) if isinstance(past, TransformersCache) else None
-        if known is None:
+        recorded = self._records.get(past) if isinstance(past, TransformersCache) else None
+        if recorded is None:
             raise InvalidParameter(f"no recorded forward pass used this {type(past).__name__}: run the pass within recording(model)")
-        _update_record(*known, past, _tokens(past))
-        return known
+        _update_record(*recorded, past, _tokens(past))
+        return recorded
 
 
 @contextmanager
@@ -339,8 +339,8 @@ def _update_record(record: Record, computed: ComputedChecksums, cache: Transform
     Meanwhile, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If values have
     changed otherwise, the record drops their inputs.
     """
-    kept = min(tokens, record.tokens)
-    rows = computed.rows(cache, kept) if kept else []
+    remaining = min(tokens, record.tokens)
+    rows = computed.rows(cache, remaining) if remaining else []
     if rows is None:
         record.forget(tokens)
         computed.crop(0)
@@ -425,8 +425,8 @@ class _WatchedPrefill(_WatchedMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         alive = self._live_model()
-        given = self.__signature__.bind(*args, **kwargs).arguments
-        ids, config, arguments = given["input_ids"], given["generation_config"], given["model_kwargs"]
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        ids, config, arguments = bound["input_ids"], bound["generation_config"], bound["model_kwargs"]
         with ExitStack() as chunks:
             if config.prefill_chunk_size is not None:
                 for passes in _passes_over_tokens(cache_in(arguments)):
@@ -444,15 +444,15 @@ class _WhisperSegments(_WatchedMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         alive = self._live_model()
-        given = self.__signature__.bind(*args, **kwargs).arguments
-        past = cache_in(given["kwargs"])
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        past = cache_in(bound["kwargs"])
         if _passes_over_tokens(past):
-            if len(given["temperatures"]) > 1:
+            if len(bound["temperatures"]) > 1:
                 raise InvalidParameter(
                     "generate may compute the segment again for each temperature, and the cache would still hold the tokens of the first "
                     "attempt: pass one temperature, or leave the cache out"
                 )
-            if bool(given["seek"].any()):
+            if bool(bound["seek"].any()):
                 past.reset()
         return type(alive).generate_with_fallback(alive, *args, **kwargs)
 

@@ -200,25 +200,25 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
         raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}")
 
 
-def check_attention_window(own: int | None, given: int | None, module: torch.nn.Module) -> None:
-    """Raise InvalidParameter if attention is ``given`` no window, or a wider one than the layer's ``own``.
+def check_attention_window(layer_window: int | None, attention_window: int | None, module: torch.nn.Module) -> None:
+    """Raise InvalidParameter if ``attention_window`` is None or wider than ``layer_window``.
 
     The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' cache keeps, which differ from
     those in a packed layer.
     """
-    if own is not None and (given is None or given > own):
-        attended = "all tokens" if given is None else f"a window of {given}"
+    if layer_window is not None and (attention_window is None or attention_window > layer_window):
+        attended = "all tokens" if attention_window is None else f"a window of {attention_window}"
         raise InvalidParameter(
-            f"{type(module).__name__} attends to {attended}, but its cache keeps a window of {own}: use "
+            f"{type(module).__name__} attends to {attended}, but its cache keeps a window of {layer_window}: use "
             "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
         )
 
 
 def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise InvalidParameter unless keys and values continue ``layer`` with this number, which precedes the one ``following`` it."""
-    for name, given in (("keys", k), ("values", v)):
-        if not isinstance(given, torch.Tensor) or given.dim() != 4:
-            raise InvalidType(f"layers[{number}]: {name} are {describe(given)}, expected a tensor [batch, kv_head, token, dim]")
+    for name, states_or_other in (("keys", k), ("values", v)):
+        if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
+            raise InvalidType(f"layers[{number}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]")
     shapes, seen = live.shapes(number), live.seen_tokens(number)
     if not shapes and not isinstance(layer, AbsentLayer):
         return

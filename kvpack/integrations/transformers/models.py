@@ -79,8 +79,8 @@ class ExpectedLayers:
         """Return the sliding window of each of the first ``layers`` layers. An encoder-decoder has none: its layers see all tokens."""
         if self.has_encoder:
             return [None] * layers
-        known = [getattr(layer, "sliding_window", None) for layer in self._layers]
-        return [*known, *[None] * layers][:layers]
+        layer_windows = [getattr(layer, "sliding_window", None) for layer in self._layers]
+        return [*layer_windows, *[None] * layers][:layers]
 
     def layers_with_tokens(self) -> list[bool]:
         """Return, for each layer of the model's own cache, True if it has its own keys and values.
@@ -94,8 +94,8 @@ class ExpectedLayers:
 
     def states(self, layers: int) -> list[int]:
         """Return, for each of the first ``layers`` layers, the number of states of each kind, 0 for a layer without any."""
-        known = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
-        return [*known, *[0] * layers][:layers]
+        counts = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
+        return [*counts, *[0] * layers][:layers]
 
     @property
     def shared(self) -> list[int]:
@@ -360,14 +360,14 @@ def _parts(model: Any) -> list[ModelPart]:
 
 def _accepts_cache(module: torch.nn.Module) -> bool:
     """Return True if a call of ``module`` accepts a transformers cache. XLM's argument ``cache`` is a dict of its own."""
-    given = inspect.signature(module.forward).parameters
-    return any(name in given and not (name == "cache" and "dict[" in str(given[name].annotation)) for name in cache_names.NAMES)
+    parameters = inspect.signature(module.forward).parameters
+    return any(name in parameters and not (name == "cache" and "dict[" in str(parameters[name].annotation)) for name in cache_names.NAMES)
 
 
 def _own_cache(module: torch.nn.Module) -> str:
     """Return the model's own cache class if its signature requires that class."""
-    given = inspect.signature(module.forward).parameters
-    annotations = [str(given[name].annotation) for name in cache_names.NAMES if name in given]
+    parameters = inspect.signature(module.forward).parameters
+    annotations = [str(parameters[name].annotation) for name in cache_names.NAMES if name in parameters]
     kinds = [kind for text in annotations for kind in re.findall(r"\w*Cache\b", text)]
     return next((kind for kind in kinds if not hasattr(cache_utils, kind)), "") if kinds else ""
 

@@ -168,10 +168,10 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         packed = PackedLength(length)
         attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
         # transformers passes layer 0 even if that layer has only states, and means the first attention layer.
-        asked = self.layers[layer_idx] if self.layers[layer_idx] in attending else attending[0]
-        packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == asked.is_sliding)
-        self.masked[asked.is_sliding] = False
-        packed.leave_to_attention = partial(self.masked.__setitem__, asked.is_sliding)
+        layer_asked = self.layers[layer_idx] if self.layers[layer_idx] in attending else attending[0]
+        packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == layer_asked.is_sliding)
+        self.masked[layer_asked.is_sliding] = False
+        packed.leave_to_attention = partial(self.masked.__setitem__, layer_asked.is_sliding)
         if not self.is_watched:
             packed.check_mask = partial(self.passes.check_mask, query_length)
         return packed, offset

@@ -41,12 +41,12 @@ _READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 
 def named_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of ``module`` by name, without those that are None or empty."""
-    given = dict(kwargs)
+    result = dict(kwargs)
     if args:
         parameters = inspect.signature(module.forward).parameters
         names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
-        given = {**dict(zip(names, args, strict=False)), **given}
-    return {name: value for name, value in given.items() if not (value is None or (isinstance(value, (dict, list, tuple)) and not value))}
+        result = {**dict(zip(names, args, strict=False)), **result}
+    return {name: value for name, value in result.items() if not (value is None or (isinstance(value, (dict, list, tuple)) and not value))}
 
 
 class Pass:
@@ -75,8 +75,8 @@ class Pass:
         others = sorted(set(arguments) - _READ - WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
         if others and not encoder:
             self._found.append(f"depend on the arguments {', '.join(others)}" if len(others) > 1 else f"depend on the argument {others[0]}")
-        given = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
-        device = given.device.type if given is not None else "cpu"
+        tensor = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
+        device = tensor.device.type if tensor is not None else "cpu"
         if torch.is_autocast_enabled(device):
             self._found.append(f"were computed under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}")
         if selects_adapters_per_row(self.adapters):

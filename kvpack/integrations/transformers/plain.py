@@ -62,9 +62,9 @@ def plain_name(config: Any) -> str:
 
 def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Return the attention function for plain tensors of one attention module. Raises InvalidParameter if there is none."""
-    if given := [name for name in _CHOSEN_KEYS if options.get(name) is not None]:
+    if used := [name for name in _CHOSEN_KEYS if options.get(name) is not None]:
         raise InvalidParameter(
-            f"{type(module).__name__} passes {' and '.join(given)} in place of a mask, and its own attention would attend to all tokens: "
+            f"{type(module).__name__} passes {' and '.join(used)} in place of a mask, and its own attention would attend to all tokens: "
             'call model.set_attn_implementation("sdpa"), with which the model creates a mask'
         )
     name = plain_name(module.config)

@@ -66,10 +66,11 @@ class RotaryPositions:
                 )
             rope_deltas = 0
         deltas = torch.as_tensor(recorded if rope_deltas is None else rope_deltas, device="cpu").detach().to(torch.int64).reshape(-1, 1)
-        known = None if recorded is None else torch.tensor(recorded, dtype=torch.int64, device="cpu")[:, None]
-        if rope_deltas is not None and known is not None and not bool((deltas == known).all()):
+        recorded_deltas = None if recorded is None else torch.tensor(recorded, dtype=torch.int64, device="cpu")[:, None]
+        if rope_deltas is not None and recorded_deltas is not None and not bool((deltas == recorded_deltas).all()):
             raise InvalidParameter(
-                f"rope_deltas is {deltas.flatten().tolist()}, but the cache records {known.flatten().tolist()}: leave rope_deltas out"
+                f"rope_deltas is {deltas.flatten().tolist()}, but the cache records {recorded_deltas.flatten().tolist()}: "
+                "leave rope_deltas out"
             )
         return cls(deltas, tokens, model)
 
@@ -98,10 +99,10 @@ class RotaryPositions:
         if model is None or isinstance(arguments.get("position_ids"), torch.Tensor):
             return
         deltas = self._deltas + hidden
-        given = next((x for x in arguments.values() if isinstance(x, torch.Tensor)), deltas)
+        tensor = next((x for x in arguments.values() if isinstance(x, torch.Tensor)), deltas)
         for attributes in map(vars, modules_of(model)):
             if _DELTAS in attributes and (attributes[_DELTAS] is not None or bool(deltas.any())):
-                attributes[_DELTAS] = deltas.to(given.device)
+                attributes[_DELTAS] = deltas.to(tensor.device)
 
     def check(self, arguments: Mapping[str, Any], start: int) -> None:
         """Raise InvalidParameter if the model, or one of its parts, is given other positions for the tokens from ``start`` on."""
@@ -152,9 +153,9 @@ class RotaryPositions:
             self._deltas, self._hidden = self._deltas[indices.cpu()], self._hidden[indices.cpu()]
             self._largest = None if self._largest is None else self._largest[indices.cpu()]
 
-    def _refuse(self, found: list[int], token: int) -> None:
-        deltas, given = self._deltas.flatten().tolist(), " or ".join(map(str, found[:3]))
+    def _refuse(self, actual: list[int], token: int) -> None:
+        deltas, positions = self._deltas.flatten().tolist(), " or ".join(map(str, actual[:3]))
         remedy = "leave position_ids out" if self._computed else "pass position_ids that continue from there"
         raise InvalidParameter(
-            f"{self._name} gives token {token} the position {given}, but after this cache its position is {token + deltas[0]}: {remedy}"
+            f"{self._name} gives token {token} the position {positions}, but after this cache its position is {token + deltas[0]}: {remedy}"
         )

@@ -108,5 +108,5 @@ def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
     """Return the arguments with which passes compute no more than ``cache`` needs, such as no logits."""
-    given: dict[str, Any] = {**cache_argument(model, cache), "use_cache": True}
-    return {**given, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else given
+    result: dict[str, Any] = {**cache_argument(model, cache), "use_cache": True}
+    return {**result, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else result

@@ -43,9 +43,9 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     others = _other_inputs(inputs)
     if 0 in others:
         raise InvalidParameter(f"{others[0]}: token ids do not determine the cache, so no prompt can be compared with it")
-    known = ids_of(inputs)
-    longest = min([known.shape[1], cache.tokens, ids.shape[1] - 1, *others])
-    different = ids[:, :longest] != known[:, :longest]
+    cache_ids = ids_of(inputs)
+    longest = min([cache_ids.shape[1], cache.tokens, ids.shape[1] - 1, *others])
+    different = ids[:, :longest] != cache_ids[:, :longest]
     visible = visible_tokens(inputs, ids.shape[0], cache.tokens)
     if visible is not None:
         different &= visible[:, :longest]
@@ -67,11 +67,11 @@ def check_rows_known(cache: Cache) -> None:
     inputs = cache.inputs
     if inputs is not None and inputs.rows_are_unknown:
         text = next(text for text in inputs.undetermined if text.endswith((ROWS_DIFFER, IDS_LEFT_OUT)))
-        given = "pass each row's ids as prompt= to keep the tokens that match, or "
+        hint = "pass each row's ids as prompt= to keep the tokens that match, or "
         if 0 in _other_inputs(inputs):
-            given = ""
+            hint = ""
         raise InvalidParameter(
-            f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {given}use "
+            f"{text}, but the file does not hold the ids of each row, so rows of other prompts could continue it: {hint}use "
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model), which skips comparing ids and masks"
         )
 
@@ -133,11 +133,11 @@ def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
     else:
         tokens = common_tokens(cache, prompt)
     try:
-        if tokens and (kept := past.rewind(tokens)) < tokens:
-            kept_text = f"the first {kept}" if kept else "none"
+        if tokens and (remaining := past.rewind(tokens)) < tokens:
+            kept_text = f"the first {remaining}" if remaining else "none"
             text = f"the prompt and the cache begin with the same {tokens} tokens, and {kept_text} of them are kept"
             warnings.warn(f"{text}: layers keep states, and have none after later tokens", KvpackWarning, stacklevel=4)
-            tokens = kept
+            tokens = remaining
     except (OutOfBounds, InvalidParameter) as error:
         text = f"the prompt and the cache begin with the same {tokens} tokens, and none of them are kept: {error}"
         warnings.warn(text, KvpackWarning, stacklevel=4)

@@ -83,20 +83,20 @@ class Record:
     def add(self, tokens: int, seen: Pass | None) -> None:
         """Add ``tokens`` tokens of one forward pass. ``seen`` is None if the pass was not recorded."""
         # If the source of the first tokens is unknown, so is the source of all.
-        given = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
-        if given is not None and all(first_difference(sources, given) is not None for sources in self.sources):
-            self.sources.append(given)
+        pass_sources = None if seen is None or not tokens or (self.tokens and not self.sources) else seen.sources
+        if pass_sources is not None and all(first_difference(sources, pass_sources) is not None for sources in self.sources):
+            self.sources.append(pass_sources)
         self._pending.append((self.tokens, self.tokens + tokens, seen))
         self.tokens += tokens
         masks = sum(seen.visible.numel() for _, _, seen in self._pending if seen is not None and seen.visible is not None)
         if len(self._pending) >= _PENDING or masks > _PENDING_BYTES:
             self._settle()
 
-    def note(self, start: int, what: str) -> None:
-        """Add the note ``what`` about all tokens from ``start`` on, if there are any."""
+    def note(self, start: int, text: str) -> None:
+        """Add the note ``text`` about all tokens from ``start`` on, if there are any."""
         self._settle()
         if start < self.tokens:
-            self._findings.append(_InputNote(start, self.tokens, what))
+            self._findings.append(_InputNote(start, self.tokens, text))
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep the sequences ``indices`` of the batch."""
@@ -142,17 +142,17 @@ class Record:
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
         """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs; None if none does."""
         self._settle()
-        known = self._ids[:, : ids.shape[1]]
-        if not known.shape[1] or ids.shape[0] % known.shape[0]:
+        recorded = self._ids[:, : ids.shape[1]]
+        if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
             return None
         # generate repeats each row for its beams.
-        known = known.repeat_interleave(ids.shape[0] // known.shape[0], 0)
-        given = ids[:, : known.shape[1]].cpu()
-        differing = (given != known).nonzero()
+        recorded = recorded.repeat_interleave(ids.shape[0] // recorded.shape[0], 0)
+        actual = ids[:, : recorded.shape[1]].cpu()
+        differing = (actual != recorded).nonzero()
         if not len(differing):
             return None
         row, token = differing[differing[:, 1].argmin()].tolist()
-        return token, row, int(known[row, token]), int(given[row, token])
+        return token, row, int(recorded[row, token]), int(actual[row, token])
 
     @property
     def ids(self) -> torch.Tensor:

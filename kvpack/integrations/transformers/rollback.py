@@ -35,7 +35,7 @@ class Rollback:
 
     def states_before(self, tokens: int) -> dict[int, States]:
         """Return the states after fewer than ``tokens`` tokens."""
-        return {position: kept.selected for position, kept in self._states.items() if position < tokens}
+        return {position: states.selected for position, states in self._states.items() if position < tokens}
 
     def snapshot(self) -> None:
         """Keep a copy of all states after the newest token. Raises InvalidParameter."""
@@ -74,7 +74,7 @@ class Rollback:
         if states is not None:
             restore(self._layers, states)
             self._passes.restored()
-            self._states = {position: kept for position, kept in self._states.items() if position <= tokens}
+            self._states = {position: position_states for position, position_states in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
         """Return the states to restore after the first ``tokens`` tokens; None if no layer keeps any, or all are current."""
@@ -82,8 +82,8 @@ class Rollback:
             return None
         if not tokens:
             return ({},) * len(self._layers)
-        kept = self._states.get(tokens)
-        if kept is None:
+        states = self._states.get(tokens)
+        if states is None:
             number = next(number for number, layer in enumerate(self._layers) if isinstance(layer, StateLayer))
             nearest = max((position for position in self._states if position < tokens), default=0)
             hint = f"its latest earlier states are after {nearest}: call rewind({tokens}), which keeps {nearest} tokens"
@@ -91,7 +91,7 @@ class Rollback:
                 f"crop({tokens_to_remove}): layers[{number}] keeps states, but has none after the first {tokens} tokens; "
                 f"{hint if nearest else 'it has no earlier ones: call reset()'}, or call snapshot_states() between passes"
             )
-        return kept.selected
+        return states.selected
 
     def forget(self) -> None:
         """Drop all states."""
@@ -101,4 +101,4 @@ class Rollback:
         """Keep the sequences ``indices`` of every state."""
         if self._states:
             rows = row_numbers(indices)
-            self._states = {position: kept.select(rows) for position, kept in self._states.items()}
+            self._states = {position: states.select(rows) for position, states in self._states.items()}

@@ -91,8 +91,8 @@ def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
-    """Compare the source ``given`` to a pass over the ``trackers`` of both caches of a pair with those that the caches were computed from.
+def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
+    """Compare the source ``actual`` to a pass over the ``trackers`` of both caches of a pair with those that the caches were computed from.
 
     Raises InvalidParameter for another source, and for caches of different sources. Issues a KvpackWarning once if it is unknown what a
     cache was computed from.
@@ -104,17 +104,17 @@ def check_sources(trackers: Sequence[Tracker], given: Sources) -> None:
                 "tokens of the cache were computed from different sources, and no source continues all of them: compute them from one, "
                 f"into {_EMPTY}"
             )
-    known = [sources for tracker in filled for sources in tracker.record.sources]
-    for sources in known[1:]:
-        if (row := first_difference(known[0], sources)) is not None:
+    recorded = [sources for tracker in filled for sources in tracker.record.sources]
+    for sources in recorded[1:]:
+        if (row := first_difference(recorded[0], sources)) is not None:
             raise InvalidParameter(
                 f"the caches of self-attention and cross-attention come from different sources: row {row} of one depends on an encoder's "
-                f"{_source_name(known[0], row)}, and of the other on {_source_name(sources, row)}: pair caches that were saved together"
+                f"{_source_name(recorded[0], row)}, and of the other on {_source_name(sources, row)}: pair caches that were saved together"
             )
-    if known and (row := first_difference(known[0], given)) is not None:
+    if recorded and (row := first_difference(recorded[0], actual)) is not None:
         raise InvalidParameter(
             f"the encoder got a different source from the one that the caches were computed from: row {row} now has an encoder's "
-            f"{_source_name(given, row)}, but the caches depend on {_source_name(known[0], row)}: pass that source, or compute "
+            f"{_source_name(actual, row)}, but the caches depend on {_source_name(recorded[0], row)}: pass that source, or compute "
             f"the other one into {_EMPTY}. Only if it is the same source, encoded elsewhere, use "
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model) for both caches, which skips comparing sources, ids and masks"
         )
@@ -137,10 +137,10 @@ def _source_name(sources: Sources, row: int) -> str:
 
 def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
     """Return the digest of each sequence's input; empty digests if arguments that cannot be digested may matter."""
-    given = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
-    if not given or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in given.values()):
+    inputs = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
+    if not inputs or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in inputs.values()):
         return ("",) * batch
-    tensors = [(name, value.detach().cpu()) for name, value in sorted(given.items()) if not _hides_nothing(name, value)]
+    tensors = [(name, value.detach().cpu()) for name, value in sorted(inputs.items()) if not _hides_nothing(name, value)]
     by_row = [[(name, value[row] if value.dim() and len(value) == batch else value) for name, value in tensors] for row in range(batch)]
     return tuple(map(_digest, by_row))
 

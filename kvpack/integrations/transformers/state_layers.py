@@ -133,12 +133,12 @@ def copy_states(layers: Sequence[Any]) -> States:
 
 def restore(layers: Sequence[Any], states: States) -> None:
     """Continue cache layers from copies of ``states``. Layers without states are reset."""
-    for layer, kept in zip(layers, states, strict=True):
+    for layer, layer_states in zip(layers, states, strict=True):
         if isinstance(layer, StateLayer):
             device = layer.device
             # Reset only the states: crop handles the keys and values of a layer that has both.
             StateLayer.reset(layer)
-            layer.set_states({name: state if device is None else state.to(device) for name, state in kept.items()})
+            layer.set_states({name: state if device is None else state.to(device) for name, state in layer_states.items()})
 
 
 def restore_states(layers: Sequence[Any], cache: Cache) -> None:

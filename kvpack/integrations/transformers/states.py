@@ -46,10 +46,10 @@ class CapturedLength(PackedLength):
     would differ for some greater number raises InvalidParameter.
     """
 
-    def _compare(self, found: bool, greater: bool) -> bool:
-        if found is not greater:
+    def _compare(self, result: bool, greater: bool) -> bool:
+        if result is not greater:
             raise InvalidParameter("the model compares the length of the cache on the host, and may decide differently as it grows")
-        return found
+        return result
 
     def __lt__(self, other: Any) -> Any:
         return self._compare(int(self) < other, False)

@@ -179,12 +179,12 @@ class Tracking:
     def _check_rows(self, arguments: dict[str, Any]) -> None:
         """Raise InvalidParameter for another number of rows than the cache has sequences."""
         held = self.rows()
-        given = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
-        if held is not None and given is not None and given.shape[0] != held:
-            check_rows_fit(given.shape[0], held)
+        tensor = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
+        if held is not None and tensor is not None and tensor.shape[0] != held:
+            check_rows_fit(tensor.shape[0], held)
             raise InvalidParameter(
-                f"the forward pass has {given.shape[0]} rows, but the cache holds {_sequences(held)}: "
-                f"repeat each of them with cache.batch_repeat_interleave({given.shape[0] // held})"
+                f"the forward pass has {tensor.shape[0]} rows, but the cache holds {_sequences(held)}: "
+                f"repeat each of them with cache.batch_repeat_interleave({tensor.shape[0] // held})"
             )
 
     def _check_model(self, module: torch.nn.Module) -> None:
@@ -284,8 +284,8 @@ class Tracking:
         """Raise InvalidParameter if the pass would see tokens that were hidden when they were computed."""
         if not self.record.tokens or self._passes.has_encoder:
             return
-        given = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
-        self.check_mask(0 if given is None else given.shape[1], arguments.get("attention_mask"))
+        tensor = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
+        self.check_mask(0 if tensor is None else tensor.shape[1], arguments.get("attention_mask"))
 
     def check_mask(self, tokens: int, mask: Any) -> None:
         """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would see tokens that were hidden."""
@@ -434,10 +434,10 @@ class Tracking:
         held = self.record.tokens
         differing = self.record.first_mismatch(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
         if differing is not None:
-            token, row, known, given = differing
+            token, row, expected, actual = differing
             raise InvalidParameter(
-                f"token {token} of row {row} has the id {given}, but the cache was computed from the id {known}: pass the {held} ids of "
-                f"the cache followed by new ones. {_SHARED}"
+                f"token {token} of row {row} has the id {actual}, but the cache was computed from the id {expected}: pass the {held} ids "
+                f"of the cache followed by new ones. {_SHARED}"
             )
         if following <= 0:
             instead = "To continue from exactly these, call crop(-1) on the cache first, or load it with prompt=ids"
@@ -462,8 +462,8 @@ class Tracking:
         if inputs is None or inputs.undetermined or inputs.tokens != tokens:
             return
         ids = self.record.ids.to(embeddings.device)
-        known = model.get_input_embeddings()(ids).to(embeddings.dtype)
-        differing = (known != embeddings[:, :tokens]).any(-1).any(0).nonzero()
+        expected = model.get_input_embeddings()(ids).to(embeddings.dtype)
+        differing = (expected != embeddings[:, :tokens]).any(-1).any(0).nonzero()
         if len(differing):
             token = int(differing[0])
             raise InvalidParameter(

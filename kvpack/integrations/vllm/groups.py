@@ -52,9 +52,9 @@ class Group:
             return PageGeometry(self.layers, 1, self.tokens, self.dim, self.rotary, self.dtype)
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
-    def recipe(self, given: str) -> str:
-        """Return the recipe for the group's pages, based on the recipe ``given``. Rotary values are kept unchanged."""
-        return {"attention": given, "latents": f"{given};v=raw"}.get(self.kind, "raw")
+    def recipe(self, recipe: str) -> str:
+        """Return the recipe for the group's pages, based on the recipe ``recipe``. Rotary values are kept unchanged."""
+        return {"attention": recipe, "latents": f"{recipe};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
         """Return the blocks of ``layers``, int8 ``[block, byte]`` each, as slots. Raises InvalidParameter."""
@@ -152,7 +152,9 @@ def check_blocks(groups: Sequence[Group], layout: str, kv_cache_config: Any, kv_
             shape, strides = (2, tokens, heads, dim), (tokens * heads * dim, heads * dim, dim, 1)
         for name in kept.layer_names:
             block_shape, steps = tuple(kv_caches[name].shape[1:]), kv_caches[name].stride()[1:]
-            if block_shape != shape or any(size > 1 and step != wanted for size, step, wanted in zip(shape, steps, strides, strict=True)):
+            if block_shape != shape or any(
+                size > 1 and step != expected for size, step, expected in zip(shape, steps, strides, strict=True)
+            ):
                 raise InvalidParameter(
                     f"{name}: its tensor has blocks {list(block_shape)} with strides {list(steps)}, but pages of {tokens} tokens in the "
                     f"layout {layout!r} have {list(shape)} with {list(strides)}: name another layout, or give vLLM a block_size that its "

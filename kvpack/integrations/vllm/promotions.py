@@ -46,16 +46,16 @@ def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[
             return result
         loaded = set(metadata.keys if result.success else result.successful_keys or ())
         places = dict(zip(metadata.keys, metadata.chunk_ids, strict=True))
-        bad = [key for key in loaded if not good(bytes(key), int(places[key]))]
-        if not bad:
+        rejected = [key for key in loaded if not good(bytes(key), int(places[key]))]
+        if not rejected:
             return result
-        tier.damaged_chunks += len(bad)
+        tier.damaged_chunks += len(rejected)
         # Otherwise, vLLM would keep requesting chunks that the lookup had reported.
         for value in vars(tier).values():
             if isinstance(value, AsyncLookupManager):
-                value.mark_miss(bad)
-        kept = [key for key in metadata.keys if key in loaded.difference(bad)]
-        return replace(result, success=False, successful_keys=kept or None)
+                value.mark_miss(rejected)
+        accepted = [key for key in metadata.keys if key in loaded.difference(rejected)]
+        return replace(result, success=False, successful_keys=accepted or None)
 
     def get_finished_jobs() -> Iterable[Any]:
         return [checked(result) for result in finished()]

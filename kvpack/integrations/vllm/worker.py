@@ -179,9 +179,9 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         self._count("decoded", "damaged", outcomes)
         self._failed |= {block for block, outcome in zip(part.blocks, outcomes, strict=True) if outcome is not None}
 
-    def _count(self, good: str, bad: str, outcomes: Sequence[Outcome]) -> None:
+    def _count(self, success: str, failure: str, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            self._counts[(good,) if outcome is None else (bad, type(outcome).__name__)] += 1
+            self._counts[(success,) if outcome is None else (failure, type(outcome).__name__)] += 1
 
     def _parts(self, on_device: Any, on_host: Any) -> list[GroupPart]:
         """Return the blocks of each group with their rows. A transfer may start and end in the middle of a chunk."""

@@ -48,7 +48,7 @@ def main() -> int:
         print(json.dumps([cell.as_json() for cell in cells], indent=2))
     else:
         columns, rows = table(cells)
-        print_table("stores under faults", columns, rows, left=2)
+        print_table("stores under faults", columns, rows, text_columns=2)
     return 1 if any(cell.counts["problems"] for cell in cells) else 0
 
 

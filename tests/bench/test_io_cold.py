@@ -31,7 +31,7 @@ def measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str,
 
 def test_rows_are_beside_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     dropped: list[str] = []
-    monkeypatch.setattr(io_cold, "drop", dropped.append)
+    monkeypatch.setattr(io_cold, "drop_from_page_cache", dropped.append)
     fio = tmp_path / "fio"
     fio.write_text(FIO)
     fio.chmod(0o755)
@@ -50,7 +50,7 @@ def test_rows_are_beside_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(io_cold, "drop", lambda _: None)
+    monkeypatch.setattr(io_cold, "drop_from_page_cache", lambda _: None)
     monkeypatch.setattr(io_cold.shutil, "which", lambda _: None)
     rows = measured(tmp_path, capsys)
     assert [row["of_fio"] for row in rows] == [None] * 4

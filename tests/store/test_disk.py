@@ -87,7 +87,7 @@ def test_gc_evicts_to_its_own_budget(tmp_path: Path) -> None:
 
 
 def test_without_the_rule_the_smaller_budget_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_usage.UsageCount, "largest", lambda self, budget: budget)
+    monkeypatch.setattr(disk_usage.UsageCount, "effective_budget", lambda self, budget: budget)
     with pytest.raises(AssertionError):
         test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path)
 

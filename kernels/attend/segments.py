@@ -191,7 +191,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
     Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. Queries and sums apply the other ones.
     """
     assert isinstance(page.codec, CodecWithSidecars)
-    streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop)
+    streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop, entries=False)
     segment = _page_segment(page.codec.codec, first + start, page, streams, frame)._replace(tokens=stop - start, start=start)
     tiles = loaders.tiles_of(segment.codec)
     # Sidecars that no loader supports stay in the codec, so that PyTorch handles the page.

@@ -22,8 +22,11 @@ class PackedRun(Protocol):
     @property
     def streams(self) -> Mapping[str, torch.Tensor]: ...
 
-    def rows(self, start: int, stop: int) -> Mapping[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group."""
+    def rows(self, start: int, stop: int, entries: bool = True) -> Mapping[str, torch.Tensor]:
+        """Return the streams of tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group.
+
+        Without ``entries``, streams whose entries store token numbers are left out.
+        """
 
     def slice(self, start: int, stop: int) -> PackedRun:
         """Return tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group."""

@@ -142,6 +142,10 @@ class Layer(PackedObject):
             raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens, but v has {v.shape[2]}: pass the same number")
         return replace(self, k=sides[0], v=sides[1])
 
+    def merged(self) -> Layer:
+        """Return the layer with its keys and values in as few runs as possible (``Side.merged``)."""
+        return replace(self, k=self.k and self.k.merged(), v=self.v and self.v.merged())
+
     def to(self, device: torch.device | str) -> Layer:
         """Return the layer with all buffers on ``device``."""
         k, v = self.k.to(device) if self.k else None, self.v.to(device) if self.v else None

@@ -88,18 +88,19 @@ class Stretch:
         """Token of each entry, as ascending int64 on the CPU, for streams that store the tokens of their entries."""
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
-    def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+    def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
         """Return the streams of tokens ``[start, stop)``. They are views, except where entries store token numbers.
 
-        ``start`` must be the first token of a token group.
+        ``start`` must be the first token of a token group. Without ``entries``, streams whose entries store token numbers are left out.
         """
         # An empty range at the end belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)
         last = max(first, int(numpy.searchsorted(self.ends, stop, "left")))
         result = {}
         for name, layout in self.layout.items():
-            result[name] = self.streams[name][:, :, slice(*self._row_range(name, layout, start, stop, first, last))]
-        return result | self.codec.shift_tokens(result, -start) if self._entry_tokens and start else result
+            if entries or name not in self._entry_tokens:
+                result[name] = self.streams[name][:, :, slice(*self._row_range(name, layout, start, stop, first, last))]
+        return result | self.codec.shift_tokens(result, -start) if entries and self._entry_tokens and start else result
 
     def _row_range(self, name: str, layout: Layout, start: int, stop: int, first: int, last: int) -> tuple[int, int]:
         """Return the range of a stream's rows for tokens ``[start, stop)``, which are in runs ``first`` to ``last`` (inclusive)."""
@@ -180,9 +181,9 @@ class PackedRun:
         """The run as a stretch of one run."""
         return Stretch(self.codec, numpy.array([self.tokens], numpy.int64), self.streams)
 
-    def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)`` as views; ``start`` must be a multiple of the codec's token group."""
-        return self.stretch.rows(start, stop)
+    def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
+        """Return the streams of tokens ``[start, stop)`` as ``Stretch.rows`` does."""
+        return self.stretch.rows(start, stop, entries)
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame."""

@@ -441,7 +441,8 @@ class Store:
         import torch
 
         try:
-            return cache.to(device)
+            # Every chunk is a run, and kernels prepare, decode and copy each run by itself.
+            return replace(cache, layers=tuple(layer.merged().to(device) for layer in cache.layers))
         except (MemoryError, torch.OutOfMemoryError) as error:
             self._counters.fault("load", error)
             return None

@@ -84,6 +84,15 @@ def test_a_longer_cache_adds_what_is_new(tmp_path: Path) -> None:
     assert same(store.load(ids)[1], whole)
 
 
+def test_chunks_on_a_device_are_one_run(tmp_path: Path) -> None:
+    store, ids = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe="octopus-3")), prompt(3)
+    whole = save(store, ids)
+    count, found = store.load(ids, device="cpu:0")
+    assert found is not None
+    assert (count, same(found, whole)) == (3 * CHUNK, True)
+    assert all([run.tokens for run in side.runs] == [3 * CHUNK] for layer in found for side in layer.sides.values())
+
+
 def test_pages_are_views_of_the_mapped_files(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids = prompt(3)

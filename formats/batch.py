@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .lazy import torch
+from .raw_positions import RawPositions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,18 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
         else:
             result[name] = take_rows(streams[name], 2, _entry_indices(counts[name], indices))
     return result
+
+
+def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
+    """Return the streams of ``parts`` equal parts of the sequences, in order. The only entries may be raw tokens by position."""
+    layouts, raw = codec.row_layouts, codec.sidecar(RawPositions)
+    by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}
+    batch = parts * next(iter(by_stream.values()))[0].shape[0]
+    entries: list[dict[str, torch.Tensor]] = [{}] * parts if raw is None else raw.split_sequences(streams, parts, batch)
+    # Copies, because a view would keep the memory of all parts.
+    return [
+        {name: by_stream[name][part].clone() if name in by_stream else entries[part][name] for name in layouts} for part in range(parts)
+    ]
 
 
 def _entry_indices(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

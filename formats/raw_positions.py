@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .head_norms import drop_crowded_pages, exceeds_median, measure_fit_errors, median_norms, norms_over_heads, norms_per_head
+from .head_norms import (
+    drop_crowded_pages,
+    exceeds_median,
+    mark_large,
+    measure_fit_errors,
+    median_norms,
+    norms_over_heads,
+    norms_per_head,
+)
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
 from .sidecar import RunStep, WholeTokens
@@ -116,7 +124,8 @@ class RawPositions(WholeTokens):
             if self.high_norm:
                 # If the median is 0, as in padding, every other norm would exceed it.
                 chosen |= (token_norms > self.high_norm * median) & (median > 0)
-                large = exceeds_median(norms, self.high_norm)
+                # Waiting for a device takes longer than computing a mask that is usually empty.
+                large = exceeds_median(norms, self.high_norm) if norms.device.type == "cpu" else mark_large(norms, self.high_norm)
                 if large is not None:
                     chosen |= drop_crowded_pages(large.any(1) & ~chosen)
         return chosen
@@ -157,6 +166,15 @@ class RawPositions(WholeTokens):
         order = torch.argsort(token[entry] * len(indices) + row)
         entry, row = entry[order], row[order]
         return {POSITIONS: encode_positions(token[entry], row)[None, None], VALUES: streams[VALUES].index_select(2, entry)}
+
+    def split_sequences(self, streams: Mapping[str, torch.Tensor], parts: int, batch: int) -> list[dict[str, torch.Tensor]]:
+        """Return the streams of ``parts`` equal parts of the ``batch`` sequences, in order. No entry of ``streams`` may be unused."""
+        token, sequence = _entry_positions(streams[POSITIONS])
+        order = torch.argsort(sequence // (batch // parts), stable=True)
+        counts = torch.bincount(sequence // (batch // parts), minlength=parts).tolist()
+        positions = encode_positions(token[order], sequence[order] % (batch // parts))[None, None]
+        both = (torch.split(x, counts, 2) for x in (positions, streams[VALUES].index_select(2, order)))
+        return [{POSITIONS: position.clone(), VALUES: values.clone()} for position, values in zip(*both, strict=True)]
 
     def check(self, arrays: Mapping[str, Array], where: str) -> None:
         """Raise InvalidPayload unless the numbers of positions and of raw tokens are equal. All values are valid."""
@@ -313,6 +331,8 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
     """
     exact = x.permute(2, 0, 1, 3)[token, sequence]
     values = exact.to(getattr(torch, TORCH_DTYPE_NAMES[dtype]))
+    if torch.promote_types(exact.dtype, values.dtype) == values.dtype:
+        return values
     lost = torch.isinf(values) & torch.isfinite(exact)
     if lost.any():
         entry, head, channel = torch.nonzero(lost)[0].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
-from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds
+from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds, OutOfRange
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
@@ -30,11 +31,11 @@ from .checksums import checksums, has_checksums
 from .dense_states import DenseLayer, extract_layers
 from .layer import Layer
 from .minifloats import ELEMENT_DTYPES, Minifloats
-from .side import Side, check_tensor, pack_side
+from .side import Side, check_tensor, pack_sides
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvpack.coding.encoding import Progress
     from kvpack.formats.base import Codec
@@ -60,6 +61,9 @@ MAX_CHANNEL_RATIO = 64.0
 """Maximum size of a key channel relative to its head's median channel. In SmolLM2-135M-Instruct the ratio is at most 14."""
 
 SAMPLED_TOKENS = 128
+
+BATCHED_VALUES, DEVICE_BATCHED_VALUES = 1 << 19, 1 << 26
+"""Maximum number of keys of layers that are encoded together, on the CPU and on other devices."""
 
 
 class OutlierChannel(NamedTuple):
@@ -124,24 +128,21 @@ def pack(
         recipe.basis.check_model(named)
     states = dense_states(past_key_values)
     recipe.check_layers(len(states))
-    layers, outliers = [], []
+    layers: list[Layer] = []
+    outliers: list[OutlierChannel] = []
     # Modes are set once here, because setting them for each layer would take longer.
     values = 0
     for k, v, *_ in states:
         for x in (k, v):
             values += x.numel() if isinstance(x, torch.Tensor) else 0
     with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as poor_fits:
-        for number, (k, v, skipped, layer_states) in enumerate(states):
-            _check_pair((k, v), f"layers[{number}]")
-            # Keys and values share the norms of the keys, which are computed once.
-            norms = cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else None
-            place = (number, len(states)), start + skipped, norms
-            packed = _pack_side(k, recipe, "k", *place)
-            layers.append(Layer(packed, _pack_side(v, recipe, "v", *place), skipped=skipped, states=MappingProxyType(dict(layer_states))))
-            if isinstance(k, torch.Tensor) and packed is not None and (channel := _outlier_channel(k, packed.codec, number)):
-                outliers.append(channel)
-            if progress:
-                progress(number + 1, len(states))
+        for numbers in _layers_together(states, recipe):
+            packed, found = _pack_layers(numbers, states, recipe, start)
+            layers += packed
+            outliers += found
+            for number in numbers:
+                if progress:
+                    progress(number + 1, len(states))
     if outliers:
         _warn_of_outlier_channels(outliers, len(layers))
     if poor_fits:
@@ -254,30 +255,110 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
             )
 
 
-def _pack_side(
-    x: torch.Tensor | EngineEncoded | None,
-    recipe: Recipe,
-    side: str,
-    numbers: tuple[int, int],
-    first: int,
-    norms: Callable[[], torch.Tensor] | None,
-) -> Side | None:
-    if x is None:
-        return None
-    where = f"layers[{numbers[0]}].{side}"
+def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[range]:
+    """Yield ranges of layers to encode together, with equal shapes and codecs.
+
+    Raises the errors of ``pack`` about shapes and codecs.
+    """
+    begin, before = 0, None
+    for number, layer in enumerate(states):
+        _check_pair((layer.k, layer.v), f"layers[{number}]")
+        kind = _kind(layer, number, len(states), recipe)
+        if number and (kind is None or kind != before or number - begin == kind.most):
+            yield range(begin, number)
+            begin = number
+        before = kind
+    yield range(begin, len(states))
+
+
+class _Kind(NamedTuple):
+    """What layers that are encoded together have in common. ``most`` is their maximum number."""
+
+    most: int
+    skipped: int
+    sides: tuple[Any, ...]
+
+
+def _kind(layer: DenseLayer, number: int, count: int, recipe: Recipe) -> _Kind | None:
+    """Return the kind of layer ``number``; None if it is encoded by itself."""
+    most, sides = count, []
+    for side, x in (("k", layer.k), ("v", layer.v)):
+        if not isinstance(x, torch.Tensor):
+            return None
+        codec = _codec(x, recipe, side, (number, count))
+        plain = codec.without_raw_positions.summary
+        # Exact values are only copied, and only entries of raw tokens can be divided among layers.
+        if plain.exact_dtype is not None or plain.entries:
+            return None
+        most = min(most, (BATCHED_VALUES if x.device.type == "cpu" else DEVICE_BATCHED_VALUES) // max(1, x.numel()))
+        # Equal codecs may have different options of encoders.
+        sides.append((x.shape, x.dtype, x.device, id(codec)))
+    return _Kind(max(1, most), layer.skipped, tuple(sides))
+
+
+def _pack_layers(numbers: range, states: Sequence[DenseLayer], recipe: Recipe, start: int) -> tuple[list[Layer], list[OutlierChannel]]:
+    """Encode the layers ``numbers``, and return them with their outlier channels."""
+    given = [states[number] for number in numbers]
+    if len(given) > 1:
+        # Calls take longer than their work on small layers, so layers are encoded as sequences of one batch.
+        with contextlib.suppress(InvalidParameter, OutOfRange, torch.OutOfMemoryError), collect_poor_fits() as poor_fits:
+            k, v = (torch.cat([getattr(layer, side) for layer in given]) for side in "kv")
+            sides, outlier = _pack_pair(DenseLayer(k, v, given[0].skipped), numbers, len(states), recipe, start)
+            # Errors and warnings name a layer, so such layers are encoded one by one.
+            if not poor_fits and outlier is None:
+                return [Layer(*pair, skipped=layer.skipped, states=_states(layer)) for layer, pair in zip(given, sides, strict=True)], []
+    layers, outliers = [], []
+    for number, layer in zip(numbers, given, strict=True):
+        (pair,), outlier = _pack_pair(layer, range(number, number + 1), len(states), recipe, start)
+        layers.append(Layer(*pair, skipped=layer.skipped, states=_states(layer)))
+        outliers += [] if outlier is None else [outlier]
+    return layers, outliers
+
+
+def _states(layer: DenseLayer) -> Mapping[str, torch.Tensor]:
+    return MappingProxyType(dict(layer.states))
+
+
+def _pack_pair(
+    layer: DenseLayer, numbers: range, count: int, recipe: Recipe, start: int
+) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
+    """Encode the keys and values of the layers ``numbers``, which are the sequences of ``layer``, one after another."""
+    k = layer.k
+    # Keys and values share the norms of the keys, which are computed once.
+    norms = cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else None
+    both: list[Sequence[Side | None]] = []
+    for side, x in (("k", k), ("v", layer.v)):
+        where = f"layers[{numbers.start}].{side}"
+        if x is None:
+            both.append([None] * len(numbers))
+            continue
+        codec = _codec(x, recipe, side, (numbers.start, count))
+        if isinstance(x, torch.Tensor):
+            given = norms() if norms and codec.sidecar(RawPositions) else None
+            both.append(pack_sides(x, len(numbers), codec, recipe.window, where, start + layer.skipped, given))
+        else:
+            both.append([_stored(x, codec, recipe.window, where)])
+    outlier = _outlier_channel(k, _codec(k, recipe, "k", (numbers.start, count)), numbers.start) if isinstance(k, torch.Tensor) else None
+    return list(zip(*both, strict=True)), outlier
+
+
+def _codec(x: torch.Tensor | EngineEncoded, recipe: Recipe, side: str, numbers: tuple[int, int]) -> Codec:
+    """Return the codec of a layer's keys or values ``x``; ``numbers`` are the layer's number and the number of layers."""
     try:
-        codec = recipe.codec(*numbers, side, x.shape[3], RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16")
+        return recipe.codec(*numbers, side, x.shape[3], RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16")
     except (InvalidParameter, MissingBasis, OutOfBounds) as error:
-        raise type(error)(f"{where}: {error}") from None
-    if not isinstance(x, torch.Tensor):
-        # The engine's values are stored bit for bit, so no token has to be raw.
-        codec = codec.without_raw_positions
-        if codec != x.codec:
-            raise InvalidParameter(
-                f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
-            )
-        return x.side(recipe.window)
-    return pack_side(x, codec, recipe.window, where, first, norms() if norms and codec.sidecar(RawPositions) else None)
+        raise type(error)(f"layers[{numbers[0]}].{side}: {error}") from None
+
+
+def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
+    """Return the side of an engine's values, which are stored bit for bit."""
+    # So no token has to be raw.
+    codec = codec.without_raw_positions
+    if codec != x.codec:
+        raise InvalidParameter(
+            f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
+        )
+    return x.side(window)
 
 
 def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | EngineEncoded | None], where: str) -> None:

@@ -20,7 +20,7 @@ from kvpack.coding.blocks import for_each_block
 from kvpack.coding.dispatch import unpack_into
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, check_finite, encode, is_rounded
 from kvpack.formats.arguments import as_integer, check_floating, checked_device
-from kvpack.formats.batch import select_sequences
+from kvpack.formats.batch import select_sequences, split_sequences
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.value_blocks import block_factor
@@ -394,6 +394,14 @@ def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int
 
     ``norms`` ``[batch, kv_head, token]`` are the norms of the layer's keys, if known.
     """
+    (side,) = pack_sides(x, 1, codec, window, where, first, norms)
+    return side
+
+
+def pack_sides(
+    x: torch.Tensor, layers: int, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None
+) -> list[Side]:
+    """Encode as ``pack_side`` does, and return the sides of ``layers`` layers, whose sequences are in ``x`` one after another."""
     tokens = x.shape[2]
     # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.
     packed = tokens - tokens % window if window else tokens
@@ -401,8 +409,10 @@ def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int
         if packed < tokens and codec.exact_dtype is None:
             check_finite(x[:, :, packed:], packed, where)
         packed_norms = None if norms is None else norms[:, :, :packed]
-        runs = PackedRuns()
+        runs = [PackedRuns()] * layers
         if packed:
-            streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms)
-            runs = PackedRuns((Stretch(codec, numpy.array([packed], numpy.int64), streams),))
-        return Side(codec, runs, x[:, :, packed:].clone(), window)
+            streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms, layers=layers)
+            by_layer = [streams] if layers == 1 else split_sequences(codec, streams, layers)
+            runs = [PackedRuns((Stretch(codec, numpy.array([packed], numpy.int64), part),)) for part in by_layer]
+        tails = x[:, :, packed:].chunk(layers, 0)
+        return [Side(codec, packed_runs, tail.clone(), window) for packed_runs, tail in zip(runs, tails, strict=True)]

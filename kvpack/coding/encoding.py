@@ -64,6 +64,7 @@ def encode(
     before: Mapping[str, torch.Tensor] | None = None,
     position: int | None = None,
     norms: torch.Tensor | None = None,
+    layers: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` as one run and return its streams, by the names in ``codec.layout``.
 
@@ -74,6 +75,7 @@ def encode(
         before: Streams of the run that this one continues, if there is one.
         position: Position of the first token, if known.
         norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``head_norms.norms_per_head``), if known. Default: those of ``x``.
+        layers: Number of layers whose sequences are in ``x``. An error may then be due to another layer's tokens.
 
     Raises:
         InvalidParameter: A value is NaN or infinite (raw and lossless store these too), or ``uses_triton`` raises it.
@@ -100,7 +102,7 @@ def encode(
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
             large = exceeds_median(given(), raw.high_norm) if raw.high_norm else None
             more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
-            if more is None or not more.any():
+            if layers > 1 or more is None or not more.any():
                 raise
             chosen = chosen | more
             streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
@@ -174,8 +176,8 @@ def _encode_others(
         check_finite(x, 0, where)
     streams = None
     plain = codec.without_raw_positions
-    if not plain.summary.entries and not plain.summary.has_run_rows:
-        # Rows of tokens can be replaced, which is faster than copying all values without the raw tokens.
+    if not (plain.summary.entries or plain.summary.has_run_rows or dispatch.uses_triton(x.device)):
+        # Rows of tokens can be replaced, which is faster on a CPU than copying all values without the raw tokens.
         with contextlib.suppress(OutOfRange):
             streams = encode_all(plain, x, where, before, position, sizes)
             _encode_groups_again(plain, x, chosen, streams, where, before, sizes)

@@ -33,6 +33,24 @@ def test_pack_and_unpack(recipe: str, tokens: int) -> None:
         assert relative_error(cache, pairs) <= BOUNDS[recipe]
 
 
+@pytest.mark.parametrize("recipe", ["octopus-3", "kvpack-2", "kivi-2", "fp8", "kv=scalar:b=3"])
+def test_layers_are_packed_as_each_by_itself(recipe: str) -> None:
+    """Layers of equal shape are encoded together. Each has raw tokens of its own, and the last one has another shape."""
+    pairs = [*random_pairs(4, 300, batch=2, dims=(64, 64)), *random_pairs(1, 200, batch=2, dims=(64, 64))]
+    for number, (k, v) in enumerate(pairs):
+        k[number % 2, :, 40 * number + 7] *= 0.05
+        v[0, :, : 3 * number] *= 6
+    for packed, pair in zip(kvpack.pack(pairs, recipe), pairs, strict=True):
+        (alone,) = kvpack.pack([pair], recipe)
+        for side, expected in zip(packed.sides.values(), alone.sides.values(), strict=True):
+            (run,), (expected_run,) = side.runs, expected.runs
+            assert run.streams.keys() == expected_run.streams.keys()
+            for name, stream in run.streams.items():
+                assert stream.shape == expected_run.streams[name].shape
+                assert torch.equal(stream.view(torch.uint8), expected_run.streams[name].view(torch.uint8))
+            assert torch.equal(side.tail, expected.tail)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_prefix_decodes_to_the_prefix(recipe: str) -> None:
     cache = kvpack.pack(random_pairs(2, 150), recipe)

@@ -213,8 +213,11 @@ class EntryStreams:
         """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
         return {}
 
-    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``. Unused entries are dropped."""
+    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``, which may be int64 ``[entry]``.
+
+        Unused entries are dropped.
+        """
         return {}
 
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:

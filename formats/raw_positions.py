@@ -156,9 +156,12 @@ class RawPositions(WholeTokens):
         token, _ = _entry_positions(streams[POSITIONS])
         return {POSITIONS: token, VALUES: token}
 
-    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        token, sequence = _entry_positions(streams[POSITIONS])
-        return {POSITIONS: encode_positions(token + tokens, sequence)[None, None], VALUES: streams[VALUES][:, :, : len(token)]}
+    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
+        words = _position_words(streams[POSITIONS])
+        token = _token_numbers(words)
+        used = (token >= 0).nonzero()[:, 0]
+        positions = encode_positions((token + tokens)[used], words[used, -1])
+        return {POSITIONS: positions[None, None], VALUES: streams[VALUES].index_select(2, used)}
 
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
         token, sequence = _entry_positions(streams[POSITIONS])
@@ -388,10 +391,15 @@ def _token_numbers(words: Any) -> Any:
 
 def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token and the sequence of each raw token, int64."""
-    words = positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
+    words = _position_words(positions)
     token = _token_numbers(words)
     used = token >= 0
     return token[used], words[used, -1]
+
+
+def _position_words(positions: torch.Tensor) -> torch.Tensor:
+    """Return the words of positions ``[1, 1, entry, word]`` as int64 ``[entry, word]``."""
+    return positions[0, 0].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF)
 
 
 def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:

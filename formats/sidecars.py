@@ -190,7 +190,7 @@ class CodecWithSidecars(Codec):
     def entry_tokens(self, streams: Streams) -> dict[str, torch.Tensor]:
         return {name: token for sidecar in self.sidecars for name, token in sidecar.entry_tokens(streams).items()}
 
-    def shift_tokens(self, streams: Streams, tokens: int) -> dict[str, torch.Tensor]:
+    def shift_tokens(self, streams: Streams, tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: stream for sidecar in self.sidecars for name, stream in sidecar.shift_tokens(streams, tokens).items()}
 
     def select_sequences(self, streams: Streams, indices: torch.Tensor) -> dict[str, torch.Tensor]:

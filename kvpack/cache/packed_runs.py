@@ -233,18 +233,24 @@ class PackedRun:
         if len(runs) == 1:
             return first
         with float32_no_grad(next(iter(first.streams.values())).device):
-            parts = _with_shifted_tokens(first.codec, [(run.tokens, run.streams) for run in runs])
-            streams = {
-                name: first.streams[name] if layout.per == "run" else torch.cat([part[name] for part in parts], 2)
-                for name, layout in first.codec.row_layouts.items()
-            }
+            streams = _joined_streams(first.codec, [(run.tokens, run.streams) for run in runs])
+            streams |= {name: first.streams[name] for name, layout in first.codec.row_layouts.items() if layout.per == "run"}
         return PackedRun(first.codec, sum(run.tokens for run in runs), streams)
 
 
-def _with_shifted_tokens(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> list[Streams]:
-    """Return the streams of consecutive ``parts``, with token numbers in entries counted from the first part's first token."""
-    firsts = accumulate((tokens for tokens, _ in parts), initial=0)
-    return [{**streams, **codec.shift_tokens(streams, first)} for first, (_, streams) in zip(firsts, parts, strict=False)]
+def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[str, torch.Tensor]:
+    """Return the streams of consecutive ``parts``, each with its tokens, as one array per stream.
+
+    Token numbers in entries are counted from the first part's first token.
+    """
+    if len(parts) == 1:
+        return dict(parts[0][1])
+    result = {name: torch.cat([streams[name] for _, streams in parts], 2) for name in codec.row_layouts}
+    if numbered := [*codec.entry_tokens(parts[0][1])]:
+        entries = torch.tensor([streams[numbered[0]].shape[2] for _, streams in parts], device="cpu")
+        firsts = torch.tensor([0, *accumulate(tokens for tokens, _ in parts[:-1])], device="cpu")
+        result |= codec.shift_tokens(result, firsts.repeat_interleave(entries).to(result[numbered[0]].device))
+    return result
 
 
 @dataclass(eq=False, repr=False)
@@ -328,6 +334,10 @@ class PackedRuns(Sequence[PackedRun]):
         """Mask of the runs after the first: True if the run can be joined to the one before it (``PackedRun.is_continued_by``)."""
         if len(self) < 2:
             return numpy.empty(0, bool)
+        codec = self.stretches[0].codec
+        if not codec.summary.has_run_rows:
+            whole: numpy.ndarray[Any, numpy.dtype[numpy.bool_]] = numpy.diff(self.ends, prepend=0)[:-1] % codec.token_group == 0
+            return whole
         parts = [stretch.continues_previous for stretch in self.stretches[:1]]
         for stretch, other in pairwise(self.stretches):
             parts += [
@@ -349,13 +359,11 @@ class PackedRuns(Sequence[PackedRun]):
             return self
         first, last = numpy.append(True, ~self._joinable), numpy.append(~self._joinable, True)
         kept, template = torch.from_numpy(numpy.flatnonzero(first)), self.stretches[0]
-        streams = {}
         with float32_no_grad(next(iter(template.streams.values())).device):
-            shifted_streams = _with_shifted_tokens(template.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
+            streams = _joined_streams(template.codec, [(stretch.tokens, stretch.streams) for stretch in self.stretches])
             for name, layout in template.layout.items():
-                parts = [named[name] for named in shifted_streams]
-                whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-                streams[name] = take_rows(whole, 2, kept.to(whole.device)) if layout.per == "run" else whole
+                if layout.per == "run":
+                    streams[name] = take_rows(streams[name], 2, kept.to(streams[name].device))
         return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:

@@ -41,16 +41,13 @@ class ModelState:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modes, self._tensors = active_adapters(model), _versions_of(model)
-        self._is_training = model.training
+        self._modes, self._tensors = (active_adapters(model), model.training), _versions_of(model)
         trained_first = sorted(_parameters_of(model), key=lambda parameter: not parameter.requires_grad)
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def matches(self, model: torch.nn.Module) -> bool:
         """Return True if ``model`` has not changed since the summary was created."""
-        if (self._modes, self._is_training) != (active_adapters(model), model.training):
-            return False
-        return not self.has_other_weights() and self._tensors == _versions_of(model)
+        return self._modes == (active_adapters(model), model.training) and self._tensors == _versions_of(model)
 
     def has_other_weights(self, few: bool = False) -> bool:
         """Return True if parameters changed; with ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""

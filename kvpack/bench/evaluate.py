@@ -79,7 +79,7 @@ def evaluate(
     *,
     reference: str | None = REFERENCE,
     tokens: int | None = None,
-    score: int | None = None,
+    scored_tokens: int | None = None,
     windows: int | None = None,
     step: int = PASS,
     seed: int = 0,
@@ -87,9 +87,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure how much recipes cost a transformers model on texts.
 
-    In each window of the texts, all tokens except the last ``score`` are packed, saved and loaded, and the model's predictions of the last
-    ones are compared with its predictions over the uncompressed cache. The model and its attention are unchanged afterwards. Two runs with
-    the same seed differ only in times.
+    In each window of the texts, all tokens except the last ``scored_tokens`` are packed, saved and loaded, and the model's predictions of
+    the last ones are compared with its predictions over the uncompressed cache. The model and its attention are unchanged afterwards. Two
+    runs with the same seed differ only in times.
 
     Args:
         model: A transformers model in evaluation mode.
@@ -98,7 +98,7 @@ def evaluate(
         recipes: A recipe or a list of recipes. A recipe such as "klt-1.75" needs a basis: ``Recipe("klt-1.75", basis)``.
         reference: Recipe with which the others are compared (``of_reference`` in the report); None to omit it.
         tokens: Tokens per window; default: 1,024, or as many as the model supports.
-        score: Scored tokens per window; default: 256.
+        scored_tokens: Scored tokens per window; default: 256.
         windows: Number of windows; default: 4, or as many as the texts have.
         step: Maximum number of scored tokens per forward pass.
         seed: Seed for the choice of windows.
@@ -114,7 +114,7 @@ def evaluate(
         MissingBasis: A recipe needs a basis.
 
     >>> text = "the quick brown fox jumps from_cache the lazy dog. " * 20
-    >>> result = kvpack.evaluate(model, None, text, ["octopus-4"], tokens=64, score=16, windows=1)
+    >>> result = kvpack.evaluate(model, None, text, ["octopus-4"], tokens=64, scored_tokens=16, windows=1)
     >>> [row["recipe"] for row in result.rows]
     ['fp8', 'octopus-4']
     """
@@ -137,7 +137,7 @@ def evaluate(
     parsed = {_name(recipe_text): recipe for recipe_text, recipe in [(recipe_text, parse_recipe(recipe_text)) for recipe_text in requested]}
     source = next((recipe.basis for recipe in parsed.values() if recipe.basis is not None), None)
     words = [tokenize(f"text {number}", text, tokenizer or ByteTokenizer()) for number, text in enumerate(text_list, 1)]
-    places, sizes = _window_starts(words, model, tokens, score, windows, step, seed)
+    places, sizes = _window_starts(words, model, tokens, scored_tokens, windows, step, seed)
     switch = Switch.of(model)
     try:
         result = _measure(model, places, sizes, parsed, progress)
@@ -162,13 +162,15 @@ def evaluate(
 
 
 def _window_starts(
-    words: Sequence[Text], model: Any, tokens: int | None, score: int | None, windows: int | None, step: int, seed: int
+    words: Sequence[Text], model: Any, tokens: int | None, scored_tokens: int | None, windows: int | None, step: int, seed: int
 ) -> tuple[list[tuple[Text, int]], dict[str, int]]:
     """Return the (start, text) of each window, and the window sizes. Raises InvalidParameter."""
     longest = max(len(text.ids) + len(text.start) for text in words) - 1
     most = min(longest, positions(model) or longest)
     size = _size("tokens", min(TOKENS, most) if tokens is None else tokens, 2, most, "(the limit of the model or of the longest text)")
-    scored = _size("score", min(SCORE, size // 2) if score is None else score, 1, size - 1, f"in a window of {size} tokens")
+    scored = _size(
+        "scored_tokens", min(SCORE, size // 2) if scored_tokens is None else scored_tokens, 1, size - 1, f"in a window of {size} tokens"
+    )
     step = _size("step", step, 1, size, f"in a window of {size} tokens")
     rooms = [len(text.ids) // window_ids(size, text) for text in words]
     fitting, why = sum(rooms), f"of {size} tokens in the texts: pass longer texts or fewer windows"

@@ -1,8 +1,8 @@
 """kvpack bench quality: measure how much model quality packing costs, on packed files of the model's own KV caches.
 
 A window of ``tokens`` tokens is read in two parts. The uncompressed model prefills the first part, whose KV cache is packed, saved and
-loaded. The model then reads the last ``score`` tokens over the packed layers, at most ``step`` at a time, and appends and packs their keys
-and values. These predictions are compared with those of the uncompressed model at the same positions.
+loaded. The model then reads the last ``scored_tokens`` tokens over the packed layers, at most ``step`` at a time, and appends and packs
+their keys and values. These predictions are compared with those of the uncompressed model at the same positions.
 
 Unless the user passes a text, a language model reads windows of prose and of code and one long window. It is also asked for pass keys in
 prompts of several lengths, and generates a text, which is then read over the packed caches token by token.
@@ -86,7 +86,7 @@ class Settings:
 
     Attributes:
         tokens: Tokens per window.
-        score: Number of tokens scored at the end of each window.
+        scored_tokens: Number of tokens scored at the end of each window.
         windows: Number of windows of the text.
         needles: Number of needle prompts of each length.
         twin: Factor of the twin with outlier channels; None for the model itself.
@@ -101,7 +101,7 @@ class Settings:
     """
 
     tokens: int | None = None
-    score: int | None = None
+    scored_tokens: int | None = None
     windows: int | None = None
     needles: int | None = None
     twin: float | None = None
@@ -177,7 +177,7 @@ def run(
     parts = [_TextWindows(words, sizes)]
     for other in others:
         whole = other is long
-        its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, score=None) if whole else settings
+        its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, scored_tokens=None) if whole else settings
         parts.append(_TextWindows(other, _sizes(replace(its, needles=0), other, other, most)))
     sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
     report = {
@@ -236,13 +236,13 @@ def _precision(model: Any) -> str:
 
 def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None) -> _Sizes:
     tokens = window_tokens(settings.tokens, DEFAULT_TOKENS, text, max_positions)
-    score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
+    scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room) if settings.windows is None else settings.windows
     lengths = _lengths(tokens, long, max_positions)
     prompts = min((len(long.ids) // length for length in lengths), default=0)
     count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
-    check_size("score", score, 1, tokens - 1, f"in a window of {tokens} tokens")
+    check_size("score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
     check_size("step", settings.step, 1, tokens, f"in a window of {tokens} tokens")
     longest = max(lengths, default=needles.LENGTHS[0])
@@ -251,7 +251,7 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
     most = (max_positions or len(long.ids)) - generated.PROMPT
     written = settings.generated or 0
     check_size("generate", written, 0, max(most, 0), f"tokens after a prompt of {generated.PROMPT} of {long.name}")
-    return _Sizes(tokens, score, windows, count, settings.step, written)
+    return _Sizes(tokens, scored_tokens, windows, count, settings.step, written)
 
 
 def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:

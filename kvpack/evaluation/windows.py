@@ -186,9 +186,9 @@ def prefill(
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def read_uncompressed(model: Any, tokens: torch.Tensor, score: int) -> UncompressedResult:
+def read_uncompressed(model: Any, tokens: torch.Tensor, scored_tokens: int) -> UncompressedResult:
     """Evaluate a window ``[1, prefix + score + 1]`` with the uncompressed cache. The last token is scored but not read."""
-    prefix = tokens.shape[1] - 1 - score
+    prefix = tokens.shape[1] - 1 - scored_tokens
     cache = uncompressed_cache(model, prefill(model, tokens[:, :prefix]))
     model.set_attn_implementation(_RECORDED)
     _recorder.layers.clear()

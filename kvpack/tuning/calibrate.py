@@ -71,7 +71,7 @@ class Settings:
 
     Attributes:
         tokens: Tokens per window.
-        score: Number of tokens per window that are predicted (``statistics.beginnings``). They are not in the window's cache.
+        scored_tokens: Number of tokens per window that are predicted (``statistics.beginnings``). They are not in the window's cache.
         windows: Number of windows.
         twin: Factor of the twin with outlier channels; None for the model itself.
         seed: Seed of the windows.
@@ -83,7 +83,7 @@ class Settings:
     """
 
     tokens: int | None = None
-    score: int | None = None
+    scored_tokens: int | None = None
     windows: int | None = None
     twin: float | None = None
     seed: int = 0
@@ -110,13 +110,13 @@ def run(
         words = read_text(text, folder, vocabulary(network))
     longest = max_uniform_length(network.config.get_text_config())
     only = settings.balanced_only
-    tokens, score, windows = _sizes(settings, words, longest, positions(network))
+    tokens, scored_tokens, windows = _sizes(settings, words, longest, positions(network))
     read_again = _windows_for_widths(words, positions(network), settings) if settings.widths else []
     if settings.twin is not None:
         make_twin(network, settings.twin, _sample(network, words), settings.seed)
         identity = {key: text for key, text in identity.items() if not key.startswith("weights")}
         identity |= {"name": f"{identity.get('name', '')} twin {settings.twin:g}"}
-    sizes: dict[str, Any] = {"tokens": tokens, "score": score, "windows": windows, "seed": settings.seed, "twin": settings.twin}
+    sizes: dict[str, Any] = {"tokens": tokens, "score": scored_tokens, "windows": windows, "seed": settings.seed, "twin": settings.twin}
     framing, reason = (None, None) if only else _framing(network, words, settings.scope, tokens, longest)
     sizes["scope"] = "balanced only" if only else "none" if framing is None else framing.scope
     layer_ropes = _ropes(network, words, tokens, longest)
@@ -124,13 +124,13 @@ def run(
     halves = report.halves()
     for_frames, for_rows = _positions(settings, longest, positions(network))
     if layer_ropes is not None:
-        places = window_positions(tokens - score, for_frames)
+        places = window_positions(tokens - scored_tokens, for_frames)
         halves = halves and [
             (spread_moments(half, rope, places), spread_moments(other, rope, places))
             for (half, other), rope in zip(halves, layer_ropes, strict=True)
         ]
         # All contexts have the first positions, so these count twice.
-        report = spread_keys(report, layer_ropes, [0, *window_positions(tokens - score, for_rows)])
+        report = spread_keys(report, layer_ropes, [0, *window_positions(tokens - scored_tokens, for_rows)])
     if only and halves is None:
         raise InvalidParameter(f"{words.name}: the model implements attention itself, so its queries are unknown: omit --balanced-only")
     # Layers that share the keys and values of others are empty in a cache.
@@ -158,7 +158,7 @@ def run(
         "text": words.name,
         **sizes,
         "positions": None if layer_ropes is None else {"frames": for_frames, "rows": for_rows},
-        "raw": _raw_share(report, windows * (tokens - score), halves),
+        "raw": _raw_share(report, windows * (tokens - scored_tokens), halves),
         "raw_attention": sum(map(float, report.shares.values())) / (len(report.shares) * windows) if report.shares else None,
         "transform": [] if frames is None else [rate(basis, bits) for bits in SHOWN_BITS if bits >= basis.min_transform_bits(raw=True)],
         "without_frames": reason,
@@ -174,20 +174,20 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
     Raises InvalidParameter if a setting exceeds the limits of the model or the text.
     """
     only = settings.balanced_only
-    if only and (settings.score is not None or settings.scope is not None):
+    if only and (settings.scored_tokens is not None or settings.scope is not None):
         raise InvalidParameter("--balanced-only predicts nothing and makes no frames for transform: omit --score and --scope")
     usual, limit = (BALANCED_TOKENS, BALANCED_WINDOWS) if only else (DEFAULT_TOKENS, DEFAULT_WINDOWS)
     tokens = window_tokens(settings.tokens, min(usual, longest or usual), words, max_positions)
-    score = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
+    scored_tokens = 0 if only else min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(words.ids) // window_ids(tokens, words)
     windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
-        check_size("score", score, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
+        check_size("score", scored_tokens, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
     if settings.positions is not None:
         most_read = min(max_positions or settings.positions, longest or settings.positions)
         check_size("positions", settings.positions, 1, most_read, "of the model")
-    return tokens, score, windows
+    return tokens, scored_tokens, windows
 
 
 def _positions(settings: Settings, longest: int | None, max_positions: int | None) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class Loss:
 class Windows:
     """Windows of a text that are read repeatedly.
 
-    ``step`` is called after each window that is read, and ``measured`` after each new loss. ``losses`` are keyed by recipe text, which
+    ``step`` is called after each window that is read, and ``on_measured`` after each new loss. ``losses`` are keyed by recipe text, which
     names the ``basis`` if it needs one. ``exact`` has the uncompressed model's results, with only the prefix of the pairs, in bf16.
     """
 
@@ -64,14 +64,14 @@ class Windows:
     step: Callable[[], None]
     exact: list[UncompressedResult] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
-    measured: Callable[[str, Loss], None] | None = None
+    on_measured: Callable[[str, Loss], None] | None = None
     basis: Basis | None = None
 
-    def read(self, windows: Sequence[torch.Tensor], score: int) -> UncompressedResult:
+    def read(self, windows: Sequence[torch.Tensor], scored_tokens: int) -> UncompressedResult:
         """Read windows ``[1, token]`` without packing, and return all results of the first one."""
         first = None
         for tokens in windows:
-            result = read_uncompressed(self.model, tokens, score)
+            result = read_uncompressed(self.model, tokens, scored_tokens)
             first = first or result
             pairs = [(k.to(torch.bfloat16), v.to(torch.bfloat16)) for k, v in result.first]
             self.exact.append(replace(result, pairs=pairs, seen={}))
@@ -87,8 +87,8 @@ class Windows:
                 self.step()
         else:
             self.losses[recipe] = Loss.joined([self._measure(exact, recipe) for exact in self.exact])
-            if self.measured:
-                self.measured(recipe, self.losses[recipe])
+            if self.on_measured:
+                self.on_measured(recipe, self.losses[recipe])
         return self.losses[recipe]
 
     def _measure(self, exact: UncompressedResult, recipe: str) -> Loss:
@@ -99,7 +99,7 @@ class Windows:
 
 
 def read_once(
-    searched: Windows, windows: Sequence[torch.Tensor], score: int, recipes: Sequence[str]
+    searched: Windows, windows: Sequence[torch.Tensor], scored_tokens: int, recipes: Sequence[str]
 ) -> tuple[list[float], dict[str, Loss]]:
     """Return the uncompressed model's losses in ``windows``, and the losses of ``recipes``, with the model of ``searched``.
 
@@ -109,7 +109,7 @@ def read_once(
     losses: dict[str, list[Loss]] = {recipe: [] for recipe in recipes}
     for tokens in windows:
         window = Windows(searched.model, searched.folder, searched.step, basis=searched.basis)
-        exact.append(window.read([tokens], score).loss)
+        exact.append(window.read([tokens], scored_tokens).loss)
         for recipe, result in losses.items():
             result.append(window.loss(recipe))
     return exact, {recipe: Loss.joined(result) for recipe, result in losses.items()}

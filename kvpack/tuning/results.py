@@ -43,7 +43,7 @@ def results(
                 "bits_per_value": allocation.loss.bits_per_value,
                 "kl_divergence": allocation.loss.kl_divergence,
             }
-            for allocation in search.measured
+            for allocation in search.measurements
         ],
         "sensitivities": [
             {"layer": layer, "side": side, "codec": codec, "bytes": search.priced.stream_bytes((layer, side), codec), "kl_divergence": loss}

@@ -43,13 +43,13 @@ class Search:
     windows: Windows
     budget: int
     """Maximum size of one window's file in bytes."""
-    measured: list[Measurement] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
     sensitivities: Losses = field(default_factory=dict)
 
     def measure(self, description: str, allocation: Allocation) -> Measurement:
-        """Measure the real loss of ``allocation`` and add it to ``measured``."""
+        """Measure the real loss of ``allocation`` and add it to ``measurements``."""
         result = Measurement(description, allocation, self.windows.loss(recipe_text(allocation)))
-        self.measured.append(result)
+        self.measurements.append(result)
         return result
 
     def fits(self, allocation: Allocation) -> bool:
@@ -126,7 +126,7 @@ def measure_within_budget(search: Search, description: str, losses: Losses) -> M
         excess = result.loss.bytes - search.budget * len(search.windows.exact)
         if excess <= 0:
             return result
-        search.measured.pop()
+        search.measurements.pop()
         budget -= -(-excess // len(search.windows.exact))
 
 

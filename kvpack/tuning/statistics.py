@@ -260,11 +260,11 @@ def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
     return [(-(-count * part // parts), predicted * part // parts - predicted * (part - 1) // parts) for part in range(1, parts + 1)]
 
 
-def _check_depends(depends: bool, score: int) -> None:
+def _check_depends(depends: bool, scored_tokens: int) -> None:
     """Raise InvalidParameter unless predictions depend on earlier keys or values."""
     if not depends:
         raise InvalidParameter(
-            f"the {score} predicted tokens of a window attend to no earlier tokens, as with chunked attention: "
+            f"the {scored_tokens} predicted tokens of a window attend to no earlier tokens, as with chunked attention: "
             "calibrate with a different --tokens or --score"
         )
 

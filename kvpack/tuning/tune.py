@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 1024
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 4
-DEFAULT_HELD_OUT = 16
+DEFAULT_HELD_OUT_WINDOWS = 16
 
 MAX_BITS = 32
 
@@ -54,15 +54,15 @@ MAX_TOKEN_GROUP = 128
 class Settings:
     """Sizes of a search; None selects the default, or the limit of the model and the text if that is smaller.
 
-    ``tokens`` is the size of a window, and its last ``score`` tokens are scored. The search uses ``windows`` windows and the report
-    ``held_out`` further ones. Codecs that encode tokens in groups keep part of a group raw, and those bytes count; multiples of 128 avoid
-    that.
+    ``tokens`` is the size of a window, and its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows and the report
+    ``held_out_windows`` further ones. Codecs that encode tokens in groups keep part of a group raw, and those bytes count; multiples of 128
+    avoid that.
     """
 
     tokens: int | None = None
-    score: int | None = None
+    scored_tokens: int | None = None
     windows: int | None = None
-    held_out: int | None = None
+    held_out_windows: int | None = None
     seed: int = 0
 
 
@@ -150,12 +150,12 @@ def run(
         priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
         journal = open_journal(measurements, searched.exact)
-        searched.losses, searched.measured = dict(journal.losses), journal.keep
+        searched.losses, searched.on_measured = dict(journal.losses), journal.keep
         try:
             tuned, uniform = (fast_search if quick else by_widths if widths else thorough_search)(search)
         finally:
             journal.write()
-        held_out = read_once(
+        held_out_losses = read_once(
             searched,
             held_out_windows,
             sizes.score,
@@ -170,7 +170,7 @@ def run(
             "recipe": recipe_text(tuned.allocation),
             "file": out,
             "basis": None if loaded_basis is None else {"file": loaded_basis.where, "digest": loaded_basis.digest.hex()},
-            **results(search, held_out, tuned, uniform),
+            **results(search, held_out_losses, tuned, uniform),
         }
     counter.finish()
     if out is not None:
@@ -220,14 +220,16 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
         # A short text makes two windows, one of them held out. Whole token groups leave no raw tail.
         tokens = max(2, min(tokens, len(text.ids) // 2 + len(text.start) - 1))
         tokens -= tokens % (2 * MAX_TOKEN_GROUP) if tokens > 2 * MAX_TOKEN_GROUP else 0
-    score = min(DEFAULT_SCORE, tokens // 2) if settings.score is None else settings.score
+    scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room // 2) if settings.windows is None else settings.windows
-    check_size("score", score, 1, tokens - 1, f"in a window of {tokens} tokens")
+    check_size("score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, at least one of them held out")
-    held_out = min(DEFAULT_HELD_OUT, room - windows) if settings.held_out is None else settings.held_out
-    check_size("held-out", held_out, 1, room - windows, f"windows of {tokens} tokens in {text.name}, besides {windows} for the search")
-    return _Sizes(tokens, score, windows, held_out)
+    held_out_windows = min(DEFAULT_HELD_OUT_WINDOWS, room - windows) if settings.held_out_windows is None else settings.held_out_windows
+    check_size(
+        "held-out", held_out_windows, 1, room - windows, f"windows of {tokens} tokens in {text.name}, besides {windows} for the search"
+    )
+    return _Sizes(tokens, scored_tokens, windows, held_out_windows)
 
 
 def _windows(text: Text, sizes: _Sizes, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

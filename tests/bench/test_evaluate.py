@@ -16,7 +16,7 @@ from kvpack.models import demo_text, load_model
 from support.chat_tokenizers import tokenizer
 
 TEXT = demo_text().decode()
-SIZES = {"tokens": 96, "score": 32, "windows": 2}
+SIZES = {"tokens": 96, "scored_tokens": 32, "windows": 2}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_it_is_a_table_as_html_and_as_text(found: kvpack.bench.evaluate.Evaluati
 
 def test_uncompressed_bits_are_those_of_the_models_dtype(model: Any, found: kvpack.bench.evaluate.Evaluation) -> None:
     half = copy.deepcopy(model).to(torch.bfloat16)
-    sizes = SIZES | {"tokens": 64, "score": 16, "windows": 1}
+    sizes = SIZES | {"tokens": 64, "scored_tokens": 16, "windows": 1}
     reports = (found, kvpack.evaluate(half, None, TEXT, "kivi-2", reference=None, **sizes))
     rows = [next(line.split() for line in str(report).splitlines() if line.startswith("uncompressed")) for report in reports]
     assert [row[1] for row in rows] == ["32.00", "16.00"]
@@ -92,7 +92,7 @@ def test_the_model_stays_as_it_was(model: Any) -> None:
 @pytest.mark.scenario
 def test_windows_come_from_all_texts(model: Any) -> None:
     texts = [TEXT[:300], "short", TEXT[300:]]
-    sizes = {"tokens": 96, "score": 32, "windows": 4, "reference": None}
+    sizes = {"tokens": 96, "scored_tokens": 32, "windows": 4, "reference": None}
     one = kvpack.evaluate(model, tokenizer(None), texts, "kivi-2", **sizes)
     assert (one.report["settings"]["windows"], one.report["text"]) == (4, "3 texts")
     again = kvpack.evaluate(model, tokenizer(None), texts, ["kivi-2"], **sizes)
@@ -110,7 +110,7 @@ def test_windows_come_from_all_texts(model: Any) -> None:
         ({"recipes": "octopus-33"}, InvalidParameter, "did you mean octopus-3"),
         ({"recipes": "klt-1.75"}, MissingBasis, "needs a basis"),
         ({"tokens": 1}, InvalidParameter, "^tokens is 1, expected an integer from 2 to 2500 .the limit of the model"),
-        ({"score": 96}, InvalidParameter, "score is 96, expected an integer from 1 to 95"),
+        ({"scored_tokens": 96}, InvalidParameter, "scored_tokens is 96, expected an integer from 1 to 95"),
         ({"windows": 100}, InvalidParameter, "windows is 100, expected an integer from 1 to 26"),
         ({"step": 0}, InvalidParameter, "step is 0"),
     ],

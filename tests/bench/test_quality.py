@@ -41,7 +41,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.models import demo_text, model_folder
 
 RECIPES = ["bf16", "kivi-2", "kv=group:b=8,g=32"]
-SETTINGS = quality.Settings(tokens=512, score=96, windows=2, needles=1)
+SETTINGS = quality.Settings(tokens=512, scored_tokens=96, windows=2, needles=1)
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -170,7 +170,7 @@ def test_ratios_to_the_reference_are_paired_by_window() -> None:
 
 
 def test_the_reference_is_measured_too() -> None:
-    found = quality.run(None, None, ["kivi-2"], quality.Settings(tokens=128, score=16, windows=2, needles=0), reference="fp8")
+    found = quality.run(None, None, ["kivi-2"], quality.Settings(tokens=128, scored_tokens=16, windows=2, needles=0), reference="fp8")
     rows = by_recipe(found)
     assert set(rows) == {"kivi-2", "fp8"}
     assert rows["kivi-2"]["of_reference"]["ratio"] > 1 == rows["fp8"]["of_reference"]["ratio"]
@@ -245,7 +245,7 @@ def test_divergence() -> None:
 
 def test_one_seed_one_result(report: Any) -> None:
     assert without_times(quality.run(None, None, RECIPES, SETTINGS)) == without_times(report)
-    other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, score=8, windows=2, needles=0, seed=1))
+    other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, scored_tokens=8, windows=2, needles=0, seed=1))
     assert [window["start"] for window in other["uncompressed"]["windows"]] != starts(2500, 256, 2, 0)
     assert other["uncompressed"]["needles"] is other["recipes"][0]["needles"] is None
 
@@ -351,7 +351,7 @@ def test_drawn_tokens_are_as_frequent_as_predicted() -> None:
 
 
 def test_moved_keys_compute_the_same_function_and_cost_coarse_codecs_more() -> None:
-    sizes = quality.Settings(tokens=256, score=32, windows=2, needles=0)
+    sizes = quality.Settings(tokens=256, scored_tokens=32, windows=2, needles=0)
     plain = quality.run(None, None, ["kv=scalar:b=3"], sizes)
     moved = quality.run(None, None, ["kv=scalar:b=3"], quality.Settings(**{**vars(sizes), "offset": 10.0}))
     assert moved["offset"]["largest_logit_difference"] < 1e-4
@@ -396,7 +396,7 @@ def test_a_model_reads_kvpacks_own_texts_and_is_told_apart_by_them(tmp_path: Pat
     # Without a tokenizer tokens are bytes.
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=257, max_position_embeddings=300)).save_pretrained(tmp_path / "m")
-    sizes = quality.Settings(tokens=96, score=32, windows=2, needles=0, generated=20)
+    sizes = quality.Settings(tokens=96, scored_tokens=32, windows=2, needles=0, generated=20)
     found = quality.run(tmp_path / "m", None, ["kivi-2"], sizes, reference="fp8")
     assert found["text"] == "kvpack's prose"
     assert found["precision"] == "fp32 on a CPU"
@@ -463,7 +463,7 @@ def test_a_model_with_a_tokenizer(tmp_path: Path) -> None:
     text.write_text("<s> " + " ".join(f"w{number % 48}" for number in range(200)))
     read = read_text(str(text), tmp_path, 50)
     assert (read.start, list(read.ids[:3]), len(read.ids), read.is_byte_level) == ((0,), [2, 3, 4], 200, False)
-    found = quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, score=32))
+    found = quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, scored_tokens=32))
     assert found["settings"]["windows"] == 3
     assert found["settings"]["needles"] == 0
     assert found["recipes"][0]["perplexity"] == pytest.approx(found["uncompressed"]["perplexity"], rel=0.01)
@@ -585,8 +585,10 @@ def cluttered(spread: float) -> Any:
 
 def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     read, exactly = [], quality.read_uncompressed
-    monkeypatch.setattr(quality, "read_uncompressed", lambda model, tokens, score: read.append(tokens) or exactly(model, tokens, score))
-    sizes = quality.Settings(tokens=64, score=16, windows=2, needles=0)
+    monkeypatch.setattr(
+        quality, "read_uncompressed", lambda model, tokens, scored_tokens: read.append(tokens) or exactly(model, tokens, scored_tokens)
+    )
+    sizes = quality.Settings(tokens=64, scored_tokens=16, windows=2, needles=0)
     for settings in (sizes, replace(sizes, inserted="\x01")):
         report = quality.run(None, None, ["kv=scalar:b=2"], settings)
     assert report["cpu_seconds"] > 0

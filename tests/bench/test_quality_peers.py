@@ -39,7 +39,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_peers_are_measured_in_the_same_windows(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = quality.Settings(tokens=288, score=96, windows=2, needles=0, peers=True)
+    settings = quality.Settings(tokens=288, scored_tokens=96, windows=2, needles=0, peers=True)
     steps = []
     report = quality.run(None, None, ["kivi-4"], settings, reference="kivi-4", progress=lambda *step: steps.append(step))
     assert steps[-1] == (8, 8)

@@ -107,7 +107,7 @@ def test_sums_are_those_of_the_models_own_keys_and_queries() -> None:
 
 @pytest.mark.scenario
 def test_keys_cost_less_in_the_frame(basis: Path) -> None:
-    settings = quality.Settings(tokens=384, score=64, windows=2, needles=0, seed=5)
+    settings = quality.Settings(tokens=384, scored_tokens=64, windows=2, needles=0, seed=5)
     plain, framed, mean, centered = recipes = [
         f"k=scalar:b=2{words};v=raw:dtype=bf16;raw=4,0.6,4" for words in ("", ",frame=balanced", ",mean=64", ",frame=centered,mean=64")
     ]
@@ -135,7 +135,7 @@ def test_a_basis_of_balanced_frames_has_the_means_of_keys_before_rope(basis: Pat
 @pytest.mark.scenario
 def test_a_calibration_for_all_codecs_has_balanced_frames_too(tmp_path: Path) -> None:
     path = tmp_path / "x.kvbasis"
-    calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, score=16, windows=2))
+    calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
     basis = Basis.load(path)
     heads, dim = next(iter(basis.shapes))
     pairs = [(torch.randn(1, heads, 40, dim), torch.randn(1, heads, 40, dim)) for _ in range(basis.layers)]
@@ -162,5 +162,5 @@ def test_a_model_whose_queries_are_not_known_has_no_balanced_frames(tmp_path: Pa
     monkeypatch.setattr(QueryMoments, "observe", lambda *_: None)
     with pytest.raises(InvalidParameter, match="the model implements attention itself"):
         calibrate.run(None, None, str(tmp_path / "x.kvbasis"), calibrate.Settings(tokens=64, windows=1, balanced_only=True))
-    report = calibrate.run(None, None, str(tmp_path / "y.kvbasis"), calibrate.Settings(tokens=64, score=16, windows=1))
+    report = calibrate.run(None, None, str(tmp_path / "y.kvbasis"), calibrate.Settings(tokens=64, scored_tokens=16, windows=1))
     assert not report["balanced"]

@@ -28,7 +28,7 @@ from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
 
 CANDIDATES = ["scalar:b=2", "scalar:b=3", "k=group:b=4,g=32", "v=octahedral:b=3"]
-SETTINGS = tune.Settings(tokens=128, score=32, windows=2, held_out=2, seed=3)
+SETTINGS = tune.Settings(tokens=128, scored_tokens=32, windows=2, held_out_windows=2, seed=3)
 WORDS = ["tune", "--tokens", "128", "--score", "32", "--windows", "1", "--held-out", "1"]
 
 
@@ -115,7 +115,7 @@ def test_every_candidate_was_tried_in_every_place(found: Any) -> None:
 
 @pytest.mark.scenario
 def test_one_seed_one_result(found: Any) -> None:
-    settings = tune.Settings(tokens=64, score=16, windows=1, held_out=1)
+    settings = tune.Settings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
     first, again = (tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=4"]) for _ in range(2))
     assert first == again
     assert first["file"] is None
@@ -182,7 +182,7 @@ def test_other_files_hold_no_measurements(tmp_path: Path, content: str, message:
 @pytest.mark.parametrize("quick", [True, False], ids=["fast", "thorough"])
 def test_progress_ends_at_its_total(quick: bool) -> None:
     seen: list[tuple[int, int]] = []
-    settings = tune.Settings(tokens=64, score=16, windows=1, held_out=1)
+    settings = tune.Settings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
     tune.run(None, None, 4.5, settings, quick=quick, candidates=["scalar:b=2", "scalar:b=3"], progress=lambda *step: seen.append(step))
     assert len({total for _, total in seen}) == 1
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -220,7 +220,9 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
     model.save_pretrained(tmp_path)
     words = ["k=scalar:b=2", "k=scalar:b=6", "v=scalar:b=4"]
     # Room for the finer keys of one layer, and not of two.
-    report = tune.run(str(tmp_path), None, 4.6, tune.Settings(tokens=128, score=32, windows=1, held_out=4), candidates=words)
+    report = tune.run(
+        str(tmp_path), None, 4.6, tune.Settings(tokens=128, scored_tokens=32, windows=1, held_out_windows=4), candidates=words
+    )
     assert [layer["k"] for layer in report["layers"]].count("scalar:b=6") == 1
     assert (report["recipe"] == "k=scalar:b=2;v=scalar:b=4;layers=2:k=scalar:b=6") == sensitive
     assert report["uniform"]["recipe"] == "k=scalar:b=2;v=scalar:b=4"
@@ -407,12 +409,12 @@ def test_exchanges_see_what_single_places_hide() -> None:
 
     made = scripted(2, loss, budget=9)
     tuned, plain = search.thorough_search(made)
-    kinds = [it.what for it in made.measured]
+    kinds = [it.what for it in made.measurements]
     assert kinds[0] == "greedy"
     assert "exchange" in kinds
-    assert average_bits(made.measured[0])[0] < average_bits(tuned)[0]
+    assert average_bits(made.measurements[0])[0] < average_bits(tuned)[0]
     assert plain is not None
-    assert tuned.loss.kl_divergence < min(made.measured[0].loss.kl_divergence, plain.loss.kl_divergence)
+    assert tuned.loss.kl_divergence < min(made.measurements[0].loss.kl_divergence, plain.loss.kl_divergence)
     assert sum(average_bits(tuned)) <= 9
 
 
@@ -431,7 +433,7 @@ def test_files_that_grow_in_a_window_stay_within_the_budget() -> None:
     made = scripted(1, lambda bits: -float(sum(bits.values())), bytes_=lambda bits: sum(bits.values()) + (bits[0, "k"] == 4), budget=7)
     tuned, _ = search.thorough_search(made)
     assert tuned.loss.bytes <= 7
-    assert all(it.loss.bytes <= 7 for it in made.measured if it.what != "uniform")
+    assert all(it.loss.bytes <= 7 for it in made.measurements if it.what != "uniform")
 
 
 def test_candidates_that_cannot_hold_the_values_are_left_out() -> None:
@@ -466,13 +468,13 @@ def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
     # Room for one rung in 16 layers above keys and values of 2 bits.
     made = scripted(32, sensitive, budget=32 * 4 + 16)
     tuned, plain = early_boost.fast_search(made)
-    kinds = [it.what for it in made.measured]
+    kinds = [it.what for it in made.measurements]
     assert len(kinds) <= runs <= early_boost.RUNS
     assert set(expected) <= set(kinds)
-    assert tuned.loss.kl_divergence == min(it.loss.kl_divergence for it in made.measured)
+    assert tuned.loss.kl_divergence == min(it.loss.kl_divergence for it in made.measurements)
     assert plain is not None
     assert plain.what == "uniform"
-    assert all(sum(average_bits(it)) <= 32 * 4 + 16 for it in made.measured)
+    assert all(sum(average_bits(it)) <= 32 * 4 + 16 for it in made.measurements)
 
 
 def test_a_head_dim_that_a_candidate_cannot_take() -> None:
@@ -498,8 +500,8 @@ def test_a_head_dim_that_a_candidate_cannot_take() -> None:
 @pytest.mark.scenario
 def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: Path) -> None:
     basis, measurements, out = (tmp_path / name for name in ("tinylm.kvbasis", "losses.json", "recipe.txt"))
-    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2))
-    settings = tune.Settings(tokens=128, score=32, windows=1, held_out=1)
+    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
+    settings = tune.Settings(tokens=128, scored_tokens=32, windows=1, held_out_windows=1)
     few = ["kv=klt:bits=1.5", "kv=klt:bits=3", "kv=scalar:b=2"]
     found = tune.run(None, None, 3.0, settings, candidates=few, out=str(out), measurements=str(measurements), basis=str(basis))
     digest = Basis.load(basis).digest.hex()
@@ -517,8 +519,8 @@ def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: P
 @pytest.mark.scenario
 def test_frames_add_candidates_that_are_decoded_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     basis = tmp_path / "tinylm.kvbasis"
-    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2))
-    settings = tune.Settings(tokens=96, score=24, windows=1, held_out=2)
+    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
+    settings = tune.Settings(tokens=96, scored_tokens=24, windows=1, held_out_windows=2)
     few = ["kv=klt:bits=2", "kv=klt:bits=4", "kv=transform:bits=1,chunk=16", "kv=transform:bits=3,chunk=16"]
     found = tune.run(None, None, 4.0, settings, candidates=few, basis=str(basis))
     codecs = [row[side] for row in found["layers"] for side in "kv"]
@@ -543,5 +545,5 @@ def test_frames_add_candidates_that_are_decoded_and_can_be_left_out(tmp_path: Pa
     assert any("transform" in text for text in tune._candidates(False, given, only_attendable=False))
     assert not any("transform" in text for text in tune._candidates(False, given, only_attendable=True))
     assert not any("transform" in text for text in tune._candidates(True, given, only_attendable=False))
-    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, score=16, windows=2, scope="none"))
+    calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2, scope="none"))
     assert not any("transform" in text for text in tune._candidates(False, Basis.load(basis), only_attendable=False))

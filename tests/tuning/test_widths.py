@@ -15,7 +15,7 @@ from kvpack.tuning.widths import average_bits
 if TYPE_CHECKING:
     from pathlib import Path
 
-SIZES = tune.Settings(tokens=512, score=128, windows=1, held_out=1)
+SIZES = tune.Settings(tokens=512, scored_tokens=128, windows=1, held_out_windows=1)
 
 
 @pytest.mark.scenario

@@ -320,8 +320,8 @@ def pool_buffer(pool: Any) -> PageBuffer:
         if _name(info.buffers.layout) not in ("nhd", "paged_nhd"):
             raise InvalidParameter(f"SGLang keeps values in the layout {_name(info.buffers.layout)!r}, expected nhd: use another backend")
     if hasattr(pool, "kv_lora_rank"):
-        latent, rotary = pool.kv_lora_rank, pool.qk_rope_head_dim
-        geometry = PageGeometry(layers, 1, tokens, latent, rotary, _NAMES[pool.dtype])
+        latent, rotary_dim = pool.kv_lora_rank, pool.qk_rope_head_dim
+        geometry = PageGeometry(layers, 1, tokens, latent, rotary_dim, _NAMES[pool.dtype])
         _check_whole(pool, geometry)
         cells = _views(pool.kv_buffer, pool.layout, layers, tokens, pages)
         return PageBuffer(geometry, [x[..., :latent] for x in cells], [x[..., latent:] for x in cells])

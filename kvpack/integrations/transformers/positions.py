@@ -113,19 +113,19 @@ class RotaryPositions:
         plain = torch.arange(start, start + positions.shape[-1], dtype=torch.int64, device="cpu")
         cpu_positions = positions.detach().cpu().reshape(-1, *positions.shape[-2:])
         # The first of four rows contains token numbers, which only masks use.
-        rotary = cpu_positions[1:] if len(cpu_positions) == 4 else cpu_positions
+        rotary_positions = cpu_positions[1:] if len(cpu_positions) == 4 else cpu_positions
         if not start:
-            self._largest = rotary.amax(0).cummax(1).values
+            self._largest = rotary_positions.amax(0).cummax(1).values
             self._deltas = self._largest[:, -1:] + 1 - positions.shape[-1]
             self._hidden = cpu_positions[0].amax(1)[:, None] + 1 - positions.shape[-1]
             self._end, self._cut = positions.shape[-1], None
             return
-        if not bool((rotary == plain + self._deltas).all()) or (
+        if not bool((rotary_positions == plain + self._deltas).all()) or (
             len(cpu_positions) == 4 and not bool((cpu_positions[0] == plain + self._hidden).all())
         ):
-            other = (rotary != plain + self._deltas).flatten(0, -2).any(0).nonzero()
+            other = (rotary_positions != plain + self._deltas).flatten(0, -2).any(0).nonzero()
             token = int(other[0]) if len(other) else 0
-            self._refuse(sorted(set(rotary[..., token].flatten().tolist())), start + token)
+            self._refuse(sorted(set(rotary_positions[..., token].flatten().tolist())), start + token)
 
     def require_positions(self, start: int) -> None:
         """Raise InvalidParameter if no positions were given and the model would compute different ones."""

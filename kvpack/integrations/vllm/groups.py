@@ -30,7 +30,7 @@ GROUPS, PLACES = "kvpack_groups", "kvpack_places"
 class Group:
     """A group of ``layers`` cache layers whose blocks have ``page_bytes`` bytes each, without padding.
 
-    ``kind`` is "attention" (``heads`` heads of ``dim`` keys and values), "latents" (MLA: ``dim`` of latents and ``rotary`` of rotary
+    ``kind`` is "attention" (``heads`` heads of ``dim`` keys and values), "latents" (MLA: ``dim`` of latents and ``rotary_dim`` of rotary
     values) or "bytes", which are kept unchanged.
     """
 
@@ -40,7 +40,7 @@ class Group:
     kind: str = "bytes"
     heads: int = 1
     dim: int = 0
-    rotary: int = 0
+    rotary_dim: int = 0
     dtype: str = "u8"
 
     @property
@@ -49,7 +49,7 @@ class Group:
         if self.kind == "attention":
             return PageGeometry(self.layers, self.heads, self.tokens, self.dim, self.dim, self.dtype)
         if self.kind == "latents":
-            return PageGeometry(self.layers, 1, self.tokens, self.dim, self.rotary, self.dtype)
+            return PageGeometry(self.layers, 1, self.tokens, self.dim, self.rotary_dim, self.dtype)
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, recipe: str) -> str:
@@ -63,7 +63,7 @@ class Group:
         if self.kind == "attention":
             places = tuple(arrangement(layout, self.heads, self.tokens, self.dim))
         elif self.kind == "latents":
-            row = self.dim + self.rotary
+            row = self.dim + self.rotary_dim
             places = (0, (row, row, 1)), (self.dim, (row, row, 1))
         else:
             places = ((0, (self.page_bytes, geometry.dim_k, 1)),)
@@ -210,10 +210,10 @@ def _group(vllm_config: Any, group: Any) -> Group:
         return raw
     size, cells = spec.dtype.itemsize, spec.block_size * spec.num_kv_heads
     if latents:
-        rotary = getattr(vllm_config.model_config.hf_text_config, "qk_rope_head_dim", 0)
-        if not 0 < rotary < spec.head_size or raw.page_bytes != cells * spec.head_size * size or spec.num_kv_heads != 1:
+        rotary_dim = getattr(vllm_config.model_config.hf_text_config, "qk_rope_head_dim", 0)
+        if not 0 < rotary_dim < spec.head_size or raw.page_bytes != cells * spec.head_size * size or spec.num_kv_heads != 1:
             return raw
-        return Group(layers, spec.block_size, raw.page_bytes, "latents", 1, spec.head_size - rotary, rotary, dtype)
+        return Group(layers, spec.block_size, raw.page_bytes, "latents", 1, spec.head_size - rotary_dim, rotary_dim, dtype)
     if spec.head_size_v != spec.head_size or raw.page_bytes != 2 * cells * spec.head_size * size:
         return raw
     return Group(layers, spec.block_size, raw.page_bytes, "attention", spec.num_kv_heads, spec.head_size, 0, dtype)

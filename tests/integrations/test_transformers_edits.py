@@ -268,6 +268,20 @@ def test_a_model_edited_between_loading_and_the_first_pass_is_refused(
     assert parameters
 
 
+@pytest.mark.parametrize("edit", [one_value, negate_embedding, other_data])
+def test_an_edit_of_weights_without_versions_is_refused(edit: Callable[[Any], None], tmp_path: Path) -> None:
+    """Tensors created in inference mode have none, so all values are compared again."""
+    path = saved(small_llama(), tmp_path / "file")
+    with torch.inference_mode():
+        model = small_llama()
+        with KvpackCache.load(path, model) as cache:
+            model(FOLLOWING, past_key_values=cache)
+        with KvpackCache.load(path, model) as cache:
+            edit(model)
+            with pytest.raises(InvalidParameter, match="the model's weights changed after the cache was compared with it"):
+                model(FOLLOWING, past_key_values=cache)
+
+
 def test_a_model_edited_after_the_first_pass_over_a_loaded_cache_is_noted(tmp_path: Path) -> None:
     path, model = saved(small_llama(), tmp_path / "file"), small_llama()
     with torch.no_grad(), KvpackCache.load(path, model) as cache:

@@ -46,7 +46,10 @@ class ModelState:
         self._versions = [(weakref.ref(parameter), _version(parameter)) for parameter in trained_first]
 
     def matches(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model`` has not changed since the summary was created."""
+        """Return True if ``model`` is known not to have changed since the summary was created."""
+        # Tensors that were created in inference mode have no versions, so nothing shows that their values are the same.
+        if any(x.is_inference() for x in _tensors_of(model)):
+            return False
         return self._modes == (active_adapters(model), model.training) and self._tensors == _versions_of(model)
 
     def has_other_weights(self, few: bool = False) -> bool:
@@ -59,8 +62,15 @@ class ModelState:
 
 def _versions_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
     """Return the versions of all parameters and buffers in the order of their modules, so that exchanged ones differ."""
-    held = (x for module in modules_of(model) for x in (*module._parameters.values(), *module._buffers.values()))
-    return [() if x is None else _version(x) for x in held]
+    return [_version(x) for x in _tensors_of(model)]
+
+
+def _tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield all parameters and buffers in the order of their modules."""
+    for module in modules_of(model):
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None:
+                yield x
 
 
 def _layer_state(layer: Any) -> tuple[Any, ...]:
@@ -87,9 +97,10 @@ def _parameters_of(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
     return {id(x): x for module in modules_of(model) for x in module._parameters.values() if x is not None}.values()
 
 
-def _version(parameter: torch.Tensor) -> tuple[Any, ...]:
+def _version(x: torch.Tensor) -> tuple[Any, ...]:
     try:
-        return parameter.data_ptr(), parameter._version, parameter.dtype
+        address = x.data_ptr()
     except RuntimeError:
-        # Tensors created in inference mode have no version, and meta tensors have no address.
-        return id(parameter), parameter.dtype
+        # Some quantized tensors have no memory of their own.
+        address = id(x)
+    return address, None if x.is_inference() else x._version, x.dtype

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
     from .columns import StreamPacking, Term
-    from .rows import Origins
+    from .rows import BatchOffsets
 
 
 class Output(NamedTuple):
@@ -42,7 +42,7 @@ class Output(NamedTuple):
     streams: Mapping[str, torch.Tensor]
     planes: tuple[torch.Tensor, ...]
     flag: torch.Tensor
-    origins: Origins | None = None
+    origins: BatchOffsets | None = None
     errors: torch.Tensor | None = None
 
 
@@ -50,7 +50,7 @@ def create_output(
     codec: Codec,
     streams: Mapping[str, torch.Tensor],
     flag: torch.Tensor,
-    origins: Origins | None = None,
+    origins: BatchOffsets | None = None,
     errors: torch.Tensor | None = None,
 ) -> Output:
     """Create the ``Output`` with ``streams`` of ``codec``; a plane of bytes is viewed as uint8."""

@@ -15,9 +15,9 @@ from kvpack.kernels.bitpack.columns import tile_origin
 from .rows import launch_on_tiles, load_origin
 
 if TYPE_CHECKING:
-    from .rows import Origins
+    from .rows import BatchOffsets
 
-def largest_magnitudes(x: torch.Tensor, origins: Origins, per_head: bool) -> torch.Tensor:
+def largest_magnitudes(x: torch.Tensor, origins: BatchOffsets, per_head: bool) -> torch.Tensor:
     """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each head with ``per_head``.
 
     The result is float32 ``[batch, kv_head or 1, 1]``; it is NaN wherever a value is NaN.

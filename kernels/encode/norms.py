@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SMALLEST_SQUARE, _LARGEST_SQUARE = tl.constexpr(MIN_SQUARE), tl.constexpr(MAX_SQUARE)
 
 
-class Norms(NamedTuple):
+class NormConstants(NamedTuple):
     """Compile-time constants for norms: the smallest norm that does not fit (``limit``), and ``rule`` (``rows.norm_rule_limit``).
 
     ``log8`` is the index of the table that ``store_norms`` needs for norms stored as bytes, or -1.
@@ -53,13 +53,13 @@ class NormState(NamedTuple):
     decoded: Any
 
 
-def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> Norms:
-    """Return the ``Norms`` of ``codec``, and append its table to ``tables`` if it needs one."""
+def create_norms(codec: Scalar | Octahedral, tables: list[torch.Tensor], device: torch.device) -> NormConstants:
+    """Return the ``NormConstants`` of ``codec``, and append its table to ``tables`` if it needs one."""
     bounds = norm_byte_bounds(codec.norm, device)
     if bounds is not None:
         tables.append(bounds)
     dtype = codec.scales(1, 1, 1)["norm"].dtype
-    return Norms(norm_limit(dtype), norm_rule_limit(codec.norm_rule, dtype), -1 if bounds is None else len(tables) - 1)
+    return NormConstants(norm_limit(dtype), norm_rule_limit(codec.norm_rule, dtype), -1 if bounds is None else len(tables) - 1)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from kvpack.formats.octahedral import norm_extends_index
 
 from .columns import Term
 from .kernel import Quantizer, encode_rows
-from .norms import Norms, add_decoded, begin_norms, create_norms, end_norms
+from .norms import NormConstants, add_decoded, begin_norms, create_norms, end_norms
 from .rows import block_tokens, enclosing_levels, find_level, look_up_entry, table_bounds, table_values
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class OctahedralConstants(NamedTuple):
     triplets instead of their projections.
     """
 
-    norms: Norms
+    norms: NormConstants
     triplets: int
     levels: int
     norm_levels: int

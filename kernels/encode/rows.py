@@ -43,7 +43,7 @@ TILE_VALUES = 1 << 12
 TILE_WARPS = 4
 
 STREAM_ALIGNMENT = 16
-"""Number of bytes that divides the stream offsets of all ``Origins``."""
+"""Number of bytes that divides the stream offsets of all ``BatchOffsets``."""
 
 _STREAM_ALIGNMENT = tl.constexpr(STREAM_ALIGNMENT)
 
@@ -56,7 +56,7 @@ def block_tokens(x: torch.Tensor, limit: int) -> int:
     return limit if x.shape[3] <= MAX_PRODUCTS else max(MIN_AXIS, limit // 2)
 
 
-def launch_on_tiles(kernel: Any, x: torch.Tensor, origins: Origins, *arguments: Any, **constants: Any) -> None:
+def launch_on_tiles(kernel: Any, x: torch.Tensor, origins: BatchOffsets, *arguments: Any, **constants: Any) -> None:
     """Launch ``kernel`` once for each tile of values ``x`` ``[batch, kv_head, token, dim]`` at ``origins``, of any strides."""
     batch, heads, tokens, dim = x.shape
     channels = next_power_of_two(dim)
@@ -74,7 +74,7 @@ class InputArguments(NamedTuple):
     constants: dict[str, Any]
 
 
-class Origins(NamedTuple):
+class BatchOffsets(NamedTuple):
     """Offsets of batch entries that are anywhere in memory, such as an inference engine's pages.
 
     ``table`` is int64 ``[batch, 3]``: an element offset from the first input, a byte offset from the first entry's streams, and the index
@@ -91,7 +91,7 @@ def operand_type(x: torch.Tensor) -> Any:
     return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
 
 
-def input_arguments(x: torch.Tensor, origins: Origins | None = None) -> InputArguments:
+def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> InputArguments:
     """Return the kernel arguments for ``x`` ``[batch, kv_head, token, dim]`` of any strides; batch entries are at ``origins``, if given."""
     padded = max(MIN_AXIS, next_power_of_two(x.shape[3]))
     parts = _PARTS if x.dtype == torch.float32 else 1
@@ -160,7 +160,7 @@ def norm_rule_limit(norm_rule: str, dtype: str) -> float:
     return 0.0 if norm_rule == "norm" else LARGEST_STORED[dtype]
 
 
-class Origin(NamedTuple):
+class EntryOffsets(NamedTuple):
     """Offsets of one batch entry: of its input in values, of its streams in bytes, and of its flag."""
 
     input: Any
@@ -170,9 +170,9 @@ class Origin(NamedTuple):
 
 @triton.jit
 def load_origin(origins: tl.tensor, batch: tl.tensor, ALIGNED: tl.constexpr) -> tl.tuple:
-    """Load the ``Origin`` of a batch entry; input offsets are multiples of ``ALIGNED`` values."""
+    """Load the ``EntryOffsets`` of a batch entry; input offsets are multiples of ``ALIGNED`` values."""
     row = origins + batch * 3
-    return Origin(tl.multiple_of(tl.load(row), ALIGNED), tl.load(row + 1), tl.load(row + 2))
+    return EntryOffsets(tl.multiple_of(tl.load(row), ALIGNED), tl.load(row + 1), tl.load(row + 2))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from kvpack.formats.tables import cache_per_device
 
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
-from .norms import Norms, add_decoded, begin_norms, create_norms, end_norms
+from .norms import NormConstants, add_decoded, begin_norms, create_norms, end_norms
 from .rows import block_tokens, find_level, look_up_entry, table_bounds, table_values
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ScalarConstants(NamedTuple):
     Tables are the bounds and the magnitudes of each width, and a mask of the channels with the second width.
     """
 
-    norms: Norms
+    norms: NormConstants
     levels: int
     high_levels: int
 

@@ -14,13 +14,13 @@ from kvpack.kernels.bitpack.columns import tile_origin
 from kvpack.kernels.encode.rows import launch_on_tiles, load_origin, move_pointer
 
 if TYPE_CHECKING:
-    from kvpack.kernels.encode.rows import Origins
+    from kvpack.kernels.encode.rows import BatchOffsets
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by value size; copying integers preserves all bits, including those of NaN."""
 
 
-def copy(x: torch.Tensor, stream: torch.Tensor, origins: Origins, status: torch.Tensor | None) -> None:
+def copy(x: torch.Tensor, stream: torch.Tensor, origins: BatchOffsets, status: torch.Tensor | None) -> None:
     """Copy values ``x`` ``[batch, kv_head, token, dim]`` to ``stream`` for each batch entry.
 
     If ``status`` is given, copy in the other direction, and only for entries with status 0.

@@ -20,7 +20,7 @@ from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import EnginePages, PackedPart, common_alignment, copy_to_device
 from kvpack.kernels.encode.encode import supports_bf16_products
 from kvpack.kernels.encode.kernel import create_output
-from kvpack.kernels.encode.rows import MAX_ROW_BYTES, STREAM_ALIGNMENT, Origins
+from kvpack.kernels.encode.rows import MAX_ROW_BYTES, STREAM_ALIGNMENT, BatchOffsets
 
 from .copy import copy
 from .norms import token_norms
@@ -175,9 +175,9 @@ def _is_copied(codec: Codec, dtype: torch.dtype) -> bool:
     return isinstance(codec, Opaque) or (type(codec) is Raw and DTYPES[RAW_DTYPES[codec.dtype]] == dtype)
 
 
-def _origins(moves: Places, x: torch.Tensor) -> Origins:
+def _origins(moves: Places, x: torch.Tensor) -> BatchOffsets:
     aligned = math.gcd(16, common_alignment(moves[:, 0]) * x.element_size())
-    return Origins(copy_to_device(moves, x.device), aligned)
+    return BatchOffsets(copy_to_device(moves, x.device), aligned)
 
 
 def _streams(lane: PageSide, job: PageJob) -> dict[str, torch.Tensor]:

@@ -14,9 +14,9 @@ from kvpack.kernels.bitpack.columns import tile_origin
 from kvpack.kernels.encode.rows import launch_on_tiles, load_origin
 
 if TYPE_CHECKING:
-    from kvpack.kernels.encode.rows import Origins
+    from kvpack.kernels.encode.rows import BatchOffsets
 
-def token_norms(x: torch.Tensor, origins: Origins) -> torch.Tensor:
+def token_norms(x: torch.Tensor, origins: BatchOffsets) -> torch.Tensor:
     """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
     result = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     launch_on_tiles(_norms, x, origins, result)

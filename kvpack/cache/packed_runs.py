@@ -32,7 +32,7 @@ _TOKENS_COUNTED = 1 << 12
 """Number of tokens per sequence and head whose entries are counted at once."""
 
 
-_SHOWN = 4
+_MAX_SHOWN_RUNS = 4
 """Maximum number of runs in a repr."""
 
 
@@ -266,8 +266,8 @@ class PackedRuns(Sequence[PackedRun]):
         return runs if isinstance(runs, PackedRuns) else PackedRuns(tuple(run.stretch for run in runs))
 
     def __repr__(self) -> str:
-        shown = repr(self[:_SHOWN])
-        return shown if len(self) <= _SHOWN else f"{shown[:-1]}, ... {len(self)} in all)"
+        shown = repr(self[:_MAX_SHOWN_RUNS])
+        return shown if len(self) <= _MAX_SHOWN_RUNS else f"{shown[:-1]}, ... {len(self)} in all)"
 
     def __len__(self) -> int:
         return self._count

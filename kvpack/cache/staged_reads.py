@@ -33,17 +33,17 @@ PIECE_BYTES = 1 << 20
 """Maximum number of bytes that a C thread reads at once. Threads share the reads of a copy, so that it can start soon."""
 READ_BYTES = 1 << 22
 """Maximum number of bytes that a Python thread reads at once; more than in C, because each read needs the interpreter."""
-_SLOTS = 5
+_MAX_STAGED_COPIES = 5
 """Number of copies that have staging memory at the same time if C threads read; few enough for the processor's cache."""
-_BEHIND = 2
+_MAX_UNFINISHED_COPIES = 2
 """Number of copies that may be unfinished while the next one is read."""
-_READERS = 14
+_MAX_READERS = 14
 """Maximum number of threads that only read."""
-_DIRECT_READERS = 8
+_MIN_DIRECT_READERS = 8
 """Minimum number of threads that read past the page cache, because a disk is fastest with many requests."""
-_CHECKERS = 16
+_MAX_CHECKERS = 16
 """Maximum number of threads that also check what they read."""
-_WAITING = 2
+_MAX_WAITING_READS = 2
 """Number of reads that have memory but no Python thread yet."""
 
 
@@ -95,7 +95,7 @@ def _read_by_library(
     largest = max(copy.end - copy.begin for copy in copies)
     # Direct reads include the rest of the first and of the last block.
     slot = largest if direct is None else (largest // block + 2) * block
-    slots = min(len(copies), max(2, min(_SLOTS, staging_bytes // slot)))
+    slots = min(len(copies), max(2, min(_MAX_STAGED_COPIES, staging_bytes // slot)))
     memory = bus.staging(slots * slot + block - 1)
     memory = memory[-memory.data_ptr() % block :]
     data = memory.numpy().data
@@ -107,16 +107,16 @@ def _read_by_library(
         checks.append((span, copy.begin, copy.begin + size, data[begin : begin + size]))
         reads.append((span.begin + copy.begin - lead, size + lead, memory.data_ptr() + begin - lead))
         places.append(memory[begin : begin + copy.end - copy.begin])
-    threads = min(usable_cores(), _READERS, sum(-(-size // PIECE_BYTES) for _, size, _ in reads))
+    threads = min(usable_cores(), _MAX_READERS, sum(-(-size // PIECE_BYTES) for _, size, _ in reads))
     if direct is not None:
         # These threads wait for the disk, so they need no cores.
-        threads = max(threads, min(_DIRECT_READERS, len(reads)))
+        threads = max(threads, min(_MIN_DIRECT_READERS, len(reads)))
     running = Reader(reader_library, descriptor, reads, memory, PIECE_BYTES, threads, direct)
     running.allow(slots)
 
     def copied() -> Generator[torch.Tensor, None, None]:
         marks: list[Any] = []
-        behind = min(_BEHIND, slots - 1)
+        behind = min(_MAX_UNFINISHED_COPIES, slots - 1)
         with running:
             for number, (place, check) in enumerate(zip(places, checks, strict=True)):
                 if number >= behind > 0:
@@ -140,10 +140,10 @@ def _read_in_threads(
         return
     reads = [copy.reads(READ_BYTES) for copy in copies]
     largest = max(1, *(copy.end - copy.begin for copy in copies))
-    threads = min(usable_cores(), _READERS if all(copy.span for copy in copies) else _CHECKERS)
+    threads = min(usable_cores(), _MAX_READERS if all(copy.span for copy in copies) else _MAX_CHECKERS)
     # Number of reads that have memory, and of copies to which they belong. One more copy is read and being copied.
     owners = [number for number, ranges in enumerate(reads) for _ in ranges]
-    ahead = min(threads + _WAITING, len(owners))
+    ahead = min(threads + _MAX_WAITING_READS, len(owners))
     copies_ahead, max_copies = 1 + max(map(sub, owners[ahead - 1 :], owners)), max(1, staging_bytes // largest - 1)
     if copies_ahead > max_copies:
         ahead = copies_ahead = max_copies

@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from .presets import OWN_PRESETS, RAW_CLAUSE, calibrated_codec
+from .presets import KVPACK_PRESETS, RAW_CLAUSE, calibrated_codec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,7 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
     """Return kvpack's own presets as recipe clauses for ``basis``, by name; empty if the basis has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
-    return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in OWN_PRESETS.items()}
+    return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in KVPACK_PRESETS.items()}
 
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:

@@ -40,7 +40,7 @@ class KvpackPreset(NamedTuple):
     trellis: bool
 
 
-OWN_PRESETS = {
+KVPACK_PRESETS = {
     f"kvpack-{bits}{'-trellis' if trellis else ''}": KvpackPreset(bits, trellis) for bits in (4, 3, 2) for trellis in (False, True)
 }
 """kvpack's own presets, by name."""
@@ -128,7 +128,7 @@ def _basic_presets() -> dict[str, Preset]:
     result = {"raw": Preset("kv=raw", "no compression, values stored in their own dtype")}
     for name in ("bf16", "fp16", "fp32"):
         result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
-    for name, preset in OWN_PRESETS.items():
+    for name, preset in KVPACK_PRESETS.items():
         codes = "paths through a trellis" if preset.trellis else "codes"
         recipe = ";".join(f"{side}={kvpack_codec(side, *preset)}" for side in "kv")
         result[name] = Preset(recipe, f"kvpack's own: {codes} of {preset.bits} bits, key means, channel scales")

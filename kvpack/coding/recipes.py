@@ -42,7 +42,7 @@ from .basis_sources import load_basis
 from .calibrated_presets import calibrated_presets
 from .canonical import canonical_text
 from .clauses import InvalidClause, parse_rule, pointer, refuse
-from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, OWN_PRESETS, PUBLISHED
+from .presets import ADDITIONS, CALIBRATED_RAW_CLAUSE, KVPACK_PRESETS, PUBLISHED
 from .recipe_files import read_clauses, split_path
 from .recorded_presets import RECORDED
 from .rules import BASIS_OPTIONS, CALIBRATED, CHECKED_DIM, Rule
@@ -197,7 +197,7 @@ class Recipe:
     @property
     def _has_own_preset(self) -> bool:
         """True if the text contains one of kvpack's own presets, whose clauses depend on the basis."""
-        return any(written in OWN_PRESETS for _, written in self._clauses())
+        return any(written in KVPACK_PRESETS for _, written in self._clauses())
 
     @cached_property
     def window(self) -> int:

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """The increments of a store's counters since the last call of ``take``."""
+    """The increments of a store's counters since the last call of ``pop_increments``."""
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
         self._before: Counter[tuple[str, ...]] = Counter()
 
-    def take(self) -> Counter[tuple[str, ...]]:
+    def pop_increments(self) -> Counter[tuple[str, ...]]:
         """Return the increments, keyed by (name,) and by ("faults", operation, reason)."""
         now: Counter[tuple[str, ...]] = Counter()
         for name, count in self._store.counters().items():

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     Result = TypeVar("Result")
 
-FAILURES = 2
+MAX_FAILURES = 2
 """Consecutive failures after which requests pause."""
-REST_SECONDS = 5.0
+PAUSE_SECONDS = 5.0
 """Seconds that a pause lasts. One request then tries again."""
 
 
 class CircuitBreaker:
-    """A counter of consecutive failures that pauses requests after ``FAILURES`` of them. Safe to use from any thread."""
+    """A counter of consecutive failures that pauses requests after ``MAX_FAILURES`` of them. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._failure_count = 0
@@ -31,12 +31,12 @@ class CircuitBreaker:
     def allows_request(self) -> bool:
         """Return True if a request may be sent now. After a pause, only one caller may send a request until its result is known."""
         with self._lock:
-            if self._failure_count < FAILURES:
+            if self._failure_count < MAX_FAILURES:
                 return True
             now = time.monotonic()
             if now < self._paused_until:
                 return False
-            self._paused_until = now + REST_SECONDS
+            self._paused_until = now + PAUSE_SECONDS
             return True
 
     def record_success(self) -> None:
@@ -48,7 +48,7 @@ class CircuitBreaker:
         """Record that the server did not answer in time."""
         with self._lock:
             self._failure_count += 1
-            self._paused_until = time.monotonic() + REST_SECONDS
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
 
 
 class RequestGuard:

@@ -18,7 +18,7 @@ log = logging.getLogger("kvpack.store")
 
 SIZES = sorted({2**power for power in range(14)} | {*range(16, 513, 16)} | {*range(100, 1001, 100)})
 """The chunk sizes that are looked for, in tokens."""
-TRIES = 3
+MAX_SEARCHES = 3
 """Maximum number of times that a store searches for other chunk sizes after failed lookups. Each search may cost a request."""
 
 
@@ -34,7 +34,7 @@ class ChunkSizeSearch:
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk
-        self._tries_left = TRIES
+        self._tries_left = MAX_SEARCHES
 
     def search(self, ids: bytes, inputs: bytes) -> None:
         """Count and log entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 SETTLED_NS = 3 * 10**9
 """Nanoseconds after which a folder's modification time is reliable: a later change sets another time, even with a clock tick of 2 s."""
 
-_COLD_READS = 8
+_COLD_READ_THREADS = 8
 """Number of threads that read entries from the disk."""
-_DESCRIBED_AT_ONCE = 2048
+_MAX_TEXTS_PER_TRANSACTION = 2048
 """Maximum number of entries that one transaction of the index describes."""
 
 
@@ -133,7 +133,7 @@ class Directory(SingleTierBackend):
         if len(keys) > 1:
             with contextlib.suppress(OSError, KvpackError), self.trust.open_checked(self._folder.path(keys[-1])) as (descriptor, status):
                 if status.st_size and is_cold(descriptor, 0, status.st_size):
-                    return _COLD_READS
+                    return _COLD_READ_THREADS
         return 1
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
@@ -271,8 +271,8 @@ class Directory(SingleTierBackend):
 
     def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the descriptive texts of entries, given as pairs (key, text)."""
-        for start in range(0, len(texts), _DESCRIBED_AT_ONCE):
-            self._index.set_abouts(texts[start : start + _DESCRIBED_AT_ONCE])
+        for start in range(0, len(texts), _MAX_TEXTS_PER_TRANSACTION):
+            self._index.set_abouts(texts[start : start + _MAX_TEXTS_PER_TRANSACTION])
 
     def _last_used_ns(self, stored: StoredEntry) -> int:
         try:

@@ -46,7 +46,7 @@ RECOUNT_SECONDS = 60.0
 """Seconds after which a writer counts the stored bytes again, because other processes write too."""
 _SLACK = 16
 """Eviction frees 1/16 of the budget more than needed, so that not every put has to list the entries."""
-_MERGE = 32
+_MERGE_INTERVAL = 32
 """After one in 32 records of uses, chosen at random, all records are merged."""
 MAX_RECORDS_BYTES = 256 * 2**20
 """Maximum total size of the records of uses, or of the pins, that are read: 8 million keys."""
@@ -335,7 +335,7 @@ class ObjectStore(SingleTierBackend):
 
     def _record_uses(self) -> None:
         record, name = self._uses.pop_record(), _USES + record_name(self._ttl)
-        if record and self._guard.ask("touch", lambda: self._objects.put(name, record), False) and not randrange(_MERGE):
+        if record and self._guard.ask("touch", lambda: self._objects.put(name, record), False) and not randrange(_MERGE_INTERVAL):
             self._merge_records()
 
     def _merge_records(self) -> None:

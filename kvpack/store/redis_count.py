@@ -29,7 +29,7 @@ SIZES_AT_ONCE = 250
 """Number of keys of the server, and of sizes, in one page."""
 MAX_PAGES = 2**20
 """Maximum number of pages of a scan. A server with 300 million keys has no more."""
-AGAIN_SECONDS = 60.0
+MIN_RECOUNT_SECONDS = 60.0
 """Seconds after which a put that finds no room counts again, because another program may have changed the sum."""
 
 _PHASES = ("sizes", "used", "names")
@@ -71,9 +71,9 @@ class EntryCount:
                     self._step(self._recount)
 
     def sum_again(self) -> bool:
-        """Sum the sizes again, unless that was done in the last ``AGAIN_SECONDS``; return True if they have been summed now."""
+        """Sum the sizes again, unless that was done in the last ``MIN_RECOUNT_SECONDS``; return True if they have been summed now."""
         with self._lock:
-            if self._summed is None or time.monotonic() - self._summed < AGAIN_SECONDS:
+            if self._summed is None or time.monotonic() - self._summed < MIN_RECOUNT_SECONDS:
                 return False
             return self._step(self._sum)
 

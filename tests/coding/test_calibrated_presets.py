@@ -11,7 +11,7 @@ import kvpack
 from kvpack import cli
 from kvpack.coding.bases import LOSSES, Basis
 from kvpack.coding.calibrated_presets import MAX_WIDTH, widths
-from kvpack.coding.presets import MAX_LOG8_BITS, OWN_PRESETS
+from kvpack.coding.presets import KVPACK_PRESETS, MAX_LOG8_BITS
 from kvpack.errors import InvalidHeader, InvalidParameter
 from kvpack.integrations.recipes import recipe_with_basis
 from support.caches import random_pairs
@@ -81,7 +81,7 @@ def test_places_without_a_measured_loss_are_not_starved() -> None:
 
 def test_norms_of_keys_are_finer_beside_fine_codes() -> None:
     norms = {}
-    for name, own in OWN_PRESETS.items():
+    for name, own in KVPACK_PRESETS.items():
         rules = {rule.sides: dict(rule.words) for rule in kvpack.Recipe(name).rules}
         assert rules["v"]["norm"] == "log8"
         norms[own.bits] = rules["k"].get("norm")
@@ -99,7 +99,7 @@ def test_losses_that_are_none_are_refused(losses: str) -> None:
         kvpack.Recipe("kvpack-2", basis({LOSSES.format(side="k"): losses}))
 
 
-@pytest.mark.parametrize("name", OWN_PRESETS)
+@pytest.mark.parametrize("name", KVPACK_PRESETS)
 def test_a_basis_given_at_any_time_makes_the_same_cache(name: str, tmp_path: Path) -> None:
     given, pairs = basis(LOSING), random_pairs(LAYERS, 40)
     path, plain, framed = tmp_path / "x.kvbasis", tmp_path / "plain.kvpack", tmp_path / "framed.kvpack"

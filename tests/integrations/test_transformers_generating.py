@@ -110,7 +110,7 @@ def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
 
 def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """And other caches work meanwhile as they did."""
-    switch._told.clear()
+    switch._announced_model.clear()
     prompt = ids(1, 30)
     expected = model.generate(prompt, max_new_tokens=5, **OPTIONS)
     with caplog.at_level(logging.INFO, "kvpack"):

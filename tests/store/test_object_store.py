@@ -184,7 +184,7 @@ def test_the_budget_holds_and_leaves_go_first(place: Any, monkeypatch: pytest.Mo
 
 def test_uses_are_merged_into_one_record(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "INTERVAL_SECONDS", 0)
-    monkeypatch.setattr(object_store, "_MERGE", 10**40)
+    monkeypatch.setattr(object_store, "_MERGE_INTERVAL", 10**40)
     store = opened(place)
     for seed in range(4):
         save(store, prompt(1, seed=seed))
@@ -392,7 +392,7 @@ def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server, monkeyp
     ids = prompt(3)
     whole = save(at(server), ids)
     store = at(server, timeout=0.3)
-    monkeypatch.setattr(breaker, "REST_SECONDS", 3600)
+    monkeypatch.setattr(breaker, "PAUSE_SECONDS", 3600)
     os.kill(server.number, signal.SIGSTOP)
     try:
         for _ in range(50):

@@ -289,7 +289,7 @@ def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkey
     ids = prompt(3)
     whole = save(open_store(server), ids)
     store = open_store(server, timeout=0.2)
-    monkeypatch.setattr(breaker, "REST_SECONDS", 3600)
+    monkeypatch.setattr(breaker, "PAUSE_SECONDS", 3600)
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
         for _ in range(50):

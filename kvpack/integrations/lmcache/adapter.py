@@ -54,7 +54,7 @@ class ObjectAccounts:
         # Reentrant, because a listener may delete the objects that it is notified about.
         self._lock = RLock()
 
-    def stored(self, sizes: Mapping[Any, int]) -> None:
+    def report_stored(self, sizes: Mapping[Any, int]) -> None:
         """Report newly stored objects. Objects that have already been reported are ignored."""
         with self._lock:
             new = {key: size for key, size in sizes.items() if key not in self._told}
@@ -70,12 +70,12 @@ class ObjectAccounts:
             if missing:
                 self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
-    def missed(self, keys: Iterable[Any]) -> None:
+    def report_missing(self, keys: Iterable[Any]) -> None:
         """Report those of ``keys`` that were reported as stored and are gone."""
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 
-    def look(self, count: int) -> None:
+    def check_next(self, count: int) -> None:
         """Look up the next ``count`` reported objects, and report those that are gone."""
         with self._lock:
             candidates = list(islice(self._told, count))
@@ -291,9 +291,9 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return stored
 
         stored = self._map_objects("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
-        self._accounts.stored(new)
+        self._accounts.report_stored(new)
         if self._max_bytes is not None:
-            self._accounts.look(OBJECTS_PER_LOOK * len(new))
+            self._accounts.check_next(OBJECTS_PER_LOOK * len(new))
         return L2StoreResult(all(stored), sum(new.values()))
 
     def _lookup_result(self, keys: list[Any], layouts: Any) -> Any:
@@ -305,7 +305,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return store.contains([key_bytes(keys[number]) for number in numbers])
 
         result = self._map_objects("lookup", keys, store_of, find)
-        self._accounts.missed([key for key, present in zip(keys, result, strict=True) if not present])
+        self._accounts.report_missing([key for key, present in zip(keys, result, strict=True) if not present])
         return _bitmap(result)
 
     def _load_objects(self, keys: list[Any], objects: list[Any]) -> Any:
@@ -314,7 +314,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
         loaded = self._map_objects("load", keys, lambda number: self._page_of(keys[number], objects[number]), load)
         self._notify_keys_accessed([key for key, success in zip(keys, loaded, strict=True) if success])
-        self._accounts.missed([key for key, success in zip(keys, loaded, strict=True) if not success])
+        self._accounts.report_missing([key for key, success in zip(keys, loaded, strict=True) if not success])
         return _bitmap(loaded)
 
     def _page_of(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:

@@ -63,7 +63,7 @@ class StoreMetrics:
         metrics = _metrics()
         if not metrics:
             return
-        for labels, added in self._changes.take().items():
+        for labels, added in self._changes.pop_increments().items():
             metrics[labels[0]].labels(*self._labels, *labels[1:]).inc(added)
         for operation, seconds in self._store.pop_recent():
             metrics["seconds"].labels(*self._labels, operation).observe(seconds)

@@ -27,7 +27,7 @@ from .changes import active_adapters
 from .compiled import CompiledCalls
 from .graphs import ForwardSwitch, step_graphs
 from .hooks import Hooks, models_in
-from .layers import AbsentLayer, Decoding, PackedLayer, following_layers, rows_of
+from .layers import Decoding, EmptyLayer, PackedLayer, following_layers, rows_of
 from .models import ExpectedLayers, Model, NamedModel, check_identity, execution_device, identity_for
 from .pass_calls import PassCalls
 from .positions import RotaryPositions
@@ -216,7 +216,7 @@ class KvpackCache(PassCalls):
     def _layer(self, number: int, held: bool, window: int | None, decoding: Decoding, states: int) -> Any:
         if states:
             return PackedStateLayer(self.live, number, window, decoding, states) if held else StateLayer(number, states)
-        return PackedLayer(self.live, number, window, decoding) if held else AbsentLayer()
+        return PackedLayer(self.live, number, window, decoding) if held else EmptyLayer()
 
     @classmethod
     def load(

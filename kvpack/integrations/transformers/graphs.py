@@ -43,7 +43,7 @@ _SETTINGS = {"logits_to_keep", "return_dict", "use_cache", *_MORE}
 Arguments that request more outputs must not be set.
 """
 
-_CAPTURES = threading.Lock()
+_CAPTURE_LOCK = threading.Lock()
 """The lock that serializes captures, because all of them use one stream."""
 
 _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -350,7 +350,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     """
     graph, stream, before = torch.cuda.CUDAGraph(), _stream_of(device), torch.cuda.current_stream(device)
     pool: Any = torch.cuda.graph_pool_handle()
-    with _CAPTURES, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
+    with _CAPTURE_LOCK, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
         stream.wait_stream(before)
         # Other threads may use the device during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

@@ -91,7 +91,7 @@ class _HooksReference:
         hooks = self._hooks()
         return [] if hooks is None else hooks.recordings
 
-    def encoder_ended(self, arguments: dict[str, Any], output: Any) -> None:
+    def record_encoder(self, arguments: dict[str, Any], output: Any) -> None:
         """Record the result of an encoder."""
         hooks = self._hooks()
         if hooks is not None:
@@ -127,7 +127,7 @@ def _check_source(hooks: _HooksReference, past: Any, arguments: dict[str, Any]) 
     """Record the encoder's input for a call over an encoder-decoder cache, and compare it with the cache's."""
     if isinstance(past, EncoderDecoderCache) and (sources := hooks.sources(arguments)) is not None:
         for passes in [*pass_trackers(past), *hooks.recordings()]:
-            passes.encoded(sources)
+            passes.record_sources(sources)
         check_sources(pass_trackers(past), sources)
 
 
@@ -137,7 +137,7 @@ def _before_decoder(hooks: _HooksReference, module: torch.nn.Module, args: tuple
 
 
 def _after_encoder(hooks: _HooksReference, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    hooks.encoder_ended(named_arguments(module, args, kwargs), output)
+    hooks.record_encoder(named_arguments(module, args, kwargs), output)
 
 
 def _after_call(
@@ -219,7 +219,7 @@ class Recording:
                 _update_record(record, computed, cache, _tokens(cache))
         self._passes.enter(module, arguments, _tokens(past))
 
-    def encoded(self, sources: Sources) -> None:
+    def record_sources(self, sources: Sources) -> None:
         if self._passes.current is not None:
             self._passes.current.sources = sources
 

@@ -48,7 +48,7 @@ class Decoding:
             warnings.warn(text, KvpackWarning, stacklevel=4)
 
 
-class AbsentLayer(DummyLayer):  # type: ignore[misc]
+class EmptyLayer(DummyLayer):  # type: ignore[misc]
     """A cache layer without contents, whose model layer uses the keys and values of another layer."""
 
     packed = Layer(None, None)
@@ -220,7 +220,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
         if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
             raise InvalidType(f"layers[{number}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]")
     shapes, seen = live.shapes(number), live.seen_tokens(number)
-    if not shapes and not isinstance(layer, AbsentLayer):
+    if not shapes and not isinstance(layer, EmptyLayer):
         return
     for name, side, states in (("keys", "k", k), ("values", "v", v)):
         if side not in shapes:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvpack.formats.arguments import as_integer, describe
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 
-from .layers import AbsentLayer, PackedLayer, check_continues, check_window
+from .layers import EmptyLayer, PackedLayer, check_continues, check_window
 from .models import check_layers, has_multidimensional_positions
 from .state_layers import StateLayer, check_states_available
 from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
@@ -166,7 +166,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
             length_in_graph.captured = captured
             return length_in_graph + query_length, 0
         packed = PackedLength(length)
-        attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | AbsentLayer)]
+        attending = [layer for layer in self.layers if isinstance(layer, PackedLayer | EmptyLayer)]
         # transformers passes layer 0 even if that layer has only states, and means the first attention layer.
         layer_asked = self.layers[layer_idx] if self.layers[layer_idx] in attending else attending[0]
         packed.first_visible = lambda: min(layer.first_visible for layer in attending if layer.is_sliding == layer_asked.is_sliding)

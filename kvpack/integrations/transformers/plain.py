@@ -22,7 +22,7 @@ NAMES = ("kvpack", "kvpack|eager")
 _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
-_CHOSEN_KEYS = ("indices", "block_indices")
+_KEY_SELECTION_OPTIONS = ("indices", "block_indices")
 """Options by which models with an indexer select the tokens to attend to, unless their attention is "sdpa" or "eager"."""
 
 _previous_attention: dict[int, tuple[weakref.ref[Any], str]] = {}
@@ -62,7 +62,7 @@ def plain_name(config: Any) -> str:
 
 def plain_attention(module: torch.nn.Module, options: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Return the attention function for plain tensors of one attention module. Raises InvalidParameter if there is none."""
-    if used := [name for name in _CHOSEN_KEYS if options.get(name) is not None]:
+    if used := [name for name in _KEY_SELECTION_OPTIONS if options.get(name) is not None]:
         raise InvalidParameter(
             f"{type(module).__name__} passes {' and '.join(used)} in place of a mask, and its own attention would attend to all tokens: "
             'call model.set_attn_implementation("sdpa"), with which the model creates a mask'

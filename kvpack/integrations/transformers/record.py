@@ -16,13 +16,13 @@ from kvpack.file.sources import Sources, clause, first_difference, select_source
 if TYPE_CHECKING:
     from .passes import Pass
 
-_PENDING = 64
+_MAX_PENDING_PASSES = 64
 """Number of passes that are collected before they are read, because reading waits for the device."""
 
-_PENDING_BYTES = 1 << 24
+_MAX_PENDING_BYTES = 1 << 24
 """Maximum total size of the masks of collected passes."""
 
-_SHOWN = 4
+_MAX_SHOWN_RANGES = 4
 """Maximum number of ranges of hidden tokens that a message lists."""
 
 _OTHER_ADAPTERS = "were computed with other adapters than the first token"
@@ -89,7 +89,7 @@ class Record:
         self._pending.append((self.tokens, self.tokens + tokens, seen))
         self.tokens += tokens
         masks = sum(seen.visible.numel() for _, _, seen in self._pending if seen is not None and seen.visible is not None)
-        if len(self._pending) >= _PENDING or masks > _PENDING_BYTES:
+        if len(self._pending) >= _MAX_PENDING_PASSES or masks > _MAX_PENDING_BYTES:
             self._settle()
 
     def note(self, start: int, text: str) -> None:
@@ -209,8 +209,12 @@ class Record:
             return None
         row, token = hidden[0].tolist()
         stretches = self._hidden_ranges()
-        zeros = "; ".join(f"attention_mask[{row}, {start}:{stop}] = 0" for row, start, stop in stretches[:_SHOWN])
-        more = f", and 0 for the others of the {len(stretches)} ranges in cache.packed.inputs.hidden" if len(stretches) > _SHOWN else ""
+        zeros = "; ".join(f"attention_mask[{row}, {start}:{stop}] = 0" for row, start, stop in stretches[:_MAX_SHOWN_RANGES])
+        more = (
+            f", and 0 for the others of the {len(stretches)} ranges in cache.packed.inputs.hidden"
+            if len(stretches) > _MAX_SHOWN_RANGES
+            else ""
+        )
         return (
             f"token {token} of row {row} was hidden by the attention mask when it was computed, as padding is, but this pass would see it: "
             f"pass a mask with a column for each of the cache's {self.tokens} tokens and each new one, "

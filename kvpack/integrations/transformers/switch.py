@@ -12,7 +12,7 @@ from .plain import NAMES, forget_attention, remember_attention
 _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
 """The switch of each model, by its id; they live as long as a cache references them."""
 
-_told: list[str] = []
+_announced_model: list[str] = []
 """The model whose switch was reported: the first one of the process."""
 
 
@@ -28,8 +28,8 @@ class Switch:
             remember_attention(config, str(before.get(name) or "sdpa"))
         weakref.finalize(self, _restore, self._model, before)
         name = type(outer).__name__
-        if not _told:
-            _told.append(name)
+        if not _announced_model:
+            _announced_model.append(name)
             logging.getLogger("kvpack").info(
                 'the attention of %s is now "kvpack", for packed layers; plain tensors still use %r, which release() restores',
                 name,

@@ -107,7 +107,7 @@ class Tracking:
             self._check_positions(arguments)
         self._running = True
 
-    def encoded(self, sources: Sources) -> None:
+    def record_sources(self, sources: Sources) -> None:
         """Record what an encoder was given for the pass under way."""
         if self._passes.current is not None:
             self._passes.current.sources = sources

@@ -84,11 +84,11 @@ class TierMetrics:
     def close(self) -> None:
         self._size_executor.shutdown()
 
-    def take(self) -> Any:
+    def pop_stats(self) -> Any:
         """Return the increments as vLLM's stats, or None if nothing has happened."""
         stats = _empty_stats()
         for changes in self._changes:
-            for labels, added in changes.take().items():
+            for labels, added in changes.pop_increments().items():
                 stats.increase_counter(TIER + labels[0], added, (self._tier, *labels[1:]))
         for store in self._stores:
             for operation, seconds in store.pop_recent():

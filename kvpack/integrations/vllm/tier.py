@@ -195,7 +195,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """Return the increments of the store's counters since the last call, for vLLM's own metrics."""
-        return self._metrics.take()
+        return self._metrics.pop_stats()
 
     def shutdown(self) -> None:
         self._lookups.shutdown()

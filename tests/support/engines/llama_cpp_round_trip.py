@@ -167,7 +167,7 @@ def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
         else:
             assert context.remove(20, 40)
             context.save(own, [])
-            refused(own, "in their order 40 where 20 is expected", **options_of(arch))
+            refused(own, "with 40 in place of 20", **options_of(arch))
             context.shift(40, TOKENS, -20)
             context.decode(IDS[:20], TOKENS - 20)
             ids = IDS
@@ -199,7 +199,7 @@ def check_refusals(folder: Path) -> Iterator[str]:
         assert library.llama_state_save_file(context.pointer, str(path).encode(), array, TOKENS)
         refused(path, "is the state of a whole context ('ggsn')", kv_heads=2)
         context.save(path, IDS[:-1])
-        refused(path, "holds 99 token ids and 100 cells", kv_heads=2)
+        refused(path, "has 99 token ids for 100 cells", kv_heads=2)
         context.save(path, IDS)
         refused(path, "128 channels are not divisible by 3 heads", kv_heads=3)
     for arch, message in (("gemma3", "sliding-window layers"), ("qwen2vl", "(M-RoPE)"), ("mamba", "recurrent models")):

@@ -75,9 +75,11 @@ def main(model: str, folder: str, recipe: str, cache_dtype: str = "auto") -> Non
     memory = {"cached": found.num_cached_tokens, "tokens": list(found.outputs[0].token_ids)}
     rows = [row for row in worker._memory if bytes(row[:10].tolist()) == b"kvpack-row"]
     rows[3][len(rows[3]) // 3] ^= 4
+    # Tokens from its block on are computed again; vLLM still counts them as cached.
+    kept = 3 * llm.llm_engine.vllm_config.cache_config.block_size
     llm.reset_prefix_cache()
     found = run(prompt)
-    flipped = {"tokens": list(found.outputs[0].token_ids), "damaged": worker.count("damaged")}
+    flipped = {"cached": kept, "tokens": list(found.outputs[0].token_ids), "damaged": worker.count("damaged")}
     for tier in scheduler._manager.secondary_tiers:
         tier.drain_jobs()
     print("RESULT " + json.dumps({

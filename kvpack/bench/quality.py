@@ -363,7 +363,7 @@ class _Measurement:
             length = tokens.shape[1]
             make_asked = partial(NeedleAnswer.of, length, prompt.depths)
             # Copy the cache for each question, because it may grow in place.
-            new_cache = lambda: uncompressed_cache(self.model, _copy_pairs(pairs))  # noqa: B023, E731
+            new_cache = partial(_new_cache, self.model, pairs)
             exact_answers += make_asked(needles.check_answers(self.model, prompt, new_cache))
             self._step()
             for recipe, right in zip(self.recipes, result, strict=True):
@@ -393,6 +393,10 @@ class _Measurement:
             lengths = len(_lengths(self.sizes.tokens, self.long, positions(self.model)))
             read = sum(part.sizes.windows for part in self.parts) + self.sizes.needles * lengths + bool(self.sizes.generated)
             self.progress(self.done, read * (1 + len(self.recipes)) + self.sizes.windows * len(self.peers))
+
+
+def _new_cache(model: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    return uncompressed_cache(model, _copy_pairs(pairs))
 
 
 def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

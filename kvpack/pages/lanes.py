@@ -235,7 +235,7 @@ class _BoundLane:
             kept = self._mask(used)
             if self._lane.halved_codec is not None and ((fit_errors[0] > 1) & ~kept).any():
                 fit_errors = self._halve_means(slot, row, self._lane.halved_codec, sizes, kept, rest, fit_errors)
-            # The same token may be both without room and a misfit.
+            # The same token may both lack room and fit badly.
             wanted = self._wanted(watched, slot)[1] if watched is not None and left_out.any() else torch.zeros_like(kept).expand(2, -1, -1)
             left_out = count_left_out(wanted, kept, fit_errors).numpy()
         if raw is None:

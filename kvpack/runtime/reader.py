@@ -46,16 +46,15 @@ def open_direct(descriptor: int) -> int | None:
 
 
 class ColdRead:
-    """Reads the first ``size`` bytes of an open file into new memory, ``data``, in several threads and in order.
+    """Reads the first ``size`` bytes of an open file into ``memory`` in several threads and in order; ``data`` are these bytes.
 
     The reads bypass the page cache where ``direct``, a descriptor from ``open_direct`` that is closed at the end, allows it. ``close``
     waits for running reads; until then the descriptor must stay open.
     """
 
-    def __init__(self, descriptor: int, size: int, direct: int) -> None:
-        self._descriptor, self._direct, self._size = descriptor, direct, size
-        self._memory = memoryview(mmap.mmap(-1, -(-size // BLOCK) * BLOCK))
-        self.data = self._memory[:size]
+    def __init__(self, descriptor: int, size: int, direct: int, memory: memoryview) -> None:
+        self._descriptor, self._direct, self._size, self._memory = descriptor, direct, size, memory
+        self.data = memory[:size]
         pieces = range(0, len(self._memory), _PIECE_BYTES)
         # All reads are queued, so that none waits for a caller who checks what has arrived.
         self._ends = in_parallel(self._read, pieces, _THREADS, len(pieces))
@@ -102,10 +101,16 @@ def read_cold(descriptor: int, size: int) -> ColdRead | None:
     if size < MIN_DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
     try:
-        return ColdRead(descriptor, size, direct)
+        memory = new_memory(size)
     except OSError:
         os.close(direct)
         return None
+    return ColdRead(descriptor, size, direct, memory)
+
+
+def new_memory(size: int) -> memoryview:
+    """Return zeroed memory of at least ``size`` bytes for direct reads. Raises OSError if there is not enough."""
+    return memoryview(mmap.mmap(-1, -(-size // BLOCK) * BLOCK))
 
 
 class Read(Structure):

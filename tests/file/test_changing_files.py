@@ -18,6 +18,7 @@ import torch
 import kvpack
 from kvpack.file import container, payload, user_files
 from kvpack.formats.errors import DigestMismatch, MissingFile, Truncated
+from kvpack.runtime import reader
 from kvpack.runtime.reader import ColdRead
 from kvpack.store import reading
 from support import warm_python
@@ -65,7 +66,7 @@ def test_a_copy_of_a_cold_file_is_read_past_the_page_cache(path: Path, monkeypat
 
     def read_cold(descriptor: int, size: int) -> ColdRead:
         asked.append(size)
-        return ColdRead(descriptor, size, os.dup(descriptor))
+        return ColdRead(descriptor, size, os.dup(descriptor), reader.new_memory(size))
 
     monkeypatch.setattr(user_files, "read_cold", read_cold)
     for copied, own in zip(kvpack.load(path, copy=True).unpack()[0], kvpack.load(path).unpack()[0], strict=True):
@@ -80,7 +81,7 @@ def test_a_copy_of_a_cold_file_is_read_past_the_page_cache(path: Path, monkeypat
 def test_a_cold_file_that_is_truncated_before_it_is_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_cold(descriptor: int, size: int) -> ColdRead:
         os.truncate(path, size - 100)
-        return ColdRead(descriptor, size, os.dup(descriptor))
+        return ColdRead(descriptor, size, os.dup(descriptor), reader.new_memory(size))
 
     monkeypatch.setattr(user_files, "read_cold", read_cold)
     with pytest.raises(Truncated, match="another process truncated it"):

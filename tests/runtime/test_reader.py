@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -159,6 +160,10 @@ def test_direct_reads_have_the_bytes_of_any_place(data: bytes, descriptor: int) 
     assert opened() == before
 
 
+def no_memory(size: int) -> memoryview:
+    raise OSError(errno.ENOMEM, f"no memory for {size} bytes")
+
+
 def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, the last of which is no whole block; what direct reads cannot give is left to others."""
     before, cold = opened(), [True]
@@ -189,6 +194,10 @@ def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, de
     cold[0] = False
     assert read_cold(descriptor, SIZE) is None
     cold[0] = True
+    with monkeypatch.context() as patch:
+        patch.setattr(reader_module, "new_memory", no_memory)
+        assert read_cold(descriptor, SIZE) is None
+    assert opened() == before
     monkeypatch.setattr(reader_module, "open_direct", lambda _: os.open(tmp_path, os.O_RDONLY))
     refused = read_cold(descriptor, SIZE)
     assert refused is not None

@@ -125,7 +125,7 @@ class Octahedral(CodecFamily):
     def _encode_rows(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode rows ``[row, dim]`` to streams, with norms in float32."""
         rows, length, norm = _scale_and_measure(rows)
-        x, y, z = torch.tensor_split(product(rows, _planar_rotation(self.rotation, rows.device)), 3, -1)
+        x, y, z = torch.tensor_split(product(rows, _rotation_by_coordinate(self.rotation, rows.device)), 3, -1)
         sign, above = torch.empty_like(z), torch.empty_like(z)
         sign = torch.lt(x, 0, out=sign).add_(torch.lt(y, 0, out=above), alpha=2)
         x, y, z = x.abs().contiguous(), y.abs().contiguous(), z.contiguous()
@@ -268,7 +268,7 @@ def _length(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 @cache_per_device
-def _planar_rotation(rotation: Rotation) -> torch.Tensor:
+def _rotation_by_coordinate(rotation: Rotation) -> torch.Tensor:
     """Return the matrix that rotates a row and orders the result: first coordinates of all triplets, then second, then third."""
     matrix = functional.pad(rotation.forward(torch.eye(rotation.dim, dtype=torch.float32)), (0, -rotation.dim % 3))
     return matrix.view(rotation.dim, -1, 3).transpose(1, 2).flatten(1)

@@ -305,15 +305,15 @@ def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, fit_errors: torch
     """Count the tokens of pages that should be raw but are not ``chosen``, bool ``[page, token]``, and those that cost precision: int64
     ``[2]``.
 
-    ``wanted`` is returned by ``choose_slot_tokens``, and ``fit_errors``, ``[2, page, token]``, by ``token_errors.excesses``. A token that
-    both count is counted once.
+    ``wanted`` is returned by ``choose_slot_tokens``, and ``fit_errors``, ``[2, page, token]``, by
+    ``token_errors.excess_losses``. A token that both count is counted once.
     """
     left = wanted if fit_errors is None else wanted | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
 
 
-def put_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Put the raw tokens of ``streams`` ``[page, slot, ...]`` into pages ``values`` ``[page, kv_head, token, dim]``.
+def with_raw_tokens_of_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a copy of the pages ``values`` ``[page, kv_head, token, dim]`` with the raw tokens of ``streams`` ``[page, slot, ...]``.
 
     The host does not wait for the device.
     """

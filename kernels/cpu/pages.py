@@ -173,7 +173,7 @@ class RawTokenChooser:
     def run(self, keys: PageValues, threads: int) -> tuple[TokenIndices, TokenIndices]:
         """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and counts int64 ``[layer, 2]``.
 
-        The counts are those of tokens that got no slot, as in ``tokens_of_slots``. Raises MemoryError.
+        The counts are those of tokens that got no slot, as in ``raw_positions.count_left_out``. Raises MemoryError.
         """
         chosen = numpy.empty((self._layers, self._slots), numpy.int64)
         left_out, norms = numpy.zeros((self._layers, 2), numpy.int64), numpy.empty((self._layers, self._heads, self._tokens), numpy.float32)

@@ -1,4 +1,4 @@
-"""Unpacking of codec klt: attention's tile loader decodes columns, and matrix products map them to channels, some tokens at a time."""
+"""Unpacking of codec klt: attention's tile loader decodes columns, and matrix products map them to channels, in blocks of tokens."""
 
 # mypy: disable-error-code="untyped-decorator"
 

@@ -57,7 +57,10 @@ def block_tokens(x: torch.Tensor, limit: int) -> int:
 
 
 def launch_on_tiles(kernel: Any, x: torch.Tensor, origins: BatchOffsets, *arguments: Any, **constants: Any) -> None:
-    """Launch ``kernel`` once for each tile of values ``x`` ``[batch, kv_head, token, dim]`` at ``origins``, of any strides."""
+    """Launch ``kernel`` with one program per tile of the values ``x`` ``[batch, kv_head, token, dim]``, which begin at ``origins``.
+
+    They may have any strides.
+    """
     batch, heads, tokens, dim = x.shape
     channels = next_power_of_two(dim)
     block = max(1, min(TILE_VALUES // channels, next_power_of_two(tokens)))

@@ -38,12 +38,12 @@ QUERY_FACTOR = tl.constexpr(0.25)
 class QjlConstants(NamedTuple):
     """Compile-time constants of the signs next to a codec's tiles.
 
-    ``first_stream`` is the index of their first stream, and ``number`` the index of their packing; ``unit`` is the estimator's factor.
+    ``first_stream`` is the index of their first stream, and ``packing_index`` that of their packing; ``unit`` is the estimator's factor.
     """
 
     packing: TilePacking
     first_stream: int
-    number: int
+    packing_index: int
     fields_per_tile: int
     field_stride: int
     steps: int
@@ -67,7 +67,7 @@ def with_signs(tiles: Tiles, qjl: Qjl) -> Tiles | None:
     constants = QjlConstants(
         packing=tile_packing(0, packing),
         first_stream=len(tiles.streams),
-        number=len(tiles.widths_of_streams) // 2,
+        packing_index=len(tiles.widths_of_streams) // 2,
         fields_per_tile=tile_field_count(packing),
         field_stride=field_stride,
         steps=len(symbols),
@@ -143,15 +143,15 @@ def _sign_words(
     loaded: tl.tuple, column_fields: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     PACKING: tl.constexpr = CONSTANTS.packing
-    NUMBER: tl.constexpr = CONSTANTS.number
+    PACKING_INDEX: tl.constexpr = CONSTANTS.packing_index
     FIELDS_PER_TILE: tl.constexpr = CONSTANTS.fields_per_tile
     FIELD_STRIDE: tl.constexpr = CONSTANTS.field_stride
-    planes = expand_planes(loaded, column_fields, NUMBER, PACKING, TRANSPOSED, FAST)
+    planes = expand_planes(loaded, column_fields, PACKING_INDEX, PACKING, TRANSPOSED, FAST)
     if FIELDS_PER_TILE == 1:
         word = planes[STEP // 16]
     else:
         word = step_words(
-            planes, column_fields, NUMBER, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST
+            planes, column_fields, PACKING_INDEX, PACKING, 0, 1, STEP, FIELDS_PER_TILE, FIELD_STRIDE, PACKING.fields, TRANSPOSED, FAST
         )
     return word
 

@@ -77,7 +77,7 @@ def pack(k: torch.Tensor, v: torch.Tensor, recipe: str) -> Layer:
     named, basis = resolve_recipe(recipe, k.shape[1], (k.shape[3], v.shape[3]))
     if recipe.startswith(TRANSFORM):
         assert basis is not None
-        k, v = (_scale_columns(x, basis.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
+        k, v = (_values_from_columns(x, basis.frames(0, side)) for x, side in ((k, "k"), (v, "v")))
     layer: Layer = kvpack.pack([(k, v)], kvpack.Recipe(named, basis))[0]
     return layer
 
@@ -169,7 +169,7 @@ def _normal_tables() -> SymbolTables:
     return SymbolTables(rans.frequencies(counts), values)
 
 
-def _scale_columns(x: torch.Tensor, frames: Frames) -> torch.Tensor:
+def _values_from_columns(x: torch.Tensor, frames: Frames) -> torch.Tensor:
     """Return keys or values whose columns are ``x`` ``[batch, kv_head, token, dim]`` times the deviations that the scales imply."""
     batch, heads, tokens, dim = x.shape
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)

@@ -190,7 +190,7 @@ def _layer_of_tuple(number: int, pair: Sequence[Any]) -> DenseLayer:
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
-    """Return the ``states_at`` before the end of ``cache``.
+    """Return the items of ``states_at`` whose positions are between the start and the end of ``cache``.
 
     Raises InvalidParameter unless their layers, names and shapes match the cache's own states.
     """

@@ -139,7 +139,7 @@ class Recipe:
 
     @classmethod
     def recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """Parse the recipe text recorded in a file, a store entry or a page; presets keep the meaning that they had then.
+        """Parse the recipe text recorded in a file, a store entry or a page; presets keep the meaning that they had when it was recorded.
 
         ``text`` stays as recorded, for comparison with pages; ``canonical`` is the text that would be recorded today. Raises
         InvalidParameter if the text is not a recipe, which the file format allows.

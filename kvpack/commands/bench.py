@@ -271,8 +271,8 @@ def _add_store(kinds: Any) -> None:
         "--delay",
         type=float,
         metavar="MS",
-        help="with --location redis:// or s3:// (over http://): the delay of each request in the table of round trips, in milliseconds "
-        "(default: 5 for redis://, 20 for s3://)",
+        help="with --location redis://, or s3:// with an http:// endpoint: milliseconds to add to each request when round trips are "
+        "measured (default: 5 for redis://, 20 for s3://)",
     )
     add_json(store)
     store.set_defaults(run=run_store)

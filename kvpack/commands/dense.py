@@ -200,8 +200,11 @@ def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
     if count > MAX_LAYERS:
         raise InvalidParameter(f"{path} has {count} layers, expected at most {MAX_LAYERS}")
     if not layers or max(layers) >= count:
-        expected = "all layers from 0 to the last" if note.starts is None else f"some of the {count} layers in its metadata"
-        raise InvalidParameter(f"{path} has the layers {sorted(layers)[:8]}, expected {expected}")
+        if note.starts is None and layers:
+            missing = min(set(range(max(layers))) - layers)
+            raise InvalidParameter(f"{path} has layer {max(layers)} but not layer {missing}, expected all layers from 0 to {max(layers)}")
+        expected = "at least layer 0" if note.starts is None else f"some of the {count} layers in its metadata"
+        raise InvalidParameter(f"{path} has {f'layer {max(layers)}' if layers else 'no layers'}, expected {expected}")
     for number, start in enumerate(note.starts or ()):
         if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
             raise InvalidParameter(

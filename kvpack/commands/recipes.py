@@ -59,11 +59,13 @@ def add(commands: Any) -> None:
         "nominal bits are counted as in the papers. KL is the loss that was measured on a real model of head dim 64, for presets of "
         "kvpack's published measurement. Breaks on names keys that a recipe is not suited for."
     )
-    parser = commands.add_parser("recipes", help="list presets and their bits per value, or price any recipe", description=description)
+    parser = commands.add_parser("recipes", help="list bits per value of presets and other recipes", description=description)
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: the recommended ones)")
     parser.add_argument("--recipe", action="append", dest="more", default=[], metavar="RECIPE", help="another recipe; may be repeated")
     parser.add_argument(
-        "--model", metavar="MODEL", help="price caches of this model, a folder or a name on the hub; only its configuration is read"
+        "--model",
+        metavar="MODEL",
+        help="compute bits per value for caches of this model (a folder or a Hugging Face Hub name); only its configuration is read",
     )
     for name, description in (("layers", "layers"), ("heads", "KV heads"), ("tokens", "tokens"), ("dim", "head dim")):
         note = "as in the preset's model, otherwise " if name in ("layers", "dim") else ""

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     )
     mode.add_argument("--thorough", action="store_true", help="measure every codec in every layer and side, then choose (default)")
     parser.add_argument(
-        "--candidate", action="append", metavar="CODEC", help="a codec to choose from, such as k=scalar:b=3; may be repeated"
+        "--candidate", action="append", metavar="CODEC", help="a candidate codec, such as k=scalar:b=3; may be repeated"
     )
     parser.add_argument(
         "--basis",

@@ -57,7 +57,7 @@ def engine_fields(
     except OSError as error:
         raise MissingFile(f"{error.filename or folder}: {error.strerror or error}") from None
     except ValueError as error:
-        raise InvalidParameter(f"{folder / 'config.json'}: is not JSON: {error}") from None
+        raise InvalidParameter(f"{folder / 'config.json'} is not valid JSON: {error}") from None
     if not weights:
         raise InvalidParameter(f"{folder}: contains no *.safetensors files: pass revision= to identify the weights")
     return {

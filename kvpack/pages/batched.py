@@ -24,7 +24,7 @@ from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_ove
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
-from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, put_slots, store_in_slots
+from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, store_in_slots, with_raw_tokens_of_slots
 from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
         result = Side(lane.plain_codec, (PackedRun(lane.plain_codec, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
         if raw:
-            result = put_slots(result, raw)
+            result = with_raw_tokens_of_slots(result, raw)
         if dtype.itemsize == 1:
             limit = torch.finfo(dtype).max
             result = result.clamp(-limit, limit)

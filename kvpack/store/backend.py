@@ -161,7 +161,7 @@ class Backend(Protocol):
         """
 
     def collect(self) -> None:
-        """Remove unfinished files, count again, and evict entries above the budget."""
+        """Remove unfinished files, recount the entries, and evict entries until they fit the budget."""
 
     def close(self) -> None:
         """Release connections; entries stay."""

@@ -97,8 +97,8 @@ def file_payload_digest(file: container.File, view: memoryview) -> bytes:
 class EntryReader:
     """A reader of one identity's entries, whose headers must name ``model`` and ``recipe``.
 
-    It rejects entries of more than ``max_bytes``, or with a layer whose 16-bit values take more, and entries of another ``shape`` than the
-    model's, if that is known.
+    It rejects entries that are larger than ``max_bytes`` or have a layer that would exceed it when decoded to 16-bit values, and entries
+    whose shape differs from ``shape``, the model's, if known.
     """
 
     model: Mapping[str, str]
@@ -126,7 +126,7 @@ class EntryReader:
                 yield self._read_one(view, key, index, digest)
 
     def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
-        """Return the offset and the digest of an entry's payload, judging by the template for its size; None without a template."""
+        """Return the offset of an entry's payload, from the template for its size and index, and its digest; None without a template."""
         template = self._template(view, index)
         return None if template is None else (template.front.payload, xxhash.xxh3_128_digest(view[template.front.payload :]))
 

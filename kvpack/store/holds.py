@@ -58,7 +58,7 @@ def encode_hold(chain: Sequence[bytes], hold: Hold) -> bytes:
 
 
 def parse_hold(name: str, data: bytes) -> Pin:
-    """Parse the pin in ``data``, which may have ended; ``name`` is for messages. Raises InvalidHeader."""
+    """Parse the pin in ``data``, even if it has expired; ``name`` is for messages. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])

@@ -505,7 +505,7 @@ class Index:
 
 
 def key_of(number: int, key_rest: bytes) -> bytes:
-    """Return the key of the row ``number`` with the remaining bytes ``rest``."""
+    """Return the key of the row ``number`` with the remaining bytes ``key_rest``."""
     return (number + 2**63).to_bytes(_NUMBER_BYTES, "big") + key_rest
 
 
@@ -515,7 +515,7 @@ def _boot_number() -> int:
 
 
 def _row_id(key: bytes) -> int:
-    """Return the number of a key's row, which fits SQLite's signed integers."""
+    """Return the id of a key's row, which fits in a signed 64-bit SQLite integer."""
     return int.from_bytes(key[:_NUMBER_BYTES], "big") - 2**63
 
 

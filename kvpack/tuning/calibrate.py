@@ -71,7 +71,7 @@ class Settings:
 
     Attributes:
         tokens: Tokens per window.
-        scored_tokens: Number of tokens per window that are predicted (``statistics.beginnings``). They are not in the window's cache.
+        scored_tokens: Number of tokens per window that are predicted. They are not in the window's cache.
         windows: Number of windows.
         twin: Factor of the twin with outlier channels; None for the model itself.
         seed: Seed of the windows.

@@ -42,10 +42,10 @@ def identity(exact: Sequence[UncompressedResult]) -> str:
 
 @dataclass
 class Journal:
-    """The losses of recipes in the windows with the identity ``of``, saved to the file ``path`` (None: only in memory)."""
+    """The losses of recipes on the windows with the identity ``windows``, saved to the file ``path`` (None: only in memory)."""
 
     path: str | None
-    of: str
+    windows: str
     losses: dict[str, Loss] = field(default_factory=dict)
     unwritten: int = 0
 
@@ -63,7 +63,7 @@ class Journal:
         content = {
             "format": _FORMAT,
             "kvpack": kvpack.__version__,
-            "windows": self.of,
+            "windows": self.windows,
             "losses": {recipe: asdict(loss) for recipe, loss in self.losses.items()},
         }
         write_file(self.path, [memoryview(json.dumps(content).encode())])
@@ -84,7 +84,7 @@ def open_journal(path: str | None, exact: Sequence[UncompressedResult]) -> Journ
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT or not isinstance(content.get("losses"), dict):
         raise InvalidParameter(f"{path} contains no measurements of kvpack tune: pass another path or remove the file")
-    if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, journal.of):
+    if (content.get("kvpack"), content.get("windows")) != (kvpack.__version__, journal.windows):
         raise InvalidParameter(
             f"{path} was written for a different model, text, size, seed, thread count or kvpack version: "
             "pass another path or remove the file"

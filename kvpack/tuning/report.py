@@ -7,7 +7,7 @@ from typing import Any
 from kvpack.output import format_count, print_table, printable
 
 from .candidates import is_attendable
-from .results import uniform_name
+from .results import uniform_label
 
 
 def show(report: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def show(report: dict[str, Any]) -> None:
         "95 %\n+-",
     ]
     rows = [["uncompressed", "32.00", "", "", f"{report['tuned']['held_out']['uncompressed_perplexity']:.4f}", "", ""]]
-    rows += [_row(name, report[key]) for name, key in ((uniform_name(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
+    rows += [_row(name, report[key]) for name, key in ((uniform_label(report), "uniform"), ("tuned", "tuned")) if report[key] is not None]
     print_table(title, columns, rows)
     decoded = [] if report["attendable"] else ["attended"]
     layers = _layer_rows(report["layers"], attended=bool(decoded))
@@ -75,7 +75,7 @@ def _verdict(report: dict[str, Any]) -> str:
     if uniform is None:
         return "No uniform recipe of the candidates is within the budget."
     losses = f"KL {tuned['held_out']['kl_divergence']:.5f} against {uniform['held_out']['kl_divergence']:.5f} nats on held-out text"
-    same = f"the {uniform_name(report)}, {uniform['recipe']}"
+    same = f"the {uniform_label(report)}, {uniform['recipe']}"
     if comparison["verdict"] == "the same":
         return f"The search found nothing better than {same}."
     if comparison["verdict"] == "better":

@@ -109,10 +109,10 @@ def recipe_file(report: dict[str, Any], clauses: Sequence[str]) -> str:
         comments.append(f"basis {report['basis']['digest']}")
     if uniform is not None:
         loss = uniform["held_out"]["kl_divergence"]
-        comments.append(f"{uniform_name(report)}: {uniform['recipe']}, {uniform['bits_per_value']:.3f} bits, {loss:.3g} nats")
+        comments.append(f"{uniform_label(report)}: {uniform['recipe']}, {uniform['bits_per_value']:.3f} bits, {loss:.3g} nats")
     return "".join(f"{line}\n" for line in [*(f"# {printable(comment)}" for comment in comments), *clauses])
 
 
-def uniform_name(report: dict[str, Any]) -> str:
-    """Return the name of a report's uniform recipe. Only the thorough search compares several; the others use the largest that fits."""
+def uniform_label(report: dict[str, Any]) -> str:
+    """Return the label of a report's uniform recipe. Only the thorough search compares several; the others use the largest that fits."""
     return "best uniform recipe" if report["mode"] == "thorough" else "largest uniform recipe"

@@ -128,7 +128,7 @@ def test_every_truncation(kind: str) -> None:
 )
 def test_appended_bytes(more: bytes) -> None:
     data = small_file()
-    with pytest.raises(Truncated, match=f"has {len(data + more)} bytes, but according to its header {len(data)}"):
+    with pytest.raises(Truncated, match=f"has {len(data + more)} bytes, but its header says {len(data)}"):
         container.open_bytes(data + more)
 
 

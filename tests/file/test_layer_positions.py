@@ -217,7 +217,7 @@ def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        ({"range": 3, "layers": [3]}, r"has the layers \[0, 1\], expected some of the 1 layers in its metadata"),
+        ({"range": 3, "layers": [3]}, r"has layer 1, expected some of the 1 layers in its metadata"),
         ({"range": 3, "layers": [3, 2]}, "layer 1 starts at position 2, but the cache at 3"),
         ({"range": 3, "layers": [3, 2**40]}, "layer 1 starts at position 1099511627776"),
         ({"range": 3, "layers": [3, 3, 4]}, "layer 2 starts at position 4"),

@@ -42,10 +42,11 @@ OBJECTS_PER_LOOK = 4
 """Number of known objects that are looked up with each stored one, so that LMCache overestimates its objects by at most about 1/7."""
 
 
-class ObjectAccounts:
-    """A record of stored objects that reports each stored and deleted object to the listeners of ``adapter`` once, with the same size.
+class StoredObjects:
+    """Keeps track of stored objects, and notifies the listeners of ``adapter`` once when one is stored and once when it is deleted.
 
-    ``there`` returns, for each object, True if it is stored or if that is unknown. Safe to use from any thread.
+    Both notifications have the size that was reported when it was stored. ``contains`` returns, for each object, True if it is stored or
+    if that is unknown. Safe to use from any thread.
     """
 
     def __init__(self, adapter: Any, contains: Callable[[list[Any]], list[bool]]) -> None:
@@ -130,7 +131,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._stores: dict[Any, PageStore] = {}
         self._descriptions: set[tuple[bytes, bytes]] = set()
         self._looked: float | None = None
-        self._accounts = ObjectAccounts(self, self._contains)
+        self._accounts = StoredObjects(self, self._contains)
         self._refused = Counters(report=lambda operation, error: None)
         self._lock, self._numbers, self._number = Lock(), count(), next(_ADAPTERS)
         self._pool = ThreadPoolExecutor(int(params.get("threads", 2)), thread_name_prefix="kvpack-lmcache")

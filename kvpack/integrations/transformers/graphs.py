@@ -446,7 +446,7 @@ def step_graphs(
 ) -> StepGraphs | None:
     """Return the object that replays decode steps of ``cache``, whose first layer with tokens is ``number``; None without graphs.
 
-    ``asked`` is the user's choice. If graphs were asked for, a KvpackWarning reports what ``hinders`` them.
+    ``asked`` is the user's choice. If graphs were asked for, a KvpackWarning reports what prevents them.
     """
     requested_or_default = requested if requested is not None else model is not None and may_replay(model)
     if requested_or_default and not obstacle:

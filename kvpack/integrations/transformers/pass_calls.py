@@ -157,7 +157,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self.mask_sizes(query_length, layer_idx)
 
     def mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return ``get_mask_sizes`` in eager code."""
+        """Compute what ``get_mask_sizes`` returns outside compiled code: the number of keys for a mask, and the first key's position."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if self._dense:
             return length, offset

@@ -105,7 +105,7 @@ class RotaryPositions:
                 attributes[_DELTAS] = deltas.to(tensor.device)
 
     def check(self, arguments: Mapping[str, Any], start: int) -> None:
-        """Raise InvalidParameter if the model, or one of its parts, is given other positions for the tokens from ``start`` on."""
+        """Record the positions of a first pass (``start`` is 0). Later, raise InvalidParameter for positions that do not continue them."""
         positions = arguments.get("position_ids")
         if not isinstance(positions, torch.Tensor) or not positions.numel():
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.errors import InvalidParameter, MissingFile
+from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json
 
 from .chats import add_device, load_chat_model
@@ -95,7 +95,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """Return the hub name of the model in the file at ``path``. Raises MissingFile unless the file has one with an owner.
+    """Return the hub name of the model in the file at ``path``. Raises InvalidParameter unless the file has one with an owner.
 
     A name without an owner may be the last part of a folder, and belong to another model on the hub.
     """
@@ -105,7 +105,7 @@ def hub_name(path: str) -> str:
         name = file.header.model.get("name", "")
     if "/" not in name.strip("/."):
         fault = f"names the model {name!r:.80}, which is not a hub name" if name else "names no model"
-        raise MissingFile(f"{path}: {fault}: pass --model with the folder or the hub name of the model that made the file")
+        raise InvalidParameter(f"{path}: {fault}: pass --model with the folder or the hub name of the model that made the file")
     return name
 
 

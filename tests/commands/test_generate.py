@@ -90,7 +90,7 @@ def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys:
     (tmp_path / "prompt.txt").write_text(PROMPT[:100])
     file = tmp_path / "prompt.kvpack"
     assert run("cache", "--model", DEMO / "tinylm", "--prompt-file", tmp_path / "prompt.txt", "--out", file) == 0
-    assert run("generate", file, "--prompt", "a") == 3
+    assert run("generate", file, "--prompt", "a") == 2
     assert "names the model 'tinylm', which is not a hub name: pass --model" in capsys.readouterr().err
     assert run("generate", file, "--prompt", "a", "--model", DEMO / "tinylm", *GREEDY) == 0
 

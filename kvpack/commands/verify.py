@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
                 report = verify(path, basis=arguments.basis, progress=callback)
             results.append({"file": path, "ok": True, "bytes": report["bytes"], "needs_basis": report["needs_basis"]})
             checked = "all checked except what needs the basis" if report["needs_basis"] else "all checked"
-            line = f"{path}: {report['bytes']:,} bytes, {report['layers']} layers, {checked}"
+            line = f"{path}: {report['bytes']:,} bytes, {format_count(report['layers'], 'layer')}, {checked}"
         except KvpackError as error:
             codes.append(error.exit_code)
             results.append({"file": path, "ok": False, "error": type(error).__name__, "message": str(error)})

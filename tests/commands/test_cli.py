@@ -104,7 +104,9 @@ def test_an_empty_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     kvpack.save(kvpack.pack(random_pairs(1, 0), "kivi-2"), path)
     summary = run_json(capsys, "inspect", path)
     assert summary["values"] == summary["bits_per_value"] == 0
+    capsys.readouterr()
     assert run("inspect", path) == run("verify", path) == 0
+    assert " bytes, 1 layer, all checked\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

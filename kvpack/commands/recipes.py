@@ -144,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("  For other shapes, pass --basis FILE with your model's (kvpack calibrate).")
     if any(row["kl_divergence"] is not None for row in [*rows, *without_basis]):
         print(f"KL: {MEASURED_MODEL}, head dim 64, 768 tokens packed, 256 scored")
+    if any("lossless" in row["recipe"] and "dtype" not in row["recipe"] for row in rows):
+        print("lossless: estimated for bf16 values; fp16 values take about 14 bits")
     if not arguments.recipes and not arguments.all:
         print("kvpack recipes --all lists all presets and columns")
     if additions:

@@ -94,6 +94,12 @@ def test_recipes_that_need_a_basis_show_their_measured_bits(capsys: pytest.Captu
     assert "files of 1,024 tokens of SmolLM2-135M-Instruct took 1.11 bits per value" in capsys.readouterr().err
 
 
+def test_the_dtype_of_an_estimate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for recipe, is_named in (("lossless", True), ("kv=lossless:dtype=fp16", False), ("kvpack-4", False)):
+        assert cli.main(["recipes", recipe]) == 0
+        assert ("estimated for bf16 values" in capsys.readouterr().out) == is_named, recipe
+
+
 def test_text_is_wrapped_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["recipes", "octopus-3-scaled", "--all"]
     monkeypatch.setenv("COLUMNS", "40")

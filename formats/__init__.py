@@ -10,7 +10,8 @@ from .balanced import Balanced
 from .block_rotation import BlockRotation
 from .channel_order import ChannelOrder
 from .channel_scale import ChannelScale
-from .errors import UnknownCodec
+from .errors import InvalidParameter, UnknownCodec
+from .family import CodecFamily
 from .group import Group
 from .key_mean import KeyMean
 from .klt import Klt
@@ -35,13 +36,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .base import Codec
-    from .family import CodecFamily
     from .options import Options
     from .sidecar import Sidecar
 
-CODECS: dict[str, type[CodecFamily]] = {
-    codec.id: codec for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt, Transform, Trellis)
-}
+
+class _Codecs(dict[str, type[CodecFamily]]):
+    """Table of codec families that keeps the meaning of an id. A reload of the class's module may replace the class."""
+
+    def __setitem__(self, codec_id: str, codec: type[CodecFamily]) -> None:
+        known = self.get(codec_id, codec)
+        if codec.id != codec_id:
+            raise InvalidParameter(f"codec {codec.__qualname__} is registered as {codec_id!r}, but its id is {codec.id!r}: use its id")
+        if (known.__module__, known.__qualname__) != (codec.__module__, codec.__qualname__):
+            raise InvalidParameter(
+                f"codec id {codec_id!r} already belongs to {known.__module__}.{known.__qualname__}: give {codec.__module__}."
+                f"{codec.__qualname__} an id with a prefix of your own, such as 'acme-{codec_id}'"
+            )
+        super().__setitem__(codec_id, codec)
+
+
+CODECS: dict[str, type[CodecFamily]] = _Codecs(
+    (codec.id, codec) for codec in (Raw, Lossless, Group, Minifloat, Scalar, Octahedral, Angle, Polar, Quaternion, Klt, Transform, Trellis)
+)
 """Codec families by id."""
 
 SIDECARS: dict[str, type[Sidecar]] = {

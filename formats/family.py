@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Codec, Fields, PlainCodec, check_choice, check_range
+from .encoder_checks import check_encoder
 from .errors import InvalidParameter
 from .norm_rule import error_spread, usual_error
 from .tables import MAX_CACHED_TABLES
@@ -56,6 +57,12 @@ class CodecFamily(PlainCodec):
     stores_directions: ClassVar[bool] = False
     """True if tokens are stored as numbers in proportion to their norms, and codes for their directions (``direction_spread``)."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # The encoders of kvpack's own codecs are tested instead, which costs users nothing.
+        if not cls.__module__.startswith("kvpack."):
+            check_encoder(cls)
+
     @property
     def direction_spread(self) -> float:
         return error_spread(self.nominal_bits, self.dim) if self.stores_directions else 0.0
@@ -77,7 +84,7 @@ class CodecFamily(PlainCodec):
     @classmethod
     def check_value(cls, name: str, value: int) -> None:
         """Raise InvalidParameter unless ``value`` is in the declared range of the parameter ``name``."""
-        check_range(cls.id, name, value, *_declared_fields(cls)[name]["range"])
+        check_range(cls.id, name, value, *cls._declared(name)["range"])
 
     @classmethod
     def option(cls, options: Options, name: str, default: Any, word: str | None = None, *, omitted: str | None = "") -> Any:
@@ -94,13 +101,23 @@ class CodecFamily(PlainCodec):
             The parameter's value.
 
         Raises:
-            InvalidParameter: The option is missing or its value is not allowed.
+            InvalidParameter: The option is missing or its value is not allowed, or the field declares no values.
         """
-        values, word = _declared_fields(cls)[name], word or name
+        values, word = cls._declared(name), word or name
         if "range" in values:
             return options.integer(word, default, *values["range"], omitted=omitted)
         text = options.choice(word, str(default), tuple(map(str, values["known"])), omitted=omitted)
         return next(value for value in values["known"] if str(value) == text)
+
+    @classmethod
+    def _declared(cls, name: str) -> Mapping[str, Any]:
+        try:
+            return _declared_fields(cls)[name]
+        except KeyError:
+            raise InvalidParameter(
+                f"codec {cls.id}: {name!r} is not a field with declared values: declare an integer as `{name}: int = "
+                "field(metadata=in_range(low, high))`, or strings or integers with one_of(choices)"
+            ) from None
 
     @classmethod
     @abstractmethod

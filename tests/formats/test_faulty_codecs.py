@@ -1,0 +1,179 @@
+"""Mistakes in a codec from outside kvpack are refused when it is registered or when it encodes, before a file loses values."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import pytest
+import torch
+
+import kvpack
+from kvpack.formats import CODECS
+from kvpack.formats.base import Layout, Run, RunEncoder
+from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.family import in_range
+from support import toy_codec
+from support.toy_codec import Largest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from kvpack.formats.options import Options
+
+Streams = dict[str, torch.Tensor]
+
+
+def values() -> torch.Tensor:
+    return torch.randn(1, 2, 10, 64, generator=torch.Generator().manual_seed(0))
+
+
+def pack(monkeypatch: pytest.MonkeyPatch, change: Callable[[Largest, Streams], Streams], recipe: str) -> kvpack.Cache:
+    """Pack with a codec whose encoder applies ``change`` to the streams of a correct one."""
+
+    @dataclass(frozen=True)
+    class Faulty(Largest):
+        id: ClassVar[str] = "acme-faulty"
+
+        def encode(self, x: torch.Tensor) -> Streams:
+            return change(self, super().encode(x))
+
+    monkeypatch.setitem(CODECS, Faulty.id, Faulty)
+    return kvpack.pack([(values(), values())], recipe)
+
+
+def without(streams: Streams, name: str) -> Streams:
+    return {key: stream for key, stream in streams.items() if key != name}
+
+
+def some_codes(*symbols: float) -> torch.Tensor:
+    codes = torch.zeros(1, 2, 10, 64)
+    codes[0, 0, 0, : len(symbols)] = torch.tensor(symbols)
+    return codes
+
+
+FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
+    "another stream": (
+        lambda _, streams: streams | {"step": streams["largest"].half()},
+        "encode's stream 'step' is float16 [1, 2, 10], but the layout has only codes.0, largest: add it to scales, or do not return it",
+    ),
+    "a missing stream": (
+        lambda _, streams: without(streams, "largest"),
+        "encode's stream 'largest' is missing, expected float32 [1, 2, 10]: return it so, or change scales and packings",
+    ),
+    "a wrong shape": (
+        lambda _, streams: streams | {"largest": streams["largest"][..., None]},
+        "encode's stream 'largest' is float32 [1, 2, 10, 1], expected float32 [1, 2, 10]",
+    ),
+    "a wrong dtype": (
+        lambda _, streams: streams | {"largest": streams["largest"].half()},
+        "encode's stream 'largest' is float16 [1, 2, 10], expected float32 [1, 2, 10]",
+    ),
+    "a scale that is not finite": (
+        lambda _, streams: streams | {"largest": streams["largest"] * torch.inf},
+        "readers would refuse what encode returns: encode.largest: the value at [0, 0, 0] is inf",
+    ),
+    "symbols above the alphabet": (
+        lambda codec, streams: streams | codec.pack("codes", some_codes(256)),
+        "encode packs digits from 0 to 256 as stream 'codes', expected integers from 0 to 255: shift, round or clamp them",
+    ),
+    "symbols below it": (
+        lambda codec, streams: streams | codec.pack("codes", some_codes(-1)),
+        "encode packs digits from -1 to 0 as stream 'codes'",
+    ),
+    "fractions": (
+        lambda codec, streams: streams | codec.pack("codes", some_codes(0.5)),
+        "encode packs digits from 0 to 0.5 as stream 'codes', expected integers",
+    ),
+    "too few symbols": (
+        lambda codec, streams: streams | codec.pack("codes", some_codes()[..., :60]),
+        "encode packs digits of shape [1, 2, 10, 60] as stream 'codes', expected a last axis of 64 symbols",
+    ),
+    "an unknown code stream": (
+        lambda codec, streams: streams | codec.pack("code", some_codes()),
+        "encode packs 1 digits as stream 'code', but packings declares {'codes': 1}",
+    ),
+    "too many digits": (
+        lambda codec, streams: streams | codec.pack("codes", some_codes(), some_codes()),
+        "encode packs 2 digits as stream 'codes', but packings declares {'codes': 1}",
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", ["kv=acme-faulty;tail=0", "kv=acme-faulty:outliers=3,qjl=fp16;tail=0"], ids=["plain", "sidecars"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_an_encoder_must_not_return_is_refused(fault: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, message = FAULTS[fault]
+    with pytest.raises(InvalidParameter, match=re.escape(f"codec acme-faulty: {message}")):
+        pack(monkeypatch, change, recipe)
+
+
+def test_a_class_may_extend_a_checked_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Counted(Largest):
+        id: ClassVar[str] = "acme-counted"
+
+        def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+            return super().scales(batch, heads, tokens) | {
+                "count": Layout("U8", (batch, heads, tokens)),
+                "version": Layout("U8", (batch, heads, 1), per="run"),
+            }
+
+        def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+            batch, heads, *_ = run.shape
+            inner = super().begin(run, before)
+
+            def encode(block: torch.Tensor, start: int) -> Streams:
+                return inner.encode(block, start) | {"count": (block > 0).sum(-1, dtype=torch.uint8)}
+
+            return RunEncoder({"version": torch.ones(batch, heads, 1, dtype=torch.uint8)}, encode)
+
+    monkeypatch.setitem(CODECS, Counted.id, Counted)
+    cache = kvpack.pack([(values(), values())], "kv=acme-counted;tail=0")
+    assert cache[0].k is not None
+    assert cache[0].k.runs[0].streams["version"].unique().tolist() == [1]
+
+
+def test_an_id_keeps_its_codec() -> None:
+    scalar = CODECS["scalar"]
+
+    @dataclass(frozen=True)
+    class Scalar(Largest):
+        id: ClassVar[str] = "scalar"
+
+    with pytest.raises(InvalidParameter, match=r"codec id 'scalar' already belongs to kvpack\.formats\.scalar\.Scalar: .*'acme-scalar'"):
+        CODECS["scalar"] = Scalar
+    with pytest.raises(InvalidParameter, match="registered as 'acme-scalar', but its id is 'scalar'"):
+        CODECS["acme-scalar"] = Scalar
+    assert CODECS["scalar"] is scalar
+    assert "acme-scalar" not in CODECS
+
+
+def test_a_reloaded_module_may_register_its_codec_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, Largest.id, Largest)
+    again = importlib.reload(toy_codec).Largest
+    assert again is not Largest
+    CODECS[again.id] = again
+    assert CODECS["largest"] is again
+
+
+def test_a_field_without_declared_values_is_named() -> None:
+    @dataclass(frozen=True)
+    class Undeclared(Largest):
+        id: ClassVar[str] = "acme-undeclared"
+
+        levels: float = field(default=3.0)
+        steps: int = field(default=3, metadata=in_range(1, 8))
+
+        @classmethod
+        def create(cls, dim: int, side: str, options: Options) -> Self:
+            return cls(dim, (("codes", 2),), cls.option(options, "levels", 3.0))
+
+    options: Any = None
+    with pytest.raises(InvalidParameter, match=r"codec acme-undeclared: 'levels' is not a field with declared values: declare .*in_range"):
+        Undeclared.create(64, "k", options)
+    Undeclared.check_value("steps", 8)
+    with pytest.raises(InvalidParameter, match="'levels' is not a field with declared values"):
+        Undeclared.check_value("levels", 8)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import Codec, Fields, PlainCodec, check_choice, check_range
-from .encoder_checks import check_encoder
-from .errors import InvalidParameter
+from .base import Codec, Fields, PlainCodec, RunEncoder, check_choice, check_range
+from .errors import InvalidParameter, InvalidPayload
+from .lazy import torch
 from .norm_rule import error_spread, usual_error
 from .tables import MAX_CACHED_TABLES
 from .token_norms import norm_features
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from .base import Run
     from .options import Options
 
 OPTIONAL = {"optional": True}
@@ -34,6 +35,8 @@ def one_of(choices: Iterable[Any]) -> dict[str, Any]:
     """Return the metadata of a parameter whose value is one of the strings or integers in ``choices``."""
     return {"known": tuple(choices)}
 
+
+_TORCH_NAMES = {"U8": "uint8", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 SEED = in_range(0, 2**64 - 1)
 
@@ -61,7 +64,7 @@ class CodecFamily(PlainCodec):
         super().__init_subclass__()
         # The encoders of kvpack's own codecs are tested instead, which costs users nothing.
         if not cls.__module__.startswith("kvpack."):
-            check_encoder(cls)
+            _check_encoder(cls)
 
     @property
     def direction_spread(self) -> float:
@@ -207,3 +210,77 @@ def _list_names(names: Iterable[str]) -> str:
 
 def _is_optional(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("optional", False))
+
+
+def _check_encoder(codec_class: type[PlainCodec]) -> None:
+    """Make the encoder of ``codec_class`` raise InvalidParameter for digits and streams that the codec's layout rules out."""
+    pack, encode, begin = codec_class.pack, codec_class.encode, codec_class.begin
+
+    @wraps(pack)
+    def checked_pack(self: Codec, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
+        _check_digits(self, stream, digits)
+        return pack(self, stream, *digits)
+
+    # A subclass may extend an encoder, and its layout describes only the final result.
+    @wraps(encode)
+    def checked_encode(self: PlainCodec, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        streams = encode(self, x)
+        if type(self).encode is checked_encode and type(self).begin is Codec.begin:
+            _check_streams(self, streams, x.shape)
+        return streams
+
+    @wraps(begin)
+    def checked_begin(self: PlainCodec, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+        encoder = begin(self, run, before)
+        if type(self).begin is not checked_begin:
+            return encoder
+
+        def encode_block(block: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+            streams = encoder.encode(block, start)
+            _check_streams(self, {**encoder.streams, **streams}, block.shape)
+            return streams
+
+        return RunEncoder(encoder.streams, encode_block)
+
+    codec_class.pack, codec_class.encode = checked_pack, checked_encode  # type: ignore[assignment, method-assign]
+    if begin is not Codec.begin:
+        codec_class.begin = checked_begin  # type: ignore[assignment, method-assign]
+
+
+def _check_digits(codec: Codec, stream: str, digits: Sequence[torch.Tensor]) -> None:
+    where, packing = f"codec {codec.id}: encode packs stream {stream!r}", codec.packings().get(stream)
+    if packing is None:
+        raise InvalidParameter(f"{where}, which packings lacks: add it there")
+    shapes, expected = [list(digit.shape) for digit in digits], [packing.symbols] * len(packing.bases)
+    if [shape[-1] for shape in shapes] != expected:
+        raise InvalidParameter(f"{where} from digits of shapes {shapes}, expected last axes {expected}: reshape them, or change packings")
+    for digit, alphabet in zip(digits, packing.alphabets, strict=True):
+        values = digit.to(torch.float64)
+        if values.numel() and not (values.amin() >= 0 and values.amax() < alphabet and not values.frac().any()):
+            raise InvalidParameter(
+                f"{where} from digits {values.amin().item():g} to {values.amax().item():g}, expected integers from 0 to {alphabet - 1}: "
+                "round or clamp them, or change packings"
+            )
+
+
+def _check_streams(codec: Codec, streams: Mapping[str, torch.Tensor], shape: Sequence[int]) -> None:
+    """Check that ``streams``, encoded from values of ``shape``, are those of the codec's layout and that a reader accepts them."""
+    layout = codec.layout(*shape[:3])
+    for name in {**layout, **streams}:
+        entry, stream = layout.get(name), streams.get(name)
+        sizes = [] if entry is None else list(entry.shape)
+        if entry and entry.per == "entry" and stream is not None:
+            # The number of entries depends on the values.
+            sizes[2:3] = stream.shape[2:3]
+        expected = f"{_TORCH_NAMES[entry.dtype]} {sizes}" if entry else f"only {', '.join(layout)}"
+        given = "missing" if stream is None else f"{str(stream.dtype).removeprefix('torch.')} {list(stream.shape)}"
+        if given != expected:
+            raise InvalidParameter(
+                f"codec {codec.id}: encode's stream {name!r} is {given}, expected {expected}: change encode, or scales and packings"
+            )
+    try:
+        # NumPy lacks bfloat16.
+        words = {name: x.view(torch.uint16) if x.dtype == torch.bfloat16 else x for name, x in streams.items()}
+        codec.check({name: x.detach().cpu().numpy() for name, x in words.items()}, "encode")
+    except InvalidPayload as error:
+        raise InvalidParameter(f"codec {codec.id}: readers would refuse what encode returns: {error}") from None

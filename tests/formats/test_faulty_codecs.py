@@ -57,11 +57,11 @@ def some_codes(*symbols: float) -> torch.Tensor:
 FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     "another stream": (
         lambda _, streams: streams | {"step": streams["largest"].half()},
-        "encode's stream 'step' is float16 [1, 2, 10], but the layout has only codes.0, largest: add it to scales, or do not return it",
+        "encode's stream 'step' is float16 [1, 2, 10], expected only codes.0, largest: change encode, or scales and packings",
     ),
     "a missing stream": (
         lambda _, streams: without(streams, "largest"),
-        "encode's stream 'largest' is missing, expected float32 [1, 2, 10]: return it so, or change scales and packings",
+        "encode's stream 'largest' is missing, expected float32 [1, 2, 10]: change encode, or scales and packings",
     ),
     "a wrong shape": (
         lambda _, streams: streams | {"largest": streams["largest"][..., None]},
@@ -77,27 +77,27 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
     ),
     "symbols above the alphabet": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(256)),
-        "encode packs digits from 0 to 256 as stream 'codes', expected integers from 0 to 255: shift, round or clamp them",
+        "encode packs stream 'codes' from digits 0 to 256, expected integers from 0 to 255: round or clamp them",
     ),
     "symbols below it": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(-1)),
-        "encode packs digits from -1 to 0 as stream 'codes'",
+        "encode packs stream 'codes' from digits -1 to 0, expected",
     ),
     "fractions": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(0.5)),
-        "encode packs digits from 0 to 0.5 as stream 'codes', expected integers",
+        "encode packs stream 'codes' from digits 0 to 0.5, expected integers",
     ),
     "too few symbols": (
         lambda codec, streams: streams | codec.pack("codes", some_codes()[..., :60]),
-        "encode packs digits of shape [1, 2, 10, 60] as stream 'codes', expected a last axis of 64 symbols",
+        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 60]], expected last axes [64]: reshape them",
     ),
     "an unknown code stream": (
         lambda codec, streams: streams | codec.pack("code", some_codes()),
-        "encode packs 1 digits as stream 'code', but packings declares {'codes': 1}",
+        "encode packs stream 'code', which packings lacks: add it there",
     ),
     "too many digits": (
         lambda codec, streams: streams | codec.pack("codes", some_codes(), some_codes()),
-        "encode packs 2 digits as stream 'codes', but packings declares {'codes': 1}",
+        "encode packs stream 'codes' from digits of shapes [[1, 2, 10, 64], [1, 2, 10, 64]], expected last axes [64]",
     ),
 }
 

@@ -48,7 +48,7 @@ def test_the_index_names_every_guide() -> None:
 
 
 RECIPES, COMMANDS = ((FOLDER / f"{guide}.md").read_text(encoding="utf-8") for guide in ("codecs-and-recipes", "command-line"))
-EXAMPLES = [guide for guide in GUIDES if "\n```python" in (FOLDER / f"{guide}.md").read_text(encoding="utf-8")]
+EXAMPLES = [guide for guide in GUIDES if re.search(r"^```(python|sh)$", (FOLDER / f"{guide}.md").read_text(encoding="utf-8"), re.MULTILINE)]
 MARKS = {"prefix-cache-for-workers": [pytest.mark.scenario, needs_redis]}
 COMPOSE: dict[str, Any] = {
     "name": str,

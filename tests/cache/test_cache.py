@@ -140,7 +140,7 @@ def test_concat_refuses_what_does_not_continue() -> None:
         kvpack.concat([a, a])
     with pytest.raises(InvalidParameter, match="convert one cache to the other's recipe first"):
         kvpack.concat([a, b.convert("kivi-4")])
-    with pytest.raises(InvalidParameter, match="followed by one of 2 layers"):
+    with pytest.raises(InvalidParameter, match="cannot be joined with one of 2 layers"):
         kvpack.concat([a, kvpack.pack(random_pairs(2, 64), "kivi-2", start=64)])
     with pytest.raises(InvalidParameter, match="model"):
         kvpack.concat([a, kvpack.pack(pairs, "kivi-2", start=64, model={"name": "model"})])
@@ -169,7 +169,7 @@ def test_a_cache_is_not_pickled() -> None:
 
 
 def test_a_live_cache_is_not_pickled() -> None:
-    with pytest.raises(InvalidParameter, match=r"a LiveCache cannot be pickled, .*: use live\.freeze"):
+    with pytest.raises(InvalidParameter, match=r"neither a LiveCache nor .* can be pickled: save live\.freeze"):
         torch.save(kvpack.LiveCache("kivi-2", layers=1), io.BytesIO())
 
 

@@ -112,7 +112,8 @@ def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
         UnknownCodec: No codec has this id.
         InvalidParameter: An option is unknown, out of range, or does not fit the others.
 
-    >>> options = kvpack.formats.options.Options("group", {"b": "4"})
+    >>> from kvpack.formats.options import Options
+    >>> options = Options("group", {"b": "4"})
     >>> kvpack.formats.create_codec("group", 128, "k", options).nominal_bits
     4.0
     """

@@ -42,7 +42,8 @@ class Options:
     Attributes:
         sketched: True if a sidecar will describe the codec's residual.
 
-    >>> options = kvpack.formats.options.Options("group", {"b": "4"})
+    >>> from kvpack.formats.options import Options
+    >>> options = Options("group", {"b": "4"})
     >>> options.integer("b", None, 1, 8), options.integer("g", 32, 4, 128)
     (4, 32)
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors as errors
+    from . import formats as formats
     from . import pages as pages
     from .attention import attend
     from .bench.evaluate import evaluate
@@ -78,7 +79,7 @@ _HOMES = {
 }
 """Module of each public name, except errors, which are all in ``errors``."""
 
-_MODULES = ("errors", "pages")
+_MODULES = ("errors", "formats", "pages")
 """Public modules."""
 
 __all__ = [

@@ -28,7 +28,7 @@ MEASURED = {"bench/dense.py": ["pickle", "torch.load"]}
 
 LIGHT = [
     pytest.param("import kvpack", id="kvpack"),
-    pytest.param("import kvpack.formats; assert kvpack.formats.CODECS", id="kvpack.formats"),
+    pytest.param("import kvpack; assert kvpack.formats.codec_class('raw')(64, 'bf16')", id="kvpack.formats"),
     pytest.param(
         "from kvpack.formats.group import Group\n"
         "codec = Group(128, 3, 'token', 32, 'signed-hadamard', 7, 'fp16', (('codes', 8),))\n"

@@ -17,7 +17,7 @@ from .token_norms import norm_features
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from .base import Run
+    from .base import Layout, Run
     from .options import Options
 
 OPTIONAL = {"optional": True}
@@ -213,8 +213,15 @@ def _is_optional(field: dataclasses.Field[Any]) -> bool:
 
 
 def _check_encoder(codec_class: type[PlainCodec]) -> None:
-    """Make the encoder of ``codec_class`` raise InvalidParameter for digits and streams that the codec's layout rules out."""
-    pack, encode, begin = codec_class.pack, codec_class.encode, codec_class.begin
+    """Make the codec raise InvalidParameter for unknown dtypes in ``scales``, and for encoded digits and streams outside its layout."""
+    scales, pack, encode, begin = codec_class.scales, codec_class.pack, codec_class.encode, codec_class.begin
+
+    @wraps(scales)
+    def checked_scales(self: Codec, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+        layouts = scales(self, batch, heads, tokens)
+        for name, layout in layouts.items():
+            check_choice(self.id, f"the dtype of stream {name!r} in scales", layout.dtype, tuple(_TORCH_NAMES))
+        return layouts
 
     @wraps(pack)
     def checked_pack(self: Codec, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -224,7 +231,7 @@ def _check_encoder(codec_class: type[PlainCodec]) -> None:
     # A subclass may extend an encoder, and its layout describes only the final result.
     @wraps(encode)
     def checked_encode(self: PlainCodec, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        streams = encode(self, x)
+        streams = encode(self, x) or {}
         if type(self).encode is checked_encode and type(self).begin is Codec.begin:
             _check_streams(self, streams, x.shape)
         return streams
@@ -242,6 +249,7 @@ def _check_encoder(codec_class: type[PlainCodec]) -> None:
 
         return RunEncoder(encoder.streams, encode_block)
 
+    codec_class.scales = checked_scales  # type: ignore[method-assign]
     codec_class.pack, codec_class.encode = checked_pack, checked_encode  # type: ignore[assignment, method-assign]
     if begin is not Codec.begin:
         codec_class.begin = checked_begin  # type: ignore[assignment, method-assign]

@@ -63,6 +63,7 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
         lambda _, streams: without(streams, "largest"),
         "encode's stream 'largest' is missing, expected float32 [1, 2, 10]: change encode, or scales and packings",
     ),
+    "no streams": (lambda *_: None, "encode's stream 'codes.0' is missing, expected uint16 [1, 2, 10, 32]"),  # type: ignore[dict-item, return-value]
     "a wrong shape": (
         lambda _, streams: streams | {"largest": streams["largest"][..., None]},
         "encode's stream 'largest' is float32 [1, 2, 10, 1], expected float32 [1, 2, 10]",
@@ -108,6 +109,20 @@ def test_what_an_encoder_must_not_return_is_refused(fault: str, recipe: str, mon
     change, message = FAULTS[fault]
     with pytest.raises(InvalidParameter, match=re.escape(f"codec acme-faulty: {message}")):
         pack(monkeypatch, change, recipe)
+
+
+def test_a_layout_has_a_known_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Faulty(Largest):
+        id: ClassVar[str] = "acme-faulty"
+
+        def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
+            return {"largest": Layout("fp32", (batch, heads, tokens))}
+
+    monkeypatch.setitem(CODECS, Faulty.id, Faulty)
+    message = "codec acme-faulty: the dtype of stream 'largest' in scales is 'fp32', expected one of U8, U16, F16, BF16, F32"
+    with pytest.raises(InvalidParameter, match=message):
+        kvpack.pack([(values(), values())], "kv=acme-faulty;tail=0")
 
 
 def test_a_class_may_extend_a_checked_encoder(monkeypatch: pytest.MonkeyPatch) -> None:

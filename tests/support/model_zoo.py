@@ -229,7 +229,7 @@ def continue_(subject: Subject) -> None:
         try:
             subject.model(input_ids=PROMPT.flip(1), decoder_input_ids=FOLLOWING, past_key_values=over)
         except kvpack.KvpackError as error:
-            if "another source" not in str(error):
+            if "different source" not in str(error):
                 raise
         else:
             raise AssertionError("another source continued the caches")

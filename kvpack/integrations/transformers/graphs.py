@@ -245,7 +245,7 @@ class _Graph:
             self._starts.copy_(step.starts)
         try:
             self._replay()
-            cache.live.replay(1)
+            cache.live.record_replay(1)
         except BaseException:
             # After an interrupt, make the device's count match the host's.
             cache.live.adjust_length(0)

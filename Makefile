@@ -131,7 +131,7 @@ store-stress: $(INSTALLED)
 
 # kvpack in real engines on the CPU, which build/engines holds: some GB, and some minutes. LMCache and SGLang take what vLLM has installed.
 # A process is tests/support/engines/vllm_process.py, whose vLLM loads tests/support/engines/vllm_cpu_spec.py, or
-# tests/support/engines/vllm_packed.py, or tests/support/engines/vllm_groups.py. OPTIONS are those of run_vllm.py:
+# tests/support/engines/vllm_packed.py, or tests/support/engines/vllm_groups.py; tests/support/engines/vllm_plain.py is vLLM by itself. OPTIONS are those of run_vllm.py:
 # `--model DIR` is another model whose tokens are bytes. tests/support/engines/llama_cpp_model.py makes the models for llama.cpp, which is
 # built from source, without what its library does not need.
 LLAMA_CPP = -DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF -DGGML_LLAMAFILE=OFF -DGGML_CPU_REPACK=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1

@@ -145,7 +145,7 @@ def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]
                 "recipes": "raw",
                 "reference": None,
                 "tokens": 16,
-                "score": 4,
+                "scored_tokens": 4,
                 "windows": 1,
                 "step": 4,
                 "seed": 0,
@@ -289,7 +289,7 @@ CALLS = entries(Path(_FOLDER.name))
 PARTS = {
     "Cache": {"check_ends"},
     "Identity": {"of_header", "of_parts", "weights_of_kind"},
-    "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice", "to_features"},
+    "Inputs": {"from_bytes", "from_features", "named", "of_rows", "select", "slice", "to_features"},
     "LiveCache": {"snapshot"},
     "PageCodec": {"validate_arguments"},
     "PageGeometry": {"codec", "slots"},

@@ -247,8 +247,8 @@ def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[
         return dict(parts[0][1])
     result = {name: torch.cat([streams[name] for _, streams in parts], 2) for name in codec.row_layouts}
     if numbered := [*codec.entry_tokens(parts[0][1])]:
-        entries = torch.tensor([streams[numbered[0]].shape[2] for _, streams in parts], device="cpu")
-        firsts = torch.tensor([0, *accumulate(tokens for tokens, _ in parts[:-1])], device="cpu")
+        entries = torch.tensor([streams[numbered[0]].shape[2] for _, streams in parts], dtype=torch.int64, device="cpu")
+        firsts = torch.tensor([0, *accumulate(tokens for tokens, _ in parts[:-1])], dtype=torch.int64, device="cpu")
         result |= codec.shift_tokens(result, firsts.repeat_interleave(entries).to(result[numbered[0]].device))
     return result
 

@@ -89,7 +89,7 @@ def test_without_torch_commands_and_doctor_say_what_to_install() -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], check=False, capture_output=True, text=True)
 
-    refused = run("recipes")
+    refused = run("convert", "chat.kvpack", "smaller.kvpack", "fp8")
     assert (refused.returncode, refused.stdout) == (3, "")
     assert refused.stderr == "kvpack: this command needs PyTorch, which is not installed: pip install torch\n"
     found = run("doctor", "--json")

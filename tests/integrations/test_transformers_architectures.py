@@ -124,7 +124,7 @@ def test_a_pass_of_more_rows_is_refused_before_it_changes_anything(model_type: s
     past = KvpackCache(model, "raw")
     prompt_of(model, past)
     with torch.no_grad():
-        with pytest.raises(InvalidParameter, match=r"3 rows, but the cache holds 1 sequence: cache\.batch_repeat_interleave\(3\)"):
+        with pytest.raises(InvalidParameter, match=r"3 rows, but the cache holds 1 sequence: .*cache\.batch_repeat_interleave\(3\)"):
             model(FOLLOWING.expand(3, -1), past_key_values=past)
         expected = model(torch.cat([PROMPT, FOLLOWING], 1).expand(3, -1)).logits[:, PROMPT.shape[1] :]
         past.batch_repeat_interleave(3)

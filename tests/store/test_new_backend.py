@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Toy(SingleTierBackend):
     """Entries in a dict that all stores of one name share; nothing is evicted."""
 
-    private = True
+    is_private = True
     shelves: dict[str, dict[bytes, bytes]] = {}  # noqa: RUF012
 
     def __init__(self, name: str, counters: Counters) -> None:

@@ -176,7 +176,7 @@ def _nothing(statement: ast.stmt) -> ast.stmt:
 def _refuses(statement: ast.stmt) -> bool:
     """Return True if a statement raises a reader's error, rather than only adding a location to one."""
     if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
-        return _called(statement.exc) not in {*OTHER_ERRORS, "within", "type"}
+        return _called(statement.exc) not in {*OTHER_ERRORS, "prefix_error", "type"}
     return isinstance(statement, ast.Expr) and _called(statement.value) == "refuse"
 
 

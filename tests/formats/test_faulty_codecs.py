@@ -192,3 +192,16 @@ def test_a_field_without_declared_values_is_named() -> None:
     Undeclared.check_value("steps", 8)
     with pytest.raises(InvalidParameter, match="'levels' is not a field with declared values"):
         Undeclared.check_value("levels", 8)
+
+
+def test_the_blocks_of_an_own_run_encoder_are_compared_with_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Begun(Largest):
+        id: ClassVar[str] = "acme-begun"
+
+        def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+            return RunEncoder({}, lambda block, _: without(self.encode(block), "largest"))
+
+    monkeypatch.setitem(CODECS, Begun.id, Begun)
+    with pytest.raises(InvalidParameter, match="codec acme-begun: encode's stream 'largest' is missing, expected float32"):
+        kvpack.pack([(values(), values())], "kv=acme-begun;tail=0")

@@ -383,6 +383,7 @@ def test_a_tokenizer_of_another_form_is_refused(page: chromium.Page, tmp_path: P
         page.choose("#tokenizer", tokenizer)
         page.wait("!document.getElementById('error').hidden")
         assert reason in text(page, "error")
+        page.wait("document.getElementById('tokens').textContent.trim() !== ''")
         assert text(page, "tokens").split() == ["0", "1", "2", "3"]
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
         assert page.errors == []

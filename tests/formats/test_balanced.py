@@ -148,8 +148,8 @@ def test_what_the_basis_lacks() -> None:
     [
         (torch.zeros(HEADS, DIM, DIM), "a balanced frame of the basis has no inverse"),
         (torch.ones(HEADS, DIM, DIM) + 1e-6 * torch.eye(DIM), "the inverse of .* is inaccurate"),
-        (torch.diag(torch.tensor([1.0] * 15 + [2.0**-11])).expand(HEADS, -1, -1), "head 0 is ill-conditioned: .* 2048 times"),
-        (2.0**11 * torch.eye(DIM).expand(HEADS, -1, -1), "is ill-conditioned: .* 2048 times, but the limit is 1024"),
+        (torch.diag(torch.tensor([1.0] * 15 + [2.0**-11])).expand(HEADS, -1, -1), "head 0 is ill-conditioned: .* by a factor of 2048"),
+        (2.0**11 * torch.eye(DIM).expand(HEADS, -1, -1), "is ill-conditioned: .* by a factor of 2048, but the limit is 1024"),
         (1e30 * torch.eye(DIM).expand(HEADS, -1, -1), "is ill-conditioned"),
     ],
     ids=["zero", "singular", "uneven", "large", "huge"],

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,6 @@ from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
 
 from . import generated, needles, picture
-from .quality_peers import Peer, PeerResult, installed_peers, measure_peer
 from .summary import NeedleAnswer, generation_summary, show, summarize_recall, summary, text_summary
 
 if TYPE_CHECKING:
@@ -95,7 +94,6 @@ class Settings:
         offset: Factor of the constant that is added to some channels of keys; None for none.
         generated: Number of tokens to generate after a prompt; None for none.
         device: "cpu" (in float32) or "cuda" (in bfloat16).
-        peers: Also measure transformers' own quantized caches in the windows.
         inserted: Text of one token, such as "<|endoftext|>", that replaces the middle token of the packed part of each window.
         others: Further texts of kvpack that are read; the last of them is a long document.
     """
@@ -110,7 +108,6 @@ class Settings:
     offset: float | None = None
     generated: int | None = None
     device: str = "cpu"
-    peers: bool = False
     inserted: str | None = None
     others: tuple[str, ...] = OTHERS
 
@@ -157,7 +154,6 @@ def run(
     recipes = list(dict.fromkeys([*recipes, *([] if reference is None else [reference])]))
     parsed = [Recipe(recipe, given) for recipe in recipes]
     _check(settings, given)
-    peers = installed_peers() if settings.peers else []
     if out is not None:
         picture.library()
         _make_folder(out)
@@ -189,7 +185,7 @@ def run(
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
         "precision": _precision(network),
         "uncompressed_bits": 8 * network.dtype.itemsize,
-        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), peers, reference, settings.seed, inserted, progress).run(),
+        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), reference, settings.seed, inserted, progress).run(),
     }
     report["cpu_seconds"] = time.process_time() - began
     if out is not None:
@@ -203,8 +199,6 @@ def _check(settings: Settings, basis: Basis | None) -> None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("--device is cuda, but PyTorch finds no CUDA device: omit --device to measure on the CPU")
-    if settings.peers and settings.offset is not None:
-        raise InvalidParameter("--offset applies only to kvpack's caches: omit --offset or --peers")
 
 
 def _modify_keys(network: Any, settings: Settings, sample: torch.Tensor) -> dict[str, Any]:
@@ -282,13 +276,11 @@ class _Measurement:
     long: Text
     names: tuple[str, ...]
     recipes: tuple[Recipe, ...]
-    peers: Sequence[Peer]
     reference: str | None
     seed: int
     inserted: int | None
     progress: Progress | None
     done: int = 0
-    peer_results: list[list[PeerResult]] = field(default_factory=list)
 
     @property
     def sizes(self) -> _Sizes:
@@ -297,7 +289,6 @@ class _Measurement:
     def run(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kvpack-bench-") as folder:
             path = os.path.join(folder, "window.kvpack")
-            self.peer_results = [[] for _ in self.peers]
             read = [self._windows(part, path) for part in self.parts]
             exact_answers, answers = self._answer_needles(path)
             written = self._generated_divergences(path)
@@ -305,8 +296,7 @@ class _Measurement:
         recalls = [None if not self.sizes.needles else summarize_recall(result) for result in answers]
         recipes = list(zip(self.names, measured, recalls, strict=True))
         recalled = summarize_recall(exact_answers) if exact_answers else None
-        peers = list(zip([peer.name for peer in self.peers], self.peer_results, strict=True))
-        result = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference, peers)
+        result = summary(begun, exact_losses, forgotten, recalled, recipes, self.reference)
         result["others"] = [
             {
                 "text": part.text.name,
@@ -335,10 +325,6 @@ class _Measurement:
             for recipe, rows in zip(self.recipes, measured, strict=True):
                 rows.append(measure(self.model, exact, recipe, path, part.sizes.step, errors=part is self.parts[0]))
                 self._step()
-            if part is self.parts[0]:
-                for peer, result in zip(self.peers, self.peer_results, strict=True):
-                    result.append(measure_peer(self.model, exact, peer, part.sizes.step))
-                    self._step()
         return begun, exact_losses, forgotten, measured
 
     def _prompts(self) -> Iterator[needles.Prompt]:
@@ -392,7 +378,7 @@ class _Measurement:
         if self.progress:
             lengths = len(_lengths(self.sizes.tokens, self.long, positions(self.model)))
             read = sum(part.sizes.windows for part in self.parts) + self.sizes.needles * lengths + bool(self.sizes.generated)
-            self.progress(self.done, read * (1 + len(self.recipes)) + self.sizes.windows * len(self.peers))
+            self.progress(self.done, read * (1 + len(self.recipes)))
 
 
 def _new_cache(model: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:

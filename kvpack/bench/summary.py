@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import NoContextResult, RecipeResult
 
     from .generated import GenerationEffect
-    from .quality_peers import PeerResult
 
 CHECKED_DIM = 128
 
@@ -49,17 +48,15 @@ def summary(
     exact_recall: dict[str, Any] | None,
     recipes: Sequence[tuple[str, Sequence[RecipeResult], dict[str, Any] | None]],
     reference: str | None = None,
-    peers: Sequence[tuple[str, Sequence[PeerResult]]] = (),
 ) -> dict[str, Any]:
-    """Return the report's results as JSON values, with recipes and ``peers`` in descending order of bits.
+    """Return the report's results as JSON values, with recipes in descending order of bits.
 
     Differences and ratios to the recipe ``reference`` are paired by window. Intervals are Student's t over the windows.
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
     mark_pareto_front(rows)
-    others = [_short_row(name, measured, exact_losses) for name, measured in peers]
-    compare([*rows, *others], reference)
+    compare(rows, reference)
     return {
         "confidence": CONFIDENCE,
         "reference": reference,
@@ -74,7 +71,6 @@ def summary(
             "windows": [asdict(window) for window in forgotten],
         },
         "recipes": sorted(rows, key=lambda row: -row["bits_per_value"]),
-        "peers": sorted(others, key=lambda row: -row["bits_per_value"]),
     }
 
 
@@ -96,7 +92,7 @@ def text_summary(
     }
 
 
-def _short_row(name: str, measured: Sequence[RecipeResult | PeerResult], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _short_row(name: str, measured: Sequence[RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
     return {
         "recipe": name,
         "bits_per_value": _bits(measured),
@@ -110,7 +106,7 @@ def generation_summary(names: Sequence[str], written: Sequence[GenerationEffect]
     return {name: asdict(measure_generation) for name, measure_generation in zip(names, written, strict=True)}
 
 
-def _bits(measured: Sequence[RecipeResult | PeerResult]) -> float:
+def _bits(measured: Sequence[RecipeResult]) -> float:
     return 8 * sum(window.bytes for window in measured) / sum(window.values for window in measured)
 
 
@@ -144,7 +140,7 @@ def _logarithms(row: dict[str, Any]) -> list[float]:
     return [math.log(max(window["kl_divergence"], _SMALLEST)) for window in row["windows"]]
 
 
-def _prediction_results(windows: Sequence[NoContextResult | RecipeResult | PeerResult], exact_losses: Sequence[float]) -> dict[str, Any]:
+def _prediction_results(windows: Sequence[NoContextResult | RecipeResult], exact_losses: Sequence[float]) -> dict[str, Any]:
     """Return the results of the predictions in ``windows``."""
     differences = [window.log_perplexity - exact for window, exact in zip(windows, exact_losses, strict=True)]
     divergences = [window.kl_divergence for window in windows]
@@ -226,8 +222,6 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
                 f"{1000 * row['load_seconds']:.1f}",
             ]
         )
-    for row in report["peers"]:
-        rows.append([row["recipe"], f"{row['bits_per_value']:.2f}", "", *_predicted_cells(row), *[""] * 5])
     rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 5])
     empty = [column for column, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
     columns, *rows = ([cell for column, cell in enumerate(cells) if column not in empty] for cells in (columns, *rows))
@@ -244,8 +238,6 @@ def show(report: dict[str, Any]) -> None:
     print("KL is KL(uncompressed || packed) of the next token, in nats. Same choice: how often the most probable token is the same.")
     if reference is not None:
         print(f"x {reference}: KL as a multiple of that of {reference}, the geometric mean over the windows.")
-    if report["peers"]:
-        print("Peers are transformers' QuantizedCache, with its residual window of 128 tokens; their bits are those in memory.")
     print(f"Past forgotten: the scored tokens attend to only the first {report['forgotten']['kept_tokens']} tokens.")
     print("Attention error is the relative error of a layer with exact input, averaged over layers.")
     print("Encode and load are the median times for the tokens before the scored ones.")

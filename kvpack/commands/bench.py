@@ -141,9 +141,6 @@ def _add_model_options(quality: Any) -> None:
         help="for the default model, the basis that `python -m kvpack.bench.real_model --calibrate-on TEXT` made; with code, code is not "
         "scored (default: prose)",
     )
-    quality.add_argument(
-        "--peers", action="store_true", help="also measure transformers' quantized caches, with quanto and HQQ if they are installed"
-    )
 
 
 def _add_attend(kinds: Any) -> None:
@@ -210,11 +207,6 @@ def _add_serve(kinds: Any) -> None:
     )
     serve.add_argument("--prefix", action="append", type=int, metavar="T", help="a stored prefix of T tokens; may be repeated")
     serve.add_argument("--folder", metavar="DIR", help="write the files here (default: a temporary folder)")
-    serve.add_argument(
-        "--compiled",
-        action="store_true",
-        help="on a CUDA device, also generate with a StaticCache that transformers compiles, which takes minutes each",
-    )
     serve.add_argument("--out", metavar="DIR", help="write serve.json here")
     add_json(serve)
     serve.set_defaults(run=run_serve)
@@ -236,7 +228,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     with progress("bench serve", arguments) as callback:
         report = serve.run(
             arguments.shape, arguments.recipe, contexts, arguments.prefix, arguments.layers, arguments.folder, arguments.out, callback,
-            dtype=arguments.dtype, compiled=arguments.compiled,
+            dtype=arguments.dtype,
         )  # fmt: skip
     return print_report(report, serve_tables.show, arguments)
 
@@ -353,7 +345,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
         raise InvalidParameter("--calibrated-on works only with the unmodified default model: omit --model, --basis, --twin and --offset")
     settings = quality.Settings(
         arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
-        arguments.offset, arguments.generate, arguments.device, arguments.peers, arguments.insert,
+        arguments.offset, arguments.generate, arguments.device, arguments.insert,
         tuple(name for name in quality.OTHERS if name != arguments.calibrated_on),
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:

@@ -318,19 +318,14 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS) -> Predictions:
     """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time. They are appended and packed."""
     over = Bf16Cache.from_cache(model, cache)
-    result = score_with_cache(model, exact, over, step)
-    return Predictions(*compare_predictions(exact, result), result, over.packed)
-
-
-def score_with_cache(model: Any, exact: UncompressedResult, cache: Any, step: int) -> torch.Tensor:
-    """Return the log-probabilities ``[score, vocabulary]`` of the scored tokens over ``cache``, read at most ``step`` at a time."""
     model.set_attn_implementation("kvpack")
     read = []
     with torch.inference_mode():
         for tokens in torch.split(exact.tokens[:, exact.prefix : -1], step, 1):
-            logits = model(tokens, **cache_names.cache_argument(model, cache)).logits[0]
+            logits = model(tokens, **cache_names.cache_argument(model, over)).logits[0]
             read.append(functional.log_softmax(logits.float(), -1))
-    return torch.cat(read)
+    result = torch.cat(read)
+    return Predictions(*compare_predictions(exact, result), result, over.packed)
 
 
 def measure(

@@ -579,7 +579,7 @@ def cluttered(spread: float) -> Any:
         for number, (x, y) in enumerate(values.tolist())
     ]
     settings = {"windows": 3, "score": 10, "tokens": 100}
-    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None, "inserted": "<s>", "peers": []}
+    kind = {"model": "m", "precision": "fp32 on a CPU", "twin": {"factor": 30}, "offset": None, "inserted": "<s>"}
     return {**kind, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
 
 

@@ -18,7 +18,6 @@ from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.sizes import check_size
 from kvpack.runtime.modes import one_thread
 
-from . import attend_load
 from .dense import matmul_attention
 from .process_time import time_interleaved
 
@@ -72,7 +71,6 @@ def run(
             "read_bytes_per_s": _read_speed(),
             "backend": kvpack.backends()["cpu"],
             "tables": tables,
-            "load": attend_load.run(repeats),
         }
 
 
@@ -137,7 +135,6 @@ def show(report: dict[str, Any]) -> None:
             for row in table["rows"]
         ]
         print_table(f"{table['tokens']:,} tokens, one query, {q_heads}/{heads} heads x {dim}, one thread", columns, rows)
-    attend_load.show(report["load"])
     print(f"\nAttention with {report['backend']}. Process CPU times; below 1 is faster. Every round runs each method once.")
     print(f"Memory speed is that of one thread summing integers, {report['read_bytes_per_s'] / 1e9:.1f} GB/s.")
     print("Errors are relative to binary64 attention over the dense values, which are Gaussian.")

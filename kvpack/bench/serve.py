@@ -28,7 +28,7 @@ from kvpack.runtime.modes import one_thread
 from .device_times import call_seconds, free, wait
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
-from .serve_peers import COMPILED, DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
+from .serve_peers import DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
 from .serve_turns import Steps, seconds_of, steps_without_cache, without_graphs
 
 if TYPE_CHECKING:
@@ -79,21 +79,19 @@ def run(
     progress: Progress | None = None,
     *,
     dtype: str | None = None,
-    compiled: bool = False,
 ) -> dict[str, Any]:
     """Measure a model, and return the report that ``show`` prints.
 
     ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or of its folder. ``dtype``, a name in DTYPES, is the dtype of
-    weights, keys and values; None selects the configuration's dtype, or bf16. With ``compiled``, a StaticCache that transformers compiles
-    is also measured on a device. Raises InvalidParameter for an unknown shape or dtype, for float32 on a CUDA device, and for layers
-    without full or sliding attention.
+    weights, keys and values; None selects the configuration's dtype, or bf16. Raises InvalidParameter for an unknown shape or dtype, for
+    float32 on a CUDA device, and for layers without full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
     if dtype is not None and dtype not in DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     with one_thread() if device == "cpu" else nullcontext():
-        report = _measure(shape, recipes, contexts, prefixes, layers, folder, device, dtype, compiled, progress)
+        report = _measure(shape, recipes, contexts, prefixes, layers, folder, device, dtype, progress)
     if out is not None:
         try:
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -112,7 +110,6 @@ def _measure(
     folder: str | None,
     device: str,
     dtype: str | None,
-    compiled: bool,
     progress: Progress | None,
 ) -> dict[str, Any]:
     model = random_model(shape, layers, device, dtype)
@@ -132,7 +129,7 @@ def _measure(
     }
     with torch.no_grad():
         for batch, tokens in contexts:
-            report["decode"] += _decode_rows(model, batch, tokens, recipes, device, compiled, count)
+            report["decode"] += _decode_rows(model, batch, tokens, recipes, device, count)
         for tokens in prefixes:
             report["first_token"] += _first_token_rows(model, tokens, recipes, device, folder, count)
     return report
@@ -221,7 +218,7 @@ def _random_ids(model: Any, batch: int, tokens: int, device: str) -> torch.Tenso
 
 
 def _decode_rows(
-    model: Any, batch: int, tokens: int, recipes: Sequence[str], device: str, compiled: bool, count: Callable[[], None]
+    model: Any, batch: int, tokens: int, recipes: Sequence[str], device: str, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
     row: dict[str, Any] = {"batch": batch, "tokens": tokens}
     if device == "cpu":
@@ -233,7 +230,7 @@ def _decode_rows(
         for _ in ("dense", *packed):
             count()
         return [{**row, **packed_row} for packed_row in result]
-    rows = [{**row, **result} for result in _dense_rows(model, batch, tokens, device, compiled)]
+    rows = [{**row, **result} for result in _dense_rows(model, batch, tokens, device)]
     free(device)
     count()
     for recipe in recipes:
@@ -248,7 +245,7 @@ def _decode_rows(
     return rows
 
 
-def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool) -> list[dict[str, Any]]:
+def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
     """Return rows for transformers' own caches: DynamicCache with PyTorch's choice of attention and with FlashAttention, and others."""
     try:
         states = _states(model, batch, tokens, device)
@@ -273,20 +270,11 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str, compiled: bool
             "peak_bytes": _peak(device),
         }
 
-    def compiled_steps() -> dict[str, Any]:
-        past = others[STATIC]()
-        # The first call compiles.
-        _generate_seconds(model, past, batch, device)
-        return {"generate_seconds": _generate_seconds(model, past, batch, device), "cache_bytes": cache_bytes(past)}
-
     def dynamic() -> Any:
         return _dynamic_cache(model, states, tokens)
 
-    others = peers(model, states, tokens, ROOM)
     measures: dict[str, Callable[[], dict[str, Any]]] = {DYNAMIC: partial(steps, dynamic), FLASH: partial(steps, dynamic, flash=True)}
-    measures |= {name: partial(steps, make) for name, make in others.items()}
-    if compiled:
-        measures[COMPILED] = compiled_steps
+    measures |= {name: partial(steps, make) for name, make in peers(model, states, tokens, ROOM).items()}
     in_graph = row_of(DYNAMIC, graph)
     free(device)
     rows = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Result = TypeVar("Result")
 
-DYNAMIC, FLASH, STATIC, COMPILED = "DynamicCache", "DynamicCache, flash", "StaticCache", "StaticCache, compiled"
+DYNAMIC, FLASH, STATIC = "DynamicCache", "DynamicCache, flash", "StaticCache"
 NO_ROOM = "does not fit"
 """Error of a cache that does not fit into memory."""
 BACKENDS = ("fp8", "quanto", "hqq")

@@ -61,7 +61,7 @@ def _show_decode(report: dict[str, Any]) -> None:
             "alone: the model without a cache, and attention that returns its queries; steps that take little longer are limited by the "
             "host."
         )
-        print("A StaticCache has a mask over its full length; with --compiled, generate compiles its steps before it is timed.")
+        print("A StaticCache has a mask over its full length.")
         print(f"The {dtype} graph uses preallocated states, no mask, and the faster of SDPA's flash and cuDNN attention.")
 
 

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.entries import to_pieces
 from kvpack.store.entry_kind import UNENCRYPTED
-from kvpack.store.eviction import Evictor
 from kvpack.store.fitting import check_groups
 from kvpack.store.folder import Folder
 from kvpack.store.keys import ID_BYTES, KEY_BYTES, chunk_links, token_bytes
@@ -65,10 +64,8 @@ COMMANDS = ("stat", "ls", "verify", "gc")
 TARGETS = {
     "match 100 chunks": (5.0, "ms"),
     "stats": (50.0, "ms"),
-    "a round, CPU": (50.0, "ms"),
     "kvpack store stat": (2000.0, "ms"),
     f"save with {PROCESSES} processes, CPU, of one": (1.25, "x"),
-    f"save with {PROCESSES} processes, longest wait for another's round": (50.0, "ms"),
     f"save with {PROCESSES} processes, not stored": (0.0, "chunks"),
 }
 
@@ -222,34 +219,15 @@ class _Scale:
             return {"stats, first": _milliseconds(store.stats), "stats": statistics.median(_milliseconds(store.stats) for _ in range(5))}
 
     def save(self) -> dict[str, float]:
-        """Save 10 chunks at the budget; return the wall time and, for a folder, the CPU time of the rounds that make room."""
-        rounds: list[float] = []
-        real = Evictor._try_round
-
-        def timed(*given: Any, **more: Any) -> Any:
-            begun = time.process_time()
-            result = real(*given, **more)
-            rounds.append(1000 * (time.process_time() - begun))
-            return result
-
-        Evictor._try_round = timed  # type: ignore[method-assign]
-        try:
-            taken, _ = self._time_saves(0)
-        finally:
-            Evictor._try_round = real  # type: ignore[method-assign]
-        results = {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
-        return results | ({"a round, CPU": statistics.median(rounds)} if rounds else {})
+        """Return the wall times of saving 10 chunks at the budget."""
+        taken, _ = self._time_saves(0)
+        return {"save 10 at the budget, median": statistics.median(taken), "save 10 at the budget, max": max(taken)}
 
     def processes(self) -> dict[str, float]:
-        """Return the CPU time of a save at the budget with several processes and with one, and the wait for rounds of others."""
-        (one, *_), (many, waited, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
+        """Return the CPU time of a save at the budget with one process, and with several relative to it."""
+        (one, _), (many, refused) = (self._cpu_of(count) for count in (1, PROCESSES))
         several = f"save with {PROCESSES} processes"
-        results = {"save 10 at the budget, CPU": one, f"{several}, CPU, of one": many / one}
-        if waited:
-            # A server evicts by itself.
-            results[f"{several}, wait for others' rounds, median"] = statistics.median(waited)
-            results[f"{several}, longest wait for another's round"] = max(waited)
-        return results | {f"{several}, not stored": refused}
+        return {"save 10 at the budget, CPU": one, f"{several}, CPU, of one": many / one, f"{several}, not stored": refused}
 
     def collect(self) -> dict[str, float]:
         with self._store() as store:
@@ -297,73 +275,27 @@ class _Scale:
         self._new += SAVES
         return taken, refused
 
-    def _cpu_of(self, processes: int) -> tuple[float, list[float], int]:
-        """Return the CPU time of a save in ms, each entry's wait for the rounds of others, and the number of chunks not stored."""
+    def _cpu_of(self, processes: int) -> tuple[float, int]:
+        """Return the CPU time of a save in ms, and the number of chunks not stored."""
         context = multiprocessing.get_context("fork")
         results, budget = context.Queue(), self._budget()
 
         def run_worker(worker: int) -> None:
             torch.set_num_threads(1)
-            waits: list[float] = []
-            with _timed_waits(waits):
-                before = resource.getrusage(resource.RUSAGE_SELF)
-                _, refused = self._time_saves(worker, budget)
-                after = resource.getrusage(resource.RUSAGE_SELF)
-            results.put(((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / SAVES, waits, refused))
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            _, refused = self._time_saves(worker, budget)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            results.put(((after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / SAVES, refused))
 
         workers = [context.Process(target=run_worker, args=(number,)) for number in range(processes)]
         for worker in workers:
             worker.start()
-        result: list[tuple[float, list[float], int]] = [results.get() for _ in workers]
+        result: list[tuple[float, int]] = [results.get() for _ in workers]
         for worker in workers:
             worker.join()
         self._new += SAVES * processes
-        cpus, waits, refused = zip(*result, strict=True)
-        return 1000 * sum(cpus) / processes, [wait for one in waits for wait in one], sum(refused)
-
-
-@contextmanager
-def _timed_waits(waits: list[float]) -> Iterator[None]:
-    """Record in ms how long each entry waits while other processes evict.
-
-    It is the time from the entry's first failed round until it has room, without its own rounds.
-
-    An entry that has room after its own rounds does not wait for others.
-    """
-    real_round, real_reserve, real_keep = Evictor._try_round, Evictor.reserve, Evictor._keep_room
-    begun: list[float] = []
-    waited = [0.0]
-
-    def timed_round(*given: Any, **more: Any) -> Any:
-        now = time.perf_counter()
-        result = real_round(*given, **more)
-        if result is None:
-            begun.append(now)
-        elif begun:
-            waited[0] += time.perf_counter() - now
-        return result
-
-    def note() -> None:
-        waits.append(1000 * (time.perf_counter() - begun[0] - waited[0]) if begun else 0.0)
-
-    def timed_keep(*given: Any, **more: Any) -> Any:
-        note()
-        return real_keep(*given, **more)
-
-    def timed_reserve(*given: Any, **more: Any) -> Any:
-        begun.clear()
-        waited[0], noted = 0.0, len(waits)
-        try:
-            return real_reserve(*given, **more)
-        finally:
-            if len(waits) == noted:
-                note()
-
-    Evictor._try_round, Evictor.reserve, Evictor._keep_room = timed_round, timed_reserve, timed_keep  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Evictor._try_round, Evictor.reserve, Evictor._keep_room = real_round, real_reserve, real_keep  # type: ignore[method-assign]
+        cpus, refused = zip(*result, strict=True)
+        return 1000 * sum(cpus) / processes, sum(refused)
 
 
 def _ids(number: int) -> list[int]:

@@ -68,7 +68,7 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(serve_peers, "BACKENDS", ("none",))
     with torch.no_grad():
-        rows = serve._dense_rows(model, 1, 40, "cpu", False)
+        rows = serve._dense_rows(model, 1, 40, "cpu")
         monkeypatch.setattr(serve, "_dynamic_cache", broken)
         rows += serve._dense_rows(model, 1, 50, "cpu", False)[:1]
     by_name = {row["cache"]: row for row in rows[:4]}

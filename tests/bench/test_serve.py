@@ -70,7 +70,7 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
     with torch.no_grad():
         rows = serve._dense_rows(model, 1, 40, "cpu")
         monkeypatch.setattr(serve, "_dynamic_cache", broken)
-        rows += serve._dense_rows(model, 1, 50, "cpu", False)[:1]
+        rows += serve._dense_rows(model, 1, 50, "cpu")[:1]
     by_name = {row["cache"]: row for row in rows[:4]}
     assert list(by_name) == ["DynamicCache", "DynamicCache, flash", "StaticCache", "QuantizedCache, none"]
     assert all(by_name[name]["step_seconds"] > 0 for name in ("DynamicCache", "DynamicCache, flash", "StaticCache"))

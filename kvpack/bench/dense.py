@@ -24,8 +24,8 @@ def matmul_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return torch.softmax(scores.float() * dim**-0.5, -1).to(k.dtype) @ v
 
 
-class Way(NamedTuple):
-    """A way to store dense tensors in files. ``read`` returns the tensors that were passed to ``write``, in new memory."""
+class DenseFormat(NamedTuple):
+    """A file format for dense tensors. ``read`` returns the tensors that were passed to ``write``, in new memory."""
 
     name: str
     write: Callable[[Tensors, str], object]
@@ -69,13 +69,13 @@ def _decompress(path: str) -> Tensors:
     return result
 
 
-WAYS = (
-    Way("safetensors", save_file, _load_and_clone),
-    Way("torch.save", _save, torch.load),
-    Way("pickle", _write_tensors, _undump),
-    Way("zstd", _compress, _decompress),
+FORMATS = (
+    DenseFormat("safetensors", save_file, _load_and_clone),
+    DenseFormat("torch.save", _save, torch.load),
+    DenseFormat("pickle", _write_tensors, _undump),
+    DenseFormat("zstd", _compress, _decompress),
 )
-"""Ways to store dense tensors. The first one, safetensors, is the reference."""
+"""File formats for dense tensors. The first one, safetensors, is the reference."""
 
 
 def stored_bytes(path: str) -> int:

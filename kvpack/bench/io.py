@@ -1,7 +1,7 @@
 """kvpack bench io: time a KV cache to a file and back, compared with files of dense values and a memory copy in the same run.
 
-Speeds are in GB/s of the dense bf16 cache, whatever its packed size. Files are in the page cache. Times are process times in one thread,
-and all measurements are interleaved.
+Speeds are in GB/s of the dense bf16 cache, regardless of its packed size. Files are in the page cache. Times are process times in one
+thread, and all measurements are interleaved.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def run(
         in_use = torch.zeros_like(whole)
         ways = [_Operation("memory", COPY, partial(in_use.copy_, whole))]
         paths: dict[str, str] = {}
-        for number, peer in enumerate(dense.WAYS):
+        for number, peer in enumerate(dense.FORMATS):
             paths[peer.name] = os.path.join(temporary, f"dense-{number}")
             ways += _dense(cache, peer, paths[peer.name])
         for number, recipe in enumerate(dict.fromkeys(recipes)):
@@ -158,7 +158,7 @@ def run(
         seconds = time_interleaved([way.call for way in ways], repeats, before=removals, new_memory=True, progress=progress)
         sizes = {name: dense.stored_bytes(path) for name, path in paths.items()}
     copied = seconds[0].process
-    by_safetensors = {way.operation: taken for way, taken in zip(ways, seconds, strict=True) if way.name == dense.WAYS[0].name}
+    by_safetensors = {way.operation: taken for way, taken in zip(ways, seconds, strict=True) if way.name == dense.FORMATS[0].name}
     rows = []
     for way, taken in zip(ways, seconds, strict=True):
         stored = sizes.get(way.name, cache.nbytes)
@@ -179,7 +179,7 @@ def run(
     return {"source": cache.label, "bf16_bytes": cache.nbytes, "repeats": repeats, "backend": kvpack.backends()["cpu"], "rows": rows}
 
 
-def _dense(cache: Source, way: dense.Way, path: str) -> list[_Operation]:
+def _dense(cache: Source, way: dense.DenseFormat, path: str) -> list[_Operation]:
     tensors = cache.tensors
     queries = [_queries(k) for k, _ in cache.pairs]
     ways = [_Operation(way.name, WRITE, partial(way.write, tensors, path), path), _Operation(way.name, READ, partial(way.read, path))]
@@ -189,7 +189,7 @@ def _dense(cache: Source, way: dense.Way, path: str) -> list[_Operation]:
         return [dense.matmul_attention(q, loaded[f"{layer}.k"], loaded[f"{layer}.v"]) for layer, q in enumerate(queries)]
 
     # Other formats read all values before attention.
-    return [*ways, _Operation(way.name, ATTEND, attend)] if way is dense.WAYS[0] else ways
+    return [*ways, _Operation(way.name, ATTEND, attend)] if way is dense.FORMATS[0] else ways
 
 
 def _packed_file(cache: Source, recipe: str, path: str) -> list[_Operation]:
@@ -253,7 +253,7 @@ def show(report: dict[str, Any]) -> None:
         for name in names
         if (name, PARTS[0]) in by_place
     ]
-    print_table(f"The parts; a {COPY} has {copy['gb_per_s']:.1f} GB/s", ["what", *parts], rows)
+    print_table(f"The parts; a {COPY} reaches {copy['gb_per_s']:.1f} GB/s", ["what", *parts], rows)
     print(f"\nPacked rows with {report['backend']}. Process CPU times in one thread; every round runs each method once.")
     print("On the clock: the ratio of wall-clock times, which other load and concurrent disk writes disturb.")
     print("write: from values in memory to a new file. read: from the file to bf16 values in new memory. Below 1 x safetensors is faster.")

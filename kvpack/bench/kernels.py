@@ -21,7 +21,7 @@ import kvpack
 from kvpack.attention import attention_kernels
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 
-from . import encode_kernels, kernels_picture, picture, query_kernels, synthetic_basis, unpack_kernels
+from . import encode_kernels, kernels_plot, quality_plot, query_kernels, synthetic_basis, unpack_kernels
 from .query_kernels import QueryShape
 from .timing import eager_seconds, graph_seconds, median_seconds
 
@@ -114,7 +114,7 @@ def run(
     for recipe in recipes or ():
         synthetic_basis.check(recipe)
     if out is not None:
-        picture.library()
+        quality_plot.library()
     if not torch.cuda.is_available():
         raise InvalidParameter("this benchmark needs a CUDA device, but PyTorch finds none: run it on a machine that has one")
     lengths = [("", SWEEP._replace(tokens=tokens)) for tokens in SWEEP_TOKENS] if sweep else []
@@ -158,7 +158,7 @@ def _rows(shape: QueryShape, recipes: Sequence[str], bandwidth: float) -> list[d
     ]
     q = torch.randn(shape.batch, shape.q_heads, 1, shape.dim, device="cuda", generator=generator).to(torch.bfloat16)
     rows = _libraries(q, kv)
-    for recipe in (kernels_picture.OWN_BF16, *recipes):
+    for recipe in (kernels_plot.OWN_BF16, *recipes):
         rows.append(_row(q, kv, recipe))
         torch.cuda.empty_cache()
     peers = rows[: len(rows) - len(recipes)]
@@ -198,7 +198,7 @@ def _row(q: torch.Tensor, kv: list[torch.Tensor], recipe: str) -> dict[str, Any]
     kernels = attention_kernels(q, layer)
     size = sum(stream.nbytes for side in layer.sides.values() for page in side.runs for stream in page.streams.values())
     if kernels is None:
-        # Torch operations, which a graph cannot hold.
+        # PyTorch operations, which a graph cannot capture.
         seconds = whole = eager = median_seconds(lambda: kvpack.attend(q, layer))
     else:
         layers = [layer, *(_copy_layer(layer) for _ in range(_copies(size) - 1))]
@@ -250,7 +250,7 @@ def _write(report: dict[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.json").write_text(json.dumps(report, indent=2) + "\n")
         if report["sweep"]:
-            kernels_picture.draw(report, folder / "kernels")
+            kernels_plot.draw(report, folder / "kernels")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None
 

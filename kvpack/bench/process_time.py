@@ -34,8 +34,8 @@ def time_interleaved(
 
     A warm-up round comes first. ``average`` replaces the median, for calls that occasionally do work for later ones. ``before`` has
     functions that are called before the timing of each call (or None); the result of the last call is freed after the timing. With
-    ``new_memory``, free memory is first returned to the system; otherwise it is a matter of chance whether a call reuses pages of the
-    previous one or pays for new ones.
+    ``new_memory``, free memory is first returned to the system; otherwise, a call may or may not reuse pages of the previous one, which
+    makes times erratic.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[Seconds]] = [[] for _ in calls]

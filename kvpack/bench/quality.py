@@ -42,7 +42,7 @@ from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.identity.fingerprint import model_name
 from kvpack.models import load_model, model_folder
 
-from . import generated, needles, picture
+from . import generated, needles, quality_plot
 from .summary import NeedleAnswer, generation_summary, show, summarize_recall, summary, text_summary
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def run(
     parsed = [Recipe(recipe, given) for recipe in recipes]
     _check(settings, given)
     if out is not None:
-        picture.library()
+        quality_plot.library()
         _make_folder(out)
     with model_folder(model) as folder:
         network = load_model(folder)
@@ -408,6 +408,6 @@ def round_numbers(value: Any) -> Any:
 def _write(report: dict[str, Any], folder: Path) -> None:
     try:
         (folder / "quality.json").write_text(json.dumps(round_numbers(report), indent=2) + "\n")
-        picture.draw(report, folder / "quality")
+        quality_plot.draw(report, folder / "quality")
     except OSError as error:
         raise WriteFailed(f"{error.filename}: could not be written: {error.strerror}") from None

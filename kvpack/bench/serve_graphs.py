@@ -30,7 +30,7 @@ def flash_attention() -> AbstractContextManager[None]:
 
 
 class StaticStates:
-    """bf16 keys and values with room for new tokens, written at a position on the device, attended by cuDNN or FlashAttention.
+    """Preallocated bf16 keys and values. Steps write at a position stored on the device, and attend with cuDNN or FlashAttention.
 
     As a context manager, it replaces the model's attention, and ``cache`` is passed to the model. ``states`` of a layer may be those that a
     sliding window has kept of ``tokens`` tokens.

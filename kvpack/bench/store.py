@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 FLAT_TARGET = 1.5
-"""Maximum ratio of the cost of a chunk with the most entries to that with the fewest that counts as constant."""
+"""Maximum ratio of a chunk's cost with the most entries to that with the fewest at which the cost counts as constant."""
 
 
 def show(report: dict[str, Any]) -> None:
@@ -44,9 +44,9 @@ def show(report: dict[str, Any]) -> None:
         ["what", "measured", "target", ""],
         [
             _row(f"match of {match['tokens']:,} tokens, {match['chunks']} chunks", match["ms"], match["target_ms"], " ms", False),
-            _row(f"load of {load['tokens']:,} tokens, of the speed of a read", load["of_read_and_digest"], load["target"], " x", True),
+            _row(f"load of {load['tokens']:,} tokens, relative to a read", load["of_read_and_digest"], load["target"], " x", True),
             *(
-                _row(f"{name} among {most['entries']:,} entries, of {fewest['entries']:,}", most[us] / fewest[us], FLAT_TARGET, " x", False)
+                _row(f"{name} with {most['entries']:,} entries, of {fewest['entries']:,}", most[us] / fewest[us], FLAT_TARGET, " x", False)
                 for name, us in (("put", "put_us"), ("match", "match_us"), ("get", "get_us"))
             ),
             ["bytes stored per token", bytes_text(round(load["bytes_per_token"])), "", ""],
@@ -72,7 +72,7 @@ def show(report: dict[str, Any]) -> None:
         ["entries", "put", "match", "get"],
         [[f"{row['entries']:,}", *(f"{row[f'{name}_us']:.0f}" for name in ("put", "match", "get"))] for row in report["entries"]],
     )
-    print("load maps the files, checks every digest and makes the pages.")
+    print("load maps the files, checks every digest and creates the pages.")
     print("A read copies each file to the same memory, and computes its digest.")
 
 

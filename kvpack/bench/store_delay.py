@@ -37,7 +37,7 @@ PAGES = {"s3": 64, "redis": 256}
 """Number of chunks, and of pages, by the location's scheme."""
 DELAYS_MS = {"s3": 20.0, "redis": 5.0}
 """Default delay by the location's scheme."""
-LIKE = {"contains": "match", "get_into": "load", "touch": "match", "put what is there": "save what is there", "put": "save"}
+COUNTERPARTS = {"contains": "match", "get_into": "load", "touch": "match", "put of stored pages": "save of stored chunks", "put": "save"}
 """The ``Store`` call that each ``PageStore`` call is compared with; a page call may send twice the requests."""
 
 
@@ -57,7 +57,7 @@ def check(location: str, delay_ms: float | None) -> None:
 
 
 def run(location: str, delay_ms: float | None = None) -> dict[str, Any]:
-    """Measure a store and pages at ``location``, with every request ``delay_ms`` late, and return a report as JSON values.
+    """Measure a store and pages at ``location``, with every request delayed by ``delay_ms``, and return a report as JSON values.
 
     Entries of the measurement are removed. Raises InvalidParameter as ``check`` does, and if the location does not keep the entries.
     """
@@ -93,7 +93,7 @@ def _measure(
         timed("Store", "save", lambda: store.save(ids, cache), len(ids))
         timed("Store", "match", lambda: store.match(ids), len(ids))
         timed("Store", "load", lambda: store.load(ids)[0], len(ids))
-        timed("Store", "save what is there", lambda: store.save(ids, cache), len(ids))
+        timed("Store", "save of stored chunks", lambda: store.save(ids, cache), len(ids))
         store.delete(ids)
     geometry = kvpack.pages.PageGeometry(layers=2, heads=1, tokens=CHUNK, dim_k=DIM, dim_v=DIM)
     pool = torch.randn(count, 2, 1, 2, CHUNK, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -104,9 +104,9 @@ def _measure(
         timed("PageStore", "put", lambda: engine.put(keys, pages, slots), stored)
         timed("PageStore", "contains", lambda: engine.contains(keys), stored)
         timed("PageStore", "get_into", lambda: engine.get_into(keys, pages, slots), stored)
-        timed("PageStore", "put what is there", lambda: engine.put(keys, pages, slots), stored)
+        timed("PageStore", "put of stored pages", lambda: engine.put(keys, pages, slots), stored)
         timed("PageStore", "touch", lambda: engine.touch(keys))
-        timed("PageStore", "contains, of absent pages", lambda: engine.contains([b"no " + key for key in keys]), [False] * count)
+        timed("PageStore", "contains of absent pages", lambda: engine.contains([b"no " + key for key in keys]), [False] * count)
         engine.delete(keys)
     return times, requests
 
@@ -116,10 +116,10 @@ def show(report: dict[str, Any]) -> None:
     delay, rows = report["delay_ms"], []
     for who, calls in report["ms"].items():
         for what, value in calls.items():
-            requests, like = report["requests"][who][what], LIKE.get(what, "") if who == "PageStore" else ""
+            requests, like = report["requests"][who][what], COUNTERPARTS.get(what, "") if who == "PageStore" else ""
             ratios = [f"{mine / report[unit]['Store'][like]:.2f}" if like else "" for unit, mine in (("requests", requests), ("ms", value))]
             rows.append([f"{who}: {what}", f"{value:,.0f}", f"{value / delay:,.1f}", f"{requests:,}", like, *ratios])
-    title = f"{report['pages']} chunks of a Store, and pages of a PageStore, every request {delay:g} ms late"
+    title = f"{report['pages']} chunks of a Store, and pages of a PageStore, every request delayed by {delay:g} ms"
     print_table(title, ["call", "ms", "delays", "requests", "compared with Store's", "requests, x", "ms, x"], rows)
 
 
@@ -146,7 +146,7 @@ def _server_address(location: str) -> SplitResult | None:
 
 
 class _Relay:
-    """A server that passes bytes on between clients and ``address``, requests ``seconds`` late, and counts ``requests``."""
+    """A server between clients and ``address`` that delays requests by ``seconds``, and counts them in ``requests``."""
 
     def __init__(self, address: tuple[str, int], seconds: float) -> None:
         self._address, self._seconds = address, seconds
@@ -179,8 +179,8 @@ class _Relay:
             # A long request arrives in pieces, each of which gets the same delay.
             late: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
             threads = [
-                threading.Thread(target=_send_late, args=(late, server), daemon=True),
-                threading.Thread(target=_answer, args=(server, client, waiting), daemon=True),
+                threading.Thread(target=_send_delayed, args=(late, server), daemon=True),
+                threading.Thread(target=_relay_replies, args=(server, client, waiting), daemon=True),
             ]
             for thread in threads:
                 thread.start()
@@ -196,8 +196,8 @@ class _Relay:
                 thread.join()
 
 
-def _send_late(late: queue.SimpleQueue[tuple[float, bytes]], server: socket.socket) -> None:
-    """Send each piece to the server at its time, up to an empty one."""
+def _send_delayed(late: queue.SimpleQueue[tuple[float, bytes]], server: socket.socket) -> None:
+    """Send each piece to the server when it is due, until an empty piece arrives."""
     with contextlib.suppress(OSError):
         while True:
             due, data = late.get()
@@ -208,8 +208,8 @@ def _send_late(late: queue.SimpleQueue[tuple[float, bytes]], server: socket.sock
     _shut_down(server)
 
 
-def _answer(server: socket.socket, client: socket.socket, waiting: threading.Event) -> None:
-    """Pass replies on to the client. Bytes that it sends after a reply are another request."""
+def _relay_replies(server: socket.socket, client: socket.socket, waiting: threading.Event) -> None:
+    """Forward replies to the client. Bytes that the client sends after a reply are another request."""
     with contextlib.suppress(OSError):
         while data := server.recv(_PIECE):
             waiting.clear()

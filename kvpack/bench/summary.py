@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.coding.recipes import parse_recipe
 from kvpack.evaluation.intervals import CONFIDENCE, significantly_less, student_t, wilson
-from kvpack.evaluation.windows import KEPT
+from kvpack.evaluation.windows import SINK_TOKENS
 from kvpack.output import format_count, print_table
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def summary(
             "windows": [{"start": start, "log_perplexity": loss} for start, loss in zip(starts, exact_losses, strict=True)],
         },
         "forgotten": {
-            "kept_tokens": KEPT,
+            "kept_tokens": SINK_TOKENS,
             **_prediction_results(forgotten, exact_losses),
             "windows": [asdict(window) for window in forgotten],
         },
@@ -113,8 +113,8 @@ def _bits(measured: Sequence[RecipeResult]) -> float:
 def mark_pareto_front(rows: Sequence[dict[str, Any]]) -> None:
     """Set ``on_front`` in each row: True if it is on the Pareto front of bits and KL divergence.
 
-    The cheapest recipe is on the front, and so is each further recipe whose divergence is significantly below that of the last one on the
-    front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
+    The cheapest recipe is on the front, and so is each further recipe whose divergence is significantly below that of the previous one on
+    the front. Divergences are compared per window as logarithms, so that windows with large divergences do not dominate.
     """
     front: list[list[float]] = []
     for row in sorted(rows, key=lambda row: (row["bits_per_value"], row["kl_divergence"])):

@@ -33,7 +33,7 @@ TRANSFORM = "transform="
 LAYERS = {
     "klt=63211000:53100000": "a usual layer of dim 128: 1.38 bits per value, the average of klt-1.39",
     "klt=63221110:53200000": "an average layer: 1.62 bits per value, the average of klt-1.64",
-    "klt=75543221:65310000": "a heavy layer: 2.75 bits per value, as the heaviest of klt-1.75, of which the average is 1.73",
+    "klt=75543221:65310000": "a heavy layer: 2.75 bits per value, like the heaviest of klt-1.75, whose average is 1.73",
 }
 """Widths to measure, by the layer from which they come, from calibrations of bytelm on the first half of its text."""
 

@@ -1,4 +1,4 @@
-"""Compute 95 % confidence intervals."""
+"""Compute 95% confidence intervals."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
 
 @cache
 def t_quantile(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t distribution with ``freedom`` degrees of freedom.
+    """Return the two-sided 95% quantile of Student's t distribution with ``freedom`` degrees of freedom.
 
     With t = sqrt(freedom) tan(angle), the density is proportional to cos(angle)^(freedom - 1), which is integrated on a grid.
     """
-    # The grid points are midpoints of equal cells. The quantile is where the sum reaches 95 %.
+    # The grid points are midpoints of equal cells. The quantile is where the sum reaches 95%.
     width = math.pi / 2 / _GRID
     density = numpy.cos((numpy.arange(_GRID) + 0.5) * width) ** (freedom - 1)
     cumulative = numpy.concatenate([[0.0], numpy.cumsum(density)])

@@ -29,8 +29,8 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 QUERIES = 128
 """Number of newest queries of a window on which the error of attention is measured."""
 
-KEPT = 4
-"""Number of first tokens that stay if the past is dropped, because models put attention on them that they need nowhere else."""
+SINK_TOKENS = 4
+"""Number of first tokens that stay visible if the past is dropped, because models use them as attention sinks."""
 
 PASS = 32
 """Maximum number of scored tokens per forward pass. A pass attends to its own tokens without compression."""
@@ -241,7 +241,7 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
 
 
-def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = KEPT) -> NoContextResult:
+def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> NoContextResult:
     """Evaluate a window's scored tokens, at their own positions, over only its first ``visible_tokens`` tokens."""
     cache = uncompressed_cache(model, [(k[:, :, :visible_tokens].clone(), v[:, :, :visible_tokens].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
@@ -267,7 +267,7 @@ def _pack(pairs: Pairs, recipe: str | Recipe) -> Cache:
 
 
 class Bf16Cache(KvpackCache):
-    """A packed cache that rounds new keys and values to bf16, because models store them so even if a CPU computes in float32."""
+    """A packed cache that rounds new keys and values to bf16, as a bf16 model stores them, even if a CPU computes in float32."""
 
     _offsets: Any
 

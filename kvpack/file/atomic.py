@@ -27,7 +27,7 @@ LOCKED_SUFFIX = "-locked.tmp"
 """Suffix of an unfinished file whose writer holds an exclusive ``flock`` on it. If it is not locked, the writer has died."""
 
 _ATTEMPTS = 100
-"""Maximum number of times that a writer creates its file again because a sweep removed the file before it was locked."""
+"""Maximum number of attempts of a writer to create its file: a sweep may remove the new file before it is locked."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 _RESERVED_BYTES = 2**20
@@ -105,10 +105,10 @@ def replace_file(
     """
     where = os.fsdecode(path)
     if "\0" in where:
-        raise WriteFailed(f"{where!r}: could not be written: a path cannot contain a zero byte")
+        raise WriteFailed(f"{where!r}: could not be written: the path contains a null byte: pass a path without one")
     # A rename would replace a device or a pipe, even /dev/null, with a file.
     if _is_special(where):
-        raise WriteFailed(f"{where}: could not be written: is a device, a pipe or a socket, expected a regular file or a new path")
+        raise WriteFailed(f"{where}: could not be written: is a device, a pipe or a socket: pass the path of a regular file or a new file")
     target = where
     if unfinished is None:
         target = _link_target(where)
@@ -201,7 +201,7 @@ def _link_target(path: str | os.PathLike[str]) -> str:
 
 
 def _check_writable(where: str, target: str) -> None:
-    """Raise WriteFailed if ``target`` is a read-only file, which a rename would replace even so."""
+    """Raise WriteFailed if ``target`` is a read-only file, because a rename would replace it anyway."""
     try:
         status = os.stat(target)
     except OSError:
@@ -232,7 +232,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
                     os.fchown(descriptor, owner, old.st_gid)
                     break
             if os.fstat(descriptor).st_gid != old.st_gid:
-                # If the group could not be kept, the new group gets only the permissions of others.
+                # If the file could not keep its group, the new group gets only the permissions granted to others.
                 mode = mode & 0o707 | (mode & 0o007) << 3
     # Some file systems have no modes.
     with contextlib.suppress(PermissionError):
@@ -242,7 +242,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 def _new_mode(folder: str) -> int:
     """Return the mode that the umask gives a new file in ``folder``. Raises OSError.
 
-    Creates and removes a file, because reading the umask would change it for all threads for a moment.
+    Creates and removes a file, because reading the umask would briefly change it for every thread.
     """
     descriptor, path = _create(folder, mode=0o666)
     try:
@@ -274,7 +274,7 @@ def _create_locked(folder: str) -> tuple[int, str]:
                 os.unlink(path)
             raise
         os.close(descriptor)
-    raise BlockingIOError(errno.EAGAIN, "unfinished files are removed as soon as they are created")
+    raise BlockingIOError(errno.EAGAIN, "another process removes each unfinished file as soon as it is created")
 
 
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:

@@ -28,14 +28,14 @@ SUFFIX = ".kvbasis"
 DTYPES = ("fp16", "fp32")
 """Dtypes in which rows may be stored."""
 FREQUENCIES, VALUES = "table.frequencies", "table.values"
-"""States of the first layer: coding tables for the frames of all layers."""
+"""Names of the first layer's states with the coding tables for the frames of all layers."""
 KEY_FRAMES = {frame: f"k.{frame}" for frame in FRAMES}
-"""Names of the states with a layer's frames for keys: for keys unchanged, and for keys minus their mean."""
+"""Names of the states with a layer's frames for keys: one for the keys themselves, one for keys minus their mean."""
 MEAN, QUERIES = "k.mean", "k.queries"
 """Names of the states with the mean of a layer's keys before RoPE, and with the second moments of its queries."""
 _KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
 ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
-"""Names of the states with a layer's RoPE frequencies, and how RoPE pairs the channels."""
+"""How RoPE pairs the channels, by the name of the state with a layer's RoPE frequencies."""
 
 
 class BasisSide(Protocol):
@@ -61,7 +61,7 @@ class HasSides(Protocol):
     """A layer in a basis file."""
 
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
-        """Yield ("k" or "v", side) for the sides that are present."""
+        """Yield ("k", keys) and ("v", values), omitting what is absent."""
         ...
 
 

@@ -56,7 +56,7 @@ def write(
     """Write a file atomically and return its size in bytes.
 
     ``arrays`` contains a C-contiguous buffer for each name in ``contents.layouts``. With ``compress``, a tensor is stored as a zstd frame
-    if that saves 3 % or more. With ``durable``, file and folder are synced to disk. ``progress(done, total)`` counts bytes. Raises
+    if that saves 3% or more. With ``durable``, file and folder are synced to disk. ``progress(done, total)`` counts bytes. Raises
     InvalidParameter and LimitExceeded before anything is written, and WriteFailed.
     """
     return write_file(path, pieces(contents, arrays, compress=compress), durable=durable, progress=progress)
@@ -127,8 +127,8 @@ def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", me
 class SidePlaces:
     """Offsets of a layer's decoded keys or values in a block of memory of ``nbytes`` bytes.
 
-    ``streams`` maps stream names to ranges ``[begin, end)``. Each tensor begins at a multiple of 64 bytes, as in a file, so that without a
-    filter the memory has the same layout as the file.
+    ``streams`` maps stream names to ranges ``[begin, end)``. Each tensor begins at a multiple of 64 bytes, as in a file, so that without
+    compression the layout in memory and in the file is the same.
     """
 
     layer: int
@@ -209,7 +209,7 @@ class File:
 
         Raises MissingFile and Truncated.
         """
-        # Consecutive numbers have the same difference to their index.
+        # Consecutive numbers differ from their indices by the same amount.
         for _, group in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
             extents = {number: self._layer_extent(number) for _, number in group}
             begin, end = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
@@ -244,7 +244,10 @@ class File:
             read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
 
     def side_places(self, layer: int, side: str) -> SidePlaces:
-        """Return where ``read_side_into`` puts the tensors of a layer's keys or values. Raises OutOfBounds if the file lacks them."""
+        """Return where ``read_side_into`` puts the tensors of a layer's keys or values.
+
+        Raises OutOfBounds if the file does not have them.
+        """
         entry = self.side(layer, side)
         if entry not in self._places:
             places, end = {}, 0
@@ -281,7 +284,7 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SidePlaces]) -> Span | None:
-        """Return the file range that has the layout of the memory of ``sides``, one after another; None if no range has."""
+        """Return the file range with the same layout as ``sides`` one after another in memory; None if there is none."""
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]
@@ -364,12 +367,12 @@ class File:
         layer_entry = layers[layer] if 0 <= layer < len(layers) else None
         entry = {"k": layer_entry.k, "v": layer_entry.v}.get(side) if layer_entry else None
         if entry is None:
-            raise OutOfBounds(f"{self.where} has no side {layer}.{side}")
+            raise OutOfBounds(f"{self.where} has no keys or values {layer}.{side}: it has {len(layers)} layers, each with k, v or both")
         return entry
 
 
 def _flat_bytes(name: str, array: Any) -> memoryview:
     view = memoryview(array)
     if not view.c_contiguous:
-        raise InvalidParameter(f"{name} is not C-contiguous")
+        raise InvalidParameter(f"{name} is not C-contiguous: pass numpy.ascontiguousarray(array)")
     return view.cast("B") if view.nbytes else memoryview(b"")

@@ -1,4 +1,4 @@
-"""Estimate an upper bound of the memory that reading a file takes, to compare it with ``memory_limit``.
+"""Compute an upper bound on the memory that reading a file takes, to compare it with ``memory_limit``.
 
 ``memory_limit`` covers the file's bytes, its decoded tensors, and everything else that opening, verifying, attending, unpacking and slicing
 allocate (tables, copies, Python objects), except the tensors that they return. Allocations of up to ``FREE_BYTES`` are not counted. In
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .header import Header, SideEntry
 
 FREE_BYTES = 1 << 24
-"""Number of bytes that are not counted, because ordinary files need fewer."""
+"""Allocations up to this number of bytes are not counted, because ordinary files need less."""
 CONSTANT_BYTES = 1 << 26
 """Maximum memory in bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
@@ -76,7 +76,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return the number of values per head that are decoded together: a token group, and the rows that a run stores once."""
+    """Return the number of values per head that are decoded together: those of a token group and of rows stored once per run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.token_group, longest) + (codec.family.run_values if longest else 0)
 

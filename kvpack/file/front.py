@@ -210,7 +210,7 @@ def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header,
 
 
 def align_up(end: int) -> int:
-    """Return the first offset from ``end`` on at which a tensor may begin."""
+    """Return ``end`` rounded up to an offset at which a tensor may begin."""
     return end + -end % TENSOR_ALIGNMENT
 
 
@@ -237,7 +237,7 @@ def check_digest(name: str, stored: bytes | memoryview, expected: bytes) -> None
 
 
 def check_hash(name: str, size: int, actual: bytes, expected: bytes) -> None:
-    """Raise DigestMismatch if ``actual`` differs from ``expected``: digests of the ``size`` bytes of tensor ``name``."""
+    """Raise DigestMismatch unless the digest ``actual`` of tensor ``name``, which has ``size`` bytes, is ``expected``."""
     if actual != expected:
         raise DigestMismatch(f"{name}: damaged: its {size} bytes have the digest {actual.hex()}, expected {expected.hex()}")
 
@@ -262,9 +262,9 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
 
 
 def pack_header(header: Contents) -> bytes:
-    """Return the bytes of kvpack.header; for contents without tensors, those of its map, which describes a page in a row.
+    """Return the bytes of kvpack.header. Contents without tensors result in the map that describes a page in a row.
 
-    Raises LimitExceeded if the format does not allow that many.
+    Raises LimitExceeded if there are more bytes than the format allows.
     """
     tensors = header.tensors if isinstance(header, Header) else ()
     # Most layers have equal entries, which are packed once.
@@ -289,8 +289,8 @@ def pack_header(header: Contents) -> bytes:
 def parse_header(data: bytes) -> Header:
     """Parse bytes that ``pack_header`` created, and reject all others.
 
-    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, which name the position. Unknown versions, features and codecs
-    are reported first, whatever else the header contains.
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, naming the position. Unknown versions, features and codecs are
+    reported first, whatever else the header contains.
     """
     try:
         return _parse(data)

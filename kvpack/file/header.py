@@ -73,8 +73,8 @@ class SideEntry:
     """The header entry for the keys or the values of one layer: ``runs`` of packed tokens, then ``tail`` raw tokens.
 
     ``codec`` is an index into the codec list, ``runs`` are token counts, and ``window`` is the number of raw tokens that are encoded
-    together. ``entries`` has the number of rows of each stream with one row per entry. Raises InvalidHeader or LimitExceeded, which name
-    the field.
+    together. ``entries`` maps the name of each stream with one row per entry to its number of rows. Raises InvalidHeader or LimitExceeded,
+    naming the field.
     """
 
     codec: int
@@ -105,7 +105,10 @@ class SideEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """The header entry for one layer; absent keys or values are None. Raises InvalidHeader if they differ in batch or tokens."""
+    """The header entry for one layer; absent keys or values are None.
+
+    Raises InvalidHeader if the batch or tokens of keys and values differ.
+    """
 
     k: SideEntry | None
     v: SideEntry | None
@@ -119,7 +122,7 @@ class LayerEntry:
             raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}")
 
     def sides(self) -> Iterator[tuple[str, SideEntry]]:
-        """Yield ("k" or "v", side) for the sides that are present."""
+        """Yield ("k", keys) and ("v", values), omitting what is absent."""
         if self.k is not None:
             yield "k", self.k
         if self.v is not None:
@@ -130,7 +133,7 @@ class LayerEntry:
 class TensorEntry:
     """The header entry for one stored tensor. ``digest`` is the big-endian XXH3-128 of its ``stored_bytes`` bytes.
 
-    Raises InvalidHeader or LimitExceeded, which name the field.
+    Raises InvalidHeader or LimitExceeded, naming the field.
     """
 
     name: str
@@ -169,7 +172,7 @@ class Contents:
 
     ``model`` is the identity of the model, ``recipe`` is informative, and ``start`` is the first position of the range that all layers
     share; ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them; an unknown
-    ``required`` feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded, which name the position.
+    ``required`` feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded, naming the position.
     """
 
     codecs: tuple[Codec, ...]

@@ -41,7 +41,7 @@ def features_of(hidden: Iterable[HiddenRange]) -> tuple[tuple[str, ...], dict[st
 def hidden_tokens(data: bytes, batch: int, start: int, stop: int) -> tuple[HiddenRange, ...]:
     """Parse ``data`` of the feature in a file with ``batch`` sequences and positions ``[start, stop)``.
 
-    Raises InvalidHeader, which names the record.
+    Raises InvalidHeader, naming the record.
     """
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected a positive multiple of {_RECORD.size}")

@@ -61,8 +61,8 @@ class Inputs:
         count: Number of tokens for which the inputs were recorded.
         sums: Checksums of keys and values ``[row, token]`` by (layer, "k" or "v"), each with the position of its first token.
         before: If the cache is a slice, ids of each sequence before the first token; None if unknown.
-        earlier: SHA-256 of the ids of each sequence before a position, by positions after which tokens were computed: those of files that
-            name them, and of files from which slices were taken or joined.
+        earlier: SHA-256 of each sequence's ids before a position, by position: the start of each file that this cache was loaded, sliced or
+            joined from, if known.
 
     Raises:
         InvalidParameter: The arguments have the wrong form or contradict one another.
@@ -350,10 +350,10 @@ def joined(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | N
 
 
 def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, number: int, position: int) -> None:
-    """Raise InvalidParameter if ``inputs``, of part ``number`` at ``position``, were computed after other tokens than those joined.
+    """Raise InvalidParameter if part ``number``, which starts at ``position``, was computed after tokens other than those joined.
 
-    Those have the known ``ids``, given per sequence, and follow the ids in ``beginning.before``. ``beginning.earlier`` has the digests of
-    all of them.
+    ``inputs`` are those of the part. The joined tokens have the known ``ids``, given per sequence, and follow the ids in
+    ``beginning.before``. ``beginning.earlier`` has digests of all ids before a position.
     """
     joined_ids = _append_ids(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)
@@ -365,8 +365,8 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
         if computed != here:
             back = next(back for back in range(1, len(computed) + 1) if computed[-back] != here[-back])
             raise InvalidParameter(
-                f"caches[{number}] was computed after other tokens: {back} before its first token, sequence {row} had the id "
-                f"{computed[-back]}, but here it has {here[-back]}: join only slices of the same cache"
+                f"caches[{number}] was computed after other tokens: the id of sequence {row} at position {position - back} was "
+                f"{computed[-back]}, but here it is {here[-back]}: join only slices of the same cache"
             )
     for known, earlier in ((joined_ids, inputs.earlier), (before, beginning.earlier)):
         # Digests are of all ids from position 0 on.
@@ -391,7 +391,7 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number
 
 
 def _append_ids(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Return the ids of each row ``before`` a token, followed by those from it on."""
+    """Return the ids of each row: those ``before`` a token, then ``ids``."""
     count = max(len(before), len(ids))
     return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
 

@@ -38,7 +38,7 @@ def features_of(start: int, starts: Sequence[int]) -> tuple[tuple[str, ...], dic
 
 
 def layer_starts(data: bytes, start: int, layers: Sequence[HasSides]) -> tuple[int, ...]:
-    """Parse the first position of each layer from ``data``. Raises InvalidHeader or LimitExceeded, which name the layer."""
+    """Parse the first position of each layer from ``data``. Raises InvalidHeader or LimitExceeded, naming the layer."""
     if len(data) != START_BYTES * len(layers):
         raise InvalidHeader(f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {START_BYTES * len(layers)} for {len(layers)} layers")
     starts = tuple(int.from_bytes(data[at : at + START_BYTES], "little") for at in range(0, len(data), START_BYTES))

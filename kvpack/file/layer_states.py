@@ -45,7 +45,7 @@ class HasSides(Protocol):
 class StateEntry:
     """The description of state ``name`` of layer ``layer``, with shape ``[batch, ...]`` and a dtype of ``DTYPES``.
 
-    Raises InvalidHeader or LimitExceeded, which name the state.
+    Raises InvalidHeader or LimitExceeded, naming the state.
     """
 
     layer: int
@@ -91,7 +91,7 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
 
 
 def layer_states(data: bytes, layers: Sequence[HasSides]) -> tuple[StateEntry, ...]:
-    """Parse the states in ``data``, in file order. Raises InvalidHeader or LimitExceeded, which name the position."""
+    """Parse the states in ``data``, in file order. Raises InvalidHeader or LimitExceeded, naming the position."""
     if not data or len(data) % _RECORD.size:
         raise InvalidHeader(f"{_PLACE} has {len(data)} bytes, expected {_RECORD.size} for each state, and at least one state")
     states = tuple(_parse(at // _RECORD.size, data[at : at + _RECORD.size]) for at in range(0, len(data), _RECORD.size))

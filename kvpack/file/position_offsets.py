@@ -46,7 +46,7 @@ def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[st
 def position_offsets(
     data: bytes, layers: Sequence[HasSides], starts: Sequence[int], states: Iterable[StateEntry], start: int
 ) -> tuple[int, ...]:
-    """Parse the offset of each sequence from ``data``. Raises InvalidHeader or LimitExceeded, which name the sequence."""
+    """Parse the offset of each sequence from ``data``. Raises InvalidHeader or LimitExceeded, naming the sequence."""
     if not data or len(data) % OFFSET_BYTES:
         raise InvalidHeader(
             f"ignorable[{FEATURE!r}] has {len(data)} bytes, expected {OFFSET_BYTES} for each sequence, and at least one sequence"

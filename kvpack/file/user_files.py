@@ -181,9 +181,9 @@ class MemoryFile:
 
 
 class ArrivingFile(MemoryFile):
-    """The bytes of the file ``disk`` in memory, which ``cold`` reads. Results are views of bytes that have arrived.
+    """A file that ``cold`` is copying from ``disk`` to memory. Methods wait for their bytes and return views.
 
-    If another process truncates the file before, they raise Truncated.
+    They raise Truncated if another process truncates the file before it is copied.
     """
 
     def __init__(self, disk: DiskFile, cold: ColdRead) -> None:

@@ -17,7 +17,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def compress_frame(raw: memoryview) -> bytes | None:
-    """Return ``raw`` as one zstd frame, or None if that saves less than 3 % or compresses more than the format allows."""
+    """Return ``raw`` as one zstd frame, or None if that saves less than 3% or compresses more than the format allows."""
     import zstandard
 
     frame = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)

@@ -44,11 +44,11 @@ _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """The methods that a module overrides to define its own state."""
 _NOTED_LENGTH = "max_seq_len_cached"
-"""The suffix of attributes in which a rotary embedding stores the longest sequence so far. A buffer contains the effect."""
+"""The suffix of attributes in which a rotary embedding stores the longest sequence length so far. A buffer already reflects it."""
 _NOTED_POSITIONS = "rope_deltas"
 """The attribute in which a model stores the position of the text after the last prompt's images. It is None before the first prompt."""
 _CALL_WORDS = ("cache", "state", "long_inv_freq", _NOTED_POSITIONS)
-"""Words in the names of attributes that calls of a model set."""
+"""Words in the names of attributes that a model sets during forward passes."""
 _HUB_FOLDER = "models--"
 """The prefix of a model's folder in the hub's cache."""
 _FREQUENCIES = "inv_freq"

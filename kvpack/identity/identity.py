@@ -48,7 +48,8 @@ class Identity:
         tenant: Owner of the entries; any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
         extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack sees).
-        digests: Digests of all weights and of a sample of them, to refuse caches that name other weights in another way. Not in keys.
+        digests: Digests of all weights and of a sample of them, to reject caches of other weights even if they use another kind of digest.
+            Not in keys.
         windows: Sliding window of each layer in tokens, None for full attention; stores load only tokens within the windows. Not in keys.
         keeps_states: True if layers have recurrent or convolution states, which a prefix then needs.
         basis: Basis of the recipe, taken from ``recipe`` if it is a Recipe. Not in keys, because the recipe's text contains its digest.
@@ -113,7 +114,10 @@ class Identity:
                 continue
             check_argument(f"identity.{name}", value, TEXT)
         if not isinstance(self.windows, tuple) or not all(size is None or (type(size) is int and size > 0) for size in self.windows):
-            raise InvalidParameter(f"identity.windows is {describe(self.windows)}, expected a tuple of tokens or None, one for each layer")
+            raise InvalidParameter(
+                f"identity.windows is {describe(self.windows)}, expected a tuple with the window of each layer in tokens, or None for "
+                "layers with full attention"
+            )
         check_flag(self.keeps_states, "identity.keeps_states")
         object.__setattr__(self, "recipe", parse_recipe(self.recipe).canonical)
 
@@ -132,7 +136,7 @@ class Identity:
         """Return the identity of a transformers model as it is now.
 
         Adapters, configuration, modules and buffers are always digested: make a new identity after any of them changes. All weights in
-        memory are read once, even if ``weights`` names them, to compare caches with them.
+        memory are read once, even if ``weights`` is given, so that caches can be compared with them.
 
         Args:
             model: A transformers model, which may have PEFT adapters in it or around it.

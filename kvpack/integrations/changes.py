@@ -1,4 +1,4 @@
-"""Convert a store's counters to increments since an engine last read them, because engines add increments to counters of their own."""
+"""Convert a store's counters to increments, which engines add to their own counters."""
 
 from __future__ import annotations
 

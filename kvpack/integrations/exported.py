@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from kvpack.cache.side import Side
 
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in RAW_DTYPES.items()} | {name: name for name in RAW_DTYPES}
-"""Names of the dtypes that can be written, by the names that models of transformers and llama.cpp record."""
+"""kvpack's names of the dtypes that can be written, by the names that transformers and llama.cpp models record."""
 
 
 def export_values(where: str, side: Side, dtype: str | None, library: str, recorded: str | None = None) -> torch.Tensor:
     """Return values ``[batch, kv_head, token, dim]`` on the CPU, in their stored dtype or rounded to ``dtype``.
 
-    ``recorded`` is the dtype of the model that the cache names, which the error suggests if it is one of bf16, fp16 and fp32.
+    ``recorded`` is the dtype of the cache's model, which the error suggests if it is bf16, fp16 or fp32.
 
     Raises InvalidParameter if a dtype is needed or unknown, and OutOfRange if it would make a value infinite.
     """

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """Return the recipe with its basis file ``basis``, whose SHA-256 becomes part of the recipe's text.
 
-    ``model`` is the engine's name for the model; None if it is named with each object, so that the caller checks the basis then.
-    Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to another
-    model or that the recipe does not need.
+    ``model`` is the engine's name for the model; None if each object names its model, which the caller then compares with the basis. Raises
+    MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to another model
+    or that the recipe does not need.
     """
     parsed = parse_recipe(recipe)
     if basis is None:
@@ -52,7 +52,7 @@ def reject_layer_clauses(recipe: str, why: str) -> None:
 
 
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:
-    """Raise InvalidParameter for a recipe with different codecs per layer, unless ``names`` count the layers in order.
+    """Raise InvalidParameter for a recipe with different codecs per layer, unless ``names`` number the layers consecutively.
 
     A name is, for example, "model.layers.3.self_attn".
     """

@@ -49,7 +49,7 @@ class Journal:
     losses: dict[str, Loss] = field(default_factory=dict)
     unwritten: int = 0
 
-    def keep(self, recipe: str, loss: Loss) -> None:
+    def add(self, recipe: str, loss: Loss) -> None:
         """Add the loss of a recipe, and write the file after every ``EVERY`` recipes. Raises WriteFailed."""
         self.losses[recipe] = loss
         self.unwritten += 1

@@ -150,7 +150,7 @@ def run(
         priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
         journal = open_journal(measurements, searched.exact)
-        searched.losses, searched.on_measured = dict(journal.losses), journal.keep
+        searched.losses, searched.on_measured = dict(journal.losses), journal.add
         try:
             tuned, uniform = (fast_search if quick else by_widths if widths else thorough_search)(search)
         finally:
@@ -226,9 +226,8 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
     check_size("score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
     check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, at least one of them held out")
     held_out_windows = min(DEFAULT_HELD_OUT_WINDOWS, room - windows) if settings.held_out_windows is None else settings.held_out_windows
-    check_size(
-        "held-out", held_out_windows, 1, room - windows, f"windows of {tokens} tokens in {text.name}, besides {windows} for the search"
-    )
+    reason = f"windows of {tokens} tokens in {text.name}, in addition to {windows} for the search"
+    check_size("held-out", held_out_windows, 1, room - windows, reason)
     return _Sizes(tokens, scored_tokens, windows, held_out_windows)
 
 

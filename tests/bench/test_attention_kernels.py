@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvpack.bench import kernels, kernels_picture, synthetic_basis
+from kvpack.bench import kernels, kernels_plot, synthetic_basis
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.transform import Transform
@@ -88,7 +88,7 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
         *({"recipe": recipe, "whole_seconds": 5e-6, "of_bf16": 0.5, "error": 1e-4} for recipe in kernels.RECIPES),
     ]
     sweep = [{**kernels.SWEEP._asdict(), "tokens": tokens, "rows": rows} for tokens in (1024, 2048)]
-    kernels_picture.draw({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
+    kernels_plot.draw({"device": "a device", "sweep": sweep}, tmp_path / "kernels")
     text = (tmp_path / "kernels.svg").read_text()
     assert (tmp_path / "kernels.png").stat().st_size > 1000
     assert text.startswith("<?xml")

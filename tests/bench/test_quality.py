@@ -30,7 +30,7 @@ from transformers import (
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import generated, needles, picture, quality, summary
+from kvpack.bench import generated, needles, quality, quality_plot, summary
 from kvpack.coding.recipes import PRESETS
 from kvpack.evaluation import windows
 from kvpack.evaluation.models import Text, read_text
@@ -570,7 +570,7 @@ def cluttered(spread: float) -> Any:
     rows = [
         {
             "recipe": f"recipe-{number}",
-            "family": list(picture.STYLES)[number % 7] if number > 1 else f"new {number}",
+            "family": list(quality_plot.STYLES)[number % 7] if number > 1 else f"new {number}",
             "bits_per_value": 3 * math.exp(0.2 * x),
             "kl_divergence": 0.0 if number == 11 else 0.01 * math.exp(spread * abs(y)),
             "kl_divergence_interval": None if number % 2 else (-0.001, 0.2),
@@ -605,7 +605,7 @@ def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 3.0], ids=["one line", "narrow", "wide"])
 def test_the_picture_names_every_recipe_and_keeps_intervals_inside(spread: float) -> None:
-    figure = picture.figure(cluttered(spread))
+    figure = quality_plot.figure(cluttered(spread))
     figure.draw_without_rendering()
     (axes,), renderer = figure.axes, figure.canvas.get_renderer()
     legend = axes.get_legend()
@@ -629,9 +629,9 @@ def test_narrow_axes_have_the_names_next_to_the_points() -> None:
         row.update(bits_per_value=2.0**number, kl_divergence=10.0**-number)
     # So close to the next one that the name does not fit between them.
     report["recipes"][3].update(bits_per_value=15.0, kl_divergence=1.1e-4)
-    figure = picture.library().Figure(figsize=(5.6, 4.2))
+    figure = quality_plot.library().Figure(figsize=(5.6, 4.2))
     axes = figure.subplots()
-    picture.plot(axes, report, narrow=True)
+    quality_plot.plot(axes, report, narrow=True)
     assert axes.get_legend() is None
     sides = {text.get_text(): text.get_ha() for text in axes.texts}
     assert sides.pop("past forgotten") == "left"
@@ -640,8 +640,8 @@ def test_narrow_axes_have_the_names_next_to_the_points() -> None:
 
 
 def test_every_codec_has_a_colour_of_its_own() -> None:
-    assert set(picture.STYLES) == set(CODECS)
-    colors = [color for color, _ in (*picture.STYLES.values(), picture.OTHER)]
+    assert set(quality_plot.STYLES) == set(CODECS)
+    colors = [color for color, _ in (*quality_plot.STYLES.values(), quality_plot.OTHER)]
     assert len(set(colors)) == len(colors)
     assert [summary.family(recipe) for recipe in ("klt-1.75", "transform-0.6")] == ["klt", "transform"]
 
@@ -649,7 +649,7 @@ def test_every_codec_has_a_colour_of_its_own() -> None:
 @pytest.mark.scenario
 def test_one_report_one_picture(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        picture.draw(cluttered(0.05), tmp_path / name)
+        quality_plot.draw(cluttered(0.05), tmp_path / name)
     for suffix in (".png", ".svg"):
         assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
     assert "recipe-11" in (tmp_path / "a.svg").read_text()

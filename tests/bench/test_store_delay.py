@@ -37,18 +37,18 @@ def test_calls_of_a_distant_server_are_compared(
     report = json.loads(capsys.readouterr().out)
     store_scale.show(report)
     text = capsys.readouterr().out
-    assert "PageStore: put what is there" in text
+    assert "PageStore: put of stored pages" in text
     assert "entries of" not in text
     table = report["round_trips"]
     delay = {"redis": 5, "s3": 20}[kind]
     assert (report["put"], table["pages"], table["delay_ms"]) == (0, 8, delay)
     asked = table["requests"]
-    for call, like in store_delay.LIKE.items():
+    for call, like in store_delay.COUNTERPARTS.items():
         assert asked["PageStore"][call] <= 2 * asked["Store"][like]
     if kind == "redis":
         # The touch is a request of its own.
-        assert [asked["PageStore"][call] for call in ("contains", "touch", "get_into", "put what is there")] == [1, 1, 2, 2]
-    assert set(table["ms"]["Store"]) == {"save", "match", "load", "save what is there"}
+        assert [asked["PageStore"][call] for call in ("contains", "touch", "get_into", "put of stored pages")] == [1, 1, 2, 2]
+    assert set(table["ms"]["Store"]) == {"save", "match", "load", "save of stored chunks"}
     # An object store notes uses later.
     calls = [value for calls in table["ms"].values() for what, value in calls.items() if what != "touch"]
     assert all(value >= delay for value in calls)

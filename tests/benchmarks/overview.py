@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvpack.bench import picture
+from kvpack.bench import quality_plot
 from kvpack.bench.summary import family
 from kvpack.errors import InvalidParameter, MissingFile, WriteFailed
 
@@ -45,12 +45,12 @@ def run(folder: str) -> str:
 
     Raises MissingFile without them, InvalidParameter for other contents, WriteFailed, and MissingPackage without matplotlib.
     """
-    picture.library()
+    quality_plot.library()
     import matplotlib
 
     quality, kernels = _report(folder, "quality", "recipes"), _report(folder, "kernels", "sweep")
     path = Path(folder, "overview.svg")
-    with matplotlib.rc_context(picture.SETTINGS):
+    with matplotlib.rc_context(quality_plot.SETTINGS):
         drawn = _figure(quality, _speeds(folder, kernels), kernels["device"])
         try:
             drawn.savefig(path, metadata={"Date": None})
@@ -91,10 +91,10 @@ def _speeds(folder: str, report: dict[str, Any]) -> list[tuple[str, float, float
 def _figure(quality: dict[str, Any], speeds: list[tuple[str, float, float]], device: str) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    result = picture.library().Figure(figsize=_SIZE, dpi=100, layout="constrained")
+    result = quality_plot.library().Figure(figsize=_SIZE, dpi=100, layout="constrained")
     FigureCanvasAgg(result)
     top, bottom = result.subplots(2, 1)
-    picture.plot(top, quality, narrow=True)
+    quality_plot.plot(top, quality, narrow=True)
     _plot_speeds(bottom, speeds)
     bottom.set_title(f"{device}: attention over packed rows", fontsize=10, loc="left")
     return result
@@ -102,7 +102,7 @@ def _figure(quality: dict[str, Any], speeds: list[tuple[str, float, float]], dev
 
 def _plot_speeds(axes: Any, speeds: list[tuple[str, float, float]]) -> None:
     recipes, long, short = zip(*speeds, strict=True)
-    colors = [picture.STYLES[family(recipe)][0] for recipe in recipes]
+    colors = [quality_plot.STYLES[family(recipe)][0] for recipe in recipes]
     axes.barh(recipes, long, color=colors, height=0.7, zorder=2, label=f"{LONG_TOKENS:,} tokens")
     dots = {"color": "#ffffff", "markeredgecolor": "#000000", "marker": "o", "linestyle": "none", "markersize": 5}
     axes.plot(short, recipes, **dots, zorder=3, label=f"{SHORT_TOKENS:,} tokens")

@@ -211,7 +211,7 @@ def test_unknown_names_are_out_of_bounds() -> None:
         with pytest.raises(OutOfBounds, match=f"bytes has no tensor '{name}'"):
             file.tensor(name)
     for layer, name in ((1, "k"), (2, "v"), (3, "k"), (-1, "v"), (0, "q")):
-        with pytest.raises(OutOfBounds, match=f"has no side {layer}.{name}"):
+        with pytest.raises(OutOfBounds, match=f"has no keys or values {layer}.{name}"):
             file.read_side(layer, name)
 
 

@@ -94,7 +94,7 @@ def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Pa
     one = cache_of(12, 0, Inputs(ids(*range(12))))
     other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
     kvpack.save(other, tmp_path / "other")
-    told = r"^caches\[1\] was computed after other tokens: 5 before its first token, sequence 0 had the id 50, but here it has 3: "
+    told = r"^was computed after other tokens: the id of sequence 0 at position 3 was 50, but here it is 3: "
     for tail in (other[:, 8:], other[:, 2:][:, 6:], kvpack.load(tmp_path / "other", tokens=(8, 12))):
         with pytest.raises(InvalidParameter, match=told):
             concat([one[:, :8], tail])
@@ -102,9 +102,9 @@ def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Pa
             concat([one[:, :4], one[:, 4:8], tail])
     for tail in (one[:, 8:], one[:, 2:][:, 6:]):
         assert concat([one[:, :8], tail]).inputs == one.inputs
-    with pytest.raises(InvalidParameter, match="5 before its first token, sequence 0 had the id 50"):
+    with pytest.raises(InvalidParameter, match="the id of sequence 0 at position 3 was 50"):
         concat([one[:, 6:8], other[:, 8:]])
-    with pytest.raises(InvalidParameter, match="3 before its first token, sequence 0 had the id 50"):
+    with pytest.raises(InvalidParameter, match="the id of sequence 0 at position 3 was 50"):
         concat([one[:, :6], concat([other[:, 6:8], other[:, 8:]])])
     # What came before a difference, and pieces of which nothing is known, may be joined.
     assert concat([one[:, :3], other[:, 3:]]).inputs == other.inputs
@@ -159,9 +159,9 @@ def test_a_slice_of_a_batch_follows_only_its_own_rows() -> None:
     for kept in ([0, 1], [1, 0], [1]):
         assert torch.equal(concat([batch[:, :5].select(kept), batch[:, 5:].select(kept)]).token_ids, batch.select(kept).token_ids)
     for first, second in (([0, 1], [1, 0]), ([0, 0], [0, 1])):
-        with pytest.raises(InvalidParameter, match=r"caches\[1\] was computed after other tokens: .* sequence \d had the id"):
+        with pytest.raises(InvalidParameter, match=r"was computed after other tokens: the id of sequence \d at position \d was"):
             concat([batch[:, :5].select(first), batch[:, 5:].select(second)])
-    with pytest.raises(InvalidParameter, match="1 before its first token, sequence 0 had the id 24, but here it has 4"):
+    with pytest.raises(InvalidParameter, match="the id of sequence 0 at position 4 was 24, but here it is 4"):
         concat([batch[:, :5].select([0]), batch[:, 5:].select([1])])
 
 

@@ -236,7 +236,7 @@ except ImportError as error:
         ("redis", "kvpack.Store('redis://localhost', kvpack.Identity('m', 'raw'))", "redis"),
         ("obstore", "kvpack.Store('s3://bucket', kvpack.Identity('m', 'raw'))", "object-store"),
         ("cryptography", "kvpack.Store('x', kvpack.Identity('m', 'raw'), encryption={'a': bytes(16)})", "encryption"),
-        ("matplotlib", "from kvpack.bench import picture; picture.library()", "bench"),
+        ("matplotlib", "from kvpack.bench import quality_plot; quality_plot.library()", "bench"),
     ],
 )
 def test_a_package_that_is_not_installed(package: str, code: str, extra: str, tmp_path: Path) -> None:

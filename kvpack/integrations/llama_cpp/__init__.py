@@ -1,10 +1,10 @@
-"""llama.cpp's sequence state files, which llama-server saves slots in: read as caches, and written from those caches::
+"""Read llama.cpp's sequence state files, in which llama-server saves slots, as caches, and write them back::
 
     cache = import_slot("slot.bin", "octopus-4", kv_heads=8)
     export_slot(cache, "again.bin", dtype="fp16")
 
-Read and written is version 3 of the files, as llama.cpp 0c1e57098 (vendored in llama-cpp-python 0.3.36) has it. llama.cpp itself is not
-needed. README.md in this folder lists the unsupported files.
+Supports version 3 of the files, as in llama.cpp 0c1e57098 (vendored in llama-cpp-python 0.3.36). llama.cpp itself is not needed. README.md
+in this folder lists the unsupported files.
 """
 
 from .caches import export_slot, import_slot

@@ -60,15 +60,15 @@ def import_slot(
     """Read the sequence state in the file ``path`` and pack it with ``recipe``; ``raw`` keeps every bit.
 
     Its token ids become the cache's inputs. ``kv_heads`` is the number of KV heads, one for all layers or one per layer, because the file
-    records only the total number of channels. ``windows`` has the sliding window of every layer that has one, in tokens, by the layer's
-    number among those with their own cache. ``latents`` means that the model has multi-head latent attention, whose cache consists of keys
-    of one head. Keys stay as llama.cpp stores them, after its rotary embedding and in its channel order, so the cache's ``model`` marks it
-    as llama.cpp's; the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata stores everything else that
+    records only the total number of channels. ``windows`` maps the number of each sliding-window layer, counting only layers with their own
+    cache, to its window in tokens. ``latents`` means that the model has multi-head latent attention, whose cache consists of keys of one
+    head. Keys stay as llama.cpp stores them, after its rotary embedding and in its channel order, so the cache's ``model`` marks it as
+    llama.cpp's; the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata stores everything else that
     ``export_slot`` needs.
 
     Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, and only with the recipe ``raw``: llama.cpp may have rotated them, and the file does
-    not say whether. No codec can represent blocks of q4_1, q5_1 and iq4_nl: a cache of such a slot has no tokens, but states after the last
-    one, described in opaque.py.
+    not say whether. No codec can represent blocks of q4_1, q5_1 and iq4_nl: the cache of such a slot has no tokens, only states with the
+    blocks (see opaque.py).
 
     Raises MissingFile; InvalidParameter for other files and versions, and for contents that kvpack cannot store exactly (positions that are
     not consecutive, several sequences, images, recurrent states); and the errors of ``kvpack.pack``.
@@ -132,11 +132,11 @@ def export_slot(
     """Write ``cache``, which came from llama.cpp, as a sequence state and return the file's size in bytes.
 
     ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``; quantized blocks are written unchanged, and then
-    ``dtype`` cannot be chosen. llama.cpp loads the file in a context of the same model whose cache has the same types, ``transposed``
-    (values are, without flash attention) and ``streams`` (one, or one per sequence if the cache is not unified); the defaults come from
-    the imported file. ``progress`` counts layers. Raises InvalidParameter for a cache that did not come from llama.cpp, and, naming the
-    layer, for contents that such a file cannot represent: layers without keys or values, states, batches, windows with missing tokens, and
-    unknown token ids; OutOfRange if ``dtype`` would make a value infinite; WriteFailed.
+    ``dtype`` cannot be chosen. llama.cpp loads the file only in a context of the same model whose cache has the same types, ``transposed``
+    (True if values are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if the cache is not
+    unified). Both default to those of the imported file. ``progress`` counts layers. Raises InvalidParameter for a cache that did not come
+    from llama.cpp, and, naming the layer, for contents that such a file cannot represent: layers without keys or values, states, batches,
+    windows with missing tokens, and unknown token ids; OutOfRange if ``dtype`` would make a value infinite; WriteFailed.
     """
     where = path_text(path)
     _check_origin(cache)
@@ -199,7 +199,7 @@ def _check_origin(cache: Cache) -> None:
 
 
 def _check_opaque(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless a layer with unpacked blocks has at most as many tokens as llama.cpp saves of ``tokens``."""
+    """Raise InvalidParameter if a layer with unpacked blocks has more tokens than llama.cpp saves for a cache of ``tokens`` tokens."""
     _check_token_count(number, layer_tokens, tokens, window)
     if layer_tokens > _max_saved_tokens(tokens, window):
         raise InvalidParameter(
@@ -271,7 +271,7 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return llama.cpp's quantized types of the keys and values, in which they are written back; None for one that is not quantized.
+    """Return the quantized types in which the keys and the values are written back; None for either if it is not quantized.
 
     Raises InvalidParameter for another dtype.
     """
@@ -363,7 +363,7 @@ def _ids(cache: Cache) -> bytes:
 
 
 def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window: int | None) -> int:
-    """Return the number of a layer's newest tokens that llama.cpp saves."""
+    """Return the number of newest tokens that llama.cpp saves for a layer."""
     if layer.k is None or (layer.v is None) != latents or layer.states:
         contents = "no values, unlike layer 0" if layer.v is None else "values, unlike layer 0"
         contents = "states" if layer.states else "no keys" if layer.k is None else contents
@@ -377,7 +377,7 @@ def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window:
 
 
 def _max_saved_tokens(tokens: int, window: int | None) -> int:
-    """Return the maximum number of tokens that llama.cpp saves of a layer."""
+    """Return the maximum number of tokens that llama.cpp saves for a layer."""
     return tokens if window is None else min(tokens, window)
 
 

@@ -5,7 +5,7 @@ A block of q4_1 and q5_1 is d * code + m, where m is the block's least value in 
 
 Every layer has one state for its keys and one for its values, uint8 ``[1, token, byte]``, with tokens by position, named by their type,
 such as ``k.q4_1``; types that kvpack otherwise supports are stored in the same way next to them. Layer 0 has the state ``token_ids`` if the
-ids are known. States belong to one position, so such a cache cannot be cut: no prefix of it can be used.
+ids are known. States belong to one position, so such a cache cannot be cut, and no prefix of it can be used.
 
 Source: ggml-common.h of llama.cpp 0c1e57098, ``block_q4_1``, ``block_q5_1`` and ``block_iq4_nl``.
 """

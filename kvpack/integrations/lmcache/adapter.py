@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 OBJECTS_PER_LOOK = 4
-"""Number of known objects that are looked up with each stored one, so that LMCache overestimates its objects by at most about 1/7."""
+"""Number of reported objects that are checked again for each newly stored one. LMCache's count is then at most about 1/7 too high."""
 
 
 class StoredObjects:
@@ -89,7 +89,7 @@ log = logging.getLogger("kvpack")
 NEEDED = {"location", "recipe", "head_dim", "revision"}
 OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", "fused", "others"}
 LOOK_SECONDS = 600.0
-"""Seconds between searches of all entries for layouts that this process has not seen, which deleting objects needs."""
+"""Seconds between searches of all entries for layouts that are new to this process, so that their objects can be deleted."""
 _ADAPTERS = count()
 """The numbers of this process's adapters, which label their metrics."""
 

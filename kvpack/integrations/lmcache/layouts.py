@@ -42,7 +42,7 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
 
 
 def check_model(recipe: Recipe, key: Any) -> None:
-    """Raise InvalidParameter if the recipe's basis belongs to another model than the one that ``key`` names."""
+    """Raise InvalidParameter if the recipe's basis does not belong to the model that ``key`` names."""
     if recipe.basis is not None:
         recipe.basis.check_model({"name": key.model_name})
 

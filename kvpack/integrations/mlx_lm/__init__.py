@@ -1,4 +1,4 @@
-"""mlx-lm's prompt cache files: read as caches, and written from caches where that loses nothing::
+"""Read mlx-lm's prompt cache files as caches, and write caches to such files if nothing is lost::
 
     cache = import_prompt_cache("prompt.safetensors", "octopus-4")
     export_prompt_cache(cache, "again.safetensors", dtype="bf16")

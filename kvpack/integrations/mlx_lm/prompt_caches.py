@@ -1,4 +1,4 @@
-"""mlx-lm's prompt cache files: read as caches, and written from caches if nothing is lost.
+"""Read mlx-lm's prompt cache files as caches, and write caches to such files if nothing is lost.
 
 ``mlx_lm.models.cache.save_prompt_cache`` writes these files: safetensors with an array for every part of every layer's state, and metadata
 that names the class of each layer. mlx-lm 0.32 stores counts as arrays; earlier versions stored them as text in the metadata. Both forms

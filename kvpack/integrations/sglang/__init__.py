@@ -4,8 +4,8 @@
         --hicache-storage-backend-extra-config '{"backend_name": "kvpack", "location": "/var/cache/kvpack", "recipe": "octopus-4",
         "revision": "COMMIT"}'
 
-SGLang's backend names are fixed; ``dynamic`` means any other backend. ``register`` is the entry point of ``sglang.srt.plugins`` that
-has it find kvpack's class by ``backend_name``.
+SGLang's backend names are fixed; ``dynamic`` stands for all others. ``register``, an entry point of ``sglang.srt.plugins``, lets SGLang
+find kvpack's class by ``backend_name``.
 Experimental: tested with the factory and the host pools of SGLang 0.5.23 on the CPU, but not in a server. Importing this package does not
 need SGLang.
 """
@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def name_class(factory: Any, backend_name: str, storage_config: Any, *arguments: Any, **options: Any) -> None:
-    """Add kvpack's class to the settings of a ``dynamic`` backend named kvpack, unless the operator has."""
+    """Add kvpack's class to the settings of a ``dynamic`` backend named kvpack, unless the operator has named a class."""
     settings = storage_config.extra_config
     if backend_name == "dynamic" and isinstance(settings, dict) and settings.get("backend_name") == "kvpack":
         for name, value in CLASS.items():

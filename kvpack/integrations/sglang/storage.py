@@ -44,10 +44,11 @@ def _metrics() -> dict[str, Any]:
         name: Counter(PREFIX + name, meaning, [*labels, "operation", "reason"] if name == "faults" else labels)
         for name, meaning in NAMES.items()
     }
-    for name, meaning in (("page_bytes", "Bytes of a page in the host pool."), ("row_bytes", "Bytes of a page as a row.")):
+    sizes = {"page_bytes": "Size in bytes of a page in the host pool.", "row_bytes": "Size in bytes of a page packed as a row."}
+    for name, meaning in sizes.items():
         result[name] = Gauge(PREFIX + name, meaning, labels, multiprocess_mode="mostrecent")
     result["seconds"] = Histogram(
-        PREFIX + "seconds", "Seconds of a load or a save of pages, by operation.", [*labels, "operation"], buckets=SECONDS
+        PREFIX + "seconds", "Duration in seconds of loading or saving pages, by operation.", [*labels, "operation"], buckets=SECONDS
     )
     return result
 
@@ -102,8 +103,8 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
     The pool's geometry is read when SGLang registers it. Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
     ``threads``, ``adapter``, ``tenant``, ``basis``, the file of the basis that a recipe may need, and ``revision``, which names the weights
-    if the model is not a folder. Threads of SGLang's cache controller call it and may block. Raises InvalidParameter, which fails the
-    attach.
+    if the model is not a folder. Threads of SGLang's cache controller call it and may block. Raises InvalidParameter, which makes SGLang's
+    request to attach the backend fail.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -213,7 +214,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return stats
 
     def clear(self) -> None:
-        """Remove all pages that this rank has stored, in every pool. SGLang's endpoint reports success whatever a backend does.
+        """Remove all pages that this rank has stored, in every pool. SGLang's endpoint reports success even if a backend fails.
 
         Raises WriteFailed if some pages could not be removed.
         """
@@ -385,8 +386,8 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
 def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
     """Return the identity of pages, which covers everything except tokens and salt.
 
-    All layouts of a value pool have the same rows, so the layout is not part of it; ``arranged`` pages are the bytes of flat ones, in the
-    layout's order.
+    With ``arranged``, pages are raw bytes in the order of the pool's layout, which is then part of the identity. Rows of packed values are
+    the same for all layouts.
     """
     model, tag, revision = str(config.model_name or ""), getattr(pool, "storage_format_tag", None), options.get("revision")
     if tag is not None:

@@ -297,8 +297,8 @@ class KvpackCache(PassCalls):
         """Run ``generate`` of the cache's model over this cache, passed under the name that the installed transformers uses.
 
         ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new one; ``options``
-        are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for other ids than the
-        cache's; InvalidType or InvalidParameter for anything but token ids; and what ``generate`` raises.
+        are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for ids that differ from
+        the cache's; InvalidType or InvalidParameter for anything but token ids; and what ``generate`` raises.
         """
         model: Any = self.passes.model_of_cache
         if model is None:
@@ -425,7 +425,7 @@ def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Rec
 
 
 def check_model(cache: Cache, model: Any, model_properties: Model) -> NamedModel:
-    """Raise InvalidParameter unless ``cache`` is one of ``model``, which ``model_properties`` describes; return the names of the model."""
+    """Raise InvalidParameter unless ``cache`` belongs to ``model``, described by ``model_properties``; return the names of the model."""
     model_properties.check(cache)
     return check_identity(cache, model)
 

@@ -15,9 +15,9 @@ _SECONDS = 1.0
 
 
 class CacheLock:
-    """A lock that a thread may request again while it has it.
+    """A reentrant lock that other threads can acquire if its owner has ended.
 
-    If a thread ends without releasing the lock, for example in the middle of a pass, other threads can acquire it.
+    A thread may end without releasing the lock, for example in the middle of a pass.
     """
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ class ModelState:
 
 
 def _versions_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
-    """Return the versions of all parameters and buffers in the order of their modules, so that exchanged ones differ."""
+    """Return the versions of all parameters and buffers in the order of their modules, so that swapping two of them is detected."""
     return [_version(x) for x in _tensors_of(model)]
 
 

@@ -89,9 +89,9 @@ class Chat:
         self._cache: Cache | None = None
         self._is_loaded = False
         self.reused = 0
-        """The tokens that the newest turn took from the cache; the others of its prompt were computed."""
+        """Number of prompt tokens that the latest turn took from the cache; the others were computed."""
         self.prompt_tokens = 0
-        """All tokens before the newest reply."""
+        """Number of tokens before the latest reply."""
 
     @classmethod
     def load(

@@ -102,7 +102,7 @@ class CompiledCalls(operators.Tickets):
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
         """Call ``Tracking.enter`` from compiled code, for module number ``module`` of those with hooks."""
-        # Arguments that are not tensors are passed by name; only output_attentions also counts by its value.
+        # Of arguments that are not tensors, only the names are passed, and the value of output_attentions.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
         ticket = begin_pass(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
         # Later operators take this ticket, so the compiler cannot move them before this one.
@@ -123,8 +123,8 @@ class CompiledCalls(operators.Tickets):
 class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
-    ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides others than the
-    first.
+    ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides any tokens but the
+    first ones.
     """
 
     starts: torch.Tensor
@@ -174,7 +174,7 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
     "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] values, SymInt module, str names) -> Tensor"
 )
 def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
-    """Run ``Tracking.enter`` for the arguments ``values``, and others that count only by name; return the next ticket of all layers."""
+    """Run ``Tracking.enter`` for the arguments ``values``, and others given only by name; return the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
     cache.passes.enter(cache.watched(module), {**dict.fromkeys(names.split(), True), **tensors})

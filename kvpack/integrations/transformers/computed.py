@@ -68,7 +68,7 @@ class ComputedChecksums:
         self.tokens = tokens
 
     def unchanged(self, past: TransformersCache) -> bool:
-        """Return True if ``past`` has the same tensor objects as when tokens were last recorded, whatever their values."""
+        """Return True if ``past`` has the same tensor objects as when tokens were last recorded, even if their values changed."""
         now = [x for _, _, x in _sides(past)]
         return len(now) == len(self._seen) and all(seen() is x for seen, x in zip(self._seen, now, strict=True))
 

@@ -15,7 +15,7 @@ from .layers import check_attention_window, check_window
 from .masks import check_columns
 from .plain import plain_attention, plain_name
 from .reads import WITHOUT_COUNTERPART
-from .states import PackedStates, left_out
+from .states import PackedStates, eager_only
 
 
 def attention(
@@ -32,7 +32,7 @@ def attention(
     ``[batch, 1, 1, 1]`` of int32 contains the first token that each sequence sees (``masks.mask``); with any other mask, the layer of a
     KvpackCache is decoded for the call. Raises InvalidParameter for options that ``attend`` does not support (a mask over any other layer,
     dropout, a position bias, no window over a layer that keeps one), for a layer without tokens that the model attends to, and for a mask
-    of other tokens.
+    over tokens that the layer does not have.
     """
     starts = None if attention_mask is None else _starts(attention_mask)
     if isinstance(key, PackedStates):
@@ -107,7 +107,7 @@ def _check_compiled(name: str, causal: bool) -> None:
         _refuse_compiled(name)
 
 
-@left_out("the mask of attention with is_causal=False is checked in eager code")
+@eager_only("the mask of attention with is_causal=False is checked in eager code")
 def _refuse_compiled(name: str) -> NoReturn:
     raise InvalidParameter(
         f"{name} has is_causal=False, and only eager code can check whether its mask is causal: pass several tokens to the eager model, "

@@ -54,18 +54,18 @@ _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDi
 
 
 class StepGraphs:
-    """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs; layer ``number`` has tokens.
+    """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs. ``number`` is the number of a layer with tokens.
 
     A step is a pass of one new token for each sequence, with only token ids, positions and a mask of padding on the left. The first steps
     of a series run normally; then one is captured. The capture sees a wrong cache length, and its first replay must return the same
     result as the step without a graph, bit for bit. A model whose step depends on values on the host therefore gets no graph, which a
     KvpackWarning reports. Any other pass ends the series, and the graph with it.
 
-    Unless the user requested graphs (``asked``), only models whose code is all from PyTorch and transformers get them, without warnings.
+    Unless the user ``requested`` graphs, only models whose code is all from PyTorch and transformers get them, without warnings.
     """
 
-    def __init__(self, cache: Any, number: int, asked: bool) -> None:
-        self._cache, self._number, self._asked = weakref.ref(cache), number, asked
+    def __init__(self, cache: Any, number: int, requested: bool) -> None:
+        self._cache, self._number, self._requested = weakref.ref(cache), number, requested
         self._kind: Hashable = None
         self._eager, self._launches = 0, -1
         self._graph: _Graph | None = None
@@ -75,7 +75,7 @@ class StepGraphs:
         """The step that is being captured; None if there is none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(memo[id(self._cache())], self._number, self._asked)
+        return type(self)(memo[id(self._cache())], self._number, self._requested)
 
     def __call__(self, forward: Callable[..., Any], model: torch.nn.Module, snapshot: _CachedSnapshot, arguments: dict[str, Any]) -> Any:
         """Return the result of ``forward(**arguments)``, the forward of ``model``, which has not changed since ``snapshot``."""
@@ -88,7 +88,7 @@ class StepGraphs:
         step = None if self.refused else self._step(cache, model, arguments)
         same = step is not None and step.kind == self._kind and cache.live.launches == self._launches
         graph = self._graph
-        if not same or (graph and (cache.live.seen_tokens(self._number) < graph.least or not graph.model_is_unchanged)):
+        if not same or (graph and (cache.live.seen_tokens(self._number) < graph.min_length or not graph.model_is_unchanged)):
             self.drop()
         if step is None:
             return forward(**arguments)
@@ -101,7 +101,7 @@ class StepGraphs:
             return self._graph.replay(cache, step, self._number)
         self._eager += 1
         out = forward(**arguments)
-        if self._eager > (EAGER_STEPS if self._asked else DEFAULT_EAGER_STEPS) and cache.live.launches == self._launches:
+        if self._eager > (EAGER_STEPS if self._requested else DEFAULT_EAGER_STEPS) and cache.live.launches == self._launches:
             self._capture(cache, forward, model, snapshot, arguments, step, out)
         self._launches = cache.live.launches
         return out
@@ -149,7 +149,7 @@ class StepGraphs:
         expected: Any,
     ) -> None:
         """Capture the step that has just returned ``expected``. Graphs are disabled if that fails, or if a replay returns anything else."""
-        if not self._asked:
+        if not self._requested:
             self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.current(model).foreign_part
             if self.refused:
                 return
@@ -177,7 +177,7 @@ class StepGraphs:
         finally:
             # Leave the random numbers as they were after the step without a graph.
             generator.set_state(random)
-        if self._asked:
+        if self._requested:
             warnings.warn(f"decode steps of {type(model).__name__} run without CUDA graphs: {self.refused}", KvpackWarning, stacklevel=5)
         else:
             _NOT_CAPTURED.add(model)
@@ -197,7 +197,7 @@ class _Step(NamedTuple):
 
 
 class _Graph:
-    """A captured step over ``cache``, valid for cache lengths of at least ``least``."""
+    """A captured step over ``cache``, valid for cache lengths of at least ``min_length``."""
 
     def __init__(
         self,
@@ -215,8 +215,8 @@ class _Graph:
             self._starts = None if step.starts is None else step.starts.clone()
         step_arguments = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": None}
         # Half the current length never occurs in a replay, and is valid everywhere.
-        self.least = max(1, cache.live.seen_tokens(number) // 2)
-        owner.captured = CapturedStep(self._starts, self.least)
+        self.min_length = max(1, cache.live.seen_tokens(number) // 2)
+        owner.captured = CapturedStep(self._starts, self.min_length)
         try:
             with cache.live.capturing(), cache.passes.muted():
                 self._replay, output = capture(lambda: call(**step_arguments), device)
@@ -446,7 +446,7 @@ def step_graphs(
 ) -> StepGraphs | None:
     """Return the object that replays decode steps of ``cache``, whose first layer with tokens is ``number``; None without graphs.
 
-    ``asked`` is the user's choice. If graphs were asked for, a KvpackWarning reports what prevents them.
+    ``requested`` is the user's choice. If it is True, a KvpackWarning reports what prevents graphs.
     """
     requested_or_default = requested if requested is not None else model is not None and may_replay(model)
     if requested_or_default and not obstacle:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """State of the warning that a model receives decoded keys and values: ``warned`` is True after it, or if decoding was requested."""
+    """Warns once if a model receives decoded keys and values. ``warned`` is True after that, or if the user requested decoding."""
 
     def __init__(self, warned: bool) -> None:
         self.warned = warned
@@ -138,7 +138,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _first_visible(self, seen: int) -> int:
         """Return the first token that a token after ``seen`` others can attend to.
 
-        All layers with one window agree, whatever each still contains.
+        It depends only on the window, not on the tokens that the layer still contains.
         """
         return self.skipped if self.window is None else max(self.skipped, seen - self.window + 1)
 
@@ -215,7 +215,7 @@ def check_attention_window(layer_window: int | None, attention_window: int | Non
 
 
 def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidParameter unless keys and values continue ``layer`` with this number, which precedes the one ``following`` it."""
+    """Raise InvalidParameter unless keys and values continue ``layer`` ``number``; ``following`` is the number of the next layer."""
     for name, states_or_other in (("keys", k), ("values", v)):
         if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
             raise InvalidType(f"layers[{number}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]")

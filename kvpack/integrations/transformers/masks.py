@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from kvpack.formats.errors import InvalidParameter
 
 from .plain import plain_name
-from .states import CompiledLength, PackedLength, left_out
+from .states import CompiledLength, PackedLength, eager_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any
 
 
 # This reads the values of the mask, so it cannot be compiled.
-@left_out("the tokens that an attention mask of this pattern hides are found in eager code")
+@eager_only("the tokens that an attention mask of this pattern hides are found in eager code")
 def _mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     if isinstance(kv_length, CompiledLength):
         kv_length, options["kv_offset"] = kv_length.sizes()
@@ -197,8 +197,8 @@ def masked_attention(
 ) -> torch.Tensor:
     """Compute softmax(scale q k^T) v over the tokens that are ``seen``, bool ``[batch, 1, query, token]``.
 
-    A query that sees none has 0. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token, dim]``;
-    ``sink_logits`` are ``[q_head]``.
+    The result is 0 for a query that sees none. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token,
+    dim]``; ``sink_logits`` are ``[q_head]``.
     """
     if softcap is None and sink_logits is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

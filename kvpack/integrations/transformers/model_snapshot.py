@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _KNOWN = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
-"""Packages whose code does not count steps on the host, including those that transformers' own classes use."""
+"""Packages, including those that transformers' own classes use, whose code does not depend on counts of steps on the host."""
 
 _READ = "transformers.models."
 """The modules of transformers whose functions are inspected for the functions that they call."""
@@ -118,7 +118,7 @@ class _Code:
         yield (get(name) for get, name in self._names)
 
     def _read(self, value: Any) -> Iterable[Any]:
-        """Return the objects to which ``value`` leads."""
+        """Return the objects that ``value`` refers to."""
         if isinstance(value, (staticmethod, classmethod, MethodType)):
             return (value.__func__,)
         if isinstance(value, partial):

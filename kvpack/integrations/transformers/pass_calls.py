@@ -14,7 +14,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from .layers import EmptyLayer, PackedLayer, check_continues, check_window
 from .models import check_layers, has_multidimensional_positions
 from .state_layers import StateLayer, check_states_available
-from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, left_out, without_gradients
+from .states import CapturedLength, CompiledLength, PackedLength, PackedStates, eager_only, without_gradients
 
 if TYPE_CHECKING:
     from kvpack.live.cache import LiveCache
@@ -65,7 +65,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         states = PackedStates(self, layer_idx, key_states, value_states)
         return states, states
 
-    @left_out(_DENSE)
+    @eager_only(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
         """Call ``take``, and return the layer's dense keys and values. Adds nothing if they are not available."""
         before = self.live.seen_tokens(layer_idx)
@@ -130,7 +130,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
             return self.compiled.compiled_seen(layer_idx)
         return self._length(layer_idx)
 
-    @left_out(_DENSE)
+    @eager_only(_DENSE)
     def _length(self, layer_idx: int) -> int:
         if self.graphs is not None and self.graphs.captured is not None:
             return CapturedLength(self.graphs.captured.tokens)
@@ -152,7 +152,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         # The offset is 0 here; masks that need the real one call ``sizes``.
         return CompiledLength(sizes, partial(self.compiled.compiled_starts, layer_idx, query_length)), 0
 
-    @left_out(_DENSE)
+    @eager_only(_DENSE)
     def _dense_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.mask_sizes(query_length, layer_idx)
 

@@ -37,7 +37,7 @@ class RotaryPositions:
         self._largest: torch.Tensor | None = None
         """The largest position up to each token of the first pass, int64 ``[row, token]``; None if it was not seen."""
         self._cut: int | None = None
-        """The tokens that a crop left if the deltas after them are not known."""
+        """The number of tokens that a crop left, if the deltas after them are unknown; otherwise None."""
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
@@ -104,7 +104,7 @@ class RotaryPositions:
             if _DELTAS in attributes and (attributes[_DELTAS] is not None or bool(deltas.any())):
                 attributes[_DELTAS] = deltas.to(tensor.device)
 
-    def check(self, arguments: Mapping[str, Any], start: int) -> None:
+    def record_or_check(self, arguments: Mapping[str, Any], start: int) -> None:
         """Record the positions of a first pass (``start`` is 0). Later, raise InvalidParameter for positions that do not continue them."""
         positions = arguments.get("position_ids")
         if not isinstance(positions, torch.Tensor) or not positions.numel():

@@ -178,7 +178,7 @@ class Record:
         notes, starts = tuple(text for text, _ in texts), tuple(start for _, start in texts)
         return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden_ranges()), first=0, count=self.tokens)
 
-    def shown(self, mask: Any, tokens: int) -> str | None:
+    def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
         """Describe the hidden tokens that a pass of ``tokens`` tokens with this attention mask would see, and what to do; None without any.
 
         Tokens hidden by masks of single tokens are known once the masks are read.

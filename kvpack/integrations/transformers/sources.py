@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     class Tracker(Protocol):
         """The interface of objects that follow the passes over one cache of a pair. ``is_continuing`` is True if the cache has tokens."""
 
-        told_source: bool
+        warned_of_source: bool
 
         @property
         def is_continuing(self) -> bool: ...
@@ -92,10 +92,10 @@ def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
-    """Compare the source ``actual`` to a pass over the ``trackers`` of both caches of a pair with those that the caches were computed from.
+    """Compare the ``actual`` sources of a pass with those from which both caches of a pair, followed by ``trackers``, were computed.
 
-    Raises InvalidParameter for another source, and for caches of different sources. Issues a KvpackWarning once if it is unknown what a
-    cache was computed from.
+    Raises InvalidParameter if they differ, or if the caches have different sources. Issues a KvpackWarning once if a cache does not record
+    its sources.
     """
     filled = [tracker for tracker in trackers if tracker.is_continuing]
     for tracker in filled:
@@ -119,7 +119,7 @@ def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model) for both caches, which skips comparing sources, ids and masks"
         )
     unknown = [tracker for tracker in filled if not tracker.record.sources]
-    if unknown and not any(tracker.told_source for tracker in trackers):
+    if unknown and not any(tracker.warned_of_source for tracker in trackers):
         warnings.warn(
             "a cache does not record the encoder's input, so a wrong source would not be noticed: pass the source "
             "that it was computed from",
@@ -127,7 +127,7 @@ def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
             stacklevel=2,
         )
     for tracker in unknown:
-        tracker.told_source = True
+        tracker.warned_of_source = True
 
 
 def _source_name(sources: Sources, row: int) -> str:

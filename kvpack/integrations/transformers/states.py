@@ -89,7 +89,7 @@ class CapturedLength(PackedLength):
 
 
 class CompiledLength:
-    """The length of a mask in compiled code, which an integer would recompile for each length.
+    """The length of a mask in compiled code. An integer would cause a recompilation for each length.
 
     ``sizes`` returns the length and the first key, and ``starts`` the first token that each sequence sees, int32 ``[batch]``, from the
     columns of a padding mask.
@@ -99,7 +99,7 @@ class CompiledLength:
         self.sizes, self.starts = sizes, starts
 
 
-def left_out(reason: str) -> Callable[[Callable[..., Any]], Any]:
+def eager_only(reason: str) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator for functions that compilers must leave to eager code.
 
     From PyTorch 2.7 on, ``reason`` appears in the error of ``fullgraph=True``.
@@ -133,7 +133,7 @@ class PackedStates:
             out = self.cache.attend(self.number, q, **options)
         return out
 
-    @left_out("an attention mask of other patterns than a causal one or the model's window has its keys decoded in eager code")
+    @eager_only("keys under a mask that is neither causal nor the model's window are decoded in eager code")
     def decode(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the dense tensors for a call whose mask hides tokens."""
         k, v = self.cache.decode(self.number, self._queries, self._dtype)

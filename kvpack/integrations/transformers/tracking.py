@@ -63,7 +63,7 @@ class Tracking:
         self._watched = None if watched is None else weakref.ref(watched)
         self._first = self._latest = first
         self._is_new, self._held = first is None, True
-        """Whether the cache is to be named by ``first``, and whether no pass can change what ``first`` was computed from."""
+        """True if the cache is to be named by ``first``, and True once passes can no longer change the weights that ``first`` names."""
         self._is_unused = first is not None
         """True until a pass continues a cache that was compared with the model."""
         self._verified = record.tokens
@@ -77,7 +77,7 @@ class Tracking:
         self._checkpointed = [] if watched is None else checkpointing_modules(watched)
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
-        self.told_source = False
+        self.warned_of_source = False
         """True after the warning that the encoder's input is unknown for the cache's tokens."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -86,7 +86,7 @@ class Tracking:
         )
         copied.states, copied._failed = self.states, self._failed
         copied.rows, copied._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
-        copied._left, copied.told_source = self._left, self.told_source
+        copied._left, copied.warned_of_source = self._left, self.warned_of_source
         copied._watched, copied._is_unused = self._watched, self._is_unused
         copied._is_new, copied._latest, copied._held, copied._verified = self._is_new, self._latest, self._held, self._verified
         copied._changed, copied.changes = self._changed, self.changes
@@ -108,13 +108,13 @@ class Tracking:
         self._running = True
 
     def record_sources(self, sources: Sources) -> None:
-        """Record what an encoder was given for the pass under way."""
+        """Record the encoder input of the current pass."""
         if self._passes.current is not None:
             self._passes.current.sources = sources
 
     @property
     def is_continuing(self) -> bool:
-        """True if a pass is under way that began when the cache held tokens."""
+        """True if the current pass began with tokens in the cache."""
         return self._passes.current is not None and self._passes.current.start > 0
 
     def _begin(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
@@ -164,11 +164,11 @@ class Tracking:
     def _check_positions(self, arguments: dict[str, Any]) -> None:
         """Raise InvalidParameter for positions that do not follow, and for states that a failed pass may have changed."""
         if self._positions is not None:
-            self._positions.check(arguments, self.record.tokens)
+            self._positions.record_or_check(arguments, self.record.tokens)
         self.check_states()
 
     def _check_checkpointing(self, module: torch.nn.Module) -> None:
-        """Raise InvalidParameter in training mode with gradient checkpointing, which takes the cache away from layers."""
+        """Raise InvalidParameter in training mode with gradient checkpointing, which calls layers without the cache."""
         for kept in self._checkpointed:
             if (part := kept()) is not None and part.training and part.gradient_checkpointing:
                 raise InvalidParameter(
@@ -289,9 +289,9 @@ class Tracking:
 
     def check_mask(self, tokens: int, mask: Any) -> None:
         """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would see tokens that were hidden."""
-        shown = self.record.shown(mask, tokens)
-        if shown is not None:
-            raise InvalidParameter(shown)
+        message = self.record.visible_hidden_message(mask, tokens)
+        if message is not None:
+            raise InvalidParameter(message)
 
     def _check_failed_pass(self) -> None:
         """Raise InvalidParameter if a pass failed after it added tokens, and the caller has neither kept nor dropped them."""
@@ -320,12 +320,12 @@ class Tracking:
         return offsets if inputs is None or inputs.undetermined or inputs.tokens != self.record.tokens else None
 
     def is_running(self, module: torch.nn.Module) -> bool:
-        """Return True if the pass under way is a call of ``module``, with no call inside it yet."""
+        """Return True if the current pass is a call of ``module``, with no call inside it yet."""
         return self._running and self._passes.is_outermost_call(module)
 
     @property
     def added(self) -> int:
-        """Number of tokens that the pass under way has added."""
+        """Number of tokens that the current pass has added."""
         return 0 if self._passes.current is None else self.record.tokens - self._passes.current.start
 
     @contextmanager
@@ -488,7 +488,7 @@ class Tracking:
 
 
 def check_rows_fit(rows: int, held: int) -> None:
-    """Raise InvalidParameter unless the number of a pass's ``rows`` is a multiple of the ``held`` sequences of a cache."""
+    """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``held``, the number of sequences in the cache."""
     if rows % held:
         raise InvalidParameter(
             f"the forward pass has {rows} rows, but the cache holds {_sequences(held)}: pass one row per sequence, or select sequences "

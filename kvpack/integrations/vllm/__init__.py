@@ -1,4 +1,4 @@
-"""kvpack in vLLM: in the worker, so that its memory of the host holds packed rows, or in a store below that memory::
+"""kvpack in vLLM: its workers store packed rows in host memory, or a kvpack store is a tier below that memory::
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"recipe": "octopus-4", "layout": "adjacent",
@@ -8,8 +8,8 @@
         "placement": "store", "location": "/var/cache/kvpack", "recipe": "octopus-4", "layout": "adjacent",
         "cpu_bytes_to_use": 10000000000}}'
 
-Importing this package does not need vLLM. ``register`` is the entry point of ``vllm.general_plugins``.
-vLLM calls these interfaces experimental: the versions that were run are ``VERSIONS``, and others are refused.
+Importing this package does not need vLLM. ``register`` is the entry point of ``vllm.general_plugins``. vLLM calls these interfaces
+experimental: kvpack was tested with ``VERSIONS``, and refuses others by default.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 VERSIONS = ("0.32", "0.33")
-"""The versions of vLLM that kvpack was run in."""
+"""The versions of vLLM that kvpack was tested with."""
 PLACEMENTS = ("primary", "store")
 """Values of ``placement``: rows are in vLLM's own host memory, or in a kvpack store below it."""
 STORE_OPTIONS = (

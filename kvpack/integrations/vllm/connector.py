@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 TIER = "kvpack_tier"
-"""Marks a configuration that names the spec of its placement: whether it also has kvpack's tier."""
+"""Key that marks options with the spec of their placement; the value is True if they also have kvpack's tier."""
 
 
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
@@ -81,7 +81,7 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
-    """Return the options, which name the spec and the tier of the placement, and True if the primary tier contains rows.
+    """Return the options, with the spec and the tier of their placement added, and True if the primary tier contains rows.
 
     Raises InvalidParameter. vLLM calls this several times for one configuration, also before there is a connector.
     """

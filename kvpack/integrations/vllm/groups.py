@@ -104,9 +104,9 @@ def require_layout(groups: Sequence[Group], layout: str) -> None:
 def block_places(kv_cache_config: Any) -> list[list[int]]:
     """Return where vLLM's primary tier puts the blocks of each offloaded group, in bytes from the beginning of a worker's part of a chunk.
 
-    A group has one place per layer. Layers of different groups share device memory, and so a place, because a block belongs to one group:
-    the places follow the order in which the groups' layers first name their memory. If a block of all layers is one piece of memory, the
-    tier copies it whole.
+    A group has one place per layer. Layers of different groups may share device memory, and then share a place, because a block belongs to
+    one group. Places are in the order in which the groups' layers first refer to their memory. If a block of all layers is one piece of
+    memory, the tier copies it whole.
     """
     placed = {
         layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 TIER, PACKED = "vllm:kv_offload_kvpack_", "vllm:kv_offload_kvpack_packed_"
 GAUGES = {
-    "entries": "Entries at the location.",
-    "bytes": "Bytes of those entries.",
-    "page_bytes": "Bytes of a chunk of every group of cache layers in vLLM's memory.",
-    "row_bytes": "Bytes of these chunks as rows.",
+    "entries": "Number of entries at the location.",
+    "bytes": "Total size of these entries in bytes.",
+    "page_bytes": "Bytes in vLLM's memory of one chunk of each group of cache layers.",
+    "row_bytes": "Bytes of these chunks when packed as rows.",
 }
 BLOCKS = {
-    "encoded": "Blocks of the device that were packed.",
-    "decoded": "Blocks that were unpacked to the device.",
+    "encoded": "Device blocks that were packed.",
+    "decoded": "Blocks that were unpacked to device memory.",
     "refused": "Blocks that were not packed, by reason.",
     "damaged": "Blocks that were not unpacked, by reason: vLLM computes them again, or fails their requests.",
 }
 SIZES_EVERY = 30.0
-"""Seconds between reads of a store's size, which may cost a request to a server."""
+"""Seconds between reads of a store's size, which may take a request to a server."""
 
 
 def tier_definitions() -> dict[str, Any]:
@@ -44,7 +44,7 @@ def tier_definitions() -> dict[str, Any]:
     for name, meaning in GAUGES.items():
         result[TIER + name] = OffloadingGaugeMetadata(documentation=meaning, labelnames=("tier",))
     result[TIER + "seconds"] = OffloadingHistogramMetadata(
-        documentation="Seconds of a load or a save of chunks, by operation.", labelnames=("tier", "operation"), buckets=SECONDS
+        documentation="Duration in seconds of loading or saving chunks, by operation.", labelnames=("tier", "operation"), buckets=SECONDS
     )
     return result
 

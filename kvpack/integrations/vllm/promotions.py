@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_promotions(tier: Any, view: memoryview, codecs: Mapping[int, Sequence[PageCodec]], cell: int, blocks: int) -> None:
     """Make ``tier`` report as failed every chunk of ``view`` without valid rows of ``codecs`` under the chunk's key.
 
-    ``codecs`` has, for each group by vLLM's number, one codec for each cell of ``cell`` bytes in a chunk, which contains ``blocks`` rows,
+    ``codecs`` maps vLLM's number of a group to one codec per cell. A chunk consists of cells of ``cell`` bytes with ``blocks`` rows each,
     at least one of them present.
     """
     submit, finished = tier.submit_load, tier.get_finished_jobs

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """The offloading spec with which vLLM's workers pack pages into its primary tier.
 
-    The options in ``kv_connector_extra_config`` are vLLM's, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``, ``adapter``,
-    ``tenant`` and ``any_version``, as for ``KvpackTier``. Raises InvalidParameter for an impossible configuration before vLLM serves.
+    The options in ``kv_connector_extra_config`` are vLLM's own, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``,
+    ``adapter``, ``tenant`` and ``any_version``, as for ``KvpackTier``. Raises InvalidParameter for an impossible configuration before vLLM
+    serves.
     """
 
     def __init__(self, config: Any) -> None:
@@ -168,7 +169,10 @@ def _check(config: Any, groups: list[Group]) -> None:
     """Raise InvalidParameter if the spec does not support the configuration."""
     parallel = config.parallel
     if len(groups) != len(config.groups):
-        raise InvalidParameter(f"vLLM offloads {len(config.groups)} groups of cache layers, but the connector found {len(groups)}")
+        raise InvalidParameter(
+            f"vLLM offloads {len(config.groups)} groups of cache layers, but the connector found {len(groups)}: use vLLM's "
+            "TieringOffloadingSpec"
+        )
     if config.canonical_layout:
         raise InvalidParameter("canonical_layout is set, but kvpack packs pages as a worker keeps them: leave canonical_layout out")
     for name in ("pp_size", "pcp_size", "dcp_size"):

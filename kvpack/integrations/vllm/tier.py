@@ -41,7 +41,7 @@ class GroupStore(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A job of vLLM's, which is one of the store of each group that it has chunks of. ``parts`` are these jobs and their keys."""
+    """A vLLM job, split into one store job per group of its chunks. ``parts`` are these jobs and their keys."""
 
     metadata: Any
     parts: list[tuple[PageStore, Job, list[bytes]]]
@@ -58,8 +58,8 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     and MLA are encoded; everything else, such as Mamba states, is stored byte for byte. ``layout`` is a name of ``layouts.arrangement``.
     ``revision`` names the weights if vLLM's model is not a folder, and ``basis`` is the file of the basis that a recipe may need.
     ``max_bytes`` and ``encryption_key_file`` are as for a store. ``any_version`` allows a vLLM version that was not tested. Raises
-    InvalidParameter before vLLM serves for an impossible configuration: another version, several cache groups with several blocks per
-    chunk, other sizes, and a connector that does not pass the model's settings.
+    InvalidParameter before vLLM serves for an impossible configuration: an untested version, several cache groups with several blocks per
+    chunk, mismatched sizes, or a connector that does not pass the model's settings.
     """
 
     medium = Medium.STORAGE
@@ -131,7 +131,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return True if a chunk is stored, False if not, and RETRY until the lookup thread knows."""
+        """Return True if a chunk is stored, False if not, and RETRY until the lookup thread has looked it up."""
         result = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if result is None else LookupResult.HIT if result else LookupResult.MISS
 
@@ -163,7 +163,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
 
     def get_finished_jobs(self) -> Iterable[Any]:
         for store, _ in self.stores.values():
-            # Only so that it forgets them.
+            # Only to make it forget them.
             store.finished()
         done = [running for running in self._running.values() if running.done]
         result = []
@@ -174,7 +174,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
             good = [key for key in metadata.keys if bytes(key) in stored]
             failed = [key for key in metadata.keys if bytes(key) not in stored]
             if metadata.is_promotion and failed:
-                # Otherwise vLLM would ask for what the lookup said, again and again.
+                # Otherwise, vLLM would keep requesting chunks that the lookup had reported.
                 self._lookups.mark_miss(failed)
             result.append(JobResult(metadata.job_id, not failed, good or None, transfer_bytes=size))
         return result
@@ -247,7 +247,7 @@ class _ChunkGroup(NamedTuple):
 
 
 def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
-    """Raise InvalidParameter for a missing layout, or for one that vLLM's name of its own contradicts."""
+    """Raise InvalidParameter for a missing layout, or for one that contradicts the name of vLLM's layout."""
     require_layout(groups, layout)
     last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
     if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):

@@ -45,7 +45,7 @@ _BITS = (0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16
 _NARROW_BITS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 16, 32)
 
 _NEAR = 1.6
-"""Ratio of bits, and of divergences, below which two points are too close for a name between them."""
+"""Ratio of bits, and of divergences, below which two points are too close for a label between them."""
 
 _MIN_DIVERGENCE = 1e-8
 """Smallest divergence that is drawn. Smaller ones are drawn at this value, because a logarithmic scale has no zero."""
@@ -61,7 +61,7 @@ def library() -> Any:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture to ``path`` with the suffixes .png and .svg. The same report results in the same files. Raises OSError."""
+    """Write the plot to ``path`` with the suffixes .png and .svg. The same report results in the same files. Raises OSError."""
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):
@@ -71,7 +71,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def figure(report: dict[str, Any]) -> Any:
-    """Return the picture as a matplotlib figure."""
+    """Return the plot as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     result = library().Figure(figsize=SIZE, dpi=200, layout="constrained")
@@ -117,7 +117,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
             loc="left",
         )
     axes.set_xlabel("bits per value of the whole file" if narrow else "bits per value, every byte of the file counted (log scale)")
-    axes.set_ylabel("KL divergence in nats (log scale), with 95 % intervals")
+    axes.set_ylabel("KL divergence in nats (log scale), with 95% intervals")
     _bits_axis(axes, [row["bits_per_value"] for row in rows], _NARROW_BITS if narrow else _BITS)
     axes.grid(color="#dddddd", linewidth=0.6, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.coding.recipes import parse_recipe
 from kvpack.formats.klt import Klt
 
-from . import picture, synthetic_basis
+from . import quality_plot, synthetic_basis
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +21,8 @@ OWN_BF16 = "bf16"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture as .png and .svg. Raises OSError, and MissingPackage without matplotlib."""
-    figure = picture.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
+    """Write the plot to ``path`` with the suffixes .png and .svg. Raises OSError, and MissingPackage without matplotlib."""
+    figure = quality_plot.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]
     times, ratios = figure.subplots(1, 2)
@@ -56,7 +56,7 @@ def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):
-        color, marker = picture.STYLES.get(family, picture.OTHER)
+        color, marker = quality_plot.STYLES.get(family, quality_plot.OTHER)
         before, count = families[:number].count(family), families.count(family)
         pale = _MAX_WHITE * before / max(1, count - 1)
         channels = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))

@@ -331,9 +331,9 @@ class Codec(EntryStreams, ABC):
         """True if the codec encodes keys but not values."""
         return False
 
-    @abstractmethod
     def packings(self) -> dict[str, Columns]:
-        """Return the packing of each code stream, in stored order."""
+        """Return the packing of each code stream, in stored order. The default is none."""
+        return {}
 
     @abstractmethod
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:

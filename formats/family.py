@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -123,9 +122,8 @@ class CodecFamily(PlainCodec):
             ) from None
 
     @classmethod
-    @abstractmethod
     def create(cls, dim: int, side: str, options: Options) -> Self:
-        """Create the codec that a recipe requests.
+        """Create the codec that a recipe requests. Codecs with options override this.
 
         Args:
             dim: Head dim.
@@ -135,6 +133,8 @@ class CodecFamily(PlainCodec):
         Raises:
             InvalidParameter: An option is unknown or out of range.
         """
+        options.finish()
+        return cls(dim)  # type: ignore[call-arg]
 
     @property
     def features(self) -> frozenset[str]:

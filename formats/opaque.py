@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from .base import MAX_DIM, Layout, check_range
 from .errors import InvalidType
@@ -12,9 +12,6 @@ from .lazy import torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from .columns import Columns
-    from .options import Options
 
 
 @dataclass(frozen=True)
@@ -28,17 +25,9 @@ class Opaque(CodecFamily):
     def __post_init__(self) -> None:
         check_range(self.id, "dim", self.dim, 1, MAX_DIM)
 
-    @classmethod
-    def create(cls, dim: int, side: str, options: Options) -> Self:
-        options.finish()
-        return cls(dim)
-
     @property
     def nominal_bits(self) -> float:
         return 8.0
-
-    def packings(self) -> dict[str, Columns]:
-        return {}
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"bytes": Layout("U8", (batch, heads, tokens, self.dim))}

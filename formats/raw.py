@@ -13,7 +13,6 @@ from .lazy import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .columns import Columns
     from .options import Options
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -47,9 +46,6 @@ class Raw(CodecFamily):
     @property
     def exact_dtype(self) -> str:
         return self.dtype
-
-    def packings(self) -> dict[str, Columns]:
-        return {}
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         return {"values": Layout(DTYPES[self.dtype], (batch, heads, tokens, self.dim))}

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from .base import PayloadRule, RunRule
-    from .columns import Columns
     from .frames import Frames, Rope
     from .options import Options
     from .value_blocks import Array
@@ -127,9 +126,6 @@ class Transform(CodecFamily):
     def basis_location(self) -> str:
         """Description, for messages, of the part of the basis that the codec needs."""
         return f"{'keys' if self.side == 'k' else 'values'} of layer {self.layer} of the basis {self.basis.hex()}"
-
-    def packings(self) -> dict[str, Columns]:
-        return {}
 
     def scales(self, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
         rows = -(-tokens // self.chunk)

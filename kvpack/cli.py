@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import sys
@@ -12,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from kvpack import KvpackError, __version__, backends
-from kvpack.errors import RoundedWarning
+from kvpack.errors import InvalidParameter, RoundedWarning
 
 from .commands import bench, cache, calibrate, convert, demo, dense, doctor, exchange, generate, inspect, recipes, store, tune, verify, view
 from .commands.parsing import Parser
@@ -48,6 +49,20 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Import(argparse.Action):
+    """The option ``--import MODULE``, which registers the codecs of a module of the user's."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        # Unlike python -m kvpack, the installed command does not look in the current folder.
+        sys.path.append("")
+        try:
+            importlib.import_module(value)
+        except ModuleNotFoundError as error:
+            if error.name != value:
+                raise
+            raise InvalidParameter(f"--import is {value!r}, which is neither in the current folder nor installed") from None
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser for the whole command line."""
     result = Parser(
@@ -57,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("--version", action=_Version, help="show the version and the kernels of each device, and exit")
+    result.add_argument("--import", action=_Import, metavar="MODULE", help="import a Python module first, for codecs of your own")
     commands = result.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(commands)

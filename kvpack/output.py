@@ -90,7 +90,8 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
     from rich.markup import escape
     from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
+    # Redirected lines would go to standard error, and not to a pipe.
+    with Bar(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
         task = bar.add_task(escape(printable(label)))
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -112,9 +113,9 @@ def bytes_text(count: int) -> str:
     return f"{count:,}"
 
 
-def format_count(count: int, noun: str) -> str:
-    """Return ``count`` with thousands separators, followed by ``noun`` in the singular or plural."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def format_count(count: int, noun: str, plural: str = "") -> str:
+    """Return ``count`` with thousands separators, followed by ``noun`` or its ``plural`` (default: with an s)."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def printable(text: str) -> str:

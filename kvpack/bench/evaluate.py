@@ -22,7 +22,7 @@ from kvpack.integrations.transformers.switch import Switch
 from kvpack.models import ByteTokenizer
 
 from .quality import REFERENCE
-from .summary import summary, table
+from .summary import summary, table, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table; ``report`` has all numbers as JSON values.
+    """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table and a verdict; ``report`` has all numbers as JSON values.
 
     Lower bits per value and lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's top
     choice stays the same.
@@ -61,14 +61,15 @@ class Evaluation:
         for row in cells:
             first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
-        return "\n".join([title, *lines])
+        return "\n".join([title, *lines, *verdict(dict(self.report))])
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""
         title, columns, rows = table(dict(self.report))
         head = "".join(f"<th>{html.escape(column).replace(chr(10), '<br>')}</th>" for column in columns)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        return f"<table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        text = html.escape(" ".join(verdict(dict(self.report))))
+        return f"<table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{text}</p>"
 
 
 def evaluate(

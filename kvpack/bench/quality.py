@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ from . import generated, needles, quality_plot
 from .summary import NeedleAnswer, generation_summary, show, summarize_recall, summary, text_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvpack.coding.encoding import Progress
 
@@ -132,6 +133,7 @@ def run(
     reference: str | None = None,
     out: str | None = None,
     progress: Progress | None = None,
+    show_line: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
     """Measure recipes on the model in folder ``model`` and the file ``text``, and return a report as JSON values.
 
@@ -144,6 +146,7 @@ def run(
         reference: Recipe that is also measured, and with which the others are compared.
         out: Folder for the picture and the report.
         progress: Called as ``progress(done, total)``.
+        show_line: Called with a line of preliminary results after each window, prompt and generated text.
 
     ``cpu_seconds`` are process times over all threads. Two runs with the same seed differ only in times, and in rounding if PyTorch uses
     another number of threads. Raises InvalidParameter for unsupported sizes and for a missing device, MissingFile, WriteFailed and, for
@@ -176,6 +179,9 @@ def run(
         its = replace(settings, tokens=min(LONG_TOKENS, most or LONG_TOKENS), windows=1, scored_tokens=None) if whole else settings
         parts.append(_TextWindows(other, _sizes(replace(its, needles=0), other, other, most)))
     sample = window(words, 0, _TWIN_SAMPLE).to(network.device)
+    measurement = _Measurement(
+        network, parts, long, tuple(recipes), tuple(parsed), reference, settings.seed, inserted, progress, show_line
+    )
     report = {
         "model": name,
         "text": words.name,
@@ -185,7 +191,7 @@ def run(
         "settings": {**asdict(sizes), "seed": settings.seed, "threads": torch.get_num_threads()},
         "precision": _precision(network),
         "uncompressed_bits": 8 * network.dtype.itemsize,
-        **_Measurement(network, parts, long, tuple(recipes), tuple(parsed), reference, settings.seed, inserted, progress).run(),
+        **measurement.run(),
     }
     report["cpu_seconds"] = time.process_time() - began
     if out is not None:
@@ -280,6 +286,7 @@ class _Measurement:
     seed: int
     inserted: int | None
     progress: Progress | None
+    show_line: Callable[[str], object] | None = None
     done: int = 0
 
     @property
@@ -325,6 +332,8 @@ class _Measurement:
             for recipe, rows in zip(self.recipes, measured, strict=True):
                 rows.append(measure(self.model, exact, recipe, path, part.sizes.step, errors=part is self.parts[0]))
                 self._step()
+            so_far = (f"{fmean(row.kl_divergence for row in rows):.5f}" for rows in measured)
+            self._show(f"{part.text.name}, window {len(exact_losses)} of {len(begun)}, mean KL", so_far)
         return begun, exact_losses, forgotten, measured
 
     def _prompts(self) -> Iterator[needles.Prompt]:
@@ -356,6 +365,8 @@ class _Measurement:
                 packed = packed_file(pairs, recipe, path)
                 right += make_asked(needles.check_answers(self.model, prompt, partial(Bf16Cache.from_cache, self.model, packed)))
                 self._step()
+            rights = [sum(answer.right for answer in answers) for answers in (exact_answers, *result)]
+            self._show(f"needles, {rights[0]} of {len(exact_answers)} found without packing, packed", map(str, rights[1:]))
         return exact_answers, result
 
     def _generated_divergences(self, path: str) -> list[generated.GenerationEffect] | None:
@@ -368,7 +379,13 @@ class _Measurement:
         for recipe in self.recipes:
             written.append(generated.measure_generation(self.model, exact, recipe, path, self.sizes.step, self.seed))
             self._step()
+        self._show("generated text, tokens changed", (f"{100 * effect.changed:.1f} %" for effect in written))
         return written
+
+    def _show(self, label: str, results: Iterable[str]) -> None:
+        """Report a preliminary result of each recipe."""
+        if self.show_line:
+            self.show_line(f"{label}: " + ", ".join(f"{name} {text}" for name, text in zip(self.names, results, strict=True)))
 
     def _on_device(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens.to(self.model.device)

@@ -228,8 +228,40 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     return f"{model_label(report)}, {report['precision']}, {report['text']}: {sizes_text(report['settings'])}", columns, rows
 
 
+_LIMITS = ((0.002, "hardly any token changes"), (0.02, "some tokens change, so test your own task first"))
+"""Upper limits of the KL divergence, and what they mean. About sqrt(KL / 2) of the sampled tokens change, by Pinsker's inequality."""
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """Return sentences that rate the recipes by the upper end of their KL on the worst text, and by needles, and that name one to take."""
+    worst: dict[str, float] = {}
+    for row in (row for part in (report, *report["others"]) for row in part["recipes"]):
+        worst[row["recipe"]] = max(worst.get(row["recipe"], 0.0), (row["kl_divergence_interval"] or [row["kl_divergence"]])[-1])
+    recall = report["uncompressed"]["needles"]
+    losing = [row["recipe"] for row in report["recipes"] if recall and row["needles"]["interval"][1] < recall["interval"][0]]
+    lines, left = [], [row["recipe"] for row in report["recipes"] if row["recipe"] not in losing]
+    good = [name for name in left if worst[name] <= _LIMITS[0][0]]
+    for limit, meaning in _LIMITS:
+        names = [name for name in left if worst[name] <= limit]
+        left = [name for name in left if name not in names]
+        if names:
+            share = 100 * math.sqrt(limit / 2)
+            lines.append(f"{', '.join(names)}: {meaning} (KL of at most {limit}, so up to about {share:.0f} % of tokens).")
+    if left:
+        lines.append(f"{', '.join(left)}: many tokens change.")
+    if losing:
+        lines.append(f"{', '.join(losing)}: significantly fewer needles than with the uncompressed cache.")
+    if good:
+        lines.append(f"Verdict: {good[-1]} is good enough: the smallest recipe here that changes hardly any token.")
+    else:
+        lines.append("Verdict: none of these recipes is good enough untested: try kvpack-4 or fp8. lossless changes nothing.")
+    if len(report["uncompressed"]["windows"]) == 1:
+        lines.append("One window is only a first look: measure more before you decide.")
+    return lines
+
+
 def show(report: dict[str, Any]) -> None:
-    """Print one table and explain its columns."""
+    """Print one table and explain its columns, and end with the verdict."""
     exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
     print_table(*table(report))
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")
@@ -247,7 +279,8 @@ def show(report: dict[str, Any]) -> None:
         _show_needles(report)
     if report["generated"] is not None:
         _show_generated(report)
-    print(f"The measurement took {report['cpu_seconds'] / 60:.1f} minutes of CPU time, over all threads.")
+    print(f"The measurement took {report['cpu_seconds'] / 60:.1f} minutes of CPU time, over all threads.\n")
+    print("\n".join(verdict(report)))
 
 
 def model_label(report: dict[str, Any]) -> str:

@@ -64,6 +64,19 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
     return tuple(result), recipe.canonical
 
 
+def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
+    """Return ``layers``, whose first token is at position ``start``, with their raw tails encoded, except those that a window leaves."""
+    result = []
+    for number, layer in enumerate(layers):
+        first, norms = start + layer.skipped, _cached_key_norms(layer)
+        k, v = (
+            None if side is None else _with_window(side, side.window, f"layers[{number}].{name}", first, norms)
+            for name, side in (("k", layer.k), ("v", layer.v))
+        )
+        result.append(replace(layer, k=k, v=v))
+    return tuple(result)
+
+
 def _cached_key_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
     """Return a function that computes the norms of a layer's keys once, for codecs that select raw tokens by norm."""
     get_norms = cache(lambda: None if layer.k is None else layer.k.norms())

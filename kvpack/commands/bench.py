@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json, print_report, progress
@@ -351,7 +352,8 @@ def run_quality(arguments: argparse.Namespace) -> int:
     with progress("bench quality", arguments) as callback:
         recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]
         inputs = (model, arguments.text, recipes, settings)
-        report = quality.run(*inputs, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback)
+        show_line = None if arguments.json else partial(print, flush=True)
+        report = quality.run(*inputs, basis=basis, reference=arguments.reference, out=arguments.out, progress=callback, show_line=show_line)
     return print_report(quality.round_numbers(report), quality.show, arguments)
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 MAX_PROMPT_BYTES = 2**26
 """Maximum size of a prompt in bytes, which is more than any model supports."""
 
+_LARGE = 1.5
+"""Ratio of bits per value to nominal bits from which a hint is printed, as for short texts."""
+
 
 def add(commands: Any) -> None:
     """Add ``cache`` to the command line."""
@@ -36,6 +39,7 @@ def add(commands: Any) -> None:
         default="user",
         help="role of the text in the model's chat template: user, to which later prompts are appended, or system (default: user)",
     )
+    parser.add_argument("--compact", action="store_true", help="pack also the newest keys, which otherwise stay raw, and imply --compress")
     add_device(parser)
     add_writing(parser)
     add_json(parser)
@@ -57,8 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     model, tokenizer = load_chat_model(arguments.model, arguments)
     chat = Chat(model, tokenizer, recipe)
     chat.read({"role": arguments.role, "content": text})
-    size = chat.save(arguments.output, compress=arguments.compress, durable=arguments.durable)
+    compress = arguments.compact or arguments.compress
+    size = chat.save(arguments.output, compact=arguments.compact, compress=compress, durable=arguments.durable)
     report_saved(chat.cache, size, arguments)
+    if not arguments.compact and 8 * size > _LARGE * chat.cache.nominal_bits * chat.cache.values:
+        print("kvpack: note: the newest keys stay raw until 128 are packed together: --compact packs them now", file=sys.stderr)
     return 0
 
 

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                 [
                     printable(str(summary["file"])),
                     printable(summary["model"].get("name", "")),
-                    "a basis" if summary["is_basis"] else _recipe_text(summary["recipe"], full=False),
+                    "a basis" if summary["is_basis"] else _recipe_text(summary["recipe"]),
                     str(len(summary["layers"])),
                     f"{summary['stop'] - summary['start']:,}",
                     f"{summary['bits_per_value']:.3f}",
@@ -64,15 +64,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    model = printable(", ".join(f"{name} {value}" for name, value in summary["model"].items())) or "not named"
     print(f"{summary['file']}: kvpack format {summary['format']}, {summary['bytes']:,} bytes")
     print(f"{summary['values']:,} values, {summary['bits_per_value']:.3f} bits per value (nominal {summary['nominal_bits']:.3f})")
     if summary["is_basis"]:
         print(f"a basis, which caches name by its SHA-256, {summary['sha256']}")
-        print(f"model {model}")
     else:
-        recipe = _recipe_text(summary["recipe"], full=True) or "not named"
-        print(f"tokens {summary['start']} to {summary['stop']}, recipe {recipe}, model {model}")
+        recipe, short = printable(summary["recipe"]), _recipe_text(summary["recipe"])
+        print(f"tokens {summary['start']} to {summary['stop']}, recipe {short or 'not named'}")
+        if short != recipe:
+            print(*(f"  {clause}" for clause in recipe.split(";")), sep="\n")
+    model = {name: printable(str(value)) for name, value in summary["model"].items()}
+    print(f"model {model.pop('name', '') or 'not named'}")
+    for name, value in model.items():
+        print(f"  {printable(name)} {value}")
     if summary["token_ids"] or summary["undetermined"]:
         other = "".join(f"; {printable(text)}" for text in summary["undetermined"])
         print(f"token ids of the first {summary['token_ids']:,} tokens{other}")
@@ -109,29 +113,35 @@ def _print(summary: dict[str, Any]) -> None:
                 *(str(side[key]) for key in (*batch, "heads", "tokens")),
                 *([f"{side['start']} to {side['stop']}"] if positions else []),
                 *(str(side[key]) for key in ("tail_tokens", "dim")),
-                f"{side['bits_per_value']:.3f}",
-                bytes_text(side["stored_bytes"] * (last - first + 1)),
+                f"{8 * size / (side['values'] * (last - first + 1) or 1):.3f}",
+                bytes_text(size),
             ]
-            for first, last, name, side in _group_layers(summary["layers"])
+            for first, last, name, side, size in _group_layers(summary["layers"])
         ),
         text_columns=3,
     )
+    if any(side["tail_tokens"] for layer in summary["layers"] for side in layer.values()):
+        print("raw tail: the newest tokens, not packed yet; kvpack convert FILE OUT RECIPE packs them too")
     print("codecs:")
     for number, params in enumerate(summary["codecs"]):
         print(f"({number}) {_codec_text(params)}")
     print_table(
         "bytes by stream",
         ["stream", "bytes", "share"],
-        ([name, bytes_text(count), f"{100 * count / summary['bytes']:.1f} %"] for name, count in summary["streams"].items()),
+        ([name, bytes_text(count), f"{100 * count / summary['bytes']:.1f} %"] for name, count in summary["streams"].items() if count),
     )
 
 
-def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
-    """Yield (first layer, last layer, "k" or "v", side) for each sequence of identical layers."""
-    for _, run in groupby(enumerate(layers), key=lambda numbered: numbered[1]):
+def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any], int]]:
+    """Yield (first layer, last layer, "k" or "v", side, bytes) for each sequence of layers that differ at most in bytes."""
+    for _, run in groupby(enumerate(layers), key=lambda numbered: {name: _shape(side) for name, side in numbered[1].items()}):
         numbered = list(run)
         for name, side in numbered[0][1].items():
-            yield numbered[0][0], numbered[-1][0], name, side
+            yield numbered[0][0], numbered[-1][0], name, side, sum(layer[name]["stored_bytes"] for _, layer in numbered)
+
+
+def _shape(side: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in side.items() if name not in ("stored_bytes", "bits_per_value", "nominal_bits")}
 
 
 def _codec_text(params: dict[str, Any]) -> str:
@@ -142,11 +152,8 @@ def _codec_text(params: dict[str, Any]) -> str:
     return " ".join([params["id"], *words])
 
 
-def _recipe_text(text: str, *, full: bool) -> str:
-    """Return the recipe ``text`` of a file with the name of its preset; unless ``full``, only the name if there is one."""
+def _recipe_text(text: str) -> str:
+    """Return the name of the preset whose recipe is ``text``, or the text."""
     from kvpack.coding.recipes import preset_name
 
-    preset, written = preset_name(text), printable(text)
-    if not preset or preset == text:
-        return written
-    return f"{preset} ({written})" if full else preset
+    return printable(preset_name(text) or text)

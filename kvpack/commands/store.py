@@ -120,13 +120,13 @@ def run_ls(arguments: argparse.Namespace) -> int:
         print_json({"prefixes": rows, "unreadable": unreadable, "undecryptable": undecryptable, "bases": _bases(catalog)})
         return store.exit_code()
     print_table(
-        f"{store.name}: {len(rows):,} prefixes in {len(catalog.entries):,} entries",
+        f"{store.name}: {format_count(len(rows), 'prefix', 'prefixes')} in {_entries(len(catalog.entries))}",
         ["key", "model", "recipe", "tokens", "chunks", "bytes", "bytes per token", "used", ""],
         (
             [
                 row["key"][:16],
                 printable(row["model"].get("name", "")),
-                printable(row["recipe"]),
+                _recipe(row),
                 f"{row['tokens']:,}",
                 str(row["chunks"]),
                 bytes_text(row["bytes"]),
@@ -143,16 +143,32 @@ def run_ls(arguments: argparse.Namespace) -> int:
     return store.exit_code()
 
 
+def _recipe(row: dict[str, Any]) -> str:
+    """Return the recipe of a row by the name of its preset, if it has one."""
+    from kvpack.coding.recipes import preset_name
+
+    return printable(preset_name(row["recipe"]) or row["recipe"])
+
+
+def _entries(count: int) -> str:
+    return format_count(count, "entry", "entries")
+
+
+def _are(count: int) -> str:
+    return f"{count:,} of them {'is' if count == 1 else 'are'}"
+
+
 def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
     """Return notes on entries that are not listed, and on unencrypted entries next to encrypted ones."""
     closed = len(catalog.undecryptable)
     refused = len(catalog.unreadable) - closed
     lines = []
     if catalog.pages:
-        lines.append(f"{len(catalog.pages):,} pages of engines, {bytes_text(sum(page.size for page in catalog.pages.values()))} bytes")
+        size = sum(page.size for page in catalog.pages.values())
+        lines.append(f"{format_count(len(catalog.pages), 'page')} of engines, {bytes_text(size)} bytes")
     if catalog.states:
         size = sum(states.stored.size for states in catalog.states.values())
-        lines.append(f"{len(catalog.states):,} entries of states after chunks, {bytes_text(size)} bytes")
+        lines.append(f"{_entries(len(catalog.states))} of states after chunks, {bytes_text(size)} bytes")
     for basis in _bases(catalog):
         needed = f"needed by {format_count(basis['entries'], 'chunk')}"
         lines.append(
@@ -161,7 +177,7 @@ def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
     if closed:
         lines.append(f"{closed:,} encrypted entries not readable {'with the given keys' if keys else 'without keys: pass --key-file'}")
     if refused:
-        lines.append(f"{refused:,} entries refused as damaged{', not encrypted' if keys else ''} or too large: run verify for the reasons")
+        lines.append(f"{_entries(refused)} refused as damaged{', not encrypted' if keys else ''} or too large: run verify for the reasons")
     if closed and catalog.entries and not keys:
         lines.append("the prefixes above are not encrypted: anyone with write access may have planted them; stores with keys refuse them")
     return lines
@@ -217,13 +233,13 @@ def run_stat(arguments: argparse.Namespace) -> int:
         total = {"entries": entries, "bytes": size, "pinned": pinned, "unreadable": unreadable, "undecryptable": closed}
         print_json({**total, **kinds, "identities": identities, "pins": pins})
         return store.exit_code()
-    print(f"{store.name}: {entries:,} entries, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
+    print(f"{store.name}: {_entries(entries)}, {size:,} bytes, {pinned:,} pinned, {unreadable:,} unreadable ({closed:,} without a key)")
     if kinds["pages"]:
-        print(f"{kinds['pages']:,} of them are pages of engines")
+        print(f"{_are(kinds['pages'])} pages of engines")
     if kinds["states"]:
-        print(f"{kinds['states']:,} of them are states after chunks, {bytes_text(summary.kinds['states']['bytes'])} bytes")
+        print(f"{_are(kinds['states'])} states after chunks, {bytes_text(summary.kinds['states']['bytes'])} bytes")
     if kinds["bases"]:
-        print(f"{kinds['bases']:,} of them are bases, {bytes_text(summary.kinds['bases']['bytes'])} bytes")
+        print(f"{_are(kinds['bases'])} bases, {bytes_text(summary.kinds['bases']['bytes'])} bytes")
     print_table(
         "by model and recipe",
         ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],
@@ -231,7 +247,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
             [
                 printable(row["model"].get("name", "")),
                 printable(row["model"].get("weights", ""))[:20],
-                printable(row["recipe"]),
+                _recipe(row),
                 f"{row['entries']:,}",
                 f"{row['tokens']:,}",
                 bytes_text(row["bytes"]),
@@ -283,7 +299,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
         print_json({"chosen": len(matching), "pinned": pinned, "removed": removed, "entries": catalog.count - removed})
         return store.exit_code()
     outcome = "would be removed" if arguments.dry_run else "removed"
-    print(f"{store.name}: {len(matching) - pinned if arguments.dry_run else removed:,} entries {outcome}, {pinned:,} are pinned and stay")
+    print(f"{store.name}: {_entries(len(matching) - pinned if arguments.dry_run else removed)} {outcome}, {pinned:,} pinned")
     if catalog.pages and before is None:
         print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than, without other filters, removes them")
     if catalog.undecryptable:
@@ -346,7 +362,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             print(f"kvpack: {printable(str(why))}", file=sys.stderr)
     if store.silent(count):
         return store.exit_code(*codes)
-    text = f"{store.name}: {count:,} entries checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
+    text = f"{store.name}: {_entries(count)} checked, {len(refused):,} refused, {len(unopened):,} not readable with the given keys"
     print_report({"entries": count, "refused": refused, "undecryptable": unopened}, text, arguments)
     return store.exit_code(*codes)
 
@@ -366,17 +382,18 @@ def run_gc(arguments: argparse.Namespace) -> int:
     entries, size = store.backend.size()
     if store.silent(entries):
         return store.exit_code()
-    counts = store.counters.as_dict()
+    counts: dict[str, Any] = store.counters.as_dict()
     if arguments.json:
         print_json({**counts, "entries": entries, "bytes": size})
     else:
         evicted = (
-            f"{counts['evicted_entries']:,} entries ({counts['evicted_bytes']:,} bytes) and {counts['swept_files']:,} unfinished files"
+            f"{_entries(counts['evicted_entries'])} ({counts['evicted_bytes']:,} bytes) and "
+            f"{format_count(counts['swept_files'], 'unfinished file')}"
         )
         old = f" and {counts['reclaimed_entries']:,} bases or entries of older layouts" if counts["reclaimed_entries"] else ""
-        print(f"{store.name}: removed {evicted}{old}; {entries:,} entries ({size:,} bytes) remain")
+        print(f"{store.name}: removed {evicted}{old}; {_entries(entries)} ({size:,} bytes) left")
         if pinned := len(store.backend.pinned_keys()):
-            print(f"{pinned:,} of them are pinned: kvpack store stat lists the owners, and kvpack store unpin removes a pin")
+            print(f"{_are(pinned)} pinned: kvpack store stat lists the owners, and kvpack store unpin removes a pin")
     return store.exit_code()
 
 
@@ -432,7 +449,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)
         counts = store.counters()
     name = shown_location(arguments.store)
-    text = f"{name}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new entries"
+    text = f"{name}: {stored:,} of {len(exported.ids):,} tokens stored, {counts['saved_chunks']:,} new"
     print_report({"store": name, "tokens": stored, "of": len(exported.ids), "new_entries": counts["saved_chunks"]}, text, arguments)
     if len(exported.ids) < chunk:
         hint = f"a store keeps only whole chunks, here of {chunk:,} tokens (--chunk)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from importlib import resources
@@ -255,7 +256,39 @@ def test_one_window_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["recipes"][0]["log_perplexity_difference_interval"] is None
     assert found["settings"]["score"] == 32
     quality.show(found)
-    assert "Needles" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Needles" not in shown
+    assert "Verdict: bf16 is good enough" in shown
+    assert "One window is only a first look" in shown
+
+
+def test_the_verdict_takes_the_smallest_recipe_that_changes_hardly_any_token_of_any_text() -> None:
+    def row(recipe: str, divergence: float, right: int = 90) -> dict[str, Any]:
+        interval = None if divergence > 0.1 else [0.0, divergence]
+        needles = {"right": right, "asked": 100, "interval": [right / 100 - 0.1, right / 100 + 0.1]}
+        return {"recipe": recipe, "kl_divergence": divergence, "kl_divergence_interval": interval, "needles": needles}
+
+    exact = {"needles": row("", 0.0)["needles"], "windows": [{}, {}]}
+    others = [{"recipes": [row("fp8", 0.001), row("kvpack-4", 0.0015), row("octopus-3", 0.003)]}]
+    recipes = [row("fp8", 0.001), row("kvpack-4", 0.001), row("octopus-3", 0.001), row("kvpack-2", 0.3), row("kivi-2", 0.0, right=60)]
+    report = {"uncompressed": exact, "recipes": recipes, "others": others}
+    lines = summary.verdict(report)
+    assert [line.partition(":")[0] for line in lines] == ["fp8, kvpack-4", "octopus-3", "kvpack-2", "kivi-2", "Verdict"]
+    assert "kvpack-4 is good enough" in lines[-1]
+    assert "none of these recipes" in summary.verdict({**report, "recipes": recipes[2:]})[-1]
+
+
+def test_preliminary_results_are_printed_as_they_come(tmp_path: Path) -> None:
+    settings = quality.Settings(tokens=1024, windows=2, needles=1, scored_tokens=16, generated=4)
+    lines: list[str] = []
+    quality.run(None, None, ["kivi-2"], settings, reference="fp8", show_line=lines.append)
+    assert [line.partition(":")[0] for line in lines] == [
+        "the demo's text, window 1 of 2, mean KL",
+        "the demo's text, window 2 of 2, mean KL",
+        "needles, 5 of 5 found without packing, packed",
+        "generated text, tokens changed",
+    ]
+    assert all(re.search(r": kivi-2 [\d.]+.*, fp8 [\d.]+", line) for line in lines)
 
 
 def bytes_text(data: bytes = b"") -> Text:

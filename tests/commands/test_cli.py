@@ -75,11 +75,13 @@ def test_inspect_as_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     assert f"{file.stat().st_size:,} bytes" in text
     assert "tokens 256 to 356" in text
-    assert "name toy, revision 7" in text
+    assert "model toy\n  revision 7\n" in text
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     assert ["1-2", "k", "group (2)", "2", "100", "4", "64"] in [row[:7] for row in rows]
     assert "\n(2) group bits=2 axis=token size=32 raw_positions=bf16\n" in text
-    assert max(map(len, text.splitlines()[3:])) <= 80
+    assert max(map(len, text.splitlines())) <= 120
+    assert "raw tail: the newest tokens" in text
+    assert not [row for row in rows if row[0].startswith(("k.", "v.")) and row[1] == "0"], "streams without bytes"
     kvpack.save(kvpack.pack(random_pairs(1, 64, batch=2), "kivi-2"), file.with_name("batch"))
     assert run("inspect", file.with_name("batch")) == 0
     (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["k"])
@@ -92,11 +94,56 @@ def test_inspect_names_the_preset_of_a_recipe(tmp_path: Path, capsys: pytest.Cap
         kvpack.save(kvpack.pack(random_pairs(1, 64), recipe), tmp_path / name)
     full = kvpack.Recipe("octopus-3").text
     assert run("inspect", tmp_path / "preset") == 0
-    assert f"recipe octopus-3 ({full}), model" in capsys.readouterr().out
+    clauses = "".join(f"  {clause}\n" for clause in full.split(";"))
+    assert f"recipe octopus-3\n{clauses}model" in capsys.readouterr().out
     assert run("inspect", tmp_path / "changed") == 0
-    assert f"recipe {full};tail=32, model" in capsys.readouterr().out
+    assert f"recipe {full};tail=32\nmodel" in capsys.readouterr().out
     assert run("inspect", tmp_path / "preset", tmp_path / "changed") == 0
     assert re.search(r"preset .* octopus-3 +1 ", capsys.readouterr().out)
+
+
+MODULE = '''
+from dataclasses import dataclass
+
+from kvpack.formats import CODECS, CodecFamily
+from kvpack.formats.base import Layout
+
+
+@dataclass(frozen=True)
+class Floats(CodecFamily):
+    dim: int
+    id = "acme-floats"
+    nominal_bits = 32.0
+
+    def scales(self, batch, heads, tokens):
+        return {"values": Layout("F32", (batch, heads, tokens, self.dim))}
+
+    def encode(self, x):
+        return {"values": x.float()}
+
+    def decode_digits(self, digits, streams):
+        return streams["values"]
+
+
+CODECS[Floats.id] = Floats
+'''
+
+
+def test_commands_import_a_module_with_codecs(tmp_path: Path) -> None:
+    (tmp_path / "acme.py").write_text(MODULE)
+    kvpack.save(kvpack.pack(random_pairs(2, 64), "raw"), tmp_path / "raw")
+    for words in (
+        ("convert", "raw", "own", "kv=acme-floats"),
+        ("inspect", "own"),
+        ("verify", "own"),
+        ("unpack", "own", "dense.safetensors"),
+        ("convert", "own", "fp8", "fp8"),
+    ):
+        done = in_process("--import", "acme", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert in_process("verify", "own", cwd=tmp_path).returncode == 1
+    missing = in_process("--import", "acne", "verify", "own", cwd=tmp_path)
+    assert (missing.returncode, missing.stderr) == (2, "kvpack: --import is 'acne', which is neither in the current folder nor installed\n")
 
 
 def test_an_empty_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -450,12 +450,12 @@ def test_bases_are_listed_counted_and_checked(based: Path, capsys: pytest.Captur
     assert (row["key"], row["digest"], row["model"], row["bytes"], row["entries"]) == (digest, digest, {"name": "x"}, size, 3)
     run("ls", based)
     text = capsys.readouterr().out
-    assert "1 prefixes in 3 entries" in text
+    assert "1 prefix in 3 entries" in text
     assert f"basis {digest[:16]} of x, {size:,} bytes, needed by 3 chunks" in text
     found = printed(capsys, "stat", based)
     assert (found["entries"], found["bases"], found["unreadable"]) == (4, 1, 0)
     run("stat", based)
-    assert "1 of them are bases" in capsys.readouterr().out
+    assert "1 of them is bases" in capsys.readouterr().out
     assert printed(capsys, "verify", based) == {"entries": 4, "refused": [], "undecryptable": []}
     assert printed(capsys, "gc", based)["entries"] == 4
     path = based / digest[0] / digest[1] / digest

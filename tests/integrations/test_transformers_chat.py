@@ -55,6 +55,20 @@ def test_replies_are_those_of_the_whole_conversation(model: Any, template: str, 
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_compact_file_packs_the_newest_keys_and_goes_on(model: Any, tmp_path: Path) -> None:
+    words = tokenizer(PLAIN)
+    chat = Chat(model, words, "kvpack-3")
+    chat.send(HELLO, **GREEDY)
+    sizes = [chat.save(tmp_path / "chat.kvpack", compact=compact) for compact in (False, True)]
+    assert sizes[1] < sizes[0]
+    assert chat.cache[0].k.tail.shape[2] > 0, "the chat in memory keeps its newest keys raw"
+    loaded = Chat.load(tmp_path / "chat.kvpack", model, words)
+    assert [layer.k.tail.shape[2] for layer in loaded.cache] == [0] * len(loaded.cache)
+    assert loaded.cache.recipe == chat.cache.recipe
+    loaded.send(MORE, **GREEDY)
+    assert loaded.reused == chat.cache.tokens
+
+
 def test_what_a_template_drops_is_computed_again(model: Any, tmp_path: Path) -> None:
     words = tokenizer(REASONING)
     messages = [{"role": "user", "content": HELLO}, {"role": "assistant", "content": "<think>Say hello.</think>\nHello, Ada."}]

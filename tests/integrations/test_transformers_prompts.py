@@ -225,7 +225,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     printed = capsys.readouterr().out
     assert "token ids of the first 120 tokens\n" in printed
     assert "title: one" in printed
-    assert "name one" in printed
+    assert "model one\n" in printed
 
 
 def test_a_model_whose_weights_are_elsewhere_is_named_without_them() -> None:

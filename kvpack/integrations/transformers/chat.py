@@ -6,11 +6,13 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from kvpack.cache.conversion import pack_tails
 from kvpack.cache.files import load, save
 from kvpack.coding.recipes import Recipe, parse_recipe, preset_name
 from kvpack.file.limits import MAX_STRING_BYTES
@@ -88,10 +90,7 @@ class Chat:
             )
         self._cache: Cache | None = None
         self._is_loaded = False
-        self.reused = 0
-        """Number of prompt tokens that the latest turn took from the cache; the others were computed."""
-        self.prompt_tokens = 0
-        """Number of tokens before the latest reply."""
+        self._reused = self._prompt_tokens = 0
 
     @classmethod
     def load(
@@ -131,6 +130,16 @@ class Chat:
             raise InvalidParameter("the chat has no cache yet: send a message first")
         return self._cache
 
+    @property
+    def reused(self) -> int:
+        """Number of prompt tokens that the latest turn took from the cache; the others were computed."""
+        return self._reused
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the latest reply."""
+        return self._prompt_tokens
+
     def send(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the model's reply to ``message``: user text, a message with another role, or several messages.
 
@@ -154,13 +163,18 @@ class Chat:
         self.messages = messages
         return len(ids)
 
-    def save(self, path: str | os.PathLike[str], *, messages: bool = True, **options: Any) -> int:
+    def save(self, path: str | os.PathLike[str], *, messages: bool = True, compact: bool = False, **options: Any) -> int:
         """Save the packed cache with the messages as a kvpack file, and return its size; ``options`` are passed to ``kvpack.save``.
 
-        Texts that are in the file's token ids are not stored again. Raises LimitExceeded if the others do not fit: ``messages=False``
-        leaves all out, and ``Chat.load(..., messages=...)`` accepts them. Raises the errors of ``kvpack.save``.
+        A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more bits than its recipe's name says.
+        ``compact=True`` packs those in the file too, and compresses tensors with zstd. Texts that are in the file's token ids are not
+        stored again. Raises LimitExceeded if the others do not fit: ``messages=False`` leaves all out, and
+        ``Chat.load(..., messages=...)`` accepts them. Raises the errors of ``kvpack.save``.
         """
         cache = self.cache
+        if compact:
+            cache = replace(cache, layers=pack_tails(cache.layers, cache.start))
+            options.setdefault("compress", True)
         given = options.pop("metadata", None) or cache.metadata
         metadata = {name: value for name, value in given.items() if not name.startswith(CHAT)}
         if messages:
@@ -207,12 +221,12 @@ class Chat:
         # A store needs all tokens, including those that sliding windows would drop.
         kept = self._store is not None
         with begin(self.model, self._recipe if cache is None else cache, prompt=ids, keep_all=kept) as past:
-            self.reused, self.prompt_tokens = past.get_seq_length(), len(ids)
+            self._reused, self._prompt_tokens = past.get_seq_length(), len(ids)
             if self._is_loaded and cache is not None:
                 _warn_of_other_template(cache, ids)
             self._is_loaded = False
             chunk = 1 if self._store is None else self._store.chunk
-            if self._store is not None and past.keeps_states and self.reused < len(ids) - 1:
+            if self._store is not None and past.keeps_states and self._reused < len(ids) - 1:
                 # The store can resume a prompt only where a forward pass ended.
                 prompt = torch.tensor([ids[:-1]], dtype=torch.int64, device=execution_device(self.model))
                 fill(past, self.model, prompt, max(EVERY // chunk, 1) * chunk, chunk)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class _Codecs(dict[str, type[CodecFamily]]):
-    """Table of codec families that keeps the meaning of an id. A reload of the class's module may replace the class."""
+    """Table of codec families. An id cannot be given to another class, except to the same one after a reload of its module."""
 
     def __setitem__(self, codec_id: str, codec: type[CodecFamily]) -> None:
         known = self.get(codec_id, codec)

@@ -35,7 +35,7 @@ BITS = (4, 8)
 class KeyMean(PageVector):
     """Sidecar that stores the mean of every ``tokens`` keys of a head in the coded frame, with ``bits`` per channel and a binary16 scale.
 
-    Only an encoder knows ``share``, by which it multiplies the means.
+    ``share``, by which an encoder multiplies the means, is not stored.
     """
 
     name: ClassVar[str] = "key_mean"
@@ -79,10 +79,10 @@ class KeyMean(PageVector):
 
     @property
     def with_half_means(self) -> Self:
-        """The sidecar with half means, for pages with a token far from the mean, such as an attention sink of small norm.
+        """The sidecar that subtracts only half of each mean, for pages with a token far from it, such as an attention sink of low norm.
 
-        Without its whole mean such a token would be encoded as a large one, and lose most of its own size. With half of it, the others lose
-        little, and this token loses no more than they do.
+        Subtracting the whole mean would turn such a token into a large vector, whose error would exceed the token itself. With half of the
+        mean, the other tokens lose little precision, and this token loses no more than they do.
         """
         return replace(self, share=0.5)
 

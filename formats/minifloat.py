@@ -252,7 +252,7 @@ class Minifloat(CodecFamily):
         return (self._check_numbers,)
 
     def _check_numbers(self, arrays: Mapping[str, Array], where: str) -> None:
-        """Reject elements and block scales that are NaN or infinite, and negative block scales."""
+        """Raise InvalidPayload for elements and block scales that are NaN or infinite, and for negative block scales."""
         if self.element != "e2m1":
             # Elements of 8 bits are the bytes of words; bytes without an element are zero.
             for plane in range(len(self.packings()["codes"].planes)):
@@ -327,7 +327,7 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
     rounded to at most the largest element, int32.
 
     OCP MX (Sec. 6.3) takes floor(log2(largest)) - emax, and so shortens larger magnitudes by up to an eighth (e2m1: a quarter). With twice
-    the scale, elements with exponents are as precise: the error of normally distributed values falls by 9 % for e4m3, and by 3 % for e2m1.
+    the scale, elements with exponents are as precise: the error of normally distributed values falls by 9% for e4m3, and by 3% for e2m1.
     """
     form = ELEMENTS[element]
     bits = largest.contiguous().view(torch.int32) + exponent_carry(form)
@@ -335,7 +335,7 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def exponent_carry(form: Element) -> int:
-    """Return what to add to the bits of a float32, so that its exponent grows by 1 if the element format would round it above its largest.
+    """Return the number to add to a float32's bits so that the exponent grows by 1 if the element would round above its largest value.
 
     This concerns numbers with the exponent of the largest element.
     """

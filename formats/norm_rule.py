@@ -43,7 +43,7 @@ def read_norm_rule(options: Options) -> str:
 
 
 def error_spread(bits: float, dim: int) -> float:
-    """Return a ratio that the relative error of a token, at random directions, to the usual one exceeds for less than 1 in 60,000 tokens.
+    """Return the ratio to the usual relative error that fewer than 1 in 60,000 tokens exceed, for random directions.
 
     The more bits, the larger is the error of a coordinate beyond the last level compared with the others; more channels hide it. Measured
     for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.

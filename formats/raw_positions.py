@@ -1,10 +1,10 @@
 """raw_positions: some tokens stored unquantized, in every head, with their positions (spec/side-cars.md).
 
-Attention sinks have keys of low norm and values near zero, wherever they are in a sequence. Codecs that are good on average are worst on
-them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys choose the tokens for keys and
-values alike. If heads or tokens share scales, the tokens that make these scales too large for the others are raw, too. kvpack.pack, which
-also measures errors (kvpack/coding/token_errors.py), adds the tokens whose own error is too large. Sources: StreamingLLM (arXiv 2309.17453)
-for the first tokens, OTT and OScaR Sec. 3.1 for norms.
+Attention sinks have keys of low norm and values near zero, at any position in a sequence. Codecs that are good on average are worst for
+them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys determine the raw tokens of
+both keys and values. If heads or tokens share scales, the tokens that make these scales too large for the others are raw, too. kvpack.pack,
+which also measures errors (kvpack/coding/token_errors.py), adds the tokens whose own error is too large. Sources: StreamingLLM (arXiv
+2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 POSITIONS, VALUES = "raw_positions", "raw_values"
 
 TOKENS_PER_SLOT = 64
-"""Number of tokens in an engine's page for each raw token that fits in the page's row. Slots would cost smaller pages too much."""
+"""Number of tokens in an engine's page for each raw token that fits in the page's row.
+
+In smaller pages, slots would take too much space.
+"""
 
 _POSITION_WORDS = 4
 """Number of words in a position: three for the token, lowest first, and one for the sequence."""
@@ -305,8 +308,8 @@ def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, fit_errors: torch
     """Count the tokens of pages that should be raw but are not ``chosen``, bool ``[page, token]``, and those that cost precision: int64
     ``[2]``.
 
-    ``wanted`` is returned by ``choose_slot_tokens``, and ``fit_errors``, ``[2, page, token]``, by
-    ``token_errors.excess_losses``. A token that both count is counted once.
+    ``wanted`` is returned by ``choose_slot_tokens``, and ``fit_errors``, ``[2, page, token]``, by ``token_errors.excess_losses``. A token
+    in both counts only once.
     """
     left = wanted if fit_errors is None else wanted | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))

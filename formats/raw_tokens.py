@@ -1,6 +1,6 @@
 """raw_tokens: some tokens stored unquantized, in every head (spec/side-cars.md).
 
-Attention sinks and tokens of low norm are few, but they degrade the groups they are in. Source: OScaR Sec. 3.1, after OTT.
+Attention sinks and tokens of low norm are few, but they degrade the groups that contain them. Source: OScaR Sec. 3.1, after OTT.
 """
 
 from __future__ import annotations

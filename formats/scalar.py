@@ -33,7 +33,7 @@ SMALLEST_DIM = 2
 """Minimum head dim. For smaller ones, a coordinate of a unit vector has no density."""
 
 ROUNDINGS = ("nearest", "scaled")
-"""Ways to choose codes: of the values nearest to a unit vector's, or of that multiple of it whose decoded direction is nearest to it."""
+"""Ways to choose codes: those nearest to a unit vector, or to the multiple of it whose decoded direction is nearest to it."""
 
 SCALES = (0.85, 0.95, 1.05, 1.15)
 """The multiples of a unit vector that ``rounding=scaled`` tries; ``kernels/`` try the same."""
@@ -154,7 +154,7 @@ class Scalar(CodecFamily):
         return codes
 
     def _best_codes(self, unit: torch.Tensor) -> list[torch.Tensor]:
-        """Return the codes of that multiple of each unit row, by one of ``SCALES``, whose decoded direction is nearest to the row."""
+        """Return the codes of the multiple of each unit row, among ``SCALES``, whose decoded direction is nearest to the row."""
         best = self._nearest_codes(unit * SCALES[0])
         sine, squares = self._sine(unit, SCALES[0], best)
         for scale in SCALES[1:]:
@@ -169,7 +169,7 @@ class Scalar(CodecFamily):
         """Return the squared sine between each row of ``unit`` and the values of the ``codes`` of its multiple by ``scale``, as a fraction
         of two numbers ``[row]``. The second is the sum of the squares of the values.
         """
-        # By the multiple's error: with 8 bits, cosines differ by less than binary32 sums are accurate to.
+        # Compare errors, not cosines: with 8 bits, cosines differ by less than the rounding of binary32 sums.
         error, whole = unit * scale - self._decode_unit(codes), unit.square().sum(-1)
         product, squares = (unit * error).sum(-1), error.square().sum(-1)
         return whole * squares - product.square(), scale * (scale * whole - 2 * product) + squares

@@ -72,8 +72,8 @@ def choose_range(
     """Choose the range for a run whose ``blocks`` have these scales and centers, each ``[batch, kv_head, row, group]``.
 
     ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined. Otherwise it is widened, so
-    that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is the number of scales by
-    which a group extends to either side of its center. Raises OutOfRange, naming the position, for a value above ``MAX_ENCODED``.
+    that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is half the width of a group,
+    in multiples of its scale. Raises OutOfRange, naming the position, for a value above ``MAX_ENCODED``.
     """
     ends: list[torch.Tensor] = []
     for scale, center in blocks:

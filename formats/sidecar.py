@@ -2,9 +2,9 @@
 
 Each sidecar's file defines one frozen dataclass of one of five kinds. A run is encoded in this order of kinds:
 
-1. ``WholeTokens`` take whole tokens out of the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec rotates them
-into the coded frame. 3. ``PageVector`` subtracts a vector that the tokens of a page share. 4. ``FramePart`` takes a part of the values out
-of the coded frame; the codec encodes the rest. 5. ``ResidualSketch`` describes the codec's error.
+1. ``WholeTokens`` removes some tokens entirely from the values. 2. ``ValueMap`` maps the values of each head linearly, before the codec
+rotates them into the coded frame. 3. ``PageVector`` subtracts a vector that the tokens of a page share. 4. ``FramePart`` removes a part of
+the values from the coded frame; the codec encodes the rest. 5. ``ResidualSketch`` describes the codec's error.
 
 Decoding puts the parts back in the coded frame, adds the page vectors and the sketched residuals, inverts the rotation and the maps, and
 puts back the kept tokens. Sidecars of one kind apply in the order of the table ``formats.SIDECARS``; parts are put back, and maps are
@@ -110,7 +110,7 @@ class Sidecar(EntryStreams, ABC):
 
 
 class WholeTokens(Sidecar):
-    """Sidecar that takes whole tokens, in all heads, out of the values and keeps them in the original frame.
+    """Sidecar that stores some tokens of all heads in the original frame, so that the codec does not encode them.
 
     Entries are ordered by token, then by sequence. The header stores only ``dtype``, that of the values.
     """
@@ -218,7 +218,7 @@ class PageVector(Sidecar):
 
 
 class FramePart(Sidecar):
-    """Sidecar that takes a part of the values out of the coded frame. The codec encodes the rest."""
+    """Sidecar that removes a part of the values from the coded frame and stores it. The codec encodes the rest."""
 
     @abstractmethod
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunStep:

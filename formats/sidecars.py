@@ -229,7 +229,7 @@ class CodecWithSidecars(Codec):
     ) -> tuple[_Steps, dict[str, torch.Tensor]]:
         """Return the steps before the codec for the blocks of ``run``, and the streams with one row per run.
 
-        The ``token_sidecars`` take tokens out first.
+        The ``token_sidecars`` remove their tokens first.
         """
         steps = _Steps(run)
         run_streams: dict[str, torch.Tensor] = {}
@@ -264,7 +264,7 @@ class CodecWithSidecars(Codec):
     def _sketches(self, block: torch.Tensor, streams: Streams, subtracted: Streams) -> dict[str, torch.Tensor]:
         """Return the streams that describe the error of the codec's ``streams`` for a ``block``.
 
-        ``subtracted`` contains the parts taken out.
+        ``subtracted`` contains the parts that were removed.
         """
         if not self.sketches:
             return {}

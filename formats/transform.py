@@ -187,7 +187,7 @@ class Transform(CodecFamily):
                     f"the sequence has {position + tokens} tokens, but the basis covers sequences of at most {rope.longest} tokens, "
                     "because the model's RoPE uses other frequencies for longer ones: choose another codec for keys"
                 )
-            # Any position decodes correctly, but only the right one makes keys of similar tokens similar. Token groups do not wrap around.
+            # Any position decodes correctly, but only the true one gives similar keys to similar tokens. Token groups do not wrap around.
             position %= _POSITIONS
             position = position if position + tokens <= _POSITIONS else 0
             x = rope.rotate(x.to(torch.float32), position, back=True)

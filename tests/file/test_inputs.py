@@ -94,7 +94,7 @@ def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Pa
     one = cache_of(12, 0, Inputs(ids(*range(12))))
     other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
     kvpack.save(other, tmp_path / "other")
-    told = r"^was computed after other tokens: the id of sequence 0 at position 3 was 50, but here it is 3: "
+    told = r"^caches\[1\] was computed after other tokens: the id of sequence 0 at position 3 was 50, but here it is 3: "
     for tail in (other[:, 8:], other[:, 2:][:, 6:], kvpack.load(tmp_path / "other", tokens=(8, 12))):
         with pytest.raises(InvalidParameter, match=told):
             concat([one[:, :8], tail])

@@ -1,4 +1,4 @@
-"""Checks of basis files, which a caller names but which another party may have written. Imports torch."""
+"""Checks of basis files, which callers choose but others may have written. Imports torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TOKENS = 5
 
 
 def load_basis(data: bytes) -> Basis | None:
-    """Return the basis, or None if it is refused."""
+    """Return the basis in ``data``, or None if it is refused."""
     try:
         with container.open_bytes(data, memory_limit=MAX_DECODED_BYTES):
             return Basis.of_bytes(data)
@@ -43,7 +43,7 @@ def load_basis(data: bytes) -> Basis | None:
 
 
 def check_basis(data: bytes) -> bool:
-    """Return True if a basis is accepted. Data encoded with it must be refused, or load from its file and decode to finite values."""
+    """Return True if a basis is accepted. Data that it encodes must load from a file and decode to finite values, unless it is refused."""
     basis = load_basis(data)
     if basis is None:
         return False

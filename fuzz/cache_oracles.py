@@ -1,4 +1,4 @@
-"""Checks of attention over accepted files, of appending to them, and of the memory that both take."""
+"""Checks of attention over accepted files and of appending to them, including the memory that both take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TOLERANCE = 2e-3
 
 
 def check_attend(data: bytes) -> bool:
-    """Check that random queries over an accepted file are answered, or refused with a KvpackError, in bounded memory."""
+    """Check that attention with random queries over an accepted file succeeds, or raises a KvpackError, in bounded memory."""
 
     def attend() -> bool:
         cache = load_checked(data)
@@ -97,7 +97,7 @@ def check_append(data: bytes) -> bool:
         _check_added(cache, longer, pairs, shown)
         if all(layer.tokens == cache.tokens for layer in cache):
             assert_equal(again, longer, longer.tokens)
-            # Tokens that were raw may be encoded by now.
+            # Tokens that were raw may have been encoded.
             packed = min((side.packed_tokens for layer in cache for side in layer.sides.values()), default=0)
             assert_equal(longer[:, :packed], cache, packed)
         return True
@@ -107,7 +107,7 @@ def check_append(data: bytes) -> bool:
 
 def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | None, ...]], shown: list[warnings.WarningMessage]) -> None:
     """Check that appended values are exact while they are raw. Only a codec with a narrower dtype may round them, with a warning."""
-    # Random values may well have outliers that scales do not fit.
+    # Random values may have outliers that do not fit a scale.
     shown = [warning for warning in shown if "lose precision" not in str(warning.message)]
     assert all(issubclass(warning.category, RoundedWarning) for warning in shown), [str(warning.message) for warning in shown]
     may_round = False

@@ -50,7 +50,7 @@ class CommandOracle:
         return self._run(_COMMANDS[(sum(data[:4096]) + len(data)) % len(_COMMANDS)], data)
 
     def check_pack(self, data: bytes) -> bool:
-        """Return True if the file was packed. Fails as ``check`` does, and if the packed file is refused."""
+        """Return True if the file was packed. Fails as ``check`` does, or if the packed file is refused."""
         packed = self._run(_PACK, data)
         assert not packed or open_verified(self.written) is not None, "the file that pack wrote is refused"
         return packed

@@ -1,4 +1,4 @@
-"""Write the committed corpus: the smallest inputs found by fuzzing runs that reach code that the seeds do not.
+"""Write the committed corpus: the smallest inputs from fuzzing runs that reach code which the seeds do not reach.
 
     python -m fuzz.run --seconds 600 --found fuzz-found
     python -m fuzz.corpus --found fuzz-found
@@ -19,7 +19,7 @@ from fuzz.seeds import committed_inputs, corpus_path
 from fuzz.targets import TARGETS
 
 MAX_BYTES = 60_000
-"""Maximum number of bytes of a target's archive. All archives together stay below a megabyte."""
+"""Maximum size of a target's archive in bytes. All archives together stay below a megabyte."""
 _DATE = (2026, 1, 1, 0, 0, 0)
 
 

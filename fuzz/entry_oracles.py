@@ -81,7 +81,7 @@ class EntryOracle:
         parsed, quick = _read(self._reader(recipe), chain, keys), _read(self._knowing[recipe], chain, keys)
         accepted = parsed is not None
         if not accepted and quick is not None and (other := _repair_digests(data)) is not None:
-            # The digests of tensors may be wrong where that of the payload is checked in their place (spec/store.md, Entries).
+            # The digests of tensors may be wrong, because readers may check only the digest of the payload (spec/store.md, Entries).
             parsed = _read(self._reader(recipe), [*before, other], keys)
         assert (parsed is None) == (quick is None), f"parsed: {parsed}; by its shape: {quick}"
         if parsed is not None and quick is not None:

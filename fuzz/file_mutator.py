@@ -1,4 +1,4 @@
-"""Random mutation of kvpack files. Lengths and digests are repaired afterwards, because otherwise every edit would fail at a digest.
+"""Random mutation of kvpack files. Lengths and digests are then repaired, because otherwise every edit would only break a digest.
 
 A file is split into its header and its stored tensors, one of them is changed, and the file is joined again. Changes of a codec, of keys or
 values, or of layers may also fit the tensors to the new header, so that they reach the codec's own rules.
@@ -31,7 +31,7 @@ _MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, Overf
 
 @dataclass
 class Vocabulary:
-    """Contents of the seeds from which mutations choose: codecs as maps, and all words."""
+    """The codecs, as maps, and all words in the seeds, from which mutations choose."""
 
     codecs: list[dict[str, Any]] = field(default_factory=list)
     words: list[str] = field(default_factory=lambda: ["x"])
@@ -94,7 +94,7 @@ def repair(parts: Parts, packed: bytes | None = None) -> bytes | None:
         return parts.joined(packed)
     except _MALFORMED:
         pass
-    # A header without a valid list of tensors is still read before the tensors, so the front lists what it can.
+    # Readers parse the header before the tensors, so even a header without a valid list of tensors needs a front.
     try:
         packed = msgpack.packb(parts.header) if packed is None else packed
         return Parts({"tensors": []}, []).joined(packed)
@@ -113,12 +113,12 @@ def _change_payload(parts: Parts, vocabulary: Vocabulary, source: random.Random)
 
 
 def _change_field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Change a value of the header, but nothing elsewhere that the change would require."""
+    """Change a value of the header without adjusting anything that depends on it."""
     mutate_place(parts.header, vocabulary.words, source)
 
 
 def _change_header_bytes(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> bytes:
-    """Change the bytes of the header: other msgpack forms, other values, or invalid msgpack."""
+    """Change the bytes of the header, which may result in another msgpack encoding, other values, or invalid msgpack."""
     return mutate_bytes(msgpack.packb(parts.header), source)
 
 
@@ -161,7 +161,7 @@ def _then_refit(change: Callable[[Parts, Vocabulary, random.Random], None]) -> C
 
     def edit(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Parts:
         try:
-            # Ten times as fast as a deep copy, and the header came from msgpack.
+            # This is ten times as fast as a deep copy.
             changed = Parts(msgpack.unpackb(msgpack.packb(parts.header), strict_map_key=False), list(parts.tensors))
         except _MALFORMED:
             return parts
@@ -227,7 +227,7 @@ def _change_layers(parts: Parts, vocabulary: Vocabulary, source: random.Random) 
 
 
 def _change_front(joined: bytes, source: random.Random) -> bytes:
-    """Change a byte of the length or of the JSON header. They have no digest, but only one valid form."""
+    """Change a byte of the length or of the JSON header. They have no digest, but only one form is valid."""
     end = 8 + int.from_bytes(joined[:8], "little")
     text = joined[: min(end, len(joined))]
     used = len(text.rstrip(b" ")) + 2
@@ -235,7 +235,7 @@ def _change_front(joined: bytes, source: random.Random) -> bytes:
 
 
 def _change_pad(joined: bytes, source: random.Random) -> bytes:
-    """Set a bit in the padding between tensors, which has no digest either."""
+    """Set a bit in the padding between tensors, which no digest covers."""
     end = 8 + int.from_bytes(joined[:8], "little")
     pads = _PADS.findall(joined[:end])
     if not pads:

@@ -1,4 +1,4 @@
-"""Line coverage of the library by a set of inputs, and a choice of the inputs that add coverage."""
+"""Measure the lines of the library that inputs cover, and select the inputs that add coverage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Arc = tuple[str, int, int]
 
 
 class Tracer:
-    """Recorder of every step from line to line in the sources of the library while a function runs."""
+    """Records every transition between lines of the library while a function runs."""
 
     def __init__(self) -> None:
         self.sources = {
@@ -41,7 +41,7 @@ class Tracer:
         self._arcs: set[Arc] = set()
 
     def arcs(self, run: Callable[[], object]) -> set[Arc]:
-        """Return the steps that ``run`` takes. Exceptions are ignored, because failures are counted elsewhere."""
+        """Return the line transitions of ``run``. Exceptions are ignored, because failures are counted elsewhere."""
         self._arcs = set()
         sys.settrace(self._called)
         try:
@@ -81,7 +81,7 @@ def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], secon
 
 
 def minimize(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Iterable[bytes]) -> list[bytes]:
-    """Return the smallest of ``inputs`` that together take every step that all of them take and ``known`` do not."""
+    """Return the smallest of ``inputs`` that together cover every line transition that ``inputs`` cover and ``known`` do not."""
     tracer = Tracer()
     steps: set[Arc] = set()
     for data in known:
@@ -110,7 +110,7 @@ def runnable_lines() -> dict[str, set[int]]:
 def _functions(code: CodeType) -> Iterable[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            # Only a function has variables that are fast: a class body is run once, when it is made.
+            # Only functions have fast locals; a class body runs once, at definition.
             if constant.co_flags & 0x2:
                 yield constant
             yield from _functions(constant)

@@ -1,4 +1,4 @@
-"""Measurement of the memory that one input takes: growth of resident memory as reported by the system, including libraries' buffers."""
+"""Measure the memory that one input takes: the growth of resident memory that the system reports, including libraries' buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measure_growth(action: Callable[[], object]) -> float | None:
         return None
     before, files = resident_mib("VmRSS"), resident_mib("RssFile")
     action()
-    # Code of libraries that the system had dropped, or that runs for the first time, is mapped from their files.
+    # Subtract library code, which is mapped from files when it first runs or after the system has dropped it.
     return resident_mib("VmHWM") - before - max(0.0, resident_mib("RssFile") - files)
 
 

@@ -1,7 +1,7 @@
 """Checks of arbitrary bytes given to the readers of containers, headers and recipes. They do not need torch.
 
-A check reads an input as a program would, and returns True if it is accepted. A KvpackError is a refusal; any other exception is a failure.
-Comparisons with another reader are separate functions, because they take longer and run on fewer inputs.
+A check reads an input as a program would, and returns True if it is accepted. A KvpackError means that it is refused; any other exception
+is a failure. Comparisons with another reader are separate functions, because they take longer and run on fewer inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_verified(data: bytes) -> File | None:
 
 
 def check_container(data: bytes) -> bool:
-    """Check that no other file has the contents of an accepted file: written again, it has the same bytes."""
+    """Check that writing an accepted file again results in the same bytes, so that no other file has its contents."""
     file = open_verified(data)
     if file is None:
         return False
@@ -76,13 +76,13 @@ def compare_container(data: bytes) -> None:
 
 
 def needs_basis(file: File) -> bool:
-    """Return True if a file uses a basis that it does not embed. Only the targets that check values pass bases to readers."""
+    """Return True if a file uses a basis that it does not embed. Only targets that check values pass bases to readers."""
     used = {side.codec for layer in file.header.layers for _, side in layer.sides()}
     return any(file.header.codecs[number].bases_needed for number in used)
 
 
 def read_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> tuple[Any, str]:
-    """Return the file as read by the second decoder with ``bases``, and ""; or None and the rule by which it refuses the file."""
+    """Return the file as read by the second decoder with ``bases``, and ""; or None and the rule that the file breaks."""
     try:
         return decoder.read(data, decompress, bases), ""
     except decoder.Refused as refused:
@@ -123,7 +123,7 @@ def compare_header(data: bytes) -> None:
         assert error is not None or list(parse_header(data).starts) == file.starts, "the positions of layers differ"
         json_bytes, spans = json_header(data, file.tensors), tensor_spans(len(data), file.tensors)
         end = 8 + len(json_bytes) + (spans[-1].end if spans else len(data))
-        # A reader of whole files checks these against the file, which does not exist here.
+        # A reader of whole files would check these against the file, which does not exist here.
         if end > MAX_FILE_BYTES or len(json_bytes) > MAX_JSON_BYTES:
             rule = "limits"
         elif error is None:
@@ -168,7 +168,7 @@ def check_recipe(data: bytes) -> bool:
     """Check that a parsed recipe round-trips through its text, and that its codecs can be rebuilt from their parameters."""
     text = data.decode("utf-8", "surrogateescape")
     if "/" in text or text.lstrip().startswith("@"):
-        # A path: recipe files have their own target.
+        # This is a path to a recipe file, for which there is another target.
         return False
     try:
         recipe = parse_recipe(text)

@@ -125,13 +125,13 @@ class PromptCacheOracle:
         try:
             export_prompt_cache(cache, self._out, windows=windows)
         except KvpackError:
-            # Values of a dtype that mlx-lm does not have, and names that it does not hold.
+            # The values have a dtype, or the metadata has names, that mlx-lm does not support.
             return True
         if all(layer.tokens for layer in cache):
             imported = import_prompt_cache(self._out)
             assert [layer.seen_tokens for layer in imported] == [layer.seen_tokens for layer in cache]
             for layer, again in zip(cache, imported, strict=True):
-                # A first token of zeros, after tokens that are gone, may be a place that no token was written to.
+                # If earlier tokens were dropped, a first token of zeros may be an unused slot.
                 assert layer.tokens - again.tokens in ((0, 1) if layer.skipped else (0,))
                 for values, other_values in zip(layer.unpack(), again.unpack(), strict=True):
                     assert values is not None

@@ -1,4 +1,4 @@
-"""Checks of the records that a store keeps next to its entries, which others may have written: pins and usage records. No torch is needed.
+"""Checks of the records next to a store's entries (pins and usage records), which others may have written. They do not need torch.
 
 The first byte of an input selects the kind: a pin with an owner and an end, a pin of an earlier version, or a usage record whose name ends
 with a line feed.
@@ -58,7 +58,7 @@ def _check_pin(pin: Pin) -> None:
     assert all(len(key) == KEY_BYTES for key in pin.chain)
     assert pin.key == pin.chain[-1]
     assert type(is_active(pin)) is bool
-    # An owner whose bytes are not text has other text, which is longer.
+    # An owner that is not valid text is escaped, which may make it too long.
     if pin.until is not None and len(pin.owner.encode()) < 2**16:
         assert parse_hold("fuzz", encode_hold(pin.chain, Hold(pin.owner, pin.until))) == pin
 

@@ -1,4 +1,4 @@
-"""Fitting of a file's tensors to a changed header: each gets the name, dtype and size that the codecs and layers require."""
+"""Fit a file's tensors to a changed header: each gets the name, dtype and size that the codecs and layers require."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def _content(row: list[Any], data: bytes) -> bytes:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError:
         return b""
-    # The decompressor allocates the size that a frame states, whatever limit it is given.
+    # The decompressor allocates the size that a frame declares, regardless of the limit.
     return decompress(data, MAX_PAYLOAD_BYTES) if size <= MAX_PAYLOAD_BYTES else b""
 
 
 def _fit_bytes(known: bytes, size: int, source: random.Random) -> bytes:
-    """Return ``size`` bytes that begin with ``known`` and repeat it as needed, so that streams keep their character."""
+    """Return ``size`` bytes that begin with ``known`` and repeat it as needed, so that streams stay similar."""
     if known:
         return (known * (size // len(known) + 1))[:size]
     return source.choice((bytes, source.randbytes))(size)

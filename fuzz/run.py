@@ -66,7 +66,7 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
     command = [sys.executable, "-m", "fuzz.worker", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        # Far above what a target takes to start and to measure its lines: only a worker that hangs is ended.
+        # This is far longer than a target takes to start and to measure coverage, so only a worker that hangs is killed.
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=2 * seconds + 600)
         code, output = ended.returncode, ended.stderr
     except subprocess.TimeoutExpired as error:
@@ -74,7 +74,7 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"target": name, "crashes": [], "hangs": []}
     if code or not path.exists():
         report["crashes"].append(f"the worker ended with {code}:\n{output[-2000:]}")
-    # What an earlier run left is its own.
+    # Ignore files that an earlier run left.
     report["crashes"] += [str(kept) for kept in sorted(arguments.failures.glob(f"native-{name}-*")) if kept not in before]
     status = _STATUS.findall(output)
     if status:

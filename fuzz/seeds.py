@@ -20,7 +20,7 @@ MAX_SEED_BYTES = 1 << 14
 
 @cache
 def kvpack_files() -> tuple[bytes, ...]:
-    """Return all vectors, including the refused ones, and small golden files; the smallest first."""
+    """Return all vectors, including the refused ones, and small golden files, in ascending order of size."""
     paths = sorted(path for folder in _FOLDERS for path in folder.rglob("*.kvpack") if path.stat().st_size <= MAX_SEED_BYTES)
     return tuple(sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data)))
 

@@ -1,4 +1,4 @@
-"""One run of a target: it times and counts every input, saves failing inputs as files, and reports the results."""
+"""Run a target: time and count every input, save failing inputs as files, and report the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_FAILURES = 20
 class Report:
     """Results of a run. Memory is resident memory in MiB: after the imports, before the first input, and at its peak.
 
-    ``memory_of_files`` is the part that is mapped from the libraries' files: code that all processes share.
+    ``memory_of_files`` is the part that is mapped from library files, which all processes share.
     """
 
     target: str
@@ -62,7 +62,7 @@ class Session:
         """Check and time one input. One in ``every`` inputs is also compared."""
         report, target = self.report, self.target
         accepted = False
-        # The time of this thread: an input is not hanging while another process has the core.
+        # Measure the CPU time of this thread, because an input is not hanging while another process uses the core.
         before = time.thread_time()
         try:
             accepted = target.check(data)

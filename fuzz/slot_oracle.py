@@ -30,7 +30,7 @@ def mutate_slot(data: bytes, source: random.Random, max_bytes: int) -> bytes:
             continue
         at = source.randrange(0, len(data) - 3, 4)
         if source.random() < 0.7:
-            # Values of keys have no meaning that could be wrong: what lies before them has.
+            # Any values of keys are valid, so mutate the bytes before them.
             at = min(at % 160, len(data) - 4) // 4 * 4
         word = source.choice(_WORDS) if source.random() < 0.7 else data[(other := source.randrange(0, len(data) - 3, 4)) : other + 4]
         data = data[:at] + word + data[at + 4 :]
@@ -61,7 +61,7 @@ class SlotOracle:
             refusal = str(error)
         assert not refusal or "sequence" in refusal, f"an imported cache is not exported: {refusal}"
         if refusal:
-            # No context of llama.cpp has a sequence of that number.
+            # No llama.cpp context has a sequence with this number.
             return True
         assert size == len(data)
         again = self._out.read_bytes()

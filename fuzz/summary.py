@@ -8,9 +8,12 @@ from fuzz.line_coverage import READERS, runnable_lines
 from kvpack.output import print_table
 
 MAX_MEMORY_MIB = 256.0
-"""Maximum memory of a process, without library code mapped from files. PyTorch takes 75 MiB of it."""
+"""Maximum memory of a process, without library code mapped from files. PyTorch alone takes 75 MiB."""
 MAX_GROWTH_MIB = 80.0
-"""Maximum memory that a run may add to that of the libraries. PyTorch takes more than 140 MiB of it, and libFuzzer's tables 30 MiB."""
+"""Maximum memory that a run may add to that of the libraries.
+
+The libraries' memory includes more than 140 MiB for PyTorch and 30 MiB for libFuzzer's tables.
+"""
 ENCODER_MIB = {"append": 40.0}
 """Additional memory of a target that encodes its inputs: encoders keep search tables, within the constant of kvpack.file.footprint."""
 

@@ -32,13 +32,13 @@ MAX_VALUES = 1 << 16
 _MODERATE = 2.0**40
 """Bound below which values are far from every limit of binary32, and no intermediate step overflows."""
 _HUGE = 2.0**96
-"""Bound from which an intermediate step may overflow."""
+"""Bound above which an intermediate step may overflow."""
 
 
 def load_checked(data: bytes) -> Cache | None:
     """Return the cache of a file after checking the rules of every value, or None if it is refused."""
     try:
-        # Writable memory, like a private mapping, because torch makes no tensors of read-only memory.
+        # The memory is writable, like a private mapping, because torch cannot create tensors from read-only memory.
         return files.read(container.open_bytes(bytearray(data), memory_limit=MAX_DECODED_BYTES), basis=_BASES)
     except KvpackError:
         return None
@@ -99,7 +99,7 @@ def _check_finite(cache: Cache) -> None:
             for page in side.runs:
                 values = page.codec.decode(page.streams)
                 finite = torch.isfinite(values)
-                # Exponents of a logarithmic norm leave binary32 from moderate numbers as well, and then for whole tokens.
+                # Moderate exponents of a logarithmic norm can exceed binary32 too, and then all values of the token do.
                 tokens = finite.all(-1) | (side.codec.id == "angle")
                 assert tokens.all(), f"{name}: a value is not finite, and no stored number is {_MODERATE:g} or more"
 
@@ -118,10 +118,10 @@ def assert_equal(actual: Cache, cache: Cache, tokens: int) -> None:
     for layer, other in zip(actual, cache, strict=True):
         for name, side in layer.sides.items():
             values, whole = side.unpack(torch.float32), other.sides[name].unpack(torch.float32)[:, :, :tokens]
-            # Sums of other rows may be vectorised in another order: they differ by a few last places of a head's largest.
+            # With other rows, sums may be vectorized in another order and then differ by a few last places of a head's largest.
             allowed = 2.0**-18 * whole.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True) if whole.numel() else 0.0
             same = (values == whole) | (~torch.isfinite(values) & ~torch.isfinite(whole)) | ((values - whole).abs() <= allowed)
-            # Near the limits of binary32 a step on the way overflows, or not, with the order of sums.
+            # Near the limits of binary32, the order of sums determines whether an intermediate step overflows.
             largest = torch.maximum(values.abs(), whole.abs()).nan_to_num(torch.inf).amax(-1, keepdim=True) if whole.numel() else 0.0
             same |= (torch.isfinite(values) ^ torch.isfinite(whole)) & (largest >= _HUGE)
             assert same.all(), f"{name}: the same tokens have other values"

@@ -3,7 +3,7 @@
     python -m fuzz.worker container --seconds 60 --seed 1
     python -m fuzz.worker container --repeat FILE
 
-With atheris, libFuzzer is guided by the coverage of kvpack's bytecode. The random driver mutates seeds at random.
+With atheris, libFuzzer is guided by coverage of kvpack's bytecode. The random driver mutates seeds without guidance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fuzz.targets import Target
 
 TIMEOUT_SECONDS = 30
-"""Time on one input after which a run ends. More than a second already counts as a hang."""
+"""Number of seconds on one input after which a run ends. More than one second counts as a hang."""
 _LIBFUZZER = ("-len_control=0", "-rss_limit_mb=0", f"-timeout={TIMEOUT_SECONDS}", "-verbosity=1", "-print_pcs=0")
 
 
@@ -56,7 +56,7 @@ def main() -> int:
         target = TARGETS[arguments.target]()
         libraries, files = resident_mib("VmRSS"), resident_mib("RssFile")
         inputs = [*target.seeds, *committed_inputs(arguments.target)]
-        # Modules that checks import on their first run are instrumented too.
+        # Run a check once, so that modules that it imports lazily are instrumented too.
         for data in inputs[:: max(1, len(inputs) // 64)]:
             with contextlib.suppress(Exception):
                 target.check(data)
@@ -108,7 +108,7 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
         session.run(data)
         if session.over:
             finish()
-            # There is no other way to end libFuzzer from here; nothing is left to write.
+            # There is no other way to end libFuzzer from here, and all results have been written.
             os._exit(0)
 
     def changed(data: bytes, max_bytes: int, seed: int) -> bytes:
@@ -121,7 +121,7 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
 
 
 def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
-    """Run the seeds, then mutations of seeds and of accepted mutations. If the process dies, its current input remains on disk."""
+    """Run the seeds, then mutations of seeds and of accepted mutations. If the process dies, the current input remains on disk."""
     source, pool = random.Random(seed), list(inputs)
     session.failures.mkdir(parents=True, exist_ok=True)
     running = session.failures / f"native-{session.report.target}-{os.getpid()}"

@@ -1,1 +1,1 @@
-"""Helpers that tests share, and programs that run at length what tests check in part."""
+"""Helpers shared by tests, and programs that run the long versions of what tests only sample."""

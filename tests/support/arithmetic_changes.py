@@ -1,9 +1,9 @@
 """Show that the conformance vectors catch every changed step of arithmetic in the second decoder.
 
-``python -m support.arithmetic_changes`` changes one operator, number or rounding after another, and decodes the vectors that reach it: some
-minutes. It prints the changes that no vector catches and fails if ``arithmetic_survivors.txt`` does not list one of them with the reason. A
-vector catches a change when a value no longer agrees with the manifest, when the decoder refuses or fails, or when a tolerance that it
-computes is not that of the manifest any more.
+``python -m support.arithmetic_changes`` changes one operator, number or rounding at a time, and decodes the vectors that reach it. This
+takes some minutes. It prints the changes that no vector catches, and fails if any of them is not listed with a reason in
+``arithmetic_survivors.txt``. A vector catches a change when a value no longer agrees with the manifest, when the decoder refuses or fails,
+or when a tolerance that it computes no longer matches the manifest.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 LIST = Path(__file__).with_name("arithmetic_survivors.txt")
 SECONDS = 20
-"""A vector is decoded in some seconds of CPU time at most, so a change under which it takes longer counts as caught."""
+"""Decoding a vector takes a few seconds of CPU time at most, so a change that makes it take longer counts as caught."""
 ARITHMETIC = (
     *("codecs", "basis_lookup", "rans", "directions", "norms", "rotation", "generator", "packing", "conventions", "values", "row"),
     *("contents", "token_ids", "metadata", "xxh3"),
 )
-"""Modules that compute what a reader hands out; the others only check."""
+"""Modules that compute the values that a reader returns; the others only check."""
 OTHER_OPERATORS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -71,7 +71,7 @@ def changes_of(path: Path) -> list[Guard]:
 
 
 def _computing(node: ast.AST, parent: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
-    """Yield the expressions of a statement that compute values, each with its parent; skip checks, texts, annotations and defaults."""
+    """Yield the expressions of a statement that compute values, each with its parent; skip checks, messages, annotations and defaults."""
     if isinstance(node, (ast.JoinedStr, ast.arguments, ast.Assert)):
         return
     if isinstance(node, ast.Call) and _called(node) in (*CHECKS, "take_parameters"):
@@ -107,14 +107,14 @@ def _with_operator(node: Any, other: ast.operator) -> Any:
 
 
 def _is_text(node: Any) -> bool:
-    """Return True if a node concatenates lists, texts or bytes, whose types already catch a change."""
+    """Return True if a node concatenates lists, strings or bytes, for which a changed operator would raise anyway."""
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     return any(isinstance(one, (ast.List, ast.ListComp, ast.Tuple, ast.JoinedStr)) for one in sides)
 
 
 @dataclass
 class Reading:
-    """A vector that is decoded; ``functions`` are the functions of the decoder that this calls."""
+    """A vector that is decoded; ``functions`` are the decoder functions that decoding it calls."""
 
     name: str
     decode: Callable[[], Any]
@@ -157,7 +157,7 @@ class Reading:
 
 @cache
 def readings() -> list[Reading]:
-    """Return all vectors that are decoded, the fastest first."""
+    """Return all vectors that are decoded, fastest first."""
     found = []
     for name, line in manifest().items():
         if "values" in line:

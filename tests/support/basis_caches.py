@@ -1,4 +1,4 @@
-"""Small caches for a recipe that needs a basis, their identity, and a check of what a store holds for them."""
+"""Small caches for a recipe that needs a basis, their identity, and counts of the entries that a store has for them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def without_basis(location: Any, **options: Any) -> kvpack.Store:
 
 
 def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
-    """Save a whole cache for ``ids`` and return it."""
+    """Save a cache of all ``ids`` and return it."""
     whole = cache(len(ids), seed)
     assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
     return whole

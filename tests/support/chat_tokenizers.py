@@ -20,7 +20,7 @@ REASONING = (
     "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Drops the reasoning of all replies but the last, as templates of reasoning models do."""
+"""Chat template that drops the reasoning of all replies but the last, as templates of reasoning models do."""
 
 ALTERNATING = (
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"

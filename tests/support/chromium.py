@@ -25,9 +25,9 @@ for number, pipe in zip((3, 4), pipes):
     os.set_inheritable(number, True)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""The browser reads commands from descriptor 3 and writes to 4."""
+"""Program that starts the browser with a pipe as descriptor 3, for commands, and another as descriptor 4, for replies."""
 ANSWER_SECONDS = 120.0
-"""A browser that answers nothing for this long fails the test: it is never waited for in an ordinary run."""
+"""Number of seconds without a reply from the browser after which a test fails. Ordinary runs never wait this long."""
 
 
 class Page:
@@ -43,7 +43,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, session: str | None = "", **parameters: Any) -> Any:
-        """Return the result of a command. Raises RuntimeError for one that the browser refuses."""
+        """Send a command and return its result. Raises RuntimeError if the browser rejects it."""
         self._last += 1
         message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
         if session is not None:
@@ -77,7 +77,7 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression, which may be a promise. Raises RuntimeError for an exception."""
+        """Return the value of a JavaScript expression, which may be a promise. Raises RuntimeError if it throws."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(json.dumps(result["exceptionDetails"])[:500])

@@ -1,9 +1,8 @@
-"""Count lines of code, and how much of it one call runs: ``python -m support.code_size``, for ``make code-size``.
+"""Count lines of code, and the functions that single calls run: ``python -m support.code_size``, for ``make code-size``.
 
-Lines are counted without blank lines, comments and docstrings. A call is traced by ``sys.setprofile`` on its second run, when everything
-that is imported or built once is there: the distinct functions of kvpack that it enters, the files that hold them, its calls of such
-functions, and how deep they nest. ``--root DIR`` measures another checkout, whose C library is built, and ``--check`` fails if a figure is
-above its limit.
+Blank lines, comments and docstrings do not count. ``sys.setprofile`` traces a call's second run, after one-time imports and setup, and
+counts the distinct kvpack functions that it enters, the files that define them, all calls of such functions, and their depth. ``--root
+DIR`` measures another checkout, whose C library must be built, and ``--check`` fails if a figure is above its limit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kvpack", "formats", "kernels")
 
 LINES_BEFORE = 48_185
-"""Lines in FOLDERS before parts that did the same job began to be merged, commit 9e2580e."""
+"""Number of lines in FOLDERS at commit 9e2580e, before duplicate mechanisms were merged."""
 MAX_LINES = LINES_BEFORE * 85 // 100
 
 
@@ -53,7 +52,7 @@ def python_lines(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER):
             lines |= set(range(token.start[0], token.end[0] + 1))
-    # A string that is a statement documents what it follows: a module, a class, a function or a constant.
+    # A string statement is documentation: of a module, a class, a function or a constant.
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))

@@ -1,13 +1,12 @@
-"""Compile what operations launch on a CUDA device, for chips of one compute capability, on a machine without one.
+"""Compile the kernels that operations launch, for CUDA devices of one compute capability, on a machine without such a device.
 
     python compile_kernels.py [--json] [--every] [--quick] [--capability 90] RECIPE...
 
-Triton's interpreter takes programs that its compiler refuses: constants that are given two values, tuples without names, variables of a
-loop that change their shape. Launches only compile here, so results are memory as it was. Calls are those with the fewest and the most
-options, which are not what loaders differ by, or with ``--every`` all that differ in code. With ``--quick``, the first launch of each
-kernel is compiled to machine code, with what loaders hold of assembly, and the others up to Triton's layouts; a step in a window has most
-of the options then, and capped queries have all with ``--every``. It prints the most registers of a thread and shared memory of a program
-of each kernel, beside what the chip has, and what failed.
+Triton's interpreter accepts programs that its compiler rejects: for example, constants with two values, tuples without names, and loop
+variables that change shape. Here launches only compile, so results are uninitialized memory. The compiled calls are those with the fewest
+and the most options, or with ``--every`` all calls whose code differs. With ``--quick``, only the first launch of each kernel is compiled
+to machine code, including the loaders' assembly, and the others up to Triton's layouts. It prints the maximum registers per thread and
+shared memory per program of each kernel, next to the device's limits, and all failures.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ CHIPS = {
     100: ("B200", 227 << 10),
     120: ("RTX 50", 99 << 10),
 }
-"""Chips of each compute capability, and the shared memory that a program may have there in bytes (CUDA C++ Programming Guide, 16.2)."""
+"""GPUs of each compute capability, and the maximum shared memory of a program in bytes (CUDA C++ Programming Guide, 16.2)."""
 
 OVERLAPS_FROM = 90
-"""Programmatic dependent launch exists from this capability on."""
+"""First compute capability with programmatic dependent launch."""
 
 MAX_REGISTERS = 255
-"""Registers of a thread, at most."""
+"""Maximum number of registers per thread."""
 
 _REGISTERS = 0x2F
-"""The attribute of a cubin's .nv.info with the registers of a function."""
+"""Attribute in a cubin's .nv.info section that contains a function's number of registers."""
 
 
 class NoDevice:
@@ -90,7 +89,7 @@ class NoDevice:
 class Compiled:
     """The kernels that were launched, by name, and the operations that failed; ``whole`` is True while machine code is generated.
 
-    ``assembled`` are those of which this recipe has machine code.
+    ``assembled`` are the kernels that have been compiled to machine code for this recipe.
     """
 
     def __init__(self, quick: bool) -> None:
@@ -102,7 +101,7 @@ class Compiled:
         self.used: dict[str, tuple[int, int]] = {}
 
     def note(self, name: str, kernel: Any) -> None:
-        """Record the registers and shared memory of a kernel if they are the most seen under its name."""
+        """Update the maximum registers and shared memory of the kernels called ``name``."""
         if not kernel.asm["cubin"]:
             return
         registers, shared = self.used.get(name, (0, 0))
@@ -156,7 +155,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
         add_stages(self, stages, *given)
         if not compiled.whole:
             del stages["llir"], stages["ptx"]
-            # What is read of a kernel that is no machine code.
+            # Only the metadata that Triton reads from a kernel without machine code.
             stages["cubin"] = lambda module, metadata: metadata.update(name="", shared=0) or b""
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> Any:
@@ -181,7 +180,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
     plan.supports_launch_overlap = lambda device: capability >= OVERLAPS_FROM  # type: ignore[assignment]
     plan._multiprocessors = lambda device: 132
     rows.operand_type = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]
-    # What is attended depends on the values of outliers, which no kernel decodes here.
+    # Outlier entries depend on decoded values, which no kernel computes here.
     decode.decode_frame = lambda codec, streams: codec.decode_frame(streams)
 
 
@@ -233,13 +232,13 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
 
 
 def encoded(codec: Codec, x: torch.Tensor) -> None:
-    # Windows of a trellis, memory as it was, are not entries of its table.
+    # Trellis windows in uninitialized memory are not valid table indices.
     with contextlib.suppress(IndexError):
         encode.encode(codec, x, errors=torch.empty(x.shape[:3]) if codec.summary.direction_spread else None)
 
 
 def check(side: Side) -> None:
-    # No chunk ends well that was not decoded.
+    # Chunks that were not really decoded fail this check.
     with contextlib.suppress(InvalidPayload):
         dispatch.check_chunks(side.codec, side.runs[0].streams, "x")
 
@@ -274,7 +273,7 @@ def main(arguments: list[str]) -> int:
         "seconds": compiled.seconds,
     }
     if options.json:
-        # Triton prints modules that it refuses, without an end of line.
+        # Triton prints rejected modules without a final newline.
         print(f"\n{json.dumps(found)}")
     else:
         print(f"compute capability {options.capability / 10} ({chip}), {room:,} bytes of shared memory for a program")

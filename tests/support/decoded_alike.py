@@ -1,4 +1,4 @@
-"""Compare the values of two decoders: they must be equal, or within the specification's tolerance where it gives one."""
+"""Compare the values of two decoders, which must be equal, or within the specification's tolerance if it has one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def assert_within(values: list[float], expected: list[float], tolerances: list[float]) -> None:
     a, b, allowed = (numpy.array(x, numpy.float64) for x in (values, expected, tolerances))
     assert a.shape == b.shape == allowed.shape
-    # Which binary32 sums are not finite depends on their order; raw values may be any bits.
+    # The order of binary32 sums determines which of them are finite; raw values may have any bits.
     exact = allowed == 0
     assert ((a == b) | (numpy.isnan(a) & numpy.isnan(b)))[exact].all()
     compared = numpy.isfinite(a) & numpy.isfinite(b) & ~exact
@@ -23,7 +23,7 @@ def assert_within(values: list[float], expected: list[float], tolerances: list[f
 
 
 def assert_same_cache(file: Any, cache: Cache) -> None:
-    """Assert that ``file``, read by the second decoder, and ``cache`` hold the same values, each within the specification's tolerance."""
+    """Assert that ``file``, read by the second decoder, and ``cache`` have the same values, within the specification's tolerance."""
     assert (file.start, file.recipe, file.model) == (cache.start, cache.recipe, dict(cache.model))
     assert file.starts == [cache.positions(number)[0] for number in range(len(cache))]
     for layer, expected in zip(file.layers, cache, strict=True):

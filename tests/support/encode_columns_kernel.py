@@ -1,4 +1,4 @@
-"""A kernel that only packs: it calls the encoders' packing functions on digits that are given as tensors."""
+"""A kernel that only packs: it calls the encoders' packing functions with digits from tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK_TOKENS = 16
 def pack(plan: PackingPlan, packing: Columns, digits: list[torch.Tensor], device: str) -> list[torch.Tensor]:
     """Return the planes of ``digits``, each ``[token, symbols]`` of at most ``BLOCK_TOKENS`` tokens, uint16 on the CPU."""
     tokens, symbols = digits[0].shape
-    # Digits beyond the symbols are not stored, whatever their values.
+    # Digits past the last symbol are not stored.
     padded = torch.full((len(digits), BLOCK_TOKENS, max(16, 1 << (symbols - 1).bit_length())), 77, dtype=torch.int32)
     padded[:, :tokens, :symbols] = torch.stack(digits)
     planes = [torch.full((tokens, words), 0xFFFF, dtype=torch.uint16, device=device) for words in packing.planes]

@@ -37,7 +37,7 @@ class Engine(Protocol):
     def found(self, chunks: Sequence[int]) -> list[bool]: ...
 
     def load(self, chunks: Sequence[int]) -> list[bool]:
-        """Return whether each chunk was loaded; fails if a chunk has wrong values, or if slots that were not loaded change."""
+        """Load chunks and return, for each, True if it was loaded. Fails if a chunk has wrong values, or if other slots change."""
 
     def counters(self) -> dict[str, Any]: ...
 
@@ -45,7 +45,7 @@ class Engine(Protocol):
 
 
 class ReadOnlyOs(FaultyOs):
-    """The module ``os`` on a file system that is mounted read-only, where even root may not write."""
+    """The module ``os`` on a file system that is mounted read-only, to which even root cannot write."""
 
     def faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def full_disk(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyP
         assert set(engine.counters()["faults"]) == {"put ENOSPC"}
     assert not list(folder.rglob("*.tmp"))
     engine.close()
-    # Looked up before, and not there then.
+    # These chunks were missing when they were looked up before.
     engine = opened()
     assert engine.store([1, 2]) == [True, True]
     assert engine.load([0, 1, 2]) == [True] * 3
@@ -104,7 +104,7 @@ def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
                 page_store.time, "time_ns", lambda hours=hours: time.clock_gettime_ns(time.CLOCK_REALTIME) - int(hours * 3600) * 10**9
             )
             for chunk in (2, 3):
-                # What was stored just now makes room for the next at the latest.
+                # A chunk that was just stored is evicted only to make room for the next one.
                 assert engine.store([chunk]) == [True]
                 assert engine.found([chunk]) == engine.load([chunk]) == [True]
     assert _bytes_of(folder / "other") <= 2 * size + size // 2
@@ -141,7 +141,7 @@ def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest
 
 
 def killed(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Check folders left by processes killed while storing: with half an entry, with a complete unnamed one, and unannounced."""
+    """Check folders left by processes killed while storing: with half an entry, a complete but unnamed entry, or at any moment."""
     for operation, death in (("ftruncate", "after"), ("writev", "after"), ("replace", "before"), ("replace", "after")):
         kept = folder / f"{operation} {death}"
         process = multiprocessing.get_context("fork").Process(target=_store_and_die, args=(opened, kept, patch, operation, death))
@@ -175,7 +175,7 @@ def _entry_bytes(opened: Callable[..., Engine], folder: Path) -> int:
 
 
 def _bytes_of(folder: Path) -> int:
-    """Return the total size of all entries, which lie in folders named by their first two digits."""
+    """Return the total size in bytes of all entries, which are in folders named by their first two digits."""
     found = 0
     for path in folder.glob("?/?/*"):
         with contextlib.suppress(FileNotFoundError):
@@ -190,7 +190,7 @@ def _fill(folder: Path, budget: int, size: int, begun: Any, stop: Any) -> None:
     pages = PageBuffer(geometry, [values], [values])
     with PageStore(folder, Identity("other", "raw"), geometry, max_bytes=budget) as store:
         number = 0
-        # Slowly enough that the other process loads some of what it stores.
+        # Store slowly enough that the other process can load some of its own entries.
         while not stop.wait(0.01):
             store.put([number.to_bytes(8, "little")], pages, [0])
             number += 1
@@ -199,4 +199,5 @@ def _fill(folder: Path, budget: int, size: int, begun: Any, stop: Any) -> None:
 
 
 CONDITIONS = (read_only, full_disk, clock_set_back, evicted_meanwhile, killed)
-"""Each is called with ``opened(folder, **options)``, which opens an adapter over ``folder`` or another, that folder, and a patch."""
+"""Functions that put an adapter into each condition. Their arguments are ``opened(folder, **options)``, which opens an adapter,
+the default folder, and a monkeypatch."""

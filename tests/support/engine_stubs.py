@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[str, Any]], name: str) -> Any:
-    """Return the module ``name`` of kvpack, freshly imported with ``modules`` (contents by name) in place, and their parent packages."""
+    """Return kvpack's module ``name``, freshly imported over stubs of ``modules`` (contents by name) and their parent packages."""
     for path, values in modules.items():
         parts = path.split(".")
         for count in range(1, len(parts) + 1):
@@ -26,7 +26,7 @@ def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[s
                 monkeypatch.setitem(sys.modules, part, module)
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
-    # What was imported over stubs goes with them.
+    # Remove modules that were imported over the stubs, too.
     monkeypatch.setitem(sys.modules, name, module)
     return module
 
@@ -68,7 +68,7 @@ STATS = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
 
 
 def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
-    """Raise as vLLM does for a metric that was not defined or that has other labels."""
+    """Raise an error, as vLLM does, for a metric that was not defined or has other labels."""
     for name, of_name in stats.values.items():
         assert definitions[name].documentation
         assert all(len(labels) == len(definitions[name].labelnames) for labels in of_name)
@@ -76,7 +76,7 @@ def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
 
 
 class Metric:
-    """Stands in for a metric of prometheus_client, and holds the values of each label."""
+    """Stands in for a metric of prometheus_client, and stores the values of each label."""
 
     def __init__(self, name: str, meaning: str, labels: list[str], **options: Any) -> None:
         self.name, self.names, self.values = name, labels, {}

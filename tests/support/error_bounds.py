@@ -1,4 +1,4 @@
-"""Bounds on the difference between encoded and decoded values; one function per codec or family.
+"""Check bounds on the difference between encoded and decoded values, with one function per codec or family.
 
 Each takes the codec, ``x`` ``[batch, kv_head, token, dim]``, its streams and their decoded values, and asserts the bound.
 """
@@ -40,8 +40,10 @@ FACTORS = ("norm", "radius", "scale", "range", "token_scale")
 
 
 def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
-    """Return ``check``, written for norm_rule=norm, extended to other rules: their factors are replaced first, and no token may be decoded
-    further from its value than with norm, or than zero is."""
+    """Return ``check``, written for norm_rule=norm, extended to other rules by replacing their factors first.
+
+    No token's error may exceed the error with norm_rule=norm, or the token's own norm.
+    """
 
     @wraps(check)
     def checked(codec: Any, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
@@ -54,9 +56,9 @@ def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, A
         check(plain, x, factored, other)
         axes = (1, 3) if codec.id == "group" and not codec.scale_per_head else (3,)
         error, plain_error, length, size = (value.double().square().sum(axes).sqrt() for value in (decoded - x, other - x, x, decoded))
-        # A norm of 8 bits is stored as the nearest of its steps of 2^(1/16).
+        # An 8-bit norm is rounded to the nearest step of 2^(1/16).
         stored = 2.0 ** (1 / 32) - 1 if getattr(codec, "norm", "") == LOG8 else 0.0
-        # A polar codec with several radii chooses for each.
+        # A polar codec with several radii chooses a factor for each.
         larger = (torch.hypot if codec.id == "polar" else torch.maximum)(plain_error, length)
         _check_errors(error, larger * (1 + 2.0**-9) + stored * size + 2.0**-23 * math.sqrt(x.shape[1] * codec.dim))
         return None
@@ -104,11 +106,11 @@ def group_error_bound(codec: Group, streams: Mapping[str, torch.Tensor], u: torc
     rounding = middle * torch.clamp(scale * 2.0**-11, min=2.0**-25)
     bound = scale / 2 + rounding + 2.0**-21 * _group_max(codec, scaled.abs())
     if codec.scale_dtype == "u8":
-        # A root is off by half a step and the rounding of the range; a scale that becomes too small clamps the codes at the ends.
+        # A root is off by half a step plus the rounding of the range; if the scale becomes too small, the outermost codes are clamped.
         step, minimum = streams["scale_range"].float()[..., :2, None].unbind(-2)
         root = (_group_max(codec, (scaled - center).abs()) / middle).sqrt()
         off = step / 2 + 2.0**-10 * (minimum + 255 * step)
-        # The range of the scales does not foresee by how much a center is rounded to binary16.
+        # The range of scales does not allow for the rounding of centers to binary16.
         bound = bound + middle * (2 * root + off) * off + 2.0**-25
     lost = 2.0**-25 * math.sqrt(u.shape[1] * dim) if codec.token_scale.startswith("fp16") else 2.0**-60
     return torch.where(factor > 0, bound * factor * (1 + 2.0**-20), lost)
@@ -167,8 +169,10 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
 
 @of_any_rule
 def check_polar(codec: Polar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
-    """Check that every angle is off by no more than its distance to the nearest stored one, which also turns those below it, and that radii
-    are off by their rounding."""
+    """Check that every angle decodes to the nearest stored angle, and that radii are only rounded.
+
+    The error of an angle also affects the angles below it.
+    """
     radii = u = codec.rotation.forward(x).double()
     error = torch.zeros_like(u)
     for level, tables in zip(codec.levels, codec.tables, strict=True):
@@ -228,7 +232,7 @@ def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.T
         [(channel[..., None, None] - table).square().amin(-2).amax(-1) for channel in unit[..., :-held].unbind(-1)], -1
     ).sum(-1)
     squares = squares + torch.maximum(unit[..., -held:] - table.min(), table.max() - unit[..., -held:]).square().sum(-1)
-    # The search gives the lowest bits of a cost away at every channel.
+    # At every channel, the search sacrifices the lowest bits of a cost.
     path = (squares * (1 + codec.dim * 2.0**-18)).sqrt()
     longest = math.sqrt(codec.dim) * float(table.abs().max())
     rounding = (decode_norms(streams["norm"]).double() - norm[..., 0]).abs() * longest
@@ -252,7 +256,7 @@ def check_transform(codec: Transform, x: torch.Tensor, streams: Mapping[str, tor
     wide = difference if codec.scope == "head" else difference.transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     matrix = source.rows[:, 1:].double().numpy()
     columns = (wide @ torch.from_numpy(numpy.linalg.inv(matrix))).abs() * 2.0 ** (codec.step / 16)
-    # Levels are of binary32, and their inverse, too.
+    # Levels and their inverses are computed in binary32.
     large = 1 + columns.amax() + 2.0 ** (codec.step / 16) * x.double().abs().amax()
     assert (columns <= 0.5 + shift + 2.0**-14 * large).all()
 
@@ -261,7 +265,7 @@ def check_klt(codec: Klt, x: torch.Tensor, streams: Mapping[str, torch.Tensor], 
     """Check that no value of a table is nearer to a column than the one whose code is stored."""
     rows = codec.basis_rows(streams)
     columns = x.double() @ torch.from_numpy(numpy.linalg.inv(rows.matrix.double().numpy())) - rows.mean.double()
-    # Rounding of the inverse, which the encoder has in binary32.
+    # Allow for the rounding of the encoder's inverse, which is binary32.
     slack = 2.0**-16 * (x.double().norm(dim=-1) + 1)
     plain = replace(codec, gain="none").decode_frame({name: stream for name, stream in streams.items() if name != "gain"})
     chosen = plain.double() - rows.mean.double()

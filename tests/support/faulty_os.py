@@ -1,4 +1,4 @@
-"""Replace the system by one with faults: the n-th call of an operation fails with an errno, or ends the process."""
+"""Emulate a faulty system: the n-th call of an operation fails with an errno, or ends the process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import pytest
 
 CHANGES = ("open", "pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime", "close")
-"""Operations that change what another process sees; a kill between two of them is the same as one just after the first."""
+"""Operations whose effects other processes can see. A kill between two of them is equivalent to one just after the first."""
 OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
 BESIDE_OS = ("flock", "mmap")
 """Operations that the store calls in modules other than ``os``; the built-in ``open`` counts as "open"."""
 SOCKET_OPERATIONS = ("connect", "sendall", "recv")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
 STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "7"))
-"""Interval between the steps at which a process is killed; 1 tries all."""
+"""Interval, in operations, between the points at which a process is killed; 1 tries all of them."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class FaultyOs:
         return call
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Replace ``os`` and the other system modules in every module of the store, and sockets everywhere."""
+        """Replace ``os`` and the other system modules in every store module, and sockets everywhere."""
         for module in store_modules():
             known = vars(module)
             if known.get("os") is os:
@@ -121,7 +121,7 @@ def store_modules() -> list[ModuleType]:
 
 
 def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
-    """Make a read or write call with half of its bytes, or one byte."""
+    """Call read or write with half of its bytes, at least one."""
     if name == "writev":
         data = b"".join(what)
         return os.write(descriptor, data[: max(1, len(data) // 2)])

@@ -1,4 +1,4 @@
-"""Take files apart, change them and join them again with correct lengths and digests, so that only one rule is broken."""
+"""Split files into parts, change them, and join them again with correct lengths and digests, so that only one rule is broken."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
 
 
 def frame(change: Callable[[bytes], bytes], name: str = "0.k.values") -> Callable[[Parts], None]:
-    """Return a change that replaces a tensor by ``change`` of its bytes, stored with the filter zstd."""
+    """Return a change that replaces the bytes of a tensor by ``change(bytes)``, which becomes a zstd frame."""
     return lambda parts: parts.store(name, change(parts.tensors[parts.tensor(name)]), "zstd")
 
 
@@ -125,7 +125,7 @@ def random_digits(packing: Columns, used: int, rows: tuple[int, ...], source: ra
 def random_page(
     codec: Codec, batch: int, heads: int, tokens: int, source: random.Random
 ) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
-    """Return a run of random valid digits, with numbers of either sign and any number of entries, together with the digits."""
+    """Return a run of random valid digits, with numbers of either sign and any number of entries, and the digits."""
     if raw := codec.sidecar(RawPositions):
         page, digits = random_page(codec.without_raw_positions, batch, heads, tokens, source)
         return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits

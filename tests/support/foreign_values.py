@@ -1,4 +1,4 @@
-"""Values that are wrong for any argument, and a check of how a function handles them."""
+"""Values that are invalid for any argument, and a check of how a function handles them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GEOMETRY = kvpack.pages.PageGeometry(2, 1, 16, 64, 64)
 
 
 class _Odd:
-    """An object that has nothing in common with any valid argument."""
+    """An object without any attribute of a valid argument."""
 
 
 class _Liar:
-    """An object with the attributes that duck typing looks for, which fail when used."""
+    """An object with the attributes that duck typing looks for, all of which raise when used."""
 
     shape, dtype, device, layers, packed, ndim = (1,), "float", "cpu", 3, None, 2
 

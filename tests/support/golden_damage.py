@@ -1,5 +1,7 @@
-"""Damage to the golden files, all of it: ``python -m support.golden_damage`` flips every bit of every file, cuts it at every length,
-zeroes every block, swaps and repeats tensors, and counts the cases that no KvpackError refused. It takes a few minutes.
+"""Damage the golden files exhaustively: ``python -m support.golden_damage``.
+
+It flips every bit of every file, truncates it at every length, zeroes every block, swaps and repeats tensors, and counts the cases that
+raise no KvpackError. This takes a few minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ BLOCKS = (64, 512, 4096)
 
 @contextmanager
 def fronts_made_once() -> Iterator[None]:
-    """Cache the parsing of each header tensor and the making of each JSON header, because both depend on bytes that seldom change here."""
+    """Cache each parsed header tensor and each JSON header, because they depend on bytes that seldom change here."""
     parse, make = front.parse_header, front.make_front
     fronts: dict[int, tuple[Header, front.Front]] = {}
 

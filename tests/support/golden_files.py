@@ -1,6 +1,6 @@
-"""Small files that never change: their contents, made from seeded digits rather than by an encoder, and the code that wrote them.
+"""Small files that never change: their contents, generated from seeded digits rather than by an encoder, and the code that wrote them.
 
-``python -m support.golden_files`` writes the files that are missing and touches no other.
+``python -m support.golden_files`` writes missing files, and leaves existing ones unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Count captures and replays of decode steps, with or without a CUDA device.
 
-Without one, the interpreter runs the kernels, and ``Device`` stands in for graphs: nothing that is captured takes effect, and a replay runs
-it again with what it was told.
+Without one, the interpreter runs the kernels, and ``Device`` replaces graphs: a captured step has no effect, and a replay runs it again
+with the new inputs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""A program of the attention kernel for each head of keys takes the interpreter 8 ms, so there is one such head."""
+"""The interpreter takes 8 ms per KV head for the attention kernel, so there is only one KV head."""
 ONE_LAYER = {**SIZES, "num_hidden_layers": 1}
-"""For what does not depend on how many layers there are: each takes the interpreter some 20 ms a step."""
+"""Sizes for tests that do not depend on the number of layers: the interpreter takes about 20 ms per layer and step."""
 RECIPE = "kv=group:b=8,g=32"
 
 
@@ -60,7 +60,7 @@ class Device:
 
 
 def counted_device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Return a ``Device`` that counts what KvpackCaches capture and replay from now on."""
+    """Return a ``Device`` that counts captures and replays of all KvpackCaches from now on."""
     found = Device()
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     if INTERPRETED:
@@ -105,7 +105,7 @@ def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 
 
 def same(found: KvpackCache, expected: KvpackCache) -> None:
-    """Return True if two caches hold the same bytes and report the same origin."""
+    """Return True if two caches have the same bytes and report the same origin."""
     one, other = found.packed, expected.packed
     assert one.inputs == other.inputs
     for mine, theirs in zip(one, other, strict=True):

@@ -1,8 +1,8 @@
 """Show that every guard of the readers matters: without it, a conformance vector or a test fails.
 
-``python -m support.guard_removal`` goes through all of them in some minutes: first the invalid vectors, in this
-process, then the tests that ``guards_by_test.txt`` names for the rest. It prints a row for each guard and fails when one
-survives. ``--find`` tries the tests of the guard's module again for the rest, and writes that list.
+``python -m support.guard_removal`` checks all of them in some minutes: first with the invalid vectors, in this process, then with the tests
+that ``guards_by_test.txt`` names for the remaining ones. It prints a row for each guard and fails if removing one goes unnoticed.
+``--find`` searches the tests of each remaining guard's module, and writes that list.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LIST = Path(__file__).with_name("guards_by_test.txt")
 SECONDS = 5
-"""Vectors are refused in milliseconds, so a read without a guard that takes longer than this counts as endless."""
+"""Refusing a vector takes milliseconds, so a read without a guard that takes longer than this counts as an endless loop."""
 OF_HEADERS = [
     "file/test_header.py::test_every_rule_refuses_by_name",
     "file/test_header.py::test_writers_keep_the_limits",
@@ -75,7 +75,7 @@ TESTS = {
         "spec/test_guards.py::test_no_row_is_longer_than_its_checksum_takes",
     ],
 }
-"""The tests of each module of the library that is not a codec or a sidecar."""
+"""The tests of each library module that is not a codec or a sidecar."""
 OF_DECODER = [
     "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
     "spec/test_decoder.py::test_a_cache_is_no_basis",
@@ -97,7 +97,7 @@ class Reading:
     frames: set[tuple[str, int]] = field(default_factory=set)
 
     def outcome(self) -> str | None:
-        """Return the outcome of reading: a rule's section or the name of an error, None when the file is read."""
+        """Return the outcome of reading: the section of the broken rule or the name of an error; None if the file is accepted."""
         self.frames = set()
 
         def stop(*_: object) -> None:
@@ -124,7 +124,7 @@ class Reading:
 
 @cache
 def readings(second: bool) -> list[Reading]:
-    """Return all files that are refused, by the library or by the second decoder."""
+    """Return all files that the library, or the ``second`` decoder, refuses."""
     lines = {file: line for file, line in manifest().items() if "error" in line and "either" not in line}
     files = {file: ((FOLDER / file).read_bytes(), line["rules"][0]) for file, line in lines.items()}
     found = []
@@ -145,7 +145,7 @@ def readings(second: bool) -> list[Reading]:
 
 
 def _rows(second: bool) -> list[Reading]:
-    """Return all rows that the library refuses, or the second decoder."""
+    """Return all rows that the library, or the ``second`` decoder, refuses."""
     found = []
     for name, line in page_vectors.manifest().items():
         if "rule" in line:
@@ -168,7 +168,7 @@ def _read_row(data: bytes) -> None:
 
 
 def caught_by_a_file(guard: Guard) -> str | None:
-    """Return the first file that has another outcome without ``guard``; only files whose refusal passes through the guard are tried."""
+    """Return the first file with a different outcome without ``guard``; only files whose refusal passes through the guard are tried."""
     files = readings(guard.path.is_relative_to(DECODER))
     touched = [one for one in files if any((str(guard.path), line) in one.frames for line in guard.lines)]
     with removed(guard):
@@ -186,7 +186,7 @@ def all_guards() -> list[Guard]:
 
 
 def listed() -> dict[str, str]:
-    """Return the guards that no file shows, each with the test that fails without it or the reason why none can."""
+    """Return the guards that no file covers, each with the test that fails without it, or the reason why no test can."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return dict(line.split(" -> ", 1) for line in lines if " -> " in line)
 

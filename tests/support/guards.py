@@ -1,8 +1,8 @@
-"""Find the guards of the readers in the source, and remove one while the program runs.
+"""Find the guards in the readers' source, and remove one from the running program.
 
-A guard is a condition under which a reader refuses: one operand of the test of an ``if`` that ends in ``raise`` (or of a
-``require`` of the second decoder), a bound, a choice or a type that a checking function is given, the call of one, a limit
-that a library is given, or the ``except`` that turns another error into a refusal.
+A guard is a condition under which a reader refuses its input: an operand in the test of an ``if`` that ends in ``raise`` (or of a
+``require`` in the second decoder), a bound, a choice or a type passed to a checking function, a call of such a function, a limit passed to
+a library, or an ``except`` that turns another error into a refusal.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ OTHER_FUNCTIONS = {
     "inverse",
     "_flat_bytes",
 }
-"""Functions that encode, make codecs for recipes, write files, and take bases: no reader calls them."""
+"""Functions that no reader calls: they encode, create codecs for recipes, write files, or accept bases."""
 OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}
 """Errors of encoders, of recipes and of callers."""
 
 BOUNDS = {"check_integer": 2, "check_range": 3, "require_integer": 1, "is_integer": 1, "range": 0}
-"""Functions that take a least and a greatest number, and the place of the least among their arguments."""
+"""Functions with a minimum and a maximum as consecutive arguments, and the index of the minimum."""
 CONSTRUCTORS = {"self.packings()", "self.rotation", "self.packing"}
-"""Expressions that are evaluated only because constructing their value may refuse."""
+"""Expressions that are evaluated only because constructing their value may raise."""
 HUGE = 10**30
 
 
 @dataclass(frozen=True)
 class Guard:
-    """``text`` is the code removed from the function ``where`` of ``path``, in the statement of ``lines``.
+    """A guard: the code ``text`` in the function ``where`` of the file ``path``, in the statement at ``lines``.
 
-    ``place`` is the number of the node that ``change`` replaces, in the order of ``ast.walk`` of the function or class.
+    ``place`` is the index, in ``ast.walk`` order of the function or class, of the node that ``change`` replaces to remove the guard.
     """
 
     path: Path
@@ -127,7 +127,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def guards_of(path: Path) -> list[Guard]:
-    """Return every guard of the functions of ``path`` that a reader calls, in the order of the text."""
+    """Return every guard in the functions of ``path`` that a reader calls, in source order."""
     found = []
     for where, top, function in functions(tree(path)):
         places = {node: number for number, node in enumerate(ast.walk(top))}
@@ -169,19 +169,19 @@ def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
 
 
 def _nothing(statement: ast.stmt) -> ast.stmt:
-    """Return a statement that does nothing but refers to the class as the old one did, so that the function keeps its closure."""
+    """Return a statement without effect that refers to the class as the old one did, so that the function keeps its closure."""
     return ast.parse("super()").body[0] if "super()" in ast.unparse(statement) else ast.Pass()
 
 
 def _refuses(statement: ast.stmt) -> bool:
-    """Return True if a statement raises a reader's error, rather than only adding a location to one."""
+    """Return True if a statement raises an error of a reader, rather than only adding a location to one."""
     if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
         return _called(statement.exc) not in {*OTHER_ERRORS, "prefix_error", "type"}
     return isinstance(statement, ast.Expr) and _called(statement.value) == "refuse"
 
 
 def _checks(statement: ast.stmt) -> bool:
-    """Return True if a statement exists only to refuse input."""
+    """Return True if the only purpose of a statement is to refuse input."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         return _called(statement.value).lstrip("_").startswith(("check", "require", "refuse")) or ast.unparse(statement) in CONSTRUCTORS
     value = statement.value if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_" else None
@@ -197,7 +197,7 @@ def _called(node: ast.expr | None) -> str:
 
 
 def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, str, Change]]:
-    """Yield the conditions in ``test`` that each refuse by themselves."""
+    """Yield the conditions in ``test``, each of which alone causes a refusal."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _operands(test.operand, refused_if=not refused_if)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or if refused_if else ast.And):
@@ -228,7 +228,7 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
-    """Yield the arguments that make a checking function or a library refuse."""
+    """Yield the arguments because of which a checking function or a library refuses its input."""
     if isinstance(node, ast.BoolOp) and _called(node.values[-1]) == "refuse":
         yield node, ast.unparse(node.values[-1]).split("(")[0] + " unless " + ast.unparse(node.values[0]), lambda it: it.values[0]
     if isinstance(node, ast.IfExp) and _called(node.orelse) == "refuse":
@@ -294,7 +294,7 @@ def _module_name(path: Path) -> str:
 
 
 def forget() -> None:
-    """Clear the cache of every function that may contain a guard, and the cache of codecs, which may hold one that a guard refuses."""
+    """Clear the cache of every function that may contain a guard, and the cache of codecs, which may contain one that a guard refuses."""
     front._codecs.clear()
     for module in [sys.modules[_module_name(path)] for path in (*LIBRARY, *MODULES) if _module_name(path) in sys.modules]:
         for value in vars(module).values():

@@ -1,4 +1,4 @@
-"""Check the settings that an adapter must not change in its host: threads, random states, dtype, device, modes and CUDA streams."""
+"""Check the settings of the host process that an adapter must not change: threads, random states, dtype, device, modes and CUDA streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def settings() -> tuple[Any, ...]:
-    """Return the settings of this thread and of the process."""
+    """Return the settings of this thread and process that adapters must not change."""
     streams = [torch.cuda.current_stream()] if torch.cuda.is_available() else []
     generators = torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy.random.get_state()[1].tobytes()
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
@@ -26,7 +26,7 @@ def settings() -> tuple[Any, ...]:
 
 @contextmanager
 def vllm_like_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set this process up like vLLM's worker: 16-bit models by default, inference mode, and no call may set the number of threads."""
+    """Set up this process like a vLLM worker: a 16-bit default dtype, inference mode, and an error if a call sets the number of threads."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's threads are not ours")
@@ -43,7 +43,7 @@ def vllm_like_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Watched:
-    """Wraps an adapter, and checks that every call leaves ``settings`` unchanged, including calls that fail."""
+    """A wrapper of an adapter that checks that every call, even one that fails, leaves ``settings`` unchanged."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""A cache of huggingface_hub that contains models, on a machine that is offline."""
+"""A huggingface_hub cache with models, for a process that is offline."""
 
 from __future__ import annotations
 

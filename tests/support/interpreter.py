@@ -35,5 +35,5 @@ if OLD_INTERPRETER:
             return type(value)(*map(with_names, value))
         return tuple(map(with_names, value)) if type(value) is tuple else unwrapped(value)
 
-    # The interpreter gives tuples to functions of constants as they are; compiled code gives them as constants, names and all.
+    # The interpreter passes plain tuples to constexpr functions; compiled code passes constants with the field names.
     core._unwrap_if_constexpr = with_names

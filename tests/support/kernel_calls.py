@@ -1,4 +1,4 @@
-"""Attention by one module of ``kvpack.kernels.attend``, whatever ``kvpack.attend`` would choose."""
+"""Run attention with a given module of ``kvpack.kernels.attend``, regardless of which one ``kvpack.attend`` would choose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attend_by(
     lengths: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> Any:
-    """Attend by the call that ``kernels``, either ``attention`` or ``many_queries``, prepares and keeps with the layer."""
+    """Attend with the call that ``kernels``, either ``attention`` or ``many_queries``, prepares and caches with the layer."""
     from kvpack.kernels.attend.prepared import Options
 
     options = Options(scale, causal, softcap, sliding_window, lengths is not None, sink_logits is not None, starts is not None)

@@ -83,7 +83,7 @@ def balanced_basis(
 ) -> bytes:
     """Return a basis file with random balanced frames for keys of (heads, dim), by layer, and rows for the layers and sides of ``rows``.
 
-    Layers with an even number have a mean and a RoPE, too.
+    Layers with even numbers also have a mean and a RoPE.
     """
     keys = {}
     for layer, (heads, dim) in shapes.items():
@@ -196,14 +196,14 @@ def with_random_frames(codec: Codec, step: int = 20) -> Transform:
 
 
 def transform_of(basis: Basis, layer: int, side: str, step: int, chunk: int = 16, *, given: bool = False) -> Transform:
-    """Return the codec transform for a side of ``basis``; it carries its frames if ``given``."""
+    """Return the codec transform for a side of ``basis``; it includes the frames if ``given``."""
     rows, frames = basis.rows(layer, side), basis.frames(layer, side)
     scope = "head" if frames.count == rows.heads else "layer"
     return Transform(rows.dim, basis.digest, layer, side, scope, step, chunk, frames if given else None)
 
 
 def codec_of(basis: Basis, layer: int, side: str, widths: bytes, gain: str = "fp16", *, given: bool = False) -> Klt:
-    """Return the codec klt for a side of ``basis``; it carries the basis if ``given``."""
+    """Return the codec klt for a side of ``basis``; it includes the basis if ``given``."""
     rows = basis.rows(layer, side)
     codec = Klt.of(rows.dim, basis.digest, layer, side, widths, gain, "basis", rows)
     return codec if given else replace(codec, source=None)

@@ -1,4 +1,4 @@
-"""A bus without a device that makes each copy as late as a device might."""
+"""A bus without a device that makes each copy as late as a device could."""
 
 from __future__ import annotations
 

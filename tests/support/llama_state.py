@@ -1,4 +1,4 @@
-"""Write sequence states of llama.cpp field by field, for tests to modify and to compare kvpack's writer with."""
+"""Write llama.cpp sequence states field by field, which tests modify or compare with the output of kvpack's writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sides = tuple[torch.Tensor, torch.Tensor]
 class Caches:
     """Layers of keys and values ``[cell, channel]``, and the other parts of a state; a field that is not None replaces the default.
 
-    Quantized ones are uint8 ``[cell, byte]``, of which ``kinds`` has ggml's type by (layer, side), or by the layer alone.
+    Quantized ones are uint8 ``[cell, byte]``; ``kinds`` has their ggml type, by (layer, side) or by layer.
     """
 
     layers: list[Sides]

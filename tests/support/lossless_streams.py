@@ -1,5 +1,4 @@
-"""Random streams of the codec lossless, made from random values and random tables, because few random words form a stream that an encoder
-could write."""
+"""Random streams of the codec lossless, from random values and tables. Random words seldom form a stream that an encoder could write."""
 
 from __future__ import annotations
 
@@ -22,12 +21,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def lossless_streams(
     codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int], *, finite: bool = False
 ) -> dict[str, torch.Tensor] | None:
-    """Return the streams of values whose 16 bits ``draw`` gives, NaN and infinities among them unless ``finite``; None for another
-    codec."""
+    """Return the streams of values with 16 bits from ``draw``, including NaN and infinities unless ``finite``; None for another codec."""
     if not isinstance(codec, Lossless):
         return None
     form = FLOAT_FORMATS[codec.dtype]
-    # An even exponent field is not that of NaN or infinity.
+    # NaN and infinity have an odd exponent field.
     mask = 0xFFFF ^ (1 << form.fraction_bits if finite else 0)
     bits = torch.tensor([draw() & mask for _ in range(batch * heads * tokens * codec.dim)], dtype=torch.int32).to(torch.int16)
     weights = numpy.array([[draw() % 7 + 1 for _ in range(form.exponents)] for _ in range(batch * heads)], numpy.int64)

@@ -1,11 +1,11 @@
-"""Run the examples of a Markdown file, its fenced blocks from top to bottom, and compare their output with what the file shows.
+"""Run the examples in a Markdown file, its fenced blocks from top to bottom, and compare their output with the output in the file.
 
 - ``python`` blocks share one namespace. A block whose first line is a comment with only the name of a file, such as
   ``# continue.py``, is written to that file instead of being run.
-- ``sh`` blocks run in bash, where with ``python`` and ``kvpack`` of this environment.
-- A ``text`` block is the output of the block before it: "..." stands for anything, and any whitespace equals any other, as does any rule
-  under the head of a table, whose columns are as wide as what is in them.
-- Blocks of other languages are text.
+- ``sh`` blocks run in bash, with the ``python`` and ``kvpack`` of this environment.
+- A ``text`` block is the expected output of the block before it. "..." matches anything, and amounts of whitespace do not matter, nor does
+  the length of rules under table headings, because columns are as wide as their contents.
+- Blocks in other languages are ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block:
         if named:
             Path(named[1]).write_text(self.text, encoding="utf-8")
             return ""
-        # Empty lines in front: a traceback then names the line of the Markdown file.
+        # Prepend empty lines, so that tracebacks show line numbers of the Markdown file.
         code = compile("\n" * (self.line - 1) + self.text, str(self.path), "exec", dont_inherit=True)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             exec(code, names)
@@ -69,8 +69,8 @@ def blocks(path: Path) -> list[Block]:
 
 
 def run_examples(path: Path) -> None:
-    """Run the blocks of a file in the current folder, and compare their output with what the file shows."""
-    # Dataclasses look their module up by its name.
+    """Run the blocks of a file in the current folder, and compare their output with the output in the file."""
+    # Dataclasses look up their module by name.
     module = sys.modules[_MODULE] = ModuleType(_MODULE)
     try:
         _run_blocks(path, module.__dict__)

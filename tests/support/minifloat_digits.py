@@ -19,7 +19,7 @@ def _minifloat(codec: Codec) -> Minifloat | None:
 
 
 def finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
-    """Return codes with those of minifloat replaced by finite elements; digits of other codecs are unchanged."""
+    """Return ``digit`` with codes of minifloat replaced by those of finite elements; digits of other codecs are unchanged."""
     found = _minifloat(codec)
     if found is None:
         return digit

@@ -1,8 +1,7 @@
-"""Run every architecture that transformers can generate text with over packed caches, and list what works and what is refused.
+"""Run every text-generating architecture of transformers over packed caches, and list what works and what is refused.
 
-``python -m support.model_zoo --write`` writes the table of the installed version to PAGE. Models are tiny and random; keys and
-values are packed without loss, so they must come back bit for bit, and logits must lie within what the model's own eager and SDPA
-attention differ by.
+``python -m support.model_zoo --write`` writes the table of the installed version to PAGE. Models are tiny and random; keys and values are
+packed without loss, so they must come back bit for bit, and logits must be as close as those of the model's own eager and SDPA attention.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ PROMPT, FOLLOWING = torch.arange(3, 35)[None], torch.tensor([[7, 40, 9, 22, 5]])
 CHUNK = 16
 
 ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""The least tolerance of logits, relative to the largest, for models whose two attentions agree closer, or that have only one."""
+"""Minimum tolerance of logits, relative to the largest, for models whose two attentions agree more closely, or that have only one."""
 
 
 KINDS = {
     "AutoModelForCausalLM": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ""),
     "AutoModelForSeq2SeqLM": (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, " (sequence to sequence)"),
 }
-"""The classes of transformers that choose a model by its configuration, what they choose from, and what the names of rows end with."""
+"""The auto classes of transformers, each with its table of model classes and the suffix of its rows' names."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +83,14 @@ ZOO = [Architecture(name, kind) for kind, (names, _) in KINDS.items() for name i
 
 
 class NotRun(Exception):
-    """Raised when transformers alone cannot build or run a model of these sizes."""
+    """Raised if transformers alone cannot build or run a model of these sizes."""
 
 
 @dataclass
 class Row:
-    """One architecture: the reason for each refused step; a step that is neither in ``refused`` nor in ``wrong`` works.
+    """The results for one architecture. ``refused`` and ``wrong`` give the reason by step; all other steps work.
 
-    With ``not_run``, transformers alone ran no such model, for that reason.
+    ``not_run`` is the reason why transformers alone cannot run such a model.
     """
 
     name: str
@@ -118,7 +117,7 @@ class Subject:
             self.continued(alone.past_key_values)
         except Exception as error:
             if hasattr(self, "model"):
-                # One without a cache of layers is refused before it runs.
+                # A model whose cache has no layers is refused before it runs.
                 KvpackCache(self.model, RECIPE).release()
             raise error if isinstance(error, NotRun) else NotRun(f"{type(error).__name__}: {error}") from None
         self.attention = self.model.config._attn_implementation
@@ -128,7 +127,7 @@ class Subject:
         self.expected, self.tolerance = self._expected()
 
     def empty(self) -> Any:
-        """Return a dense cache without tokens, whose windows cover tokens that a decoder has computed."""
+        """Return an empty dense cache, whose sliding windows are those of the model's decoder."""
         if self.encoder:
             return EncoderDecoderCache(DynamicCache(config=self.model.config), DynamicCache())
         return DynamicCache(config=self.model.config)
@@ -159,7 +158,7 @@ class Subject:
         return [kvpack.pack(past, RECIPE, inputs=inputs) for past, inputs in zip(caches, self.inputs, strict=True)]
 
     def whole(self) -> kvpack.Cache:
-        """Return the packed cache of a decoder whose windows have dropped no tokens. ``kvpack.prefill`` has no inputs for an encoder."""
+        """Return the packed cache of a decoder, with all tokens in sliding windows. ``kvpack.prefill`` does not accept encoder inputs."""
         parts = [KvpackCache(self.model, RECIPE, keep_all=True) for _ in self.caches(self.dense)]
         self.forward(PROMPT, EncoderDecoderCache(*parts))
         result = parts[0].packed
@@ -174,14 +173,14 @@ class Subject:
         return EncoderDecoderCache(*caches) if self.encoder else caches[0]
 
     def continued(self, past: Any, ids: torch.Tensor = FOLLOWING) -> torch.Tensor:
-        """Return the logits of ``ids`` over ``past``: the first ids in one pass and the last two in one pass each."""
+        """Return the logits of ``ids`` over ``past``. The last two ids take one pass each, and the others one pass together."""
         parts = ids.split([ids.shape[1] - 2, 1, 1], 1)
         return torch.cat([self.forward(part, past).logits for part in parts], 1)
 
     def in_passes(self, tokens: int) -> torch.Tensor:
         """Return the logits of the continuation over a dense cache whose prompt was computed ``tokens`` tokens at a time.
 
-        Recurrent layers round otherwise in passes of other lengths.
+        Recurrent layers round differently in passes of other lengths.
         """
         past = self.empty()
         for part in PROMPT.split(tokens, 1):
@@ -244,7 +243,7 @@ def beam(subject: Subject) -> None:
     indices = torch.tensor([0, 0, 0])
     for cache, other in zip(subject.caches(over), subject.caches(dense), strict=True):
         cache.batch_repeat_interleave(3)
-        # Layers of transformers with states have no batch_repeat_interleave.
+        # transformers' layers with states have no batch_repeat_interleave.
         other.reorder_cache(indices)
         cache.reorder_cache(torch.tensor([2, 0, 1]))
         same_bits(cache.packed, other)
@@ -269,7 +268,7 @@ def crop(subject: Subject) -> None:
 def store(subject: Subject) -> None:
     identity = kvpack.Identity.of(subject.model, RECIPE)
     if identity.windows or identity.keeps_states:
-        # transformers' own cache has dropped tokens, and has no states but the last.
+        # transformers' own cache has dropped tokens, and has only the last states.
         every = CHUNK if identity.keeps_states else PROMPT.shape[1]
         subject.model.set_attn_implementation(subject.attention)
         expected = subject.in_passes(every)
@@ -279,7 +278,7 @@ def store(subject: Subject) -> None:
         cache, expected = subject.pack()[0], None
         if any(layer.skipped for layer in cache):
             cache = subject.whole()
-    # What an encoder was given determines the decoder's keys and values, too, and is part of every key.
+    # The encoder's input also determines the decoder's keys and values, so every key includes it.
     inputs = [b"the zoo's input", *[b""] * (PROMPT.shape[1] // CHUNK - 1)] if subject.encoder else None
     with kvpack.Store(subject.file.with_suffix(".store"), identity, chunk=CHUNK) as prefixes:
         assert prefixes.save(PROMPT, cache, inputs=inputs) == PROMPT.shape[1], f"not all was stored: {prefixes.stats()}"
@@ -312,7 +311,7 @@ def generate(subject: Subject) -> None:
 
 
 def load_elsewhere(subject: Subject) -> None:
-    """Continue in another process from the files that ``save`` wrote."""
+    """Continue from the files that ``save`` wrote in another process."""
     packed = [kvpack.load(subject.file.with_suffix(f".{number}.kvpack")) for number in range(2 if subject.encoder else 1)]
     subject.check(subject.continued(subject.over(packed)))
 
@@ -331,7 +330,7 @@ ELSEWHERE: dict[str, Callable[[Subject], None]] = {"load": load_elsewhere}
 
 @contextlib.contextmanager
 def warnings_are_ignored() -> Iterator[None]:
-    """Ignore kvpack's warnings, in tests too: decoding layers is not a fault."""
+    """Ignore kvpack's warnings, even in tests, because decoding layers is not an error here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kvpack.KvpackWarning)
         yield
@@ -377,7 +376,7 @@ def in_this_process(architectures: list[Architecture], folder: Path, steps: dict
 def examined(architectures: list[Architecture], folder: Path, python: str = sys.executable, share: int = 1) -> list[Row]:
     """Return one row per architecture.
 
-    One other process, started by ``python``, loads the files of every architecture, or of one in ``share``: it makes their models again.
+    Another process, started with ``python``, builds the models again and loads the files of every architecture, or of one in ``share``.
     """
     rows, elsewhere = [], set()
     for number, architecture in enumerate(architectures):
@@ -401,7 +400,7 @@ def examined(architectures: list[Architecture], folder: Path, python: str = sys.
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """Count the architectures that work in every, some or no step, that are wrong in one, and that were not run."""
+    """Count the architectures for which all, some or no steps work, those with a wrong result, and those that were not run."""
     ran = [row for row in rows if not row.not_run]
     right = [row for row in ran if not row.wrong]
     return {
@@ -414,12 +413,11 @@ def counts(rows: list[Row]) -> dict[str, int]:
 
 
 _SPECIFIC = re.compile(r"\d+(, \d+)*|\w*(Layer|Cache|For\w+|LMHead\w*)\b|(conv|recurrent)\.( and )?")
-"""Pattern of the differences between messages with one reason: numbers, classes, and names of states."""
+"""Pattern of the parts in which messages with the same reason differ: numbers, classes, and names of states."""
 
 
 def table(rows: list[Row]) -> str:
-    """Format the rows as Markdown; architectures with the same results and reasons share a row, and those that work in most steps come
-    first."""
+    """Format the rows as Markdown; architectures with the same results and reasons share a row, in descending order of working steps."""
     lines = ["| architectures | works | refused because |", "|---|---|---|"]
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -445,7 +443,7 @@ def page(rows: list[Row]) -> str:
 
 
 def told(text: str) -> dict[str, tuple[str, str]]:
-    """Return, by architecture, the working steps and the reasons for refusals in a table, without details that differ within a row."""
+    """Parse a table into the working steps and the reasons for refusals of each architecture, without details that differ within a row."""
     lines = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| ")][1:]
     return {name.strip(): (works.strip(), _SPECIFIC.sub("", why).strip()) for names, works, why in lines for name in names.split(", ")}
 

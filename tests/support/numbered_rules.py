@@ -1,4 +1,4 @@
-"""Parse the numbered rules of spec/: where each is stated, who must keep it, and the errors by which readers refuse a violation."""
+"""Parse the numbered rules of spec/: where each is stated, whom it binds, and the errors that readers raise for violations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = {
 }
 """The first document of each prefix of rule numbers."""
 MORE = {"front": ("packing.md",)}
-"""Its other documents."""
+"""Further documents with the rules of a prefix."""
 KEPT_BY = ("refusal", "values", "conduct", "writer")
 
 _MARK = re.compile(r"\[([a-z][a-z-]*-[1-9][0-9]*)\]")

@@ -1,4 +1,4 @@
-"""Share folders between all workers of a test run: the first worker to ask fills one, and the others wait for it."""
+"""Share folders between all workers of a test run: the first worker that needs a folder fills it, and the others wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take a file apart and join it again with correct lengths and digests, even if its header was changed. Needs no torch."""
+"""Split a file and join it again with correct lengths and digests, even if its header was changed. This does not need torch."""
 
 from __future__ import annotations
 

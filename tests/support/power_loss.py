@@ -1,7 +1,7 @@
-"""Emulate a disk that loses power: record the steps of a store, and draw folders that a crash between two steps may leave.
+"""Emulate a disk that loses power: record a store's changes, and generate folders that a crash between two of them may leave.
 
-A file's bytes are safe once the file is synced, a name once its folder is. Anything else may or may not survive the crash, independently,
-and bytes may be zeros or cut short: more than any journaling file system does, and no less than POSIX allows.
+A file's bytes are safe once the file is synced, and its name once its folder is. Each other change may or may not survive the crash,
+independently, and bytes may be zeros or truncated. This covers everything that POSIX allows, and more than journaling file systems do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Step:
 
 @dataclass
 class RecordingOs:
-    """Replaces the module ``os`` in the store: every call is made, and changes below ``root`` are recorded in ``steps``."""
+    """Replaces the module ``os`` in the store: it makes every call, and records changes below ``root`` in ``steps``."""
 
     root: str
     steps: list[Step] = field(default_factory=list)
@@ -92,18 +92,18 @@ class _File:
     current: bytes = b""
     safe: bytes | None = None
     end: int = 0
-    """The offset of the next write that names none."""
+    """Offset of the next write without an explicit offset."""
 
     def write(self, at: int, data: bytes) -> None:
         self.current = self.current[:at].ljust(at, b"\0") + data + self.current[at + len(data) :]
 
 
 class Disk:
-    """The disk after some steps, from which random crashes are drawn."""
+    """The disk after some steps, from which random crashes are generated."""
 
     def __init__(self, root: str, steps: list[Step]) -> None:
         self._root = root
-        # The targets of names, in the order of the changes; None is a folder. A change is safe once its folder is synced.
+        # What each name refers to after each change (None: a folder). A change is safe once its folder is synced.
         self._changes: list[tuple[str, Step, _File | None, bool]] = []
         names: dict[str, _File | None] = {}
         for step in steps:
@@ -141,8 +141,11 @@ class Disk:
             self._changes = [(folder, step, file, safe or folder == path) for folder, step, file, safe in self._changes]
 
     def crash(self, target: str, choice: random.Random | None, *, names_survive: bool = False) -> None:
-        """Write the files that survive a crash to ``target``: drawn by ``choice``, otherwise the fewest, or all names with the fewest
-        bytes."""
+        """Write the files that survive a crash to ``target``.
+
+        ``choice`` selects them at random. Without it, as few as possible survive, or with ``names_survive`` all names, with as few bytes as
+        possible.
+        """
         there: dict[str, _File | None] = {self._root: None}
         for _, step, file, safe in self._changes:
             if not (safe or names_survive or (choice is not None and choice.random() < 0.5)):

@@ -1,9 +1,8 @@
-"""Speed up Triton's interpreter by skipping repeated work, which is more than half of the time of the kernels' tests.
+"""Speed up Triton's interpreter by skipping repeated work, which takes more than half of the time of kernel tests.
 
-A launch of a kernel wraps every function of ``triton.language`` and restores them at its end. Triton 3.6 and later wrap them again at every
-call of a device function, although they are wrapped by then, build a table of all dtypes whenever they convert one, and check and name the
-shape of every result. They compare the types of all operands, make tensors of all constants anew, and look for overflow of integers without
-telling what they find.
+Each kernel launch wraps every function of ``triton.language`` and restores it at the end. Triton 3.6 and later wrap them again at every
+call of a device function, build a table of all dtypes for every conversion of one, and check and name the shape of every result. They also
+compare the types of all operands, convert every constant to a tensor again, and check for integer overflow but discard the result.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def wrap_once_per_launch() -> None:
             super().restore()
 
     def wrap_new(function: Callable[..., Any]) -> Launch:
-        # If a function names neither module, or an unwrapped one, Triton refuses or wraps it.
+        # Triton itself wraps, or refuses, a function that refers to neither module or to an unwrapped one.
         if function not in names:
             names[function] = {module for module in (tl, tl.core) if any(value is module for value in function.__globals__.values())}
         named = names[function]
@@ -47,7 +46,7 @@ def wrap_once_per_launch() -> None:
 
 
 def unwrap_constants_alone() -> None:
-    """Skip the unwrapping of values whose class shows that they contain no Triton constant."""
+    """Skip unwrapping values whose class shows that they contain no Triton constant."""
     unwrap = core._unwrap_if_constexpr
     plain = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)})
 
@@ -73,7 +72,7 @@ def call_builtins_directly() -> None:
 
 
 def convert_dtypes_once() -> None:
-    """Cache the NumPy dtype of each Triton dtype by its name, which is what Triton compares dtypes by."""
+    """Cache the NumPy dtype of each Triton dtype by name; Triton also compares dtypes by name."""
     convert = interpreter._get_np_dtype
     known: dict[str, np.dtype[Any]] = {}
 
@@ -91,7 +90,7 @@ def describe_blocks_once() -> None:
     known: dict[tuple[Any, ...], tl.block_type] = {}
 
     def made(cls: type, element_ty: tl.dtype, shape: Sequence[Any]) -> tl.block_type:
-        # Pointers of one name may differ in what their types do not name.
+        # Pointers with the same type name may differ in other properties.
         key = (id(element_ty) if element_ty.is_ptr() else element_ty.name, *shape)
         found = known.get(key)
         if found is None:
@@ -133,7 +132,7 @@ def compare_types_once() -> None:
         if key in known:
             return (known[key], tensor) if first else (tensor, known[key])
         pair = check(semantic, value, tensor, *options) if first else check(semantic, tensor, value, *options)
-        # Zeros of either sign are equal, and pointers of one name may differ.
+        # 0.0 and -0.0 are equal as keys, and pointers with the same type name may differ.
         if pair[first] is tensor and (value or isinstance(value, int)) and not tensor.dtype.is_ptr():
             known[key] = pair[not first]
         return pair

@@ -1,4 +1,4 @@
-"""Random codecs, contents, pages and strides for sides."""
+"""Random keys or values of a layer: any codec, contents, pages and strides."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def spread(stream: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: str, plain: bool) -> Side:
-    """Return a random side: any codec of a family (without sidecars if ``plain``), any number of pages and strides, with or without a
-    tail."""
+    """Return a random side: any codec of a family (without sidecars if ``plain``), any number of pages, any strides, maybe a tail."""
     codec = draw(codecs(family, bounded=False))
     if isinstance(codec, CodecWithSidecars) and (plain or draw(st.booleans())):
         codec = codec.codec

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 2e-3
-"""The relative tolerance in the 2-norm: products are of binary16 values, sums are in binary32."""
+"""Relative tolerance in the 2-norm, for products of binary16 values and binary32 sums."""
 
 
 def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
@@ -37,7 +37,7 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> PackedRun:
-    """Return a page of random digits, with norms and scales of ordinary size; some norms are zero and some negative."""
+    """Return a page of random digits with ordinary norms and scales, of which some norms are zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(codec, CodecWithSidecars):
         page = random_page(codec.codec, batch, heads, tokens, seed)
@@ -75,7 +75,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
         if name in ("scale", "global_scale"):
             values = values * (1 / largest(codec) if codec.id == "minifloat" else 1)
         if name == "norm" and layout.dtype == "U8":
-            # Bytes have no sign.
+            # Bytes are unsigned.
             streams[name] = encode_norms(values.abs(), LOG8, name)
             continue
         streams[name] = values.to(TORCH_DTYPES[layout.dtype])
@@ -89,7 +89,7 @@ def random_sidecars(codec: CodecWithSidecars, batch: int, heads: int, tokens: in
         streams = key_mean.encode_means(2 * torch.randn(batch, heads, -(-tokens // key_mean.tokens), codec.dim, generator=generator))
     if outliers := codec.sidecar(Outliers):
         flags = torch.rand(batch, heads, tokens, codec.dim // 4, generator=generator) < 0.05
-        # Tokens without outliers, with some, and with nothing else.
+        # Include tokens without outliers, with some, and with only outliers.
         flags &= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.7
         flags |= torch.rand(batch, heads, tokens, 1, generator=generator) < 0.02
         streams |= {f"outlier_flags.{plane}": words for plane, words in enumerate(outliers.packing.pack([flags.to(torch.int32)]))}

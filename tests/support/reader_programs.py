@@ -23,14 +23,14 @@ READERS_FOLDER = ROOT / "spec" / "readers"
 PROGRAMS_FOLDER = ROOT / "tests" / "support" / "readers"
 BUILD_FOLDER = ROOT / "build" / "readers"
 C_OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover")
-"""Compiler options of the C reader: a warning, an access out of bounds or undefined behavior ends it."""
+"""Compiler options of the C reader: warnings are errors, and an out-of-bounds access or undefined behavior aborts it."""
 READERS = {"c": ("cc", *C_OPTIONS), "javascript": ("node", str(PROGRAMS_FOLDER / "answer.mjs"))}
-"""The command of each reader's program, or of its compiler."""
+"""Command of each reader: its program, or its compiler."""
 ENTRY_READERS = ("c", "javascript")
-"""Those whose programs read entries of stores."""
+"""Readers whose programs also read store entries."""
 
 FRAME_RULE, FRAME_SECTION = "container-21", "container.md, zstd"
-"""Decoders of Zstandard may differ in which malformed frames they take: the rule of readers, and the section of the second decoder."""
+"""The rule about malformed Zstandard frames, of which decoders may accept different ones, as readers and the second decoder name it."""
 
 
 class Answer(NamedTuple):
@@ -72,7 +72,7 @@ class Reader:
 
 
 def missing(name: str) -> str | None:
-    """Return why a reader cannot run here; None if it can."""
+    """Return the reason why a reader cannot run here; None if it can."""
     program = READERS[name][0]
     return None if shutil.which(program) else f"{program} is not installed"
 
@@ -96,7 +96,7 @@ def _command(name: str) -> Sequence[str]:
 
 @contextmanager
 def started(name: str) -> Iterator[Reader]:
-    """Start the program of a reader; it ends with the context."""
+    """Start the program of a reader, which ends when the context exits."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(_command(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         try:
@@ -107,7 +107,7 @@ def started(name: str) -> Iterator[Reader]:
 
 @cache
 def all_started() -> tuple[Reader, ...]:
-    """Return the readers that can run here; their programs end with this process."""
+    """Start all readers that can run here, and return them. Their programs end with this process."""
     stack = ExitStack()
     atexit.register(stack.close)
     return tuple(stack.enter_context(started(name)) for name in READERS if missing(name) is None)
@@ -147,9 +147,9 @@ def _value_differences(name: str, found: Any, file: Any) -> Iterator[str]:
         return
     with numpy.errstate(invalid="ignore"):
         same = (found == values) | (numpy.isnan(found) & numpy.isnan(values))
-        # Which sums in binary32 are not finite depends on their order.
+        # The order of binary32 sums determines which of them are finite.
         same |= (allowed > 0) & (~numpy.isfinite(found) | ~numpy.isfinite(values) | (numpy.abs(found - values) <= allowed))
-        # Both have their own rounding where a result is subnormal.
+        # Subnormal results may be rounded differently.
         same |= (numpy.abs(found) < 2.0**-126) & (numpy.abs(values) < 2.0**-126) & (allowed > 0)
     if not same.all():
         at = int((~same).argmax())

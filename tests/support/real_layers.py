@@ -1,8 +1,8 @@
 """Keys, values and queries of two layers of a real language model, and a basis for them: tests/coding/real_layers.safetensors, .kvbasis.
 
 The layers are 16 and 18 of SmolLM2-135M-Instruct, after the first 512 tokens of kvpack's prose, as attention meets them (after RoPE).
-``python -m support.real_layers MODEL BASIS`` makes the files anew, from the model's folder (kvpack/bench/real_model.py) and a basis of it
-that kvpack calibrate made of 12 windows of 2,048 tokens of kvpack's calibration text.
+``python -m support.real_layers MODEL BASIS`` creates the files again, from the model's folder (kvpack/bench/real_model.py) and its basis,
+which kvpack calibrate computed from 12 windows of 2,048 tokens of kvpack's calibration text.
 """
 
 from __future__ import annotations

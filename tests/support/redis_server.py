@@ -1,4 +1,4 @@
-"""A real Redis server on loopback for tests, which keeps nothing on disk."""
+"""A real Redis server on the loopback interface for tests, without persistence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class Server:
-    """``redis-server`` on a free port; ``url`` survives restarts, but without ``keep_log`` nothing else does."""
+    """``redis-server`` on a free port. Restarts keep the ``url`` but, without ``keep_log``, no data."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -30,7 +30,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
+        """Start the server and wait until it responds."""
         assert SERVER
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
         options += ["--appendonly", "yes" if self._keeps_log else "no", "--aof-use-rdb-preamble", "no"]
@@ -57,11 +57,11 @@ class Server:
         self._restart(keeps_log=False)
 
     def log(self) -> bytes:
-        """Return the changes since ``keep_log``."""
+        """Return the append-only log, with the changes since ``keep_log``."""
         return self._log_path().read_bytes()
 
     def set_log(self, log: bytes) -> None:
-        """Set the log that the stopped server finds when it starts."""
+        """Replace the log of the stopped server, which it will load when it starts."""
         self._log_path().write_bytes(log)
 
     def _restart(self, *, keeps_log: bool) -> None:

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback for tests (moto, with everything in memory), and one that lies."""
+"""A real S3 server on the loopback interface for tests (moto, with everything in memory), and one that returns false responses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start the server, wait until it answers, and create the bucket."""
+        """Start the server, wait until it responds, and create the bucket."""
         command = [warm_python.python("moto.server"), "-c", PROGRAM, "--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
@@ -122,7 +122,7 @@ class Liar(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def lying() -> Iterator[tuple[type[Liar], dict[str, str]]]:
-    """Run a lying server; yields the class whose attributes configure its answers, and the storage_options that point to it."""
+    """Run a server that lies; yields the class whose attributes configure its responses, and the storage_options that point to it."""
     handler = type("Lying", (Liar,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -17,7 +17,7 @@ def decompress(frame: bytes, size: int) -> bytes:
     try:
         if size:
             return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
-        # decompress() reads nothing of a frame that declares no size.
+        # decompress() does not read frames that declare a size of 0.
         stream = zstandard.ZstdDecompressor().decompressobj()
         content = stream.decompress(frame)
     except zstandard.ZstdError:

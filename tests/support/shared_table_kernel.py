@@ -29,9 +29,11 @@ def found_of_words(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """``out`` binary16 ``[VALUES, COUNT]``: the entries of ``words``, int16 ``[COUNT]``; after them, of large tables, their sum's low bits.
+    """Write the table entries of ``words``, int16 ``[COUNT]``, to ``out``, binary16 ``[VALUES, COUNT]``.
 
-    Several warps sum in the compiler's own shared memory, which large tables lie behind.
+    For large tables, the low bits of their sum follow.
+
+    The sum of several warps uses shared memory of the compiler, which precedes large tables.
     """
     if FAST:
         declare(SIZE, WARPS)

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 QJL_WORST = math.sqrt(1 + math.pi / 2)
-"""The largest factor by which the correction of qjl can lengthen the error (spec/writers.md, Sidecars)."""
+"""Maximum factor by which the correction of qjl can increase the error (spec/writers.md, Sidecars)."""
 
 BALANCED_TOLERANCE = 2.0**-16
-"""The error of a balanced frame and its inverse together, relative to a token, with matrices of small condition."""
+"""Maximum error of a balanced frame and its inverse together, relative to a token, for well-conditioned matrices."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -68,7 +68,7 @@ def check_sidecars(
         raw = streams["raw_token_flags"] != 0
         rest = _check_raw_tokens(codec, raw_tokens, x, raw, decoded)
     if balanced := codec.sidecar(Balanced):
-        # What is left is checked in the frame, where it was lost.
+        # Check the remaining error in the frame in which it occurred.
         rest, given = balanced.forward(rest, streams), rest
         off = (balanced.inverse(rest, streams).double() - given).norm(dim=-1)
         assert (off <= BALANCED_TOLERANCE * given.double().norm(dim=-1) + codec.dim * 2.0**-149).all()
@@ -82,7 +82,7 @@ def check_sidecars(
     shift = torch.zeros_like(turned)
     if key_mean := codec.sidecar(KeyMean):
         shift = _check_key_mean(key_mean, codec.rotation.forward(turned), streams)
-        # As the encoder subtracts it.
+        # Subtract the means in the same way as the encoder.
         turned = turned - codec.rotation.inverse(key_mean.vectors(streams)).repeat_interleave(key_mean.tokens, 2)[:, :, : x.shape[2]]
         size = size + shift.double().norm(dim=-1, keepdim=True)
     u = codec.rotation.forward(turned)
@@ -95,7 +95,7 @@ def check_sidecars(
     own = {name: streams[name] for name in inner.layout(1, 1, 0)}
     mine, checked = inner.decode(own), coded
     if block_rotation:
-        # The encoder's products may round otherwise: of values that cancel, nothing else is left.
+        # The encoder's products may be rounded differently; if values cancel, only this rounding remains.
         framed, slack = codec.rotation.forward(coded).double(), ROTATION_TOLERANCE * size
         off = inner.decode_frame(own).double() - framed
         checked = codec.rotation.inverse((framed + torch.minimum(torch.maximum(off, -slack), slack)).to(torch.float32))
@@ -103,10 +103,10 @@ def check_sidecars(
     check(inner, checked, own, mine)
     left = (codec.rotation.forward(coded).double() - inner.decode_frame(own)).masked_fill(flagged, 0.0)
     residual = left.norm(dim=-1)
-    # Subnormal products and sums round by units of their own, of each channel.
+    # Subnormal products and sums have an absolute rounding error in each channel.
     rounding = ROTATION_TOLERANCE * size[..., 0] + codec.dim * 2.0**-149
     if qjl := codec.sidecar(Qjl):
-        # Tokens that share a scale with far larger ones leave residuals far above themselves, whose rotation rounds by their own size.
+        # The residual of a token that shares a scale with far larger ones may be far larger than the token, and so may its rounding error.
         _check_signs(qjl, left, rounding + ROTATION_TOLERANCE * residual, streams)
         norm = streams["qjl_norm"].double()
         precision, smallest = (2.0**-11, 2.0**-25) if qjl.norm == "fp16" else (2.0**-23, 2.0**-149)
@@ -121,12 +121,12 @@ def check_sidecars(
 
 
 def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """Check that the vectors are the means of the pages of ``u``, within half a step of their codes, and return each token's vector."""
+    """Check that the vectors are the means of the pages of ``u`` to within half a step of their codes; return each token's vector."""
     vectors = key_mean.vectors(streams)
     for page, vector in enumerate(vectors.unbind(2)):
         mean = u[:, :, page * key_mean.tokens : (page + 1) * key_mean.tokens].double().mean(2)
         step = streams["key_mean_scale"][:, :, page, None].double()
-        # The largest channel of a page is rounded with its scale; the smallest scales are subnormal.
+        # Allow for the rounding of the scale in a page's largest channel; the smallest scales are subnormal.
         rounded = mean.abs().amax(-1, keepdim=True) * 2.0**-10 + 2.0**-17
         rotated = ROTATION_TOLERANCE * u[:, :, page * key_mean.tokens : (page + 1) * key_mean.tokens].double().norm(dim=-1).amax(2)
         assert ((vector - mean).abs() <= step / 2 + rounded + rotated[..., None]).all()
@@ -136,7 +136,7 @@ def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> tor
 def _check_raw_tokens(
     codec: CodecWithSidecars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
-    """Check that raw tokens are exact and as many as requested; also returns the values that the encoder encodes in their place."""
+    """Check that raw tokens are exact and as many as requested; return the values with those that replace them for the encoder."""
     tokens = x.shape[2]
     assert raw[:, :, : raw_tokens.first].all()
     least = max(min(raw_tokens.first, tokens), min(raw_tokens.low_norm, tokens))
@@ -166,9 +166,9 @@ def _check_outliers(
     raw: torch.Tensor,
     streams: Streams,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check that outliers are those of ``u``, rounded once, and exact in the coded frame before the ``shift`` of pages.
+    """Check that outliers equal those of ``u``, rounded once, and are exact in the coded frame before the ``shift`` of pages.
 
-    ``size`` is the norm of what was rotated. Returns their places and the norm of their rounding.
+    ``size`` is the norm of the rotated values. Returns a mask of the outliers and the norm of their rounding error.
     """
     flagged = outliers.flags(streams)
     stored = streams["outliers"][0, 0].to(torch.float32)

@@ -22,7 +22,7 @@ TAIL_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 
 
 def side(codec: int, tokens: int = 3, **values: Any) -> SideEntry:
-    """Return a side of one run, unless ``values`` say otherwise."""
+    """Return a header entry for keys or values with one run; ``values`` override its fields."""
     return replace(SideEntry(codec, 1, 1, (tokens,) if tokens else (), 0, "bf16", 0), **values)
 
 
@@ -63,7 +63,7 @@ def contents(kind: str) -> Contents:
     if kind == "sidecars":
         k = create("scalar", 8, "k", b="2", channel_scale="fp16", outliers="1")
         v = create("group", 8, "v", b="2", g="16", qjl="fp32", sinks="2", raw_tokens="fp32")
-        # In each run the half of the chunks above the median is stored unquantized.
+        # In each run, the half of the chunks above the median is stored without quantization.
         runs = side(0, runs=(3, 2), entries=(("outliers", 3 + 2),), tail=1)
         return Contents(codecs=(k, v), layers=(LayerEntry(runs, side(1, 5, entries=(("raw_tokens", 2),), tail=1)),))
     if kind == "states":

@@ -27,7 +27,7 @@ def identity(model: Any, **given: Any) -> kvpack.Identity:
 
 
 def printed_elsewhere(script: str) -> str:
-    """Run a script in another process, which can import these tests' modules, and return its output."""
+    """Run a script in another process that can import the tests' modules, and return its output."""
     code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nwarnings.simplefilter('ignore')\n{script}"
     python = warm_python.python(*warm_python.MODELS)
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True, timeout=300).stdout.strip()

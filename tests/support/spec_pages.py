@@ -21,7 +21,7 @@ def section(page: Path, heading: str) -> str:
 
 
 def tables(text: str) -> list[Table]:
-    """Return the Markdown tables of ``text``, each row a map from column heading to cell, code marks removed."""
+    """Return the Markdown tables of ``text``, each row a map from column heading to cell, without backticks."""
     found = []
     for block in re.findall(r"(?:^\|.*\|$\n?)+", text, re.MULTILINE):
         head, _, *rows = ([cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in block.strip().split("\n"))

@@ -1,8 +1,8 @@
 """Compare the readers of spec/readers with the vectors, the library and the second decoder: ``python -m support.spec_readers``.
 
-Each reader is a program, which spec/readers/README.md describes. The run has three parts: all vectors, files that the library writes
-from random recipes and shapes, and random mutations of both. It prints every difference, keeps the files that show one, and exits
-with 1 if there is any. A reader whose program cannot run here is skipped, with the reason.
+Each reader is a program (see spec/readers/README.md). The run has three parts: all vectors, files that the library writes from random
+recipes and shapes, and random mutations of both. It prints every difference, saves the files that cause one, and exits with 1 if there are
+any. A reader whose program cannot run here is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from support.vector_checks import Expected
 ENTRY_FOLDER = ROOT / "spec" / "store-vectors"
 MAX_MUTATED_BYTES = 1 << 14
 INTACT = ("LimitExceeded", "OutOfMemory", "Undecryptable", "UnknownCodec", "UnsupportedVersion")
-"""The classes of refused entries that are not damaged."""
+"""Error classes of entries that are refused but not damaged."""
 
 
 def vector_differences(reader: Reader) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> s
     if differing.any():
         return f"{differing.sum()} values differ, the first at {differing.argmax()}"
     for key, value in answer.facts.items():
-        # A line has the starts only where one differs from that of the file.
+        # A line lists the layers' starts only if one differs from the file's start.
         expected_fact = line.get(key, {"starts": value, "hidden": [], "metadata_entries": [], "states": {}}.get(key))
         if expected_fact != value:
             return f"{key} are to be {expected_fact}, and the answer is {value}"
@@ -194,7 +194,7 @@ def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None
 
 
 def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield mutations of ``found`` and of packed pages until the time is up, each with True if it is a packed page."""
+    """Yield mutations of ``found`` and of packed pages until ``seconds`` have passed, each with True if it is a packed page."""
     source, vocabulary = random.Random(number), Vocabulary.of(found)
     oracle = RowOracle()
     rows = [*oracle.rows, *seeds.rows()]

@@ -1,6 +1,6 @@
 """Count the words of the specification by document, and sum them for normative and informative ones: ``python -m support.spec_words``.
 
-A word is what stands between spaces and has a letter or a digit, so the lines of tables and operators do not count.
+A word is a sequence between spaces that contains a letter or a digit, so table rules and operators do not count.
 """
 
 from __future__ import annotations

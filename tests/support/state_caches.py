@@ -18,7 +18,7 @@ STATEFUL = dataclasses.replace(IDENTITY, keeps_states=True)
 
 
 def states(position: int, seed: int = 0) -> States:
-    """Return the states after ``position`` tokens: a recurrent one in fp32, a convolution's in bf16, and none for the layer with tokens."""
+    """Return the states after ``position`` tokens: a recurrent one in fp32 and a convolution's in bf16. The layer with tokens has none."""
     generator = torch.Generator().manual_seed(1000 * seed + position)
     recurrent = torch.randn(1, 3, 4, generator=generator)
     conv = torch.randn(1, 5, 2, generator=generator).to(torch.bfloat16)
@@ -45,5 +45,5 @@ def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> boo
 
 
 def ends(*chunks: int) -> list[int]:
-    """Return the positions after these numbers of chunks."""
+    """Return the positions at the ends of chunks, given as numbers of chunks."""
     return [CHUNK * count for count in chunks]

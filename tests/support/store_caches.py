@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHUNK = 32
 IDENTITY = kvpack.Identity("model", "kivi-2", weights="w1", dtype="bfloat16", tenant="tenant")
 EVEN = replace(IDENTITY, recipe="kivi-2;raw=0")
-"""Without raw tokens, so that all entries have one size."""
+"""Identity with a recipe without raw tokens, so that all entries have the same size."""
 KEYS = {"k": bytes(range(32))}
 OTHER_KEYS = {"other": bytes(32)}
 
@@ -50,14 +50,14 @@ def open_store(folder: Path | str, identity: kvpack.Identity = IDENTITY, **optio
 
 
 def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
-    """Save a whole cache for ``ids`` and return it."""
+    """Save a cache of all ``ids`` and return it."""
     whole = cache(len(ids), store.identity.recipe, seed)
     assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
     return whole
 
 
 def same(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
-    """Return True if ``found`` is a prefix of ``whole``, value for value."""
+    """Return True if ``found`` is a prefix of ``whole`` with the same values."""
     assert found is not None
     return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(dense(found), _dense(whole), strict=True))
 
@@ -140,7 +140,7 @@ def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.St
             else:
                 server.kill()
                 server.start()
-        # On a busy machine no call may have had its time so far.
+        # On a busy machine, possibly no call has run yet.
         deadline = time.monotonic() + 120
         while not any(hits) and not wrong and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -153,7 +153,7 @@ def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.St
 
 
 def rewrite(path: str | os.PathLike[str], ignorable: Mapping[str, bytes]) -> None:
-    """Write the same file with other ignorable features."""
+    """Rewrite the file at ``path`` with other ignorable features."""
     with open(path, "rb") as file:
         whole = files.read(container.open_bytes(bytearray(file.read())))
     contents, arrays = files.file_arguments(whole)

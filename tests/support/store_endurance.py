@@ -31,7 +31,10 @@ _DONE, _WRONG, _DAMAGED = range(3)
 
 
 def _work(location: str, seed: int, counts: Any, slot: int) -> None:
-    """Use the store until killed. ``counts`` has three numbers for each process, which no other writes: a lock would die with it."""
+    """Use the store until killed.
+
+    ``counts`` has three numbers per process, which no other process writes, because a killed process would not release a lock.
+    """
     torch.set_num_threads(1)
     choice, kept = random.Random(seed), []
     while True:
@@ -89,7 +92,7 @@ def _kill(worker: Any) -> None:
 
 
 def _disk(folder: str) -> dict[str, Any]:
-    """Return the disk usage of the folder, and whether unfinished files remain after it is collected."""
+    """Return the budget, the disk usage of the folder, and the number of unfinished files that remain after garbage collection."""
     with store_stress.open_store(folder, 0) as store:
         store.collect()
     taken = int(subprocess.run(["du", "-s", "-B1", folder], check=True, capture_output=True, text=True).stdout.split()[0])
@@ -97,7 +100,7 @@ def _disk(folder: str) -> dict[str, Any]:
 
 
 def bad(report: dict[str, Any]) -> bool:
-    """Return True if a hit was wrong, an entry was damaged, a process died by itself, or the budget was exceeded."""
+    """Return True if a hit was wrong, an entry was damaged, a process died without being killed, or the budget was exceeded."""
     broken = report["wrong"] or report["damaged"] or report["ended by themselves"] or report.get("left over")
     return bool(broken) or report.get("on disk", 0) > 1.05 * report.get("budget", 0) or not report["operations"]
 

@@ -1,4 +1,4 @@
-"""Look up the same prompts as users who must not find them: other tenants, adapters, configurations and inputs.
+"""Look up stored prompts as users who must not find them: other tenants, adapters, configurations and inputs.
 
     python -m support.store_lookups --count 1000000
 
@@ -29,7 +29,7 @@ ADAPTERS = ("", "default sha256:00", "default sha256:01", "a sha256:00", "custom
 CONFIGS = ("sha256:00", "sha256:01", "sha256:10")
 EXTRAS = ("", "a hook")
 INPUTS = (b"", b"image", b"another")
-"""The digests of inputs that prompts are looked up with."""
+"""Digests of inputs with which prompts are looked up."""
 
 IDENTITIES = [
     kvpack.Identity("model", "bf16", weights="revision", tenant=tenant, adapter=adapter, config=config, extra=extra)

@@ -1,9 +1,8 @@
-"""Run prefix stores under load: processes and threads that write, read and evict, every read compared with its tokens' values.
+"""Run prefix stores under load: processes and threads write, read and evict, and every read is compared with the expected values.
 
     python -m support.store_stress --processes 8 --threads 4 --count 100000
 
-The tests run a short version. The values of a cache are a function of its token ids, so any process can tell whether it read what was
-saved.
+The tests run a short version. The values of a cache are a function of its token ids, so any process can check what it has read.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 FAMILIES, PROMPTS, LONGEST = 8, 64, 6
-"""Prompts share first chunks with those of their family, and have up to ``LONGEST`` chunks."""
+"""Number of families, whose prompts share their first chunks; number of prompts; and maximum number of chunks per prompt."""
 LAYERS = (1, 8, 32)
-"""Three models, for entries of three sizes."""
+"""Number of layers of three models, which result in entries of three sizes."""
 STATEFUL = 1
-"""The model whose first layer keeps states, besides keys and values."""
+"""Index of the model whose first layer keeps states in addition to keys and values."""
 BUDGET = 12_000_000
-"""About a quarter of what all prompts of all models take."""
+"""Budget in bytes: about a quarter of the size of all prompts of all models."""
 
 FORK = multiprocessing.get_context("fork")
 
@@ -116,7 +115,10 @@ def check(store: kvpack.Store, number: int, model: int) -> int:
 
 
 def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[Any]) -> None:
-    """Do a random load, save, match, pin, delete or collection; ``kept`` holds loaded caches, whose files may be evicted meanwhile."""
+    """Perform a random load, save, match, pin, delete or collection.
+
+    ``kept`` contains loaded caches, whose files may be evicted meanwhile.
+    """
     number, model, what = choice.randrange(PROMPTS), choice.randrange(len(LAYERS)), choice.random()
     store = stores[model]
     if what < 0.55:
@@ -144,13 +146,13 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
 
 
 def refusals(stores: list[kvpack.Store]) -> int:
-    """Count the damaged entries and faults that the stores have met, which must be 0 on a sound disk, whichever process was killed."""
+    """Return the number of damaged entries and faults in all stores, which must be 0 on a sound disk even if processes are killed."""
     counts = [store.counters() for store in stores]
     return sum(count["damaged_entries"] + sum(count["faults"].values()) for count in counts)
 
 
 def note_refusals(folder: str, count: int) -> None:
-    """Append to a file beside the store in a single write, which a kill cannot split."""
+    """Append ``count`` to a file next to the store with a single write, which a kill cannot split."""
     if count:
         with open(f"{folder}.refused", "ab", buffering=0) as file:
             file.write(b"x" * count)
@@ -162,7 +164,7 @@ def refusals_noted(folder: str) -> int:
 
 
 def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized[int]) -> None:
-    # Torch makes a new thread pool after a fork, which two threads at once do not survive.
+    # After a fork, torch creates a new thread pool, which crashes if two threads do it at once.
     torch.set_num_threads(1)
     stores = [open_store(folder, model) for model in range(len(LAYERS))]
 

@@ -1,6 +1,6 @@
-"""Helpers that tests and fuzzers share: strategies for packings, tensors and codecs, and the round trip of a codec.
+"""Helpers shared by tests and fuzzers: strategies for packings, tensors and codecs, and a check of a codec's round trip.
 
-A new codec is one more row of ``CASES``.
+To add a codec, add a row to ``CASES``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 STORED = {"U8": "torch.uint8", "U16": "torch.uint16", "F16": "torch.float16", "BF16": "torch.bfloat16", "F32": "torch.float32"}
 
 SMALLEST_REFUSED = 1000.0
-"""Below this no encoder may refuse a value as too large: a rotation and one bit enlarge it at most 64 times."""
+"""Magnitude below which no encoder may refuse a value as too large: a rotation and a one-bit code enlarge it at most 64 times."""
 
 DIMS = (1, 2, 3, 4, 5, 12, 16, 20, 28, 40, 63, 64, 80, 96, 112, 128, 192, 256)
 
@@ -117,7 +117,7 @@ def contents(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """The options that a codec is tested with, and the property that relates ``x``, its streams and their decoded values."""
+    """Options with which a codec is tested, and the property that ``x``, its streams and their decoded values must have."""
 
     options: SearchStrategy[dict[str, str]]
     check: Callable[[Codec, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
     "scalar": Case(
         st.one_of(
             st.fixed_dictionaries({"b": _integers(1, 8)}, optional=_SCALAR),
-            # More than half of all pairs of widths are none: drawn apart, they would let hypothesis give up.
+            # More than half of all pairs of widths are invalid: if they were drawn separately, hypothesis would give up.
             st.integers(1, 7).flatmap(
                 lambda bits: st.fixed_dictionaries(
                     {"b": st.just(str(bits)), "high": _integers(bits + 1, 8)}, optional=_SCALAR | {"share": _integers(1, 70)}
@@ -238,7 +238,7 @@ SIDECARS: dict[str, SearchStrategy[dict[str, str]]] = {
         optional={"raw_first": _integers(1, 9), "raw_dtype": st.sampled_from(("bf16", "fp16", "fp32"))},
     ),
 }
-"""The options that each sidecar is tried with; options that need each other are together."""
+"""Options with which each sidecar is tested; options that need each other are in one dict."""
 
 SIDECAR_DIMS = {
     "balanced": set(DIMS),
@@ -250,11 +250,11 @@ SIDECAR_DIMS = {
     "raw_tokens": set(DIMS),
     "raw_positions": set(DIMS),
 }
-"""The head dims of ``DIMS`` that each sidecar takes."""
+"""Head dims of ``DIMS`` that each sidecar supports."""
 
 
 def create(codec_id: str, dim: int, side: str = "k", **words: str) -> Codec:
-    """Return the codec, with or without sidecars, that a recipe's words request."""
+    """Create the codec, with or without sidecars, that the options ``words`` of a recipe request."""
     codec = with_random_balanced(create_codec(codec_id, dim, side, Options(codec_id, words)))
     if codec_id == "transform":
         return codec.with_family(with_random_frames(codec.family))
@@ -276,7 +276,7 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
     """
     codec_id = codec_id or draw(st.sampled_from(sorted(CODECS)))
     words = draw(CASES[codec_id].options)
-    # The words of trellis have 16 bits, and a token whole ones.
+    # A token of trellis must fill whole 16-bit words.
     dims = DIMS if codec_id != "trellis" else [dim for dim in DIMS if dim * int(words["b"]) % 16 == 0]
     dim, side = draw(st.sampled_from(dims)), side or draw(st.sampled_from("kv"))
     if codec_id not in ("raw", "lossless"):
@@ -284,14 +284,14 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
         fitting = [name for name in taken if dim in SIDECAR_DIMS[name] and (side, name) != ("v", "balanced")]
         drawn = draw(st.sets(st.sampled_from(fitting)))
         if bounded:
-            # Frames and means round relative to the token before them: test_balanced.py and test_key_mean.py measure it.
+            # The rounding of frames and means is relative to the original token; test_balanced.py and test_key_mean.py measure it.
             drawn -= {"balanced", "key_mean"}
-            # Of a group whose largest values are outliers, blocks leave values as small as what rounding them leaves.
+            # If the largest values of a group are outliers, a block rotation may leave only values as small as its rounding errors.
             if codec_id == "group" and "outliers" in drawn:
                 drawn -= {"blocks"}
         if side == "v" or (codec_id == "group" and words.get("axis") != "channel"):
             drawn -= {"key_mean"}
-        # Both together round a token twice.
+        # Together, the two would round a token twice.
         for name in sorted(drawn - {"raw_tokens"} if "raw_positions" in drawn else drawn):
             words = words | draw(SIDECARS[name].filter(lambda found: dim % int(found.get("block_rotation", 1)) == 0))
         if dim % 2:
@@ -303,12 +303,12 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
 
 
 def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
-    """Encode, lay out, check and decode ``x``, and compare; returns False if the encoder refused a value as too large."""
+    """Encode ``x``, check its streams and layout, decode it, and compare; return False if the encoder refused a value as too large."""
     batch, heads, tokens, _ = x.shape
     try:
         streams = codec.encode(poisoned(x))
     except OutOfRange:
-        # The largest norm of 8 bits is 469.5.
+        # The largest 8-bit norm is 469.5.
         smallest = 0.4 * LARGEST_LOG8 / codec.dim**0.5 if getattr(codec.family, "norm", "") == LOG8 else SMALLEST_REFUSED
         assert x.abs().max() > smallest, "a value of ordinary size was refused"
         return False
@@ -322,7 +322,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     assert list(layout) == [name for name in layout if name in streams]
     assert list(rows) == [name for name, entry in layout.items() if entry.per == "entry"]
     if codec.id != "raw":
-        # numpy has no bfloat16, which raw tokens may have.
+        # NumPy lacks bfloat16, which raw tokens may have.
         bits = {name: stream.view(torch.uint16) if stream.dtype == torch.bfloat16 else stream for name, stream in streams.items()}
         arrays = {name: stream.numpy() for name, stream in bits.items()}
         codec.check(arrays, "x")
@@ -349,10 +349,10 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
     kept = tokens // 2
     found = codec.decode_frame(PackedRun(codec, tokens, streams).rows(0, kept))[:, :, :kept]
     whole = codec.decode_frame(streams)[:, :, :kept]
-    # A rotation rounds every value of a head by a fraction of its norm.
+    # The rounding error of a rotation is proportional to the head's norm for every value.
     rounded = 2.0**-18 * whole.double().norm(dim=-1, keepdim=True) if isinstance(codec, CodecWithSidecars) else 0.0
     near = (found.double() - whole).abs() <= 2.0**-18 * whole.abs() + 2.0**-140 + rounded
-    # Beyond binary32, where a block rotation of the largest values is, no tolerance holds (spec/README.md).
+    # A block rotation of the largest values exceeds binary32, for which there is no tolerance (spec/README.md).
     assert (near | ~torch.isfinite(whole)).all()
 
 

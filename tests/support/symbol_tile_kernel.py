@@ -1,6 +1,6 @@
-"""A kernel that makes a tile of symbols in the layout of the matrix units' accumulators."""
+"""A kernel that builds a tile of symbols in the layout of the matrix units' accumulators."""
 
-# Tuples of tensors grow while a kernel is compiled, and Triton has no types.
+# Tuples of tensors change their type while a kernel is compiled, and Triton is untyped.
 # mypy: disable-error-code="assignment, untyped-decorator"
 # Triton compiles no unpacking.
 # ruff: noqa: RUF005
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def given(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the word that holds two symbols."""
+    """Return the word that contains two symbols."""
     return words[SYMBOL // 2]
 
 
@@ -41,7 +41,7 @@ def tile_of_words(
     WARPS: tl.constexpr,
     FAST: tl.constexpr,
 ) -> None:
-    """``out`` int16 ``[token, WIDTH]``: the halves of ``words``, uint32 ``[token, WIDTH / 2]``, of 64 tokens per warp."""
+    """Write the halves of ``words``, uint32 ``[token, WIDTH / 2]``, to ``out``, int16 ``[token, WIDTH]``, with 64 tokens per warp."""
     row = tl.arange(0, HALF * WARPS)
     row = row // HALF * (2 * HALF) + row % HALF
     raw = ()

@@ -14,7 +14,7 @@ _LAYERS = r"(^|_)(num_hidden_layers|n_layers?|num_layers|layers|depth|num_blocks
 _SIZES = [
     (r"vocab", VOCABULARY),
     (r"head_?dim$|^d_kv$|^d_head$|kv_channels$|head_size$|_rank$|rotary_dim$", 8),
-    # Encoders have more layers than decoders, so that no code takes the number of one for that of the other.
+    # Encoders have more layers than decoders, so that tests notice if code confuses the two numbers.
     (r"(^|_)encoder_(layers|num_layers|num_hidden_layers|depth)$|^num_encoder_layers$", 3),
     (_LAYERS, 2),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads)$", 2),
@@ -27,10 +27,10 @@ _SIZES = [
     (r"(sliding_window|attention_window|window_size|attention_chunk_size)$", WINDOW),
     (r"position_embeddings$|^n_positions$|^max_seq_len$|^n_ctx$|target_positions$|source_positions$", 256),
 ]
-"""The largest size of what has a name of each pattern; the first that fits counts."""
+"""Maximum size for settings whose names match each pattern; the first matching pattern counts."""
 
 _LARGEST = 32
-"""The largest of all other sizes above 64."""
+"""Maximum for all other settings that exceed 64."""
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 
@@ -70,7 +70,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "zamba": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zamba2": {**_SHARED_ATTENTION, "layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
 }
-"""Settings that the rules do not find, by model type."""
+"""Settings that do not follow from the rules above, by model type."""
 
 
 def tiny_config(model_type: str, **others: Any) -> Any:
@@ -91,14 +91,14 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
             small[encoder] = small[decoder] + 1
     types = defaults.get("layer_types")
     if isinstance(types, list) and types:
-        # One layer of each type, but at least two.
+        # One layer of each type, and at least two layers.
         chosen = [types.index(one) for one in dict.fromkeys(types)]
         chosen = sorted(chosen if len(chosen) > 1 else [0, len(types) - 1])
         listed = {name: value for name, value in defaults.items() if isinstance(value, list) and len(value) == len(types)}
         small |= {name: [_small(name, value[i]) for i in chosen] for name, value in listed.items()}
         small |= {name: len(chosen) for name, value in defaults.items() if re.search(_LAYERS, name) and value == len(types)}
     if defaults.get("num_kv_shared_layers") and isinstance(types, list):
-        # Of each type one layer that keeps keys and values, and one that shares them.
+        # For each type, one layer that keeps keys and values, and one that shares them.
         small |= {name: value * 2 for name, value in small.items() if isinstance(value, list) and len(value) == len(chosen)}
         small |= {"num_kv_shared_layers": len(chosen), "num_hidden_layers": 2 * len(chosen)}
     if "num_key_value_heads" in small and defaults["num_key_value_heads"] == defaults.get("num_attention_heads"):

@@ -1,7 +1,7 @@
-"""Print the paths of the tests that a change needs (``python -m support.touched``), for ``make check``.
+"""Print the paths of the tests that cover a change (``python -m support.touched``), for ``make check``.
 
-A change is everything since the branch left main, including uncommitted files. A file of a folder needs the tests of that folder, a C
-kernel those of C kernels, a test file itself alone, and a module of ``tests/support`` the test files that import it.
+A change is everything since the branch left main, including uncommitted files. A source file is covered by the tests of its folder, a C
+kernel by those of C kernels, a test file by itself, and a module of ``tests/support`` by the test files that import it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TREES = {
     "tests/golden": "file",
     "tests/written": "file",
 }
-"""Folders whose tests have another name, and the folder in ``tests`` that holds them."""
+"""Test folder or file in ``tests`` for each source folder with a different name."""
 FILES = {
     "README.md": ("tests/test_readme.py",),
     "pyproject.toml": ("tests/test_packaging.py",),
@@ -33,7 +33,7 @@ FILES = {
     "kvpack/__init__.py": ("tests/test_imports.py", "tests/test_packaging.py"),
     "kvpack/cli.py": ("tests/commands",),
 }
-"""Files whose tests are not in a folder or a file of their name."""
+"""Tests of files that do not have a test folder or file with a matching name."""
 
 
 def changed_files(base: str = "main") -> list[str]:
@@ -43,7 +43,7 @@ def changed_files(base: str = "main") -> list[str]:
 
 
 def needed_by(file: str) -> set[str]:
-    """Return the paths of the tests that a change to ``file`` requires."""
+    """Return the paths of the tests that cover ``file``."""
     path = PurePosixPath(file)
     if file in FILES:
         return set(FILES[file])
@@ -108,7 +108,7 @@ def _git(*words: str) -> list[str]:
 
 def main() -> None:
     found = set().union(*(needed_by(file) for file in changed_files(*sys.argv[1:])))
-    # A folder holds its files, and pytest would run both.
+    # Drop files in listed folders, because pytest would run them twice.
     print(*sorted(path for path in found if not any(str(parent) in found for parent in PurePosixPath(path).parents)))
 
 

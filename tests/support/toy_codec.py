@@ -21,7 +21,7 @@ LARGEST_CODE = 127
 
 @dataclass(frozen=True)
 class Largest(CodecFamily):
-    """x = (code - 127) / 127 * largest, one ``largest`` per token and head."""
+    """Codec that decodes a code to (code - 127) / 127 * largest, with one ``largest`` per token and head."""
 
     id: ClassVar[str] = "largest"
 

@@ -1,4 +1,4 @@
-"""Sidecars registered by this file and one row each of ``formats.SIDECARS``: a part of the frame, and a map of values."""
+"""Sidecars registered by this file and one row each of ``formats.SIDECARS``: a ``FramePart`` and a ``ValueMap``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenMean(FramePart):
-    """The mean of a token's values in the coded frame, in binary16, subtracted before the codec."""
+    """Sidecar that subtracts the mean of each token's values in the coded frame, and stores it in binary16."""
 
     name: ClassVar[str] = "token_mean"
     words: ClassVar[tuple[str, ...]] = ("token_mean",)
@@ -57,7 +57,7 @@ class TokenMean(FramePart):
 
 @dataclass(frozen=True)
 class Multiples(ValueMap):
-    """Scales channel j by 1 + j mod ``period``: a linear map that is not orthogonal and has no streams."""
+    """Sidecar that scales channel j by 1 + j mod ``period``: a linear map that is not orthogonal and has no streams."""
 
     name: ClassVar[str] = "multiples"
     words: ClassVar[tuple[str, ...]] = ("multiples",)

@@ -27,22 +27,22 @@ DECODED = [file for file, line in LINES.items() if "error" not in line]
 
 @cache
 def read(file: str) -> Any:
-    """Return the file as the second decoder reads it; tests must not modify it."""
+    """Return the file read by the second decoder, which tests must not modify."""
     return decoder.read((FOLDER / file).read_bytes(), decompress, bases(LINES[file]))
 
 
 def load_basis(file: str) -> list[Basis]:
-    """Return the bases that a reader of the file is given."""
+    """Return the bases that a reader of the file receives."""
     return [Basis.of_bytes(data) for data in bases(LINES[file])]
 
 
 def verify(data: bytes, given: Sequence[Basis]) -> None:
-    """Check the bytes of a file, and that the bases given to its reader fit it."""
+    """Verify the bytes of a file, with the bases that its reader receives."""
     opened = container.open_bytes(data)
     opened.verify()
     opened.header = with_bases(opened.header, given)
     if given:
-        # What is coded by tables of the basis is checked with it.
+        # Values coded with tables of the basis can only be checked with the basis.
         opened.verify()
 
 
@@ -58,7 +58,7 @@ def unpacked(file: str, device: str = "cpu") -> list[float]:
 
 
 def rows(file: container.File, number: int, side: str) -> list[float]:
-    """Return all values of a side of a basis."""
+    """Return all values of the keys or values in a basis."""
     data = numpy.frombuffer(file.read_side(number, side)["values"], f"<f{DTYPE_BYTES[file.tensors[f'{number}.{side}.values'].dtype]}")
     return [float(value) for value in data]
 
@@ -80,7 +80,7 @@ class Expected:
         return cls(values, tolerances, line.get("subnormal_zero", False))
 
     def differing(self, found: Sequence[float]) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
-        """Return which of ``found`` do not agree with the expected values, by spec/vectors.md."""
+        """Return a mask of the values in ``found`` that do not agree with the expected ones (spec/vectors.md)."""
         values = numpy.array(found, numpy.float32)
         assert values.shape == self.values.shape
         same = values.view(numpy.uint32) == self.values.view(numpy.uint32)

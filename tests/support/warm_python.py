@@ -1,8 +1,8 @@
-"""Start Python programs for tests without the time that importing torch and transformers takes.
+"""Start Python programs for tests without spending time on importing torch and transformers.
 
-``python()`` is the path of a program that is used like ``sys.executable``: it takes the interpreter's arguments, and has the environment,
-streams, folder and exit code that it is given. Behind it is one process per test worker, which has imported torch and kvpack and forks for
-each program. Tests of imports, of memory and of installed packages use ``sys.executable``.
+``python()`` is the path of a program that is used like ``sys.executable``: it accepts the interpreter's arguments, and runs with the
+caller's environment, streams and folder. One server process per test worker, which has imported torch and kvpack, forks for each program.
+Tests of imports, of memory and of installed packages use ``sys.executable``.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
-"""The program that stands for Python and for the command ``kvpack``."""
+"""The program that replaces Python and the command ``kvpack``."""
 
 
 @functools.cache
 def _server(*, integrated: bool) -> Path:
-    """Return the folder of a forking process, which ends with this one.
+    """Start a forking server, which ends with this process, and return its folder.
 
-    One process may import kvpack's integrations. Another never does, so that its programs show which of them they import.
+    With ``integrated``, the server may import kvpack's integrations. Otherwise it never does, so that tests can check which ones a program
+    imports.
     """
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
@@ -86,7 +87,7 @@ def _server(*, integrated: bool) -> Path:
 
 @functools.cache
 def commands(*modules: str) -> Path:
-    """Return a folder with the programs ``python`` and ``kvpack``, which have torch, kvpack and ``modules`` already imported."""
+    """Return a folder with the programs ``python`` and ``kvpack``, which start with torch, kvpack and ``modules`` imported."""
     server = _server(integrated=modules != TRANSFORMERS)
     folder = Path(tempfile.mkdtemp(dir=server))
     script = Path(sys.executable).with_name("kvpack")
@@ -103,13 +104,13 @@ def python(*modules: str) -> str:
 
 
 def serve(path: str) -> dict[str, Any]:
-    """Fork for each request at a socket, and return the request in the fork; the server ends with the process that started it."""
+    """Fork for each request on a socket, and return the request in the fork. The server ends with the process that started it."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(64)
     os.rename(f"{path}.new", path)
     running: dict[int, tuple[int, socket.socket]] = {}
-    """By the descriptor that tells of its end: the number of a child, and the process that waits for it."""
+    """The running children by the descriptor that signals their end: process id, and the socket of the process that waits for it."""
     while True:
         waiting = {client: number for number, client in running.values()}
         ready, _, _ = select.select([0, listener, *running, *waiting], [], [])
@@ -125,7 +126,7 @@ def serve(path: str) -> dict[str, Any]:
                 client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
             waiting.pop(client)
         for client in waiting.keys() & set(ready):
-            # Nothing is sent after a request: the process that waited has ended.
+            # A client sends nothing after its request, so a readable socket means that the client has ended.
             os.kill(waiting[client], signal.SIGKILL)
         if listener in ready:
             client, _ = listener.accept()
@@ -147,13 +148,13 @@ def serve(path: str) -> dict[str, Any]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Run what the interpreter's arguments request, in this process."""
+    """Run the program that the interpreter's arguments request, in this process."""
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.executable = request["program"]
-    # New objects, since those of the interpreter's start know what its streams were.
+    # Create new stream objects, because the old ones have the settings of the server's streams.
     encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
     sys.stdin, sys.stdout = open(0, encoding=encoding, closefd=False), open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -172,7 +173,7 @@ def become(request: dict[str, Any]) -> None:
         exec(compile(words[1], "<string>", "exec"), vars(main))
     elif words[0] == "-m":
         sys.argv = words[1:]
-        # What a test had imported here is new to the program that it is.
+        # The program must import its main module again, even if the server has imported it.
         sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
@@ -182,7 +183,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 def end(work: Callable[[], None]) -> None:
-    """Do ``work`` and exit as the interpreter does, but without its final collection, which would copy all memory shared by forks."""
+    """Do ``work`` and exit as the interpreter does, but without a final garbage collection, which would copy all memory shared by forks."""
     code = 0
     try:
         work()

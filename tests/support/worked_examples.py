@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def example(page: Path, *columns: str) -> list[dict[str, str]]:
-    """Return the rows of the table in the page's worked example that has these columns, code marks removed."""
+    """Return the rows of the table with these columns in the page's worked example, without backticks."""
     text = page.read_text(encoding="utf-8").split("## Worked example")[1].split("\n## ")[0].replace("`", "")
     (block,) = re.findall(rf"\| {re.escape(' | '.join(columns))} \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", text)
     return [dict(zip(columns, (cell.strip() for cell in row.strip("|").split("|")), strict=True)) for row in block.strip().split("\n")]

@@ -1,7 +1,7 @@
 """Files and stores as kvpack wrote them before identities, tails and raw tokens changed, and the code that wrote them.
 
-``python -m support.written_files`` writes what is missing and touches nothing else; what is there never changes.
-``tests/written/manifest.json`` has the SHA-256 of every file, and what a reader must find.
+``python -m support.written_files`` writes missing files, and leaves existing ones unchanged. ``tests/written/manifest.json`` has the
+SHA-256 of every file, and the values that a reader must find.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAGES = FOLDER / "pages"
 ROW = FOLDER / "page.row"
 
 SAMPLE = 37
-"""One decoded value in so many is kept."""
+"""One in this many decoded values is recorded."""
 CHUNK = 32
 RECIPE = "octopus-4"
 NAMES = [*(name for name in RECORDED if name not in ADDITIONS), "klt-2", "transform-2"]

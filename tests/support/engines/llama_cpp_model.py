@@ -26,7 +26,7 @@ def write_model(path: Path, arch: str, dim: int, heads: int = 4, kv_heads: int =
     writer.add_feed_forward_length(2 * width)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    # Of a model with latents, what its cache holds: ``dim`` latents and half as many rotary channels.
+    # The cache of a model with latents contains ``dim`` latents and half as many rotary channels.
     latents = arch == "deepseek2"
     writer.add_key_length(dim + dim // 2 if latents else dim)
     writer.add_value_length(dim)

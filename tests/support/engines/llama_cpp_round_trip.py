@@ -1,8 +1,8 @@
-"""Sequence states between llama.cpp and kvpack, both installed: ``make engines``.
+"""Exchange sequence states between llama.cpp and kvpack, both installed: ``make engines``.
 
-States that llama.cpp saved are imported, saved, exported and compared byte for byte; llama.cpp loads both and goes on alike. Imported
-keys are those of the model's weights, computed by NumPy. ``--server PATH`` does the same with slots of that llama-server, and
-``--fixtures FOLDER`` writes the files of ``tests/integrations/test_llama_cpp.py``.
+States that llama.cpp saved are imported, saved, exported and compared byte for byte; llama.cpp must continue identically from both.
+Imported keys must equal those that NumPy computes from the model's weights. ``--server PATH`` does the same with slots of that
+llama-server, and ``--fixtures FOLDER`` writes the files of ``tests/integrations/test_llama_cpp.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def filled(model: Path, types: tuple[str, str], flash: bool, sequence: int, sequ
 
 
 def after(context: Context, path: Path, sequence: int, ids: list[int] = IDS) -> list[np.ndarray]:
-    """Return the logits of some tokens after a context has loaded a file of ``ids``."""
+    """Load a file of ``ids`` into a context, and return the logits of some further tokens."""
     assert context.load(path, sequence) == ids
     return [context.decode([token], len(ids) + number, sequence) for number, token in enumerate(NEXT)]
 
@@ -62,7 +62,7 @@ def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
 def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
     """Check that raw caches survive the round trip byte for byte, also through a kvpack file, and give llama.cpp the same logits."""
     windows = WINDOWS.get(arch)
-    # A cache of latents has one type.
+    # All tensors of a cache of latents have the same type.
     pairs = PAIRS[:3] if arch == "deepseek2" else PAIRS
     for types in pairs:
         for flash in (True, False):
@@ -109,7 +109,7 @@ def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
         assert context.load(own) is None
         export_slot(import_slot(own, **options_of(arch)), other, windows=windows, transposed=False, streams=1)
         found = after(context, other, 0)
-    # Layers after the first were computed by another attention.
+    # Layers after the first were computed with different attention.
     error = difference(found, expected)
     assert error < 2e-3
     yield f"into another layout, logits within {error:.1e}"
@@ -127,7 +127,7 @@ def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
     dim = keys.shape[1] // 2
     angles = np.arange(TOKENS)[:, None, None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
     keys = keys.reshape(TOKENS, 2, dim)
-    # llama's converter orders channels for neighbors that are rotated together; others are rotated half a head apart.
+    # The converter for llama reorders channels so that RoPE rotates neighbors; other models rotate channels half a head apart.
     first, second = (slice(0, None, 2), slice(1, None, 2)) if arch == "llama" else (slice(0, dim // 2), slice(dim // 2, None))
     turned = np.empty_like(keys)
     turned[..., first] = keys[..., first] * np.cos(angles) - keys[..., second] * np.sin(angles)
@@ -154,13 +154,15 @@ def check_lossy(folder: Path, model: Path, arch: str) -> Iterator[str]:
 
 
 def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
-    """Check states whose cells are not in the order of positions, after a context shift or in a sliding window; a state with a gap must be
-    refused."""
+    """Check states whose cells are not in order of position, as after a context shift or in a sliding window.
+
+    A state with a gap must be refused.
+    """
     own, exported, windows = folder / "own.bin", folder / "exported.bin", WINDOWS.get(arch)
-    # The result of flash attention depends on the order of cells by some 1e-3.
+    # The order of cells changes the result of flash attention by about 1e-3.
     with filled(model, ("fp32", "fp32"), False, 0, 1) as context:
         if windows:
-            # The ring has 256 places, and single tokens go from its end to its beginning.
+            # The ring buffer has 256 cells, and single tokens wrap around from its end to its beginning.
             ids = (IDS * 3)[:270]
             for position in range(TOKENS, len(ids)):
                 context.decode([ids[position]], position)
@@ -234,7 +236,7 @@ def check_server(folder: Path, program: Path) -> Iterator[str]:
                 answer = ask("/completion", again)
                 found.append((answer["tokens"], answer["completion_probabilities"], answer["timings"]["prompt_n"]))
             assert found[0] == found[1]
-            # llama-server computes the prompts of models with sliding windows again, also after its own files.
+            # For models with sliding windows, llama-server recomputes prompts even after loading its own files.
             assert windows or found[0][2] == len(NEXT), "the slot's tokens are reused"
         yield f"{arch} in llama-server: a slot of {cache.tokens} tokens byte for byte, and the same answer"
 

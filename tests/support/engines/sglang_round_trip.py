@@ -1,6 +1,6 @@
 """Move pages between SGLang's own host pools, through the backend that its own factory creates: ``make engines``.
 
-SGLang imports kernels and image functions that a CPU lacks: modules that do nothing stand in for them.
+SGLang imports kernels and image functions that are unavailable on a CPU; stubs replace them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import torch
 
-# Before the stand-ins: transformers asks which packages there are.
+# Import transformers before the stubs exist, because it checks which packages are installed.
 from transformers import AutoProcessor  # noqa: F401
 
 
@@ -78,7 +78,7 @@ def pool(layout: str, seed: int | None = None) -> Any:
 
 
 def backend(folder: str, recipe: str, kv: Any, others: dict[Any, Any]) -> Any:
-    # The rest is kvpack's entry point's.
+    # kvpack's entry point adds the other settings.
     extra = {"backend_name": "kvpack", "location": folder, "recipe": recipe, "revision": "abc"}
     config = HiCacheStorageConfig(
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False, enable_storage_metrics=True,
@@ -107,7 +107,7 @@ def page(made: Any, number: int) -> torch.Tensor:
 
 
 def metrics(collector: Any, made: Any) -> dict[str, float]:
-    """Return the metrics that SGLang shows for a backend: its own storage metrics and kvpack's."""
+    """Return the metrics that SGLang exports for a backend: its own storage metrics and kvpack's."""
     from prometheus_client import REGISTRY
 
     collector.log_storage_metrics(made.get_stats())

@@ -1,8 +1,8 @@
-"""One process of vLLM on the CPU whose cache layers are not plain attention alone: ``python vllm_groups.py KIND FOLDER RECIPE PLACEMENT``.
+"""One process of vLLM on the CPU with cache layers other than plain attention: ``python vllm_groups.py KIND FOLDER RECIPE PLACEMENT``.
 
-``KIND`` is "windows" (sliding windows beside attention, two workers, chunks of two blocks, so that windows leave chunks in part), "latents"
-(MLA) or "states" (short convolutions beside attention, which vLLM keeps as Mamba's states). The models are random: their log probabilities
-are compared, not their text.
+``KIND`` is "windows" (sliding windows and full attention, two workers, and chunks of two blocks, so that windows may cover part of a
+chunk), "latents" (MLA) or "states" (short convolutions and attention; vLLM treats the former as Mamba states). The models are random: their
+log probabilities are compared, not their text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_WORKER_MULTIPROC_METHOD
 
 import torch
 
-# With AMX, vLLM's attention keeps pages in an arrangement that kvpack refuses; workers import this file as well.
+# With AMX, vLLM's attention uses a page layout that kvpack refuses. Workers import this file as well.
 torch.cpu._is_amx_tile_supported = lambda: False
 
 TOKENS, GENERATED = 900, 16
@@ -28,7 +28,7 @@ TOKENS, GENERATED = 900, 16
 
 WORKERS = {"windows": 2, "latents": 1, "states": 1}
 BLOCKS = {"windows": 2, "latents": 2, "states": 1}
-"""Blocks of a chunk."""
+"""Number of blocks per chunk."""
 SIZES = {
     "vocab_size": 264, "hidden_size": 256, "intermediate_size": 512, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 0,
     "tie_word_embeddings": False, "num_attention_heads": 4,
@@ -51,7 +51,7 @@ def random_model(kind: str) -> Any:
             qk_nope_head_dim=128, v_head_dim=128, moe_intermediate_size=128, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
             first_k_dense_replace=2, max_position_embeddings=2048, initializer_range=0.1,
         ))  # fmt: skip
-    # vLLM reads the names of the first of these models for the sizes of the convolution and the MLP.
+    # vLLM reads the sizes of the convolution and the MLP under the names of the first of these models.
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(
         **SIZES, num_hidden_layers=4, num_key_value_heads=2, layer_types=["conv", "full_attention"] * 2, conv_dim=256, conv_dim_out=256,
         block_dim=256, block_ff_dim=512, block_auto_adjust_ff_dim=False, block_multiple_of=256, block_ffn_dim_multiplier=1.0,
@@ -118,7 +118,7 @@ def main(kind: str, folder: str, recipe: str, placement: str) -> None:
 
     prompt = [256, *text[: TOKENS - 1]]
     first, _ = run(prompt)
-    # Steps in which vLLM collects what is done.
+    # Run more steps, in which vLLM collects finished transfers.
     for word in range(3):
         run([256, 65, 66 + word])
     llm.reset_prefix_cache()

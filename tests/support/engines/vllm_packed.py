@@ -1,6 +1,6 @@
-"""One process of vLLM on the CPU whose primary tier holds rows, above vLLM's own fs tier: ``python vllm_packed.py MODEL FOLDER RECIPE``.
+"""One process of vLLM on the CPU with rows in its primary tier, above vLLM's own fs tier: ``python vllm_packed.py MODEL FOLDER RECIPE``.
 
-vLLM has no device pages on the CPU but those of its attention there, and kvpack's worker takes them as it does those of a GPU.
+On the CPU, the only device pages are those of vLLM's CPU attention; kvpack's worker handles them like those of a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOKENS, GENERATED = 900, 48
 def main(model: str, folder: str, recipe: str, cache_dtype: str = "auto") -> None:
     import torch
 
-    # With AMX, vLLM's attention keeps pages in an arrangement that kvpack refuses.
+    # With AMX, vLLM's attention uses a page layout that kvpack refuses.
     torch.cpu._is_amx_tile_supported = lambda: False
 
     from vllm import LLM, SamplingParams
@@ -63,19 +63,19 @@ def main(model: str, folder: str, recipe: str, cache_dtype: str = "auto") -> Non
 
     prompt = [256, *text[: TOKENS - 1]]
     out = run(prompt)
-    # Steps in which vLLM collects what is done.
+    # Run more steps, in which vLLM collects finished transfers.
     for word in range(3):
         run([256, 65, 66 + word])
     (scheduler,) = [one for one in made if one._manager is not None]
     (worker,) = [one._packed for one in made if one._packed is not None]
     first = {"cached": out.num_cached_tokens, "tokens": list(out.outputs[0].token_ids)}
-    # Blocks of the device are forgotten, so that chunks come from the primary tier; a bit of one has changed in memory.
+    # Reset the device's prefix cache, so that chunks come from the primary tier, and flip a bit of one of them in memory.
     llm.reset_prefix_cache()
     found = run(prompt)
     memory = {"cached": found.num_cached_tokens, "tokens": list(found.outputs[0].token_ids)}
     rows = [row for row in worker._memory if bytes(row[:10].tolist()) == b"kvpack-row"]
     rows[3][len(rows[3]) // 3] ^= 4
-    # Tokens from its block on are computed again; vLLM still counts them as cached.
+    # Tokens from the damaged block on are computed again, but vLLM still counts them as cached.
     kept = 3 * llm.llm_engine.vllm_config.cache_config.block_size
     llm.reset_prefix_cache()
     found = run(prompt)

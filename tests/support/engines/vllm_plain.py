@@ -1,4 +1,4 @@
-"""Run vLLM on the CPU without kvpack: ``python vllm_plain.py MODEL CACHED`` prints what it generated after CACHED cached tokens."""
+"""Run vLLM on the CPU without kvpack: ``python vllm_plain.py MODEL CACHED`` prints the text generated after CACHED cached tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(model: str, cached: int) -> None:
 
     prompt = [256, *text[: TOKENS - 1]]
     if cached:
-        # The cache keeps whole blocks, and the last token is always computed.
+        # Only whole blocks are cached, and the last token is always computed.
         run(prompt[: cached + 1])
     out = run(prompt)
     print("RESULT " + json.dumps({"cached": out.num_cached_tokens, "tokens": list(out.outputs[0].token_ids)}))

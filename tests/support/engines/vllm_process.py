@@ -17,7 +17,7 @@ TOKENS, GENERATED = 900, 48
 def main(model: str, store: str, recipe: str) -> None:
     import torch
 
-    # With AMX, vLLM's attention keeps pages in an arrangement that the tier refuses.
+    # With AMX, vLLM's attention uses a page layout that the tier refuses.
     torch.cpu._is_amx_tile_supported = lambda: False
 
     from vllm import LLM, SamplingParams
@@ -31,7 +31,7 @@ def main(model: str, store: str, recipe: str) -> None:
             super().__init__(*arguments, **options)
             tiers.append(self)
 
-    # As operators write it: vLLM knows the type by kvpack's entry point.
+    # This is the configuration that operators write: kvpack's entry point has registered the type.
     tiers_module.KvpackTier = Seen
     packed = {"placement": "store", "location": store, "recipe": recipe, "layout": "cpu-vec"}
     extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_spec", "cpu_bytes_to_use": 64 << 20, **packed}
@@ -49,7 +49,7 @@ def main(model: str, store: str, recipe: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
     (out,) = llm.generate([{"prompt_token_ids": [256, *text[: TOKENS - 1]]}], sampling, use_tqdm=False)
     tiers[0].drain_jobs()
-    # Steps in which vLLM collects what is done, and what was counted.
+    # Run more steps, in which vLLM collects finished transfers and metrics.
     for word in range(2):
         llm.generate([{"prompt_token_ids": [256, 65, 66 + word]}], sampling, use_tqdm=False)
         tiers[0].drain_jobs()

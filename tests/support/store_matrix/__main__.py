@@ -1,4 +1,4 @@
-"""The command line of the matrix: prints a table, or one JSON value with --json. Exits with 1 if a promise was broken."""
+"""The command line of the matrix. It prints a table, or one JSON value with --json, and exits with 1 if a guarantee was broken."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON value instead of a table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # Its budgets are of entries.
+    # Budgets of the matrix are multiples of the entry size.
     disk_of_bytes.install(pytest.MonkeyPatch())
-    # What is met is counted; every store would say it once.
+    # Faults are counted, so the warning that each store logs once is not needed.
     logging.getLogger("kvpack.store").setLevel(logging.CRITICAL)
     kinds, faults = arguments.kind or list(KINDS), arguments.fault or list(FAULTS)
     together = {"kill": arguments.kills, "isolation": arguments.lookups}
@@ -41,7 +41,7 @@ def main() -> int:
             _tell("")
             if not sys.stderr.isatty():
                 print(f"{fault}, {kind}: {cells[-1].counts['cases']:,} cases, {cells[-1].seconds:,.0f} s", file=sys.stderr, flush=True)
-            # What is broken is told when it is met: a run may take hours.
+            # Print problems immediately, because a run may take hours.
             for problem in cells[-1].problems:
                 print(f"{fault}, {kind}: {problem}", file=sys.stderr)
     if arguments.json:

@@ -1,4 +1,4 @@
-"""One cell of the matrix: the fault applied to a kind of store, and every promise that was broken."""
+"""One cell of the matrix: a fault applied to a kind of store, and the guarantees that were broken."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_SHOWN = 20
 
 @dataclass
 class Cell:
-    """``counts`` are counters by name, such as cases and verified reads; ``problems`` are sentences, up to the number that is shown."""
+    """``counts`` are counters by name, such as cases and verified reads. ``problems`` are sentences, at most as many as are shown."""
 
     kind: str
     fault: str
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def found(self) -> int:
-        """Return the number of reads that hit, chunks found after a fault, and so on; 0 means that nothing was checked."""
+        """Return the total number of verified reads, chunks found after a fault, and so on; 0 means that nothing was checked."""
         return sum(self.counts[name] for name in ("hits", "chunks_found", "chunks_left", "own_hits", "saves"))
 
     def problem(self, text: str) -> None:
@@ -45,7 +45,7 @@ class Cell:
 
     @contextlib.contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Record an exception that leaves the block as a problem."""
+        """Record an exception raised in the block as a problem."""
         try:
             yield
         except (Exception, AssertionError) as error:
@@ -70,7 +70,7 @@ class Cell:
 
 
 def told(error: BaseException) -> str:
-    """Return an exception and where it was raised, on one line."""
+    """Format an exception and where it was raised in one line."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     where = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
     return f"{type(error).__name__}: {error} ({where})"
@@ -80,7 +80,7 @@ def fork(work: Callable[[Note], None], notes: str) -> int:
     """Fork a child that calls ``work(note)`` and exits, and return its process id; notes and exceptions go to the file ``notes``."""
     sys.stdout.flush()
     with warnings.catch_warnings():
-        # From Python 3.12 on a fork beside threads warns; no child waits for one of the parent.
+        # Python 3.12 and later warn about forks in processes with threads. The children here wait for no thread of the parent.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process:
@@ -102,7 +102,7 @@ def fork(work: Callable[[Note], None], notes: str) -> int:
 
 
 def read_notes(notes: str, cell: Cell) -> None:
-    """Add the notes of children to the cell, problems as problems and all else as counts, and empty the file."""
+    """Add the notes of children to the cell's problems and counts, and empty the file."""
     if not os.path.exists(notes):
         return
     with open(notes, encoding="utf-8") as file:

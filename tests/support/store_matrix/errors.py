@@ -1,4 +1,4 @@
-"""Inject errno: the n-th call of each system operation fails, once or from then on, wherever it happens in the store."""
+"""Inject errors: the n-th call of each system operation by a store fails with an errno, once or permanently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ERRORS = (
 )
 SOCKET_ERRORS = (errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.EINTR)
 OTHER_FILES = (*KEPT, (0, 2), (1, 3))
-"""Entries saved without pins and without a budget: none may be evicted."""
+"""Prompts saved without pins and without a budget, which must not be evicted."""
 
 
 def errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
@@ -55,7 +55,7 @@ def _operations(place: Place) -> Sequence[str]:
 
 
 def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, int, int, bool, int | None]]:
-    """Return every case in a random order that takes the operations in turn."""
+    """Return every case in a random order that alternates between operations."""
     by_operation = []
     for operation, most in calls.items():
         codes = SOCKET_ERRORS if operation in SOCKET_OPERATIONS else ERRORS
@@ -67,7 +67,7 @@ def _cases(calls: Mapping[str, int], choice: random.Random) -> list[tuple[str, i
 
 
 def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
-    """Use a store that meets a fault, check it afterwards, and return how often the fault's operations were called."""
+    """Use a store with a fault, check it afterwards, and return how often the fault's operations were called."""
     place.clear()
     place.budget, place.durable = budget, True
     keep(place)
@@ -86,7 +86,7 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
                 check(store, who, 0)
                 store.save(prompt(7), packed(who, 7))
                 cell.counts["chunks_found"] += check(store, who, 7)
-            # A store that cannot be opened may say so.
+            # Opening a store may raise.
             with contextlib.suppress(kvpack.KvpackError):
                 cell.counts["chunks_found"] += each(place)
         for who, store in enumerate(lasting[:2]):
@@ -101,7 +101,7 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
 
 
 def open_files() -> set[str]:
-    """Return the files that this process has open, without sockets, which close when a client is collected."""
+    """Return the files that this process has open, except sockets, which close when a client is garbage-collected."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 WRITERS = 3
 LONGEST_LIFE = 0.03
-"""Seconds between two kills, at most."""
+"""Maximum number of seconds between two kills."""
 READS = 3
-"""Verified reads after each kill."""
+"""Number of verified reads after each kill."""
 KILLS_A_CHECK = 50
-"""Kills after which all writers end and the store is looked through."""
+"""Number of kills after which all writers end and the whole store is checked."""
 KILLS_A_SERVER = 20
 _SERVER_FAULTS = ("ConnectionError", "TimeoutError", "CircuitOpen", "ECONN", "EPIPE")
 
 
 def kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Kill ``count`` writers, one at a time, and check every promise during and afterwards."""
+    """Kill ``count`` writers, one at a time, and check all guarantees during and after the kills."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
-        # A server that comes back is asked again soon.
+        # Retry soon after the server is back.
         patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
         keep(place)
         choice, left = random.Random(seed), count
@@ -125,7 +125,7 @@ def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
 
 
 def _check_counters(counts: dict[str, object], who: int, place: Place, problem: Callable[[str], None]) -> None:
-    """Check that on a sound disk nothing is damaged or refused, whichever process is killed; a killed server only stops answering."""
+    """Check that killing processes damages nothing on a sound disk and causes no refusals; a killed server only stops responding."""
     if counts["damaged_entries"]:
         problem(f"identity {who} met {counts['damaged_entries']} damaged entries: {counts['faults']}")
     faults = counts["faults"]

@@ -1,4 +1,4 @@
-"""The kinds of store that faults are applied to, and what can be observed of one from outside while it works."""
+"""The kinds of stores to which faults are applied, and what can be observed from outside while a store is in use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from support.redis_server import Server
 
 ENTRY_BYTES = 6720
-"""The size of the largest entry, that of a prompt's first chunk, which has the most raw tokens."""
+"""Size in bytes of the largest entry: a prompt's first chunk, which has the most raw tokens."""
 BUDGET = 12 * ENTRY_BYTES
-"""About a seventh of what all prompts of all identities take."""
+"""Budget in bytes: about a seventh of the size of all prompts of all identities."""
 MAX_ENTRY_BYTES = 2**20
 KEYS = {"now": bytes(range(32)), "before": bytes(32)}
 
@@ -35,7 +35,7 @@ return total
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of store by its tiers, the fastest first: "memory", "folder" or "Redis"."""
+    """A kind of store by its tiers, fastest first: "memory", "folder" or "Redis"."""
 
     name: str
     tiers: tuple[str, ...]
@@ -82,7 +82,7 @@ class Place:
         return "folder" in self.kind.tiers
 
     def open(self, who: int | kvpack.Identity = 0, *, chunk: int = CHUNK, **options: Any) -> kvpack.Store:
-        """Return the store of one identity, or of one in ``IDENTITIES``; ``options`` apply to every tier."""
+        """Open the store of an identity, or of the identity with number ``who`` in ``IDENTITIES``; ``options`` apply to every tier."""
         identity = who if isinstance(who, kvpack.Identity) else IDENTITIES[who]
         options = {"max_bytes": self.budget, **options}
         tiers = []
@@ -114,7 +114,7 @@ class Place:
         return redis.Redis.from_url(self.server.url, socket_timeout=10)
 
     def most_stored(self) -> int:
-        """Return the bytes of entries and unfinished files that the fullest tier held at one moment."""
+        """Return the size in bytes of entries and unfinished files that the fullest tier contained at one moment."""
         sizes = [bytes_stored(folder) for folder in self.folders]
         if self.server is not None:
             sizes.append(int(self.client().eval(_STORED, 0)))
@@ -148,7 +148,7 @@ def everything(folders: list[str]) -> Iterator[str]:
 
 
 def bytes_stored(folder: str) -> int:
-    """Return the bytes of entries and unfinished files that existed at the same time: those seen both before and after the listing."""
+    """Return the size in bytes of entries and unfinished files that existed at the same time: those seen in two listings."""
     before, after = (dict(_sizes(folder)) for _ in range(2))
     return sum(size for path, (size, file) in before.items() if after.get(path) == (size, file))
 

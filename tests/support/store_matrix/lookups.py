@@ -1,4 +1,4 @@
-"""Test isolation: lookups by every tenant, adapter and model of prompts stored by all the others (tests/support/store_lookups.py)."""
+"""Test isolation: every tenant, adapter and model looks up prompts that all others have stored (tests/support/store_lookups.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.store_matrix.cells import Cell
 from support.store_matrix.kinds import Place
 
 MANY = 10_000
-"""Lookups from which on the adapters of models are among them, which take seconds to make, and more prompts."""
+"""Minimum number of lookups with which models with adapters, which take seconds to build, and more prompts are included."""
 
 
 def lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
@@ -37,9 +37,9 @@ def lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
 
 
 def near() -> list[kvpack.Identity]:
-    """Return identities that differ from one in a single field, and identities whose fields split the same text differently."""
+    """Return identities that differ from one identity in a single field, and identities whose fields split the same text differently."""
     base = kvpack.Identity("model", "bf16", weights="w1", adapter="a", dtype="bfloat16", tenant="tenant")
-    # Those that are in no key tell no identities apart.
+    # Fields that are not in keys do not distinguish identities.
     fields = [field.name for field in dataclasses.fields(base) if field.compare and field.name != "recipe"]
     found = [base]
     for name in fields:

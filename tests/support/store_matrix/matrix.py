@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Fault:
     """A fault, which ``run(place, cell, count, seed)`` applies to a place.
 
-    ``many`` cases are those of a long run of one kind; a test has ``few`` of a plain folder, and a third of that of any other kind.
+    A long run has ``many`` cases per kind of store. A test has ``few`` cases for a plain folder, and a third of that for other kinds.
     """
 
     name: str
@@ -70,7 +70,7 @@ def places(kind: Kind) -> Iterator[Place]:
         if "Redis" in kind.tiers:
             (root / "server").mkdir(mode=0o700)
             server = stack.enter_context(redis_server.running(root / "server"))
-        # Others than root, in the cell of two users, reach their folders through it.
+        # In the cell with two users, users other than root access their folders through this one.
         root.chmod(0o755)
         yield Place(kind, root / "place", server)
 

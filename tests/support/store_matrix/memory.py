@@ -1,4 +1,4 @@
-"""Limit memory: a process whose address space runs out at any point, and a server that is full."""
+"""Limit memory: a process that runs out of address space at any point, and a server that is full."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from support.store_matrix.cells import Note
 
 LAYERS = 12
-"""For entries that take memory of their own: 40 kB."""
+"""Number of layers with which an entry (40 kB) needs its own allocation from the system."""
 STEP_BYTES = 150_000
 OTHERS = (8, 9, 11, 14)
-"""Prompts of the first identity that are saved without memory."""
+"""Prompts of the first identity that are saved while memory is limited."""
 STEPS = 32
-"""Limits from what the process has on, up to room for everything."""
+"""Number of limits, from the memory already in use up to room for everything."""
 _SERVER_STEP_BYTES = 30_000
 _LIBC = ctypes.CDLL(None)
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
@@ -37,7 +37,7 @@ _LARGE = 16_384
 
 
 def limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Use a store under ``count`` limits in turn; nothing that was saved before may be lost."""
+    """Use a store under ``count`` limits in turn; no entry saved before may be lost."""
     place.budget = None
     notes = str(place.root / "notes")
     process = fork(lambda note: _under_limits(place, count, note), notes)
@@ -51,16 +51,16 @@ def limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
 
 
 def _under_limits(place: Place, count: int, note: Note) -> None:
-    # A thread that finds no memory to begin with says so there, and its work is done by who started it.
+    # A thread that cannot start for lack of memory prints a message, and the caller does its work.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    # Larger allocations come from the system, and go back to it, so that the limit meets them.
+    # Serve larger allocations from the system, and return them to it, so that the limit applies to them.
     _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGE)
     _LIBC.mallopt(_M_TRIM_THRESHOLD, _LARGE)
     set_layers(LAYERS)
     for who, number in (*KEPT, *((0, other) for other in OTHERS)):
         expected(who, number)
     keep(place)
-    # What is imported when it is needed is imported now: without memory that would be an ImportError of Python's own.
+    # Import lazily imported modules now, because without memory Python itself would raise ImportError.
     _use(place, 0, None)
     for number in range(count):
         kept, saved = _use(place, number, STEP_BYTES * (number * STEPS // max(1, count - 1)))
@@ -106,7 +106,7 @@ def _room(room: int | None) -> Iterator[None]:
         used = os.sysconf("SC_PAGE_SIZE") * int(file.read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
     try:
-        # What is free in the heap is taken first.
+        # Use up free heap memory first.
         for size in (16 * _LARGE, 4 * _LARGE, _LARGE):
             with contextlib.suppress(MemoryError):
                 while True:
@@ -118,7 +118,7 @@ def _room(room: int | None) -> Iterator[None]:
 
 
 def _full_server(place: Place, cell: Cell, count: int) -> None:
-    """Use a server that refuses what does not fit, or evicts arbitrary keys, including bookkeeping."""
+    """Use a server that refuses entries that do not fit, or evicts arbitrary keys, including those of bookkeeping."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.0))

@@ -1,4 +1,4 @@
-"""Use two PID namespaces, like containers that share a folder and cannot see each other's process ids."""
+"""Use two PID namespaces, as containers do that share a folder but cannot see each other's process ids."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _wait(process: int, cell: Cell) -> None:
 
 
 def _look_on(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
-    """Act as another container: open the store, look prompts up, and collect."""
+    """Act as another container: open the store, look up prompts, and collect garbage."""
     while not stop.exists():
         with place.open(3) as store:
             store.collect()
@@ -72,7 +72,7 @@ def _save(place: Place, who: int, count: int, note: Note) -> None:
     for number in range(count):
         saved = number % PROMPTS
         if number >= PROMPTS:
-            # From then on what is there is made anew.
+            # From then on, delete existing entries and save them again.
             stores[who].delete(prompt(saved))
         whole = chunks(saved)
         tokens = stores[who].save(prompt(saved), packed(who, saved))
@@ -87,7 +87,7 @@ def _save(place: Place, who: int, count: int, note: Note) -> None:
 
 
 class _SlowOs:
-    """Replaces the module ``os`` by one with a slow disk, so that others run while files are unfinished."""
+    """A replacement of the module ``os`` with a slow disk, so that others run while files are unfinished."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -132,7 +132,7 @@ def _in_child(work: Callable[[], None], note: Note) -> None:
 
 
 def _unshare() -> None:
-    # Root needs no user namespace of its own.
+    # Root does not need a separate user namespace.
     flags = CLONE_NEWPID if os.geteuid() == 0 else CLONE_NEWPID | CLONE_NEWUSER
     if _LIBC.unshare(flags):
         code = ctypes.get_errno()

@@ -1,6 +1,6 @@
-"""Know what a store must answer: the streams of every prompt of every identity, kept here as bytes.
+"""The expected contents of stores: the streams of every prompt of every identity, as bytes.
 
-All identities have the same prompts and caches of the same shape, so any mix of them would be found, and would show.
+All identities have the same prompts and caches of the same shape, so a store could mix them up, and the comparison would show it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 FAMILIES, PROMPTS, LONGEST = 4, 16, 4
-"""Prompts share first chunks with those of their family, and have up to ``LONGEST`` chunks."""
+"""Number of families, whose prompts share their first chunks; number of prompts; and maximum number of chunks per prompt."""
 HEADS, DIM = 1, 32
 _layers = 1
 
@@ -33,12 +33,12 @@ IDENTITIES = (
 
 
 class Wrong(Exception):
-    """Raised when a store has broken a promise."""
+    """Raised if a store has broken a guarantee."""
 
 
 @cache
 def prompt(number: int) -> tuple[int, ...]:
-    """Return the token ids of a prompt: one or two chunks shared by its family, then its own, and a few more than whole chunks."""
+    """Return the token ids of a prompt: one or two chunks shared by its family, then its own, and a few extra tokens."""
     family, own = random.Random(number % FAMILIES), random.Random(1000 + number)
     shared = [family.randrange(100_000) for _ in range(CHUNK * (1 + number % FAMILIES % 2))]
     rest = [own.randrange(100_000) for _ in range(CHUNK * own.randint(0, LONGEST - 2))]
@@ -52,7 +52,7 @@ def chunks(number: int) -> int:
 
 @cache
 def packed(who: int, number: int) -> kvpack.Cache:
-    """Return the cache of a prompt; its values are a function of the identity, the layer and all tokens so far."""
+    """Return the cache of a prompt, whose values are a function of the identity, the layer and all preceding tokens."""
     ids = prompt(number)
 
     def side(*name: Any) -> torch.Tensor:
@@ -66,7 +66,7 @@ def packed(who: int, number: int) -> kvpack.Cache:
 
 
 def chunk_bytes(whole: kvpack.Cache, number: int) -> bytes:
-    """Return every stream of chunk ``number`` with its name, dtype and shape."""
+    """Return every stream of chunk ``number``, with its name, dtype and shape, as bytes."""
     parts: list[bytes] = []
     for layer in whole[:, number * CHUNK : (number + 1) * CHUNK]:
         for name, side in layer.sides.items():
@@ -85,7 +85,7 @@ def expected(who: int, number: int) -> tuple[bytes, ...]:
 
 
 def set_layers(count: int) -> None:
-    """Give caches ``count`` layers from now on, for entries of another size; call only in a separate process."""
+    """Set the number of layers of all later caches to ``count``, which changes the size of entries. Call it only in a separate process."""
     global _layers
     _layers = count
     packed.cache_clear()
@@ -116,7 +116,7 @@ def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> i
 
 
 def check(store: kvpack.Store, who: int, number: int) -> int:
-    """Load a prompt and return the chunks found. Raises Wrong for wrong contents, and whatever ``load`` raises."""
+    """Load a prompt and return the chunks found. Raises Wrong for wrong contents, and the errors of ``load``."""
     return compare(who, number, *store.load(prompt(number)))
 
 

@@ -1,4 +1,4 @@
-"""Plant what a neighbor may put in the place of an entry: in a folder or on a server."""
+"""Plant objects that another user could put in the place of an entry, in a folder or on a server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvpack.store.backend import MAX_ENTRY_BYTES
 from support.store_matrix.oracle import CHUNK, IDENTITIES, packed, prompt
 
 Plant = Callable[[str, str], None]
-"""Put something at the path of an entry, in a folder of a tier."""
+"""A function (path, folder) that puts an object at an entry's path in the folder of a tier."""
 OnServer = Callable[[Any, bytes], None]
-"""Put something on the server of a client, such as in the place of the entry of a key."""
+"""A function (client, key) that puts an object on the client's server, such as in the place of the key's entry."""
 
 LARGE = MAX_ENTRY_BYTES + 2**20
-"""Bytes of a sparse file: more than any entry has."""
+"""Size in bytes of a sparse file, larger than any entry."""
 ENTRY = b"{kvpack}:entry:"
 
 
@@ -93,7 +93,7 @@ IN_FOLDERS: list[Plant] = [
 ]
 
 STAYS: list[Plant] = [sparse, sparse_encrypted, a_folder, unreadable]
-"""Objects that a store does not remove, because they may be valid for others: they are misses, which ``save`` reports."""
+"""Objects that a store does not remove, because they may be valid for others. They are misses, and ``save`` reports them."""
 
 
 def _junk_entry(client: Any, key: bytes) -> None:
@@ -180,13 +180,13 @@ def _make_room(path: str) -> None:
 
 
 def _another(path: str, folder: str) -> str:
-    """Return the path of some other entry in a folder."""
+    """Return the path of any other entry in a folder."""
     found = [other for other in glob.glob(f"{folder}/?/?/" + "?" * 64) if other != path]
     return found[0] if found else "/nowhere"
 
 
 def _trusts_plaintext(folder: str) -> bool:
-    """Return True if a folder is not encrypted, so that a complete entry is taken to be what its writer says."""
+    """Return True if a folder is not encrypted, so that a store trusts any complete entry in it."""
     for other in glob.glob(f"{folder}/?/?/" + "?" * 64):
         if os.path.isfile(other) and os.access(other, os.R_OK):
             with open(other, "rb") as file:

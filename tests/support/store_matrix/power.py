@@ -1,4 +1,4 @@
-"""Lose power: every state that a crash may leave a folder in (see power_loss.py), and a Redis server whose log is cut anywhere."""
+"""Lose power: a folder in any state that a crash may leave (see power_loss.py), and a Redis server whose log is cut anywhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _crashes(place: Place, cell: Cell, count: int, choice: random.Random) -> Non
     cell.counts["steps"] += len(system.steps)
     for number in range(count):
         stop = choice.randint(0, len(system.steps))
-        # The least that may be left, all names with the least bytes, and anything between.
+        # The minimum that may survive, all names with the fewest bytes, and random states in between.
         way = choice.choice(("least", "names", "any"))
         crashed = replace(place, root=place.root.with_name("crashed"))
         shutil.rmtree(crashed.root, ignore_errors=True)
@@ -54,7 +54,7 @@ def _crashes(place: Place, cell: Cell, count: int, choice: random.Random) -> Non
         disk.crash(str(crashed.root), choice if way == "any" else None, names_survive=way == "names")
         if crashed.server is not None:
             _crash_server(crashed.server, log, choice)
-        # A server may lose anything, so it promises nothing.
+        # A server may lose anything, so it guarantees nothing.
         kept = KEPT if place.durable and place.folders and stop >= promised else ()
         with cell.noting(f"power lost after {stop} of {len(system.steps)} steps, {way}, durable={place.durable}, crash {number}"):
             cell.counts["chunks_left"] += sound(crashed, kept, damage_allowed=not place.durable, read=(0, 1, 4, 5))

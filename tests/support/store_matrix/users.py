@@ -1,6 +1,7 @@
 """Involve two users: this one, and root or a neighbor who owns the folder, writes arbitrary data to it, or truncates loaded files.
 
-Folders need root, who becomes two users of no rights; a server needs nobody, for all its clients are equals.
+For folders, the test must run as root, to become two unprivileged users. A server needs no users, because all its clients have the same
+rights.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
 ALICE, BOB = 54_321, 54_322
 MAX_GROWTH = 64 * 2**20
-"""Bytes of memory that a planted entry may cost."""
+"""Maximum memory in bytes that a planted entry may take."""
 VICTIM = (0, 2)
-"""The prompt (identity, number) at one of whose chunks something is planted."""
+"""The prompt (identity, number) in the place of one of whose chunks objects are planted."""
 
 
 def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
-    """Plant ``count`` entries in turn, and let root and a neighbor do whatever they may."""
+    """Plant ``count`` objects in turn, and let root and another user do whatever their rights allow."""
     prepare()
     planted.prepare(*VICTIM)
     if place.server is not None:
@@ -50,7 +51,7 @@ def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     if os.geteuid():
         cell.skipped = "becoming two users needs root"
         return
-    # What is imported when it is needed is imported now: the two users may not read it.
+    # Import lazily imported modules now, because the two users may not be able to read their files.
     place.clear()
     each(place)
     _commands(place)
@@ -90,7 +91,7 @@ def _as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], No
 
 
 def _fresh(place: Place, uid: int, mode: int = 0o700) -> Place:
-    """Return the place with folders of one user, empty."""
+    """Return the place with empty folders of one user."""
     place.clear()
     for folder in place.folders:
         os.mkdir(folder, mode)
@@ -109,7 +110,7 @@ def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> 
         with _small_growth():
             _meet(own)
             _commands(own)
-        # What another key may open stays as well (spec/store.md, Encrypted entries).
+        # Entries that another key may decrypt also stay (spec/store.md, Encrypted entries).
         if plant not in planted.STAYS and not (own.kind.encrypted and plant is planted.another_entry):
             with own.open(VICTIM[0]) as store:
                 works(store, *VICTIM)
@@ -123,7 +124,7 @@ def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> 
 
 
 def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
-    """Check a world-writable folder in which a neighbor has planted something: it is refused, or answers correctly."""
+    """Check that a world-writable folder in which another user has planted an object is refused, or works correctly."""
     shared = _fresh(place, ALICE, 0o777)
 
     def prepare_folder(note: Note) -> None:
@@ -147,7 +148,7 @@ def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) 
 
 
 def _meet(place: Place) -> None:
-    """Use the chain that something was planted in; loads must be correct or a miss, and chunks reported as saved must be found."""
+    """Use the prompt with the planted object; loads must be correct or a miss, and chunks reported as saved must be found."""
     who, number = VICTIM
     with place.open(who) as store:
         store.match(prompt(number))
@@ -180,7 +181,7 @@ def _commands(place: Place) -> None:
 
 
 def _root_collects(place: Place, cell: Cell, seed: int) -> None:
-    """Let root collect a user's folder; the files it leaves stay the user's, who continues to use the store."""
+    """Let root collect garbage in a user's folder. Remaining files must still belong to the user, who continues to use the store."""
     own = replace(_fresh(place, ALICE), budget=BUDGET)
 
     def use(note: Note) -> None:
@@ -205,7 +206,7 @@ def _root_collects(place: Place, cell: Cell, seed: int) -> None:
 
 
 def _folder_of_another(place: Place, cell: Cell) -> None:
-    """Check that a neighbor's folder of mode 0755 is refused, or that loaded data does not change when the neighbor changes his files."""
+    """Check that another user's folder of mode 0755 is refused, or that loaded data does not change when its owner changes the files."""
     his = _fresh(place, BOB, 0o755)
 
     def readable(note: Note) -> None:
@@ -291,9 +292,9 @@ def _output_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_growth() -> Iterator[None]:
-    """Raise Wrong if the block takes more memory than the test can need.
+    """Raise Wrong if the block takes more memory than the test should need.
 
-    Pages of files do not count: a forked process begins without those of PyTorch's libraries, and maps them as it calls their code.
+    Pages of files do not count, because a forked process starts without PyTorch's library code, and maps it when it is called.
     """
     before = _largest_bytes() - _file_bytes()
     yield
@@ -307,7 +308,7 @@ def _largest_bytes() -> int:
 
 
 def _file_bytes() -> int:
-    """Return the bytes of files that this process has mapped in memory; 0 if the system does not report it."""
+    """Return the number of bytes of mapped files that are in this process's memory; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         found = re.search(rb"^RssFile:\s+(\d+) kB", Path("/proc/self/status").read_bytes(), re.MULTILINE)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Do everything that users do with a store, at random or once each, and check what must hold when the faults are over."""
+"""Perform all operations of a store's users, at random or once each, and check the guarantees after a fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ALL = tuple(range(PROMPTS))
 KEPT = ((0, 0), (1, 5), (2, 0))
-"""Prompts (identity, prompt) that are saved and pinned before the fault: no fault may take them. 8 chunks at most."""
+"""Prompts (identity, prompt) that are saved and pinned before the fault, which no fault may remove; at most 8 chunks."""
 
 
 def keep(place: Place) -> None:
@@ -23,7 +23,7 @@ def keep(place: Place) -> None:
     for who, number in KEPT:
         with place.open(who) as store:
             for _ in range(20):
-                # Others may evict between the two.
+                # Others may evict chunks between save and pin.
                 store.save(prompt(number), packed(who, number))
                 if store.pin(prompt(number)) == chunks(number) * CHUNK and check(store, who, number) == chunks(number):
                     break
@@ -32,8 +32,10 @@ def keep(place: Place) -> None:
 
 
 def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
-    """Make one random use of one identity's store; returns the chunks found and compared. ``loaded`` holds caches whose entries may be
-    evicted meanwhile."""
+    """Perform one random operation on one identity's store; return the numbers of chunks found and compared.
+
+    ``loaded`` contains caches whose entries may be evicted meanwhile.
+    """
     who, number, what = choice.randrange(len(stores)), choice.randrange(PROMPTS), choice.random()
     store, ids = stores[who], prompt(number)
     if what < 0.45:
@@ -45,7 +47,7 @@ def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, l
     elif what < 0.88:
         store.match(ids)
     elif what < 0.91:
-        # Not the first chunks, which the prompts that are kept share.
+        # Do not delete the first chunks, which the kept prompts share.
         store.delete(ids, start=2 * CHUNK) if (who, number) not in KEPT else None
     elif what < 0.95:
         loaded.append((who, number, *store.load(ids)))
@@ -66,8 +68,10 @@ def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, l
 
 
 def each(place: Place) -> int:
-    """Make every use once, with two identities, and return the chunks found. Raises Wrong, and anything that a store raises, which must be
-    nothing."""
+    """Perform every operation once, with two identities, and return the number of chunks found.
+
+    Raises Wrong, and any exception of a store, which must not occur.
+    """
     found = 0
     for who in (0, 2):
         with place.open(who) as store:
@@ -88,9 +92,9 @@ def each(place: Place) -> int:
 
 
 def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowed: bool = False, read: Sequence[int] = ALL) -> int:
-    """Check that a store is intact after the fault, and return the chunks of the prompts ``read`` that are still found. Raises Wrong.
+    """Check that a store is intact after the fault, and return the number of chunks of ``read`` that are still found. Raises Wrong.
 
-    With ``damage_allowed`` what is refused is a miss and no more than that.
+    With ``damage_allowed``, damaged entries and faults are allowed, as long as they are only misses.
     """
     stores = [place.open(who) for who in range(len(IDENTITIES))]
     try:
@@ -112,7 +116,7 @@ def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowe
     finally:
         for store in stores:
             store.close()
-    # One after the other: what one writes in the background may take the place of what another counts on.
+    # Use one store after another, because one's background writes may evict entries that another relies on.
     for who, number in ((0, 6), (3, 9)):
         with place.open(who) as store:
             works(store, who, number)

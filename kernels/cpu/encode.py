@@ -146,8 +146,8 @@ def _encode(
     """
     batch, heads, tokens, _ = x.shape
     streams = {}
-    for name, layout in codec.run_layouts(batch, heads).items():
-        shape = (*layout.shape[:2], -(-tokens // layout.tokens_per_row), *layout.shape[3:])
+    for name, layout in codec.row_layouts.items():
+        shape = (batch, heads, -(-tokens // layout.tokens_per_row), *layout.shape[3:])
         streams[name] = known[name] if name in known else empty(shape, _STORED_DTYPES[layout.dtype], x.device)
     call, names, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
     # C reads run scales as float32.

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
-from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from kvpack.identity.arguments import ModelArgument
 
     from .states import StatesAt
+
+    Codecs = tuple[Codec | None, Codec | None]
 
 
 @runtime_checkable
@@ -136,11 +137,12 @@ def pack(
         for x in (k, v):
             values += x.numel() if isinstance(x, torch.Tensor) else 0
     with float32_no_grad(torch.device("cpu")), shared_arena(values), collect_poor_fits() as poor_fits:
-        for numbers in _layers_together(states, recipe):
-            packed, found = _pack_layers(numbers, states, recipe, start)
-            layers += packed
+        for numbers, codecs in _layers_together(states, recipe):
+            pairs, found = _pack_layers(numbers, states, codecs, recipe.window, start)
             outliers += found
-            for number in numbers:
+            for number, pair in zip(numbers, pairs, strict=True):
+                layer = states[number]
+                layers.append(Layer(*pair, skipped=layer.skipped, states=MappingProxyType(dict(layer.states))))
                 if progress:
                     progress(number + 1, len(states))
     if outliers:
@@ -166,27 +168,24 @@ def dense_states(past: Any) -> list[DenseLayer]:
     if isinstance(past, (list, tuple)):
         if len(past) == 2 and all(x is None or isinstance(x, torch.Tensor | Minifloats) for x in past):
             past = [past]
-        for pair in past:
-            if not isinstance(pair, DenseLayer) and not (isinstance(pair, (list, tuple)) and len(pair) in (2, 3)):
-                break
-        else:
-            return list(map(_layer_of_tuple, count(), past))
+        layers = []
+        for number, pair in enumerate(past):
+            if isinstance(pair, DenseLayer):
+                layers.append(pair)
+                continue
+            if not isinstance(pair, (list, tuple)) or len(pair) not in (2, 3):
+                return extract_layers(past)
+            k, v, skipped = (*pair, 0)[:3]
+            if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
+                shown = skipped if isinstance(skipped, int) else type(skipped).__name__
+                raise InvalidParameter(
+                    f"layers[{number}]: skipped (the number of tokens dropped before k and v) is {shown}, expected a non-negative integer"
+                )
+            if k is None and v is None:
+                raise InvalidParameter(f"layers[{number}]: k and v are both None: pass keys, values or both")
+            layers.append(DenseLayer(k, v, skipped))
+        return layers
     return extract_layers(past)
-
-
-def _layer_of_tuple(number: int, pair: Sequence[Any]) -> DenseLayer:
-    if isinstance(pair, DenseLayer):
-        return pair
-    where = f"layers[{number}]"
-    skipped = pair[2] if len(pair) == 3 else 0
-    if type(skipped) is not int or not 0 <= skipped <= MAX_TOKENS:
-        shown = skipped if isinstance(skipped, int) else type(skipped).__name__
-        raise InvalidParameter(
-            f"{where}: skipped (the number of tokens dropped before k and v) is {shown}, expected a non-negative integer"
-        )
-    if pair[0] is None and pair[1] is None:
-        raise InvalidParameter(f"{where}: k and v are both None: pass keys, values or both")
-    return DenseLayer(pair[0], pair[1], skipped)
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
@@ -255,114 +254,27 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
             )
 
 
-def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[range]:
-    """Yield ranges of layers to encode together, with equal shapes and codecs.
+def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[tuple[range, Codecs]]:
+    """Yield ranges of layers to encode together, with equal shapes, and their codecs.
 
     Raises the errors of ``pack`` about shapes and codecs.
     """
     begin, before = 0, None
+    codecs: Codecs = (None, None)
     for number, layer in enumerate(states):
-        _check_pair((layer.k, layer.v), f"layers[{number}]")
-        kind = _kind(layer, number, len(states), recipe)
+        its = _codecs(layer, recipe, number, len(states))
+        kind = _kind(layer, its, len(states))
         if number and (kind is None or kind != before or number - begin == kind.most):
-            yield range(begin, number)
+            yield range(begin, number), codecs
             begin = number
-        before = kind
-    yield range(begin, len(states))
+        before, codecs = kind, its
+    yield range(begin, len(states)), codecs
 
 
-class _Kind(NamedTuple):
-    """What layers that are encoded together have in common. ``most`` is their maximum number."""
-
-    most: int
-    skipped: int
-    sides: tuple[Any, ...]
-
-
-def _kind(layer: DenseLayer, number: int, count: int, recipe: Recipe) -> _Kind | None:
-    """Return the kind of layer ``number``; None if it is encoded by itself."""
-    most, sides = count, []
-    for side, x in (("k", layer.k), ("v", layer.v)):
-        if not isinstance(x, torch.Tensor):
-            return None
-        codec = _codec(x, recipe, side, (number, count))
-        plain = codec.without_raw_positions.summary
-        # Exact values are only copied, and only entries of raw tokens can be divided among layers.
-        if plain.exact_dtype is not None or plain.entries:
-            return None
-        most = min(most, (BATCHED_VALUES if x.device.type == "cpu" else DEVICE_BATCHED_VALUES) // max(1, x.numel()))
-        # Equal codecs may have different options of encoders.
-        sides.append((x.shape, x.dtype, x.device, id(codec)))
-    return _Kind(max(1, most), layer.skipped, tuple(sides))
-
-
-def _pack_layers(numbers: range, states: Sequence[DenseLayer], recipe: Recipe, start: int) -> tuple[list[Layer], list[OutlierChannel]]:
-    """Encode the layers ``numbers``, and return them with their outlier channels."""
-    given = [states[number] for number in numbers]
-    if len(given) > 1:
-        # Calls take longer than their work on small layers, so layers are encoded as sequences of one batch.
-        with contextlib.suppress(InvalidParameter, OutOfRange, torch.OutOfMemoryError), collect_poor_fits() as poor_fits:
-            k, v = (torch.cat([getattr(layer, side) for layer in given]) for side in "kv")
-            sides, outlier = _pack_pair(DenseLayer(k, v, given[0].skipped), numbers, len(states), recipe, start)
-            # Errors and warnings name a layer, so such layers are encoded one by one.
-            if not poor_fits and outlier is None:
-                return [Layer(*pair, skipped=layer.skipped, states=_states(layer)) for layer, pair in zip(given, sides, strict=True)], []
-    layers, outliers = [], []
-    for number, layer in zip(numbers, given, strict=True):
-        (pair,), outlier = _pack_pair(layer, range(number, number + 1), len(states), recipe, start)
-        layers.append(Layer(*pair, skipped=layer.skipped, states=_states(layer)))
-        outliers += [] if outlier is None else [outlier]
-    return layers, outliers
-
-
-def _states(layer: DenseLayer) -> Mapping[str, torch.Tensor]:
-    return MappingProxyType(dict(layer.states))
-
-
-def _pack_pair(
-    layer: DenseLayer, numbers: range, count: int, recipe: Recipe, start: int
-) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
-    """Encode the keys and values of the layers ``numbers``, which are the sequences of ``layer``, one after another."""
-    k = layer.k
-    # Keys and values share the norms of the keys, which are computed once.
-    norms = cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else None
-    both: list[Sequence[Side | None]] = []
-    for side, x in (("k", k), ("v", layer.v)):
-        where = f"layers[{numbers.start}].{side}"
-        if x is None:
-            both.append([None] * len(numbers))
-            continue
-        codec = _codec(x, recipe, side, (numbers.start, count))
-        if isinstance(x, torch.Tensor):
-            given = norms() if norms and codec.sidecar(RawPositions) else None
-            both.append(pack_sides(x, len(numbers), codec, recipe.window, where, start + layer.skipped, given))
-        else:
-            both.append([_stored(x, codec, recipe.window, where)])
-    outlier = _outlier_channel(k, _codec(k, recipe, "k", (numbers.start, count)), numbers.start) if isinstance(k, torch.Tensor) else None
-    return list(zip(*both, strict=True)), outlier
-
-
-def _codec(x: torch.Tensor | EngineEncoded, recipe: Recipe, side: str, numbers: tuple[int, int]) -> Codec:
-    """Return the codec of a layer's keys or values ``x``; ``numbers`` are the layer's number and the number of layers."""
-    try:
-        return recipe.codec(*numbers, side, x.shape[3], RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16")
-    except (InvalidParameter, MissingBasis, OutOfBounds) as error:
-        raise type(error)(f"layers[{numbers[0]}].{side}: {error}") from None
-
-
-def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
-    """Return the side of an engine's values, which are stored bit for bit."""
-    # So no token has to be raw.
-    codec = codec.without_raw_positions
-    if codec != x.codec:
-        raise InvalidParameter(
-            f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
-        )
-    return x.side(window)
-
-
-def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | EngineEncoded | None], where: str) -> None:
-    for name, x in zip("kv", pair, strict=True):
+def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codecs:
+    """Return the codecs of layer ``number`` of ``count``. Raises the errors of ``pack`` about its keys and values."""
+    where = f"layers[{number}]"
+    for name, x in (("k", layer.k), ("v", layer.v)):
         # isinstance is slower for a protocol than for a class.
         if x is None or (not isinstance(x, torch.Tensor) and isinstance(x, EngineEncoded)):
             continue
@@ -374,9 +286,95 @@ def _check_pair(pair: tuple[torch.Tensor | EngineEncoded | None, torch.Tensor | 
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:
             raise InvalidParameter(f"{where}.{name}: shape {list(x.shape)}; expected at least one sequence and one head")
-    k, v = pair
+    k, v = layer.k, layer.v
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
         raise InvalidParameter(f"{where}: k is {list(k.shape)}, but v is {list(v.shape)}: batch, kv_head and token must be the same")
+    codecs: list[Codec | None] = []
+    for name, x in (("k", k), ("v", v)):
+        try:
+            dtype = RAW_NAMES[x.dtype] if isinstance(x, torch.Tensor) else "bf16"
+            codecs.append(None if x is None else recipe.codec(number, count, name, x.shape[3], dtype))
+        except (InvalidParameter, MissingBasis, OutOfBounds) as error:
+            raise type(error)(f"{where}.{name}: {error}") from None
+    return codecs[0], codecs[1]
+
+
+class _Kind(NamedTuple):
+    """What layers that are encoded together have in common. ``most`` is their maximum number."""
+
+    most: int
+    skipped: int
+    sides: tuple[Any, ...]
+
+
+def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
+    """Return the kind of one of ``count`` layers; None if it is encoded by itself."""
+    most, sides = count, []
+    for x, codec in zip((layer.k, layer.v), codecs, strict=True):
+        if codec is None or not isinstance(x, torch.Tensor):
+            return None
+        plain = codec.without_raw_positions.summary
+        # Exact values are only copied, and only entries of raw tokens can be divided among layers.
+        if plain.exact_dtype is not None or plain.entries:
+            return None
+        most = min(most, (BATCHED_VALUES if x.device.type == "cpu" else DEVICE_BATCHED_VALUES) // max(1, x.numel()))
+        # Equal codecs may have different options of encoders.
+        sides.append((x.shape, x.dtype, x.device, id(codec)))
+    return _Kind(max(1, most), layer.skipped, tuple(sides))
+
+
+def _pack_layers(
+    numbers: range, states: Sequence[DenseLayer], codecs: Codecs, window: int, start: int
+) -> tuple[list[tuple[Side | None, Side | None]], list[OutlierChannel]]:
+    """Encode the keys and values of the layers ``numbers``, and return them with the outlier channels."""
+    if len(numbers) > 1:
+        given = states[numbers.start : numbers.stop]
+        # Calls take longer than their work on small layers, so layers are encoded as sequences of one batch.
+        with contextlib.suppress(InvalidParameter, OutOfRange, torch.OutOfMemoryError), collect_poor_fits() as poor_fits:
+            k, v = (torch.cat([getattr(layer, side) for layer in given]) for side in "kv")
+            pairs, outlier = _pack_pair(DenseLayer(k, v, given[0].skipped), numbers, codecs, window, start)
+            # Errors and warnings name a layer, so such layers are encoded one by one.
+            if not poor_fits and outlier is None:
+                return pairs, []
+    pairs, outliers = [], []
+    for number in numbers:
+        pair, outlier = _pack_pair(states[number], range(number, number + 1), codecs, window, start)
+        pairs += pair
+        outliers += [] if outlier is None else [outlier]
+    return pairs, outliers
+
+
+def _pack_pair(
+    layer: DenseLayer, numbers: range, codecs: Codecs, window: int, start: int
+) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
+    """Encode the keys and values of the layers ``numbers``, which are the sequences of ``layer``, one after another."""
+    k, outlier = layer.k, None
+    # Keys and values share the norms of the keys, which are computed once.
+    norms = cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else None
+    both: list[Sequence[Side | None]] = []
+    for side, x, codec in zip("kv", (k, layer.v), codecs, strict=True):
+        where = f"layers[{numbers.start}].{side}"
+        if x is None or codec is None:
+            both.append([None] * len(numbers))
+        elif isinstance(x, torch.Tensor):
+            given = norms() if norms and codec.sidecar(RawPositions) else None
+            both.append(pack_sides(x, len(numbers), codec, window, where, start + layer.skipped, given))
+            if side == "k":
+                outlier = _outlier_channel(x, codec, numbers.start)
+        else:
+            both.append([_stored(x, codec, window, where)])
+    return list(zip(*both, strict=True)), outlier
+
+
+def _stored(x: EngineEncoded, codec: Codec, window: int, where: str) -> Side:
+    """Return the side of an engine's values, which are stored bit for bit."""
+    # So no token has to be raw.
+    codec = codec.without_raw_positions
+    if codec != x.codec:
+        raise InvalidParameter(
+            f"{where}: the recipe stores {codec.params()}, but the engine's values are {x.codec.params()}: use a recipe of that format"
+        )
+    return x.side(window)
 
 
 def _outlier_channel(x: torch.Tensor, codec: Codec, layer: int) -> OutlierChannel | None:

@@ -409,10 +409,12 @@ def pack_sides(
         if packed < tokens and codec.exact_dtype is None:
             check_finite(x[:, :, packed:], packed, where)
         packed_norms = None if norms is None else norms[:, :, :packed]
-        runs = [PackedRuns()] * layers
+        parts: Sequence[Mapping[str, torch.Tensor] | None] = [None] * layers
         if packed:
             streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms, layers=layers)
-            by_layer = [streams] if layers == 1 else split_sequences(codec, streams, layers)
-            runs = [PackedRuns((Stretch(codec, numpy.array([packed], numpy.int64), part),)) for part in by_layer]
-        tails = x[:, :, packed:].chunk(layers, 0)
-        return [Side(codec, packed_runs, tail.clone(), window) for packed_runs, tail in zip(runs, tails, strict=True)]
+            parts = [streams] if layers == 1 else split_sequences(codec, streams, layers)
+        sides = []
+        for part, tail in zip(parts, x[:, :, packed:].chunk(layers, 0), strict=True):
+            runs = PackedRuns(() if part is None else (Stretch(codec, numpy.array([packed], numpy.int64), part),))
+            sides.append(Side(codec, runs, tail.clone(), window))
+        return sides

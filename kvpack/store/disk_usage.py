@@ -31,7 +31,7 @@ _MAX_RUNS = 32
 _MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
-"""Seconds that a writer waits for the lock, which a suspended process may hold."""
+"""Seconds that a writer waits for the lock, which a suspended process may hold. They are added up as in eviction.py."""
 _POLL_SECONDS = 0.0005
 
 LIMIT_SECONDS = 7 * 86_400
@@ -169,11 +169,12 @@ class DiskUsage:
 
 
 def _wait_for_lock(descriptor: int) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
+    waited = 0.0
     while try_lock(descriptor) is False:
-        if time.monotonic() > deadline:
+        if waited >= WAIT_SECONDS:
             raise BlockingIOError(f"the byte count stayed locked for {WAIT_SECONDS:g} s")
         time.sleep(_POLL_SECONDS)
+        waited += _POLL_SECONDS
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:

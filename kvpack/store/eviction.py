@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 WAIT_SECONDS = 1.0
-"""Seconds that a writer waits for other processes to evict or finish entries before it gives up its own."""
+"""Seconds that a writer waits for others to count the folder, or to evict or finish entries, before it gives up its own entry.
+
+The waits are added up as requested, not measured: on a busy machine sleeps take longer, and so does the work that the writer waits for.
+"""
 _POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.016
 """A waiting writer's first and longest sleep. Polling too often would take CPU time from the process that is evicting."""
@@ -121,17 +124,18 @@ class Evictor:
         """
         if self._max_bytes is not None and size > self._max_bytes:
             raise NoRoom
-        deadline, wait = time.monotonic() + WAIT_SECONDS, _POLL_SECONDS
+        waited, wait = 0.0, _POLL_SECONDS
         while True:
             count = self.usage.reserve(size, lambda total: self._fits(total, size), on_reserve, self._max_bytes)
             if count is not None:
                 self._keep_room(size, protected, count)
                 return count
-            if time.monotonic() > deadline or self._exceeds_larger_budget(size):
+            if waited >= WAIT_SECONDS or self._exceeds_larger_budget(size):
                 raise NoRoom
             result = self._try_round(size, protected)
             if result is not None and result.missing and not result.unfinished:
                 raise NoRoom
+            waited += wait
             if result is None or result.missing:
                 # Other processes are making room, or are writing entries that can be removed once written.
                 time.sleep(wait)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import queue
 import time
+import types
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -256,6 +258,25 @@ def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry
         assert store.counters()["refused_chunks"] == 1
         assert store.load(prompt(2))[0] == 2 * CHUNK
     assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == CHUNK
+
+
+def test_a_writer_waits_as_often_on_a_busy_machine(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There each sleep takes seconds, and so does what the writer waits for."""
+    store, other = (open_store(tmp_path, max_bytes=2 * entry_bytes) for _ in range(2))
+    save(store, prompt(2))
+    now = [0.0]
+    with contextlib.ExitStack() as evicting:
+        assert evicting.enter_context(other._backend._evictor._try_lock())
+
+        def sleep(seconds: float) -> None:
+            now[0] += 10
+            if now[0] == 70:
+                evicting.close()
+
+        busy = types.SimpleNamespace(**{**vars(time), "sleep": sleep, "monotonic": lambda: now[0]})
+        monkeypatch.setattr(eviction, "time", busy)
+        assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == CHUNK
+    assert store.counters()["refused_chunks"] == 0
 
 
 def _save_in_child(store: kvpack.Store, results: Any) -> None:

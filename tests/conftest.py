@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from kvpack.coding import triton_version
+from kvpack.store import disk_usage, eviction
 from support.interpreter import INTERPRETED
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "kvpack" / "demo" / "tinylm"
@@ -43,6 +44,13 @@ def chat_model(tmp_path: Path) -> Path:
     shutil.copytree(DEMO_MODEL, folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def patient_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders on whose count or lock a put waits for a minute: on a busy machine what it waits for may stall for more than a second."""
+    monkeypatch.setattr(disk_usage, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(eviction, "WAIT_SECONDS", 60.0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("patient_stores")
+
 
 @dataclass(frozen=True)
 class ObjectKey:

@@ -20,6 +20,8 @@ from support.engine_stubs import Metric, import_over
 from support.host_settings import Watched, vllm_like_host
 from support.klt_bases import random_basis
 
+pytestmark = pytest.mark.usefixtures("patient_stores")
+
 LAYERS, PAGES, TOKENS, HEADS, DIM = 2, 6, 16, 2, 32
 SHAPES = {
     "layer_first": (LAYERS, PAGES * TOKENS, HEADS, DIM),

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -115,25 +116,26 @@ def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
 
 
 def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Store and load while another process, which has filled the folder, keeps evicting."""
+    """Store and load while another process, which has filled the folder, stores too and evicts."""
     disk_of_bytes.install(patch)
     size = _entry_bytes(opened, folder)
     budget = 6 * size
     fork = multiprocessing.get_context("fork")
-    begun, stop = fork.Event(), fork.Event()
-    other = fork.Process(target=_fill, args=(folder / "other", budget, size, begun, stop), daemon=True)
+    allowed, done = fork.Semaphore(20), fork.Semaphore(0)
+    other = fork.Process(target=_fill, args=(folder / "other", budget, size, allowed, done), daemon=True)
     other.start()
     engine = opened(folder / "other", max_bytes=budget)
-    assert begun.wait(60)
-    loaded, end = 0, time.monotonic() + 1
-    # The other process may evict everything for a while.
-    while time.monotonic() < end or (not loaded and time.monotonic() < end + 30):
+    _acquire(done, 20)
+    for _ in range(10):
+        for _ in range(6):
+            allowed.release()
         engine.store(range(4))
-        loaded += sum(engine.load(range(4)))
-    stop.set()
+        engine.load(range(4))
+        _acquire(done, 6)
+        # Now the other process waits, so that nothing is evicted.
+        assert engine.store(range(4)) == engine.load(range(4)) == [True] * 4
+    other.terminate()
     other.join()
-    assert other.exitcode == 0
-    assert loaded
     assert _bytes_of(folder / "other") <= budget
     assert engine.counters()["damaged_entries"] == 0
     assert engine.counters()["faults"] == {}
@@ -183,19 +185,21 @@ def _bytes_of(folder: Path) -> int:
     return found
 
 
-def _fill(folder: Path, budget: int, size: int, begun: Any, stop: Any) -> None:
-    """Store pages of about ``size`` bytes for another engine until ``stop`` is set."""
+def _acquire(semaphore: Any, times: int) -> None:
+    for _ in range(times):
+        assert semaphore.acquire(timeout=60)
+
+
+def _fill(folder: Path, budget: int, size: int, allowed: Any, done: Any) -> None:
+    """Store a page of about ``size`` bytes for another engine whenever that is ``allowed``."""
     geometry = PageGeometry(1, 1, max(1, size // 256), 64, 64)
     values = torch.zeros(1, 1, geometry.tokens, 64, dtype=torch.bfloat16, device="cpu")
     pages = PageBuffer(geometry, [values], [values])
     with PageStore(folder, Identity("other", "raw"), geometry, max_bytes=budget) as store:
-        number = 0
-        # Store slowly enough that the other process can load some of its own entries.
-        while not stop.wait(0.01):
+        for number in count():
+            allowed.acquire()
             store.put([number.to_bytes(8, "little")], pages, [0])
-            number += 1
-            if number == 20:
-                begun.set()
+            done.release()
 
 
 CONDITIONS = (read_only, full_disk, clock_set_back, evicted_meanwhile, killed)

@@ -65,24 +65,20 @@ _TABLES = "tables of the C encoder"
 """Key of ``Codec.derived_values``. Codecs that differ only in how they search are equal, but need different tables."""
 
 
-def supports(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]`` with ``codec``.
+@lru_cache(_CACHE_SIZE)
+def supports(codec: Codec) -> bool:
+    """Return True if C can encode values of ``DTYPES`` with ``codec``.
 
     It cannot encode groups with a rotation, token scales, other scales than binary16, or columns that are partly unused or wider than 32
     bits; minifloats with token scales or partly unused words; or sidecars, except key means of pages of whole vector registers.
     """
+    if library.library() is None:
+        return False
     if isinstance(codec, CodecWithSidecars):
         means = codec.sidecar(KeyMean)
         if means is None or len(codec.sidecars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
             return False
-        return isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec, x)
-    if library.library() is None or x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1):
-        return False
-    return _is_supported(codec)
-
-
-@lru_cache(_CACHE_SIZE)
-def _is_supported(codec: Codec) -> bool:
+        return isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec)
     if type(codec) is Group:
         (packing,) = codec.packings().values()
         plain = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
@@ -108,12 +104,15 @@ def encode(
     norms: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x``, which ``supports`` accepts, to streams; return None if ``formats/`` must encode or reject some of its values.
+    """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
+    Returns None if ``formats/`` must encode: because C does not support the codec, the dtype or the strides, or to reject some values.
     ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec with
     ``direction_spread``, ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``, receive ``codec.coded_norms`` and the
     errors of tokens relative to them. Raises MemoryError.
     """
+    if x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1) or not supports(codec):
+        return None
     if isinstance(codec, CodecWithSidecars):
         return _encode_centered(codec, x, threads, level, norms, errors)
     streams_so_far: dict[str, torch.Tensor] = {}

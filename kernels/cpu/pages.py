@@ -102,9 +102,9 @@ def finds_large_errors(codec: Codec) -> bool:
     return codec.summary.error_spread > 0 and encode.scales_of_errors(codec, 1.0) is not None
 
 
-def supports_encoding(codec: Codec, dtype: torch.dtype, dim: int) -> bool:
+def supports_encoding(codec: Codec, dtype: torch.dtype) -> bool:
     """Return True if C can encode pages of ``dtype`` values with ``codec``."""
-    return encode.encodes_in_one_call(codec) and encode.supports(codec, torch.empty(1, 1, 1, dim, dtype=dtype, device="cpu"))
+    return dtype in encode.DTYPES and encode.encodes_in_one_call(codec) and encode.supports(codec)
 
 
 class Decoder:

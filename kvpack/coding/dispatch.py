@@ -76,7 +76,7 @@ def encode(
 
         if isinstance(codec, Lossless) and lossless.supports_encoding(codec, x):
             return lossless.encode(codec, x, before)
-        return c_encode.encode(codec, x, before, norms=sizes.norms, errors=sizes.errors) if c_encode.supports(codec, x) else None
+        return c_encode.encode(codec, x, before, norms=sizes.norms, errors=sizes.errors)
     if not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode

@@ -107,8 +107,10 @@ def encode(
             chosen = chosen | more
             streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
         losses = losses_of(EncodedRun(plain, x, streams, given, sizes, chosen))
+        if not losses:
+            return streams
         kept = chosen
-        if losses and raw.high_norm:
+        if raw.high_norm:
             kept = add_poorly_fitting(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
         report_poor_fit(losses, where, kept, raw.high_norm > 0)
         # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.

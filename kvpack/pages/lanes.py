@@ -142,7 +142,7 @@ class Lane:
         streams = pages.stream_locations(codec, heads, tokens, {name: begin for name, (begin, _) in self.places.items()})
         counts = {1, self.count}
         arguments = {count: (codec, count, heads, tokens, dtype, streams, self.stride) for count in counts}
-        encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype, codec.dim) else None
+        encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype) else None
         decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
         large_errors = (
             pages.LargeErrors(codec, self.count, heads, tokens, streams, self.stride) if pages.finds_large_errors(codec) else None

@@ -69,7 +69,7 @@ def _check_recipe(basis: Basis, layers: list[Any], recipe: str) -> None:
         file = container.to_bytes(*files.file_arguments(made))
         reloaded = files.read(container.open_bytes(bytearray(file)), basis=basis)
         for values in _values(reloaded):
-            assert values.isfinite().all(), f"{recipe}: finite values decode to others"
+            assert values.isfinite().all(), f"{recipe}: finite values decode to different values"
 
 
 def _random_layers(basis: Basis) -> list[Any] | None:

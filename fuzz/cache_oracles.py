@@ -67,7 +67,7 @@ def compare_attend(data: bytes) -> None:
         largest = v.abs().amax() if v.numel() else 1.0
         # Large keys concentrate the softmax on its largest score, so that rounding one score changes the whole result.
         if k.abs().amax() < 2.0**6:
-            assert ((out - expected).abs() <= _TOLERANCE * largest).all(), "attention differs from that over the decoded values"
+            assert ((out - expected).abs() <= _TOLERANCE * largest).all(), "attention differs from attention over the decoded values"
 
 
 def check_append(data: bytes) -> bool:
@@ -121,8 +121,8 @@ def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | N
             may_round |= kept is not None and any(RAW_NAMES[dtype] not in EXACT_DTYPES[kept] for dtype in dtypes)
             exact = x.shape[2] if kept is not None and not shown else min(x.shape[2], side.tail.shape[2])
             added = side.unpack(torch.float32)[:, :, side.tokens - exact :]
-            assert torch.equal(added, x[:, :, x.shape[2] - exact :].to(torch.float32)), f"{name}: other values than those added"
-    assert may_round or not shown, "a warning of rounding, and no codec rounds"
+            assert torch.equal(added, x[:, :, x.shape[2] - exact :].to(torch.float32)), f"{name}: values differ from those appended"
+    assert may_round or not shown, "a RoundedWarning was issued, but no codec rounds"
 
 
 def _source(data: bytes) -> random.Random:

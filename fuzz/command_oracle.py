@@ -79,7 +79,7 @@ class CommandOracle:
             assert "--json" not in command or json.loads(stdout) is not None
             return
         assert code in REFUSED, f"{command[0]} exits with {code}"
-        assert command[0] == "store" or stderr.startswith("kvpack: "), f"{command[0]} prints {stderr[:80]!r}, expected a message of kvpack"
-        assert not self.out.exists(), f"{command[0]} exits with {code} and leaves an output"
+        assert command[0] == "store" or stderr.startswith("kvpack: "), f"{command[0]} prints {stderr[:80]!r}, expected a kvpack error"
+        assert not self.out.exists(), f"{command[0]} exits with {code} but leaves an output file"
         left = [path.name for path in self.file.parent.iterdir() if path not in (self.file, self.store)]
         assert not left, f"{command[0]} leaves {left}"

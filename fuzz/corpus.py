@@ -46,7 +46,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--found", type=Path, required=True, help="folder of a run's --found")
-    parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="only this one; may be given several times")
+    parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="write only this target; may be repeated")
     arguments = parser.parse_args()
     for name in arguments.target or TARGETS:
         folder = arguments.found / name

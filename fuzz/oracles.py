@@ -53,11 +53,11 @@ def check_container(data: bytes) -> bool:
     arrays = {name: file.tensor(name) for name in file.tensors}
     again = container.to_bytes(file.header, arrays)
     if all(tensor.filter == "none" for tensor in file.header.tensors):
-        assert again == data, "the file, written again, has other bytes"
+        assert again == data, "writing the file again gives different bytes"
     else:
         other = container.open_bytes(again)
         other.verify()
-        assert all(other.tensor(name) == content for name, content in arrays.items()), "a tensor, stored without its filter, differs"
+        assert all(other.tensor(name) == content for name, content in arrays.items()), "a tensor differs when stored unfiltered"
     return True
 
 
@@ -95,7 +95,7 @@ def check_header(data: bytes) -> bool:
         header = parse_header(data)
     except KvpackError:
         return False
-    assert pack_header(header) == data, "the header, packed again, has other bytes"
+    assert pack_header(header) == data, "packing the header again gives different bytes"
     try:
         front = make_front(header)
     except KvpackError:
@@ -147,15 +147,15 @@ def check_safetensors(data: bytes) -> bool:
             ours[f"kvpack.pad.{pads}"] = ("U8", [place.begin - place.pad], place.pad, place.begin)
         dtype, shape = (tensor.dtype, list(tensor.shape)) if tensor.filter == "none" else ("U8", [size])
         ours[name] = (dtype, shape, place.begin, place.end)
-    assert list(theirs.keys() - ours.keys()) == list(ours.keys() - theirs.keys()) == [], "the tensors have other names"
+    assert list(theirs.keys() - ours.keys()) == list(ours.keys() - theirs.keys()) == [], "the tensors have different names"
     listed = json.loads(data[8:start], object_pairs_hook=_without_duplicates)
     for name, (dtype, shape, begin, end) in ours.items():
         parsed = theirs[name]
         assert (parsed["dtype"], list(parsed["shape"])) == (dtype, shape), (
             f"{name}: {parsed['dtype']} {parsed['shape']}, not {dtype} {shape}"
         )
-        assert bytes(parsed["data"]) == data[start + begin : start + end], f"{name} has other bytes"
-        assert listed[name]["data_offsets"] == [begin, end], f"{name} has other offsets"
+        assert bytes(parsed["data"]) == data[start + begin : start + end], f"{name} has different bytes"
+        assert listed[name]["data_offsets"] == [begin, end], f"{name} has different offsets"
     return True
 
 

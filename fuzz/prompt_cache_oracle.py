@@ -137,7 +137,7 @@ class PromptCacheOracle:
                     assert values is not None
                     assert other_values is not None
                     assert _bytes(values[:, :, layer.tokens - again.tokens :]).equal(_bytes(other_values)), (
-                        "the same tokens have other values"
+                        "the same tokens have different values"
                     )
         return True
 

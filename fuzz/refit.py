@@ -49,7 +49,7 @@ def refit_tensors(parts: Parts, source: random.Random) -> Parts:
         layers.append(LayerEntry(**entries))
     layouts = Contents(codecs=tuple(codecs), layers=tuple(layers), required=features_of(codecs)).layouts
     if sum(map(layout_bytes, layouts.values())) > MAX_PAYLOAD_BYTES:
-        raise LimitExceeded("the tensors would be larger than a fuzzer's input")
+        raise LimitExceeded("the tensors would exceed the size of a fuzzer's input")
     rows, tensors = [], []
     for name, layout in layouts.items():
         size = layout_bytes(layout)

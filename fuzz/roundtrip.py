@@ -90,9 +90,9 @@ def _batch(number: int, codec_id: str | None, report: Report) -> None:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="stop after the batch in which this time is up (default 60)")
-    parser.add_argument("--codec", choices=sorted(CODECS), help="only this codec (default: every one)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first batch; a failure names the one to repeat it with")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds after which no new batch starts (default 60)")
+    parser.add_argument("--codec", choices=sorted(CODECS), help="run only this codec (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first batch; a failure prints the seed that repeats it")
     arguments = parser.parse_args()
     report = run(arguments.seconds, arguments.codec, arguments.seed)
     print("\n".join(report.lines()))

@@ -112,7 +112,7 @@ class RowOracle:
             return
         size = int.from_bytes(data[96:100], "little")
         if read.namespace != NAMESPACE or data[FRAME_BYTES : FRAME_BYTES + size] != codec.layout.description:
-            assert refused is not None, "a row of another page was accepted"
+            assert refused is not None, "a row of a different page was accepted"
             return
         assert refused is None, f"the second decoder accepts a row that the library refuses: {refused}"
         sides = [side for layer in read.page.layers for side in layer.values() if side]

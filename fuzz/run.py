@@ -33,10 +33,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds for the whole run, shared by the targets (default 60)")
     parser.add_argument("--executions", type=int, help="end each target after this many inputs")
-    parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="only this one; may be given several times")
+    parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="run only this target; may be repeated")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default 1)")
-    parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris where it is installed")
-    parser.add_argument("--processes", type=int, default=1, help="number of targets that run at once (default 1)")
+    parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris if it is installed")
+    parser.add_argument("--processes", type=int, default=1, help="number of concurrent targets (default 1)")
     parser.add_argument("--lines", type=float, default=5.0, help="seconds per target for measuring covered lines (default 5)")
     parser.add_argument("--found", type=Path, help="folder for inputs that reach new code; the run continues from its inputs")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="folder of failing inputs (default fuzz-failures)")
@@ -70,7 +70,7 @@ def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argpa
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=2 * seconds + 600)
         code, output = ended.returncode, ended.stderr
     except subprocess.TimeoutExpired as error:
-        code, output = -1, f"no end after {error.timeout:.0f} seconds"
+        code, output = -1, f"did not end after {error.timeout:.0f} seconds"
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"target": name, "crashes": [], "hangs": []}
     if code or not path.exists():
         report["crashes"].append(f"the worker ended with {code}:\n{output[-2000:]}")

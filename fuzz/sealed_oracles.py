@@ -45,5 +45,5 @@ def check_sealed(data: bytes) -> bool:
         plain = Cipher({_NAME.decode(): _SEALED_KEY}, _TENANT).decrypt(bytes(KEY_BYTES), data)
     except KvpackError:
         return False
-    assert SEALED.get(data) == bytes(plain), "an entry that nobody sealed was opened"
+    assert SEALED.get(data) == bytes(plain), "an entry that was never encrypted was decrypted"
     return True

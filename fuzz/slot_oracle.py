@@ -59,7 +59,7 @@ class SlotOracle:
             size = export_slot(cache, self._out, windows=windows)
         except KvpackError as error:
             refusal = str(error)
-        assert not refusal or "sequence" in refusal, f"an imported cache is not exported: {refusal}"
+        assert not refusal or "sequence" in refusal, f"an imported cache cannot be exported: {refusal}"
         if refusal:
             # No llama.cpp context has a sequence with this number.
             return True
@@ -70,7 +70,7 @@ class SlotOracle:
                 (section.positions[1:] >= section.positions[:-1]).all()
                 for section in parsed(reader, 1 + bool(windows), latents=latents).sections
             )
-        assert again == data or not in_order or cache.metadata["llama.cpp streams"] != 1, "a file in order is written otherwise"
+        assert again == data or not in_order or cache.metadata["llama.cpp streams"] != 1, "an ordered file is written back differently"
         imported = import_slot(self._out, kv_heads=1, windows=windows, latents=latents)
         assert (imported.metadata, imported.inputs) == (cache.metadata, cache.inputs)
         assert [layer.skipped for layer in imported] == [layer.skipped for layer in cache]

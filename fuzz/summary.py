@@ -35,7 +35,7 @@ def problems(reports: list[dict[str, Any]]) -> list[str]:
         if (memory := _memory(report)) > MAX_MEMORY_MIB + more:
             failures.append(f"{name}: took {memory:.0f} MiB, the limit is {MAX_MEMORY_MIB + more:.0f}")
         if not report.get("executions"):
-            failures.append(f"{name}: ran no input")
+            failures.append(f"{name}: no input was run")
     return failures
 
 
@@ -60,7 +60,7 @@ def show(reports: list[dict[str, Any]], failures: list[str]) -> None:
     print_table("fuzz targets", columns, [_row(report) for report in reports], text_columns=2)
     total = sum(report.get("executions", 0) for report in reports)
     print(f"{total:,} executions; the slowest input is in ms")
-    print("resident is the peak in MiB, memory is that without the files of libraries, and inputs' is what inputs added to the libraries")
+    print("resident: peak in MiB; memory: peak without mapped library files; inputs': growth after the libraries were loaded")
     lines = coverage_lines(reports) if any(report.get("lines") for report in reports) else {}
     for what, names in (
         ("readers", [f"kvpack/file/{name}.py" for name in READERS]),

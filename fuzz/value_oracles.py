@@ -76,7 +76,7 @@ def compare_values(data: bytes) -> None:
     assert_same_cache(decoder.read(data, decompress, BASES), cache)
     _check_finite(cache)
     again = load_checked(container.to_bytes(*files.file_arguments(cache)))
-    assert again is not None, "the cache, saved again, is refused"
+    assert again is not None, "the cache is refused after it was saved again"
     assert_equal(again, cache, cache.tokens)
     half = cache.tokens // 2
     assert [again.positions(number) for number in range(len(again))] == [cache.positions(number) for number in range(len(cache))]
@@ -124,4 +124,4 @@ def assert_equal(actual: Cache, cache: Cache, tokens: int) -> None:
             # Near the limits of binary32, the order of sums determines whether an intermediate step overflows.
             largest = torch.maximum(values.abs(), whole.abs()).nan_to_num(torch.inf).amax(-1, keepdim=True) if whole.numel() else 0.0
             same |= (torch.isfinite(values) ^ torch.isfinite(whole)) & (largest >= _HUGE)
-            assert same.all(), f"{name}: the same tokens have other values"
+            assert same.all(), f"{name}: the same tokens have different values"

@@ -31,15 +31,15 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target")
-    parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris where it is installed")
+    parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris if it is installed")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--executions", type=int, help="end after so many inputs")
+    parser.add_argument("--executions", type=int, help="end after this many inputs")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lines", type=float, default=0.0, help="seconds to measure the covered lines for, after the run")
-    parser.add_argument("--found", type=Path, default=Path("fuzz-found"), help="folder of the inputs that reach something new")
+    parser.add_argument("--lines", type=float, default=0.0, help="seconds for measuring covered lines after the run")
+    parser.add_argument("--found", type=Path, default=Path("fuzz-found"), help="folder for inputs that reach new code")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="folder of failing inputs")
-    parser.add_argument("--report", type=Path, help="where the report goes as JSON (default: standard output)")
-    parser.add_argument("--repeat", type=Path, metavar="FILE", help="run this input alone")
+    parser.add_argument("--report", type=Path, help="file for the report as JSON (default: standard output)")
+    parser.add_argument("--repeat", type=Path, metavar="FILE", help="run only this input")
     return parser.parse_args(words)
 
 
@@ -170,7 +170,7 @@ def _repeat(name: str, path: Path) -> int:
     print(f"{path}: {'accepted' if target.check(data) else 'refused'}")
     if target.compare is not None:
         target.compare(data)
-        print(f"{path}: the other reader agrees")
+        print(f"{path}: the other readers agree")
     return 0
 
 

@@ -176,7 +176,7 @@ def _hide_tokens(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Set scores of tokens ``[start, stop)`` to -inf for queries, at ``positions``, that do not see them."""
+    """Set the scores of tokens ``[start, stop)`` to -inf, in place, for the queries at ``positions`` to which they are invisible."""
     if starts is not None:
         scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:

@@ -54,7 +54,7 @@ STREAM_BYTES = {"klt": 200, "transform": 330}
 TRANSFORM_STREAMS = 6
 
 RAW_SHARE = 0.003
-"""Minimum share of tokens that recipes such as transform-0.6 keep raw. Measured with SmolLM2-135M: 0.3 to 0.7 % of the tokens."""
+"""Minimum share of tokens that recipes such as transform-0.6 keep raw. Measured with SmolLM2-135M: 0.3% to 0.7% of the tokens."""
 
 UNSEEN_TEXT_FACTOR = 1.04
 """Symbol bits of text outside the calibration set, relative to the tables' estimate. Measured with SmolLM2-135M on a novel."""

@@ -46,10 +46,10 @@ ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 
 class TokenSizes(NamedTuple):
-    """Tensors for what encoders measure of tokens in the coded frame, contiguous float32 ``[batch, kv_head, token]``; None if not needed.
+    """Tensors for the sizes of tokens that encoders measure in the coded frame: contiguous float32 ``[batch, kv_head, token]``, or None.
 
-    ``norms`` are ``codec.coded_norms``, and ``errors`` the norms of the tokens' errors relative to these, which only codecs with
-    ``direction_spread`` have. ``errors`` may ignore the rounding of stored norms.
+    ``norms`` are ``codec.coded_norms``. ``errors``, only for codecs with ``direction_spread``, are the norms of the tokens' errors relative
+    to ``norms``. ``errors`` may ignore the rounding of stored norms.
     """
 
     norms: torch.Tensor | None = None

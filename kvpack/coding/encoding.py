@@ -91,7 +91,7 @@ def encode(
             streams = encode_all(codec, x, where, before, position, sizes)
             report_poor_fit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
             return streams
-        # The encoder of the tokens that are not raw, kernels included, gets a whole run.
+        # The encoder of the other tokens, kernels included, receives a whole run.
         chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
         shared = plain.summary.shared_scales
         if shared and raw.high_norm and not plain.summary.changes_norms:

@@ -51,15 +51,15 @@ MAX_TRELLIS_BITS = 4
 MAX_LOG8_BITS = 3
 """Maximum number of bits per key value with which presets use 8-bit norms.
 
-An 8-bit norm is off by 1.3 % on average, which scales all scores of its key. The codes' random errors change a score by 1.2 % at 4 bits
-and head dim 64, so there the norm would be the larger error.
+An 8-bit norm is off by 1.3% on average, which scales all scores of its key. The codes' random errors change a score by 1.2% at 4 bits and
+head dim 64, where the error of the norm would therefore be larger.
 """
 
 FEW_STATES_BITS = 2
 """Maximum number of bits, rounded down, up to which presets use trellises of 256 states instead of 1,024.
 
 With 256 states, encoding is eight times as fast on a CPU, and each codec in a file has a table of 512 bytes instead of 2,048. The squared
-error is 4 % larger at 2 bits, but 8 % at 3 and 13 % at 4, where scalar codes with ``rounding=scaled`` would then be as good.
+error is 4% larger at 2 bits, but 8% at 3 and 13% at 4, where scalar codes with ``rounding=scaled`` would then be as good.
 """
 
 _MEANS = "mean=32,mean_bits=4"
@@ -222,5 +222,5 @@ def _all_presets() -> dict[str, Preset]:
 PUBLISHED: dict[str, Preset] = _all_presets()
 
 ADDITIONS: dict[str, Preset] = {
-    "boundary-1": Preset("layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the keys of the first and the last layer raw; no gain on a real model"),
+    "boundary-1": Preset("layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the raw keys in the first and the last layer; no gain on a real model"),
 }

@@ -138,7 +138,7 @@ class Recipe:
         object.__setattr__(self, "text", self.canonical)
 
     @classmethod
-    def recorded(cls, text: str, basis: Basis | None = None) -> Self:
+    def from_recorded(cls, text: str, basis: Basis | None = None) -> Self:
         """Parse the recipe text recorded in a file, a store entry or a page; presets keep the meaning that they had when it was recorded.
 
         ``text`` stays as recorded, for comparison with pages; ``canonical`` is the text that would be recorded today. Raises
@@ -387,7 +387,7 @@ def _presets_for(dim: int, dtype: str) -> str:
 def canonical_recorded_text(text: str) -> str:
     """Return the canonical text of the recipe recorded in a file, or ``text`` itself if it is not a recipe."""
     try:
-        return Recipe.recorded(text).canonical
+        return Recipe.from_recorded(text).canonical
     except InvalidParameter:
         return text
 
@@ -422,7 +422,7 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
     """Parse a recipe's text, a preset's name or a recipe file; return a Recipe unchanged.
 
-    Raises MissingFile, and InvalidParameter, which names the line if the recipe is a file.
+    Raises MissingFile, and InvalidParameter, naming the line if the recipe is a file.
     """
     if isinstance(recipe, Recipe):
         return recipe

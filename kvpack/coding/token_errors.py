@@ -1,6 +1,6 @@
-"""Find tokens that lose precision themselves, or cost other tokens precision, and warn about them.
+"""Find tokens that lose precision or make other tokens lose precision, and warn about them.
 
-A cheap test of the stored streams finds the tokens that may. Only their pages are decoded, and their errors decide. Each call of kvpack
+A cheap test of the stored streams finds candidates. Only their pages are decoded, and the measured errors decide. Each call of kvpack
 issues at most one warning, for all sides together.
 """
 
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 CODED_SPREAD = 1.4
-"""Norms of what maps and means leave of ordinary tokens are less than this many times the usual one."""
+"""After value maps and page means are applied, norms of ordinary tokens are less than this many times the usual one."""
 
 _DIRECTION_MARGIN = 0.9
-"""Margin for errors in the coded frame, which a channel scale makes larger or smaller."""
+"""Margin for errors in the coded frame, which channel scales may enlarge or reduce."""
 
 _SAMPLED, _LEAST_SAMPLES = 32, 4
 """One in ``_SAMPLED`` tokens is enough to estimate the usual size of values, but short runs use at least ``_LEAST_SAMPLES``."""
@@ -57,14 +57,14 @@ MANY_RATIO = 4.0
 """In a page with many large tokens, a warning counts only tokens that are more than this many times as large as usual in a head."""
 
 OWN_RATIO = 1.75
-"""A token is stored raw if its error in a head, both as it is and relative to the token's norm, is more than this many times the usual one.
+"""A token is stored raw if its error in a head, both absolute and relative to its norm, is more than this many times the usual one.
 """
 
 OWN_WARNING_RATIO = 2.0
 """A token is counted in a warning if its own error is more than this many times the usual one."""
 
 MANY_OWN_RATIO = 3.0
-"""In a page with many tokens of large own errors, only those above this many times the usual error count.
+"""In a page with many tokens that have large errors themselves, only those above this many times the usual error count.
 
 In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5 times the usual error, so such pages are ordinary.
 """
@@ -120,7 +120,7 @@ _EFFECTS = {
     _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the usual error"),
     _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
-"""For each kind of poor fit, the text that describes what loses precision, and one about the worst token."""
+"""For each kind of poor fit, a text that names what loses precision, and one about the worst token."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
@@ -140,7 +140,7 @@ class EncodedRun:
         x: The values, ``[batch, kv_head, token, dim]``.
         streams: The encoded streams.
         norms: Returns the norms of ``x``, ``[batch, kv_head, token]``.
-        sizes: What the encoder measured.
+        sizes: Sizes of the tokens that the encoder measured.
         kept: Raw tokens, bool ``[batch, token]``, which are not measured.
     """
 
@@ -153,7 +153,7 @@ class EncodedRun:
 
 
 def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
-    """Return uninitialized tensors for what is needed of the sizes that ``codec``, without raw tokens, encodes of ``x``."""
+    """Return uninitialized tensors for the sizes to measure when ``codec``, without raw tokens, encodes ``x``."""
     summary = codec.summary
     room = partial(torch.empty, x.shape[:3], dtype=torch.float32, device=x.device)
     needs_norms = summary.changes_norms and (not summary.error_spread or bool(summary.shared_scales))
@@ -161,7 +161,7 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 
 
 def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
-    """Return what tokens of ``run`` lose themselves, and what they cost others that share a scale.
+    """Return the losses of precision that tokens of ``run`` suffer themselves, and that they cause to others that share a scale.
 
     Without ``of_scales``, scales that heads or tokens share are left out, but not those of the run.
     """
@@ -260,11 +260,11 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
     """Return each token's own error as a multiple of the usual one, float32 ``[batch, kv_head, token]``; None if no token can exceed it.
 
-    Counts the smaller one of two factors: that of the error, and that of the error relative to the token's norm. So neither large nor small
-    tokens are reported only for their norm.
+    The result is the smaller of two factors, of the absolute error and of the error relative to the token's norm, so that tokens are not
+    reported only because their norm is large or small.
     """
     codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
-    # Two tokens are too few for an outlier.
+    # With only two tokens, neither is an outlier.
     if x.shape[2] < 3 or not may_lose_precision(codec, streams, run.sizes, x.device):
         return None
     by_size, by_direction = _suspects_by_size(run), _suspects_by_direction(run)
@@ -338,9 +338,9 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
 
 
 def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
-    """Return the factor by which each token enlarges a scale that others in its run share, float32 ``[batch, kv_head, token]``.
+    """Return the factor by which each token enlarges a scale shared within its run, float32 ``[batch, kv_head, token]``.
 
-    Only for codecs with rows of runs. Returns None if the scales fit all tokens.
+    This applies only to codecs that store rows once per run. Returns None if the scales fit all tokens.
     """
     codec, x, kept = run.codec, run.x, run.kept
     tokens = x.shape[2]
@@ -384,7 +384,7 @@ def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Return the ranges of tokens ``[start, stop)`` whose errors are measured: those of pages with ``suspects``."""
+    """Yield the ranges of tokens ``[start, stop)`` whose errors are measured: the pages with ``suspects``."""
     tokens = suspects.shape[2]
     if codec.summary.entries:
         yield 0, tokens

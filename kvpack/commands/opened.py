@@ -66,7 +66,7 @@ class CommandStore:
         from kvpack.store.bases import basis_in
         from kvpack.store.keys import basis_keys
 
-        digest = basis_digest(Recipe.recorded(entry.recipe))
+        digest = basis_digest(Recipe.from_recorded(entry.recipe))
         keys = [] if digest is None else basis_keys(digest, self.cipher)
         result = ((key, data) for key in keys if (data := self.backend.peek(key)) is not None)
         return next((basis_in(key, data, digest, self.cipher) for key, data in result if digest is not None), None)

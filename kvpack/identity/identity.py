@@ -263,7 +263,7 @@ class Identity:
         """Return the identity that the fields of a header describe, for ``tenant``. Raises InvalidParameter."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         named: dict[str, Any] = {name: model.get(_HEADER_NAMES.get(name, name), "") for name in fields}
-        return cls(recipe=Recipe.recorded(recipe).canonical, tenant=tenant, **named)
+        return cls(recipe=Recipe.from_recorded(recipe).canonical, tenant=tenant, **named)
 
     @property
     def root(self) -> bytes:

@@ -106,7 +106,7 @@ class LiveCache:
     @classmethod
     def _of(cls, cache: Cache, sliding_windows: Sequence[int | None] | None) -> LiveCache:
         live = cls.__new__(cls)
-        live._recipe = Recipe.recorded(cache.recipe)
+        live._recipe = Recipe.from_recorded(cache.recipe)
         live._text = live._recipe.canonical
         live._count, live.model, live.start = len(cache), MappingProxyType(dict(cache.model)), cache.start
         live._kept, live._shared = set(), set()

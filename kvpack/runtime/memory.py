@@ -1,8 +1,8 @@
 """Allocate memory for large results on the CPU, outside the heap and in huge pages if the system has them.
 
 Most of the time of writing to new memory is page faults: 0.4 to 0.7 ms per MiB with small pages, 0.1 ms with huge ones. The heap uses huge
-pages only within a single result, and then keeps them for the host's other allocations. The memory of a freed pack is reused by the next
-one unless the system has reclaimed it.
+pages only within a single result, and then keeps them for other allocations of the process. The memory of a freed pack is reused by the
+next one unless the system has reclaimed it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALIGNMENT = 64
 
 
 _spare: deque[mmap.mmap] = deque(maxlen=1)
-"""Memory of ``_PIECE_BYTES`` that no result uses anymore."""
+"""A block of ``_PIECE_BYTES`` that no result uses anymore."""
 
 
 class _Block:

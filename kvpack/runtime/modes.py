@@ -1,4 +1,4 @@
-"""Set the PyTorch modes in which kvpack computes, whatever modes the caller has set."""
+"""Set the PyTorch modes in which kvpack computes, regardless of the caller's modes."""
 
 from __future__ import annotations
 

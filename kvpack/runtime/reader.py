@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 MIN_DIRECT_BYTES = 2**24
 """Minimum size in bytes of a file that is read directly; for smaller ones the page cache is as fast."""
 _PIECE_BYTES, _THREADS = 2**21, 8
-"""Size of a direct read in bytes, and number of reading threads, which wait for the disk and need no cores."""
+"""Size of a direct read in bytes, and number of reading threads, which mostly wait for the disk."""
 _MILLISECONDS = 100
-"""Maximum time of a wait, after which Python can run signal handlers."""
+"""Maximum duration of a wait in milliseconds, after which Python can run signal handlers."""
 
 
 BLOCK = 4096
@@ -56,7 +56,7 @@ class ColdRead:
         self._descriptor, self._direct, self._size, self._memory = descriptor, direct, size, memory
         self.data = memory[:size]
         pieces = range(0, len(self._memory), _PIECE_BYTES)
-        # All reads are queued, so that none waits for a caller who checks what has arrived.
+        # All reads are queued, so that none waits while the caller checks bytes that have arrived.
         self._ends = in_parallel(self._read, pieces, _THREADS, len(pieces))
         self._reached, self._is_short = 0, False
 
@@ -71,7 +71,7 @@ class ColdRead:
                 count = 0
             if not count and source == self._descriptor:
                 break
-            # What direct reads do not return, such as the last block of a file that has become shorter, the page cache may have.
+            # The page cache may have data that direct reads do not return, such as the last block of a file that has shrunk.
             begin, source = begin + count, source if count else self._descriptor
         return min(begin, self._size)
 

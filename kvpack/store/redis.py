@@ -34,9 +34,9 @@ from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import limit_ttl
 from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
 from .redis_abouts import RedisAbouts, list_pages
-from .redis_answers import byte_strings, bytes_up_to, integer, was_set
 from .redis_client import FRONTS_BYTES, Client
 from .redis_count import MAX_PAGES, EntryCount
+from .redis_replies import byte_strings, bytes_up_to, integer, was_set
 from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from .abouts import Described, parse_text
 from .backend import StoredEntry
-from .redis_answers import integer
+from .redis_replies import integer
 from .redis_scripts import KEYS
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning, MissingPackag
 from .breaker import CircuitBreaker, RequestGuard
 from .entry_kind import FRONT_BYTES
 from .options import check_seconds
-from .redis_answers import count_page, entry_page, fronts, integer, integers, member_list, put_results, sum_progress, totals, two_integers
 from .redis_page_scripts import DESCRIBE, MISSING, RECOUNT, SUM, TOTALS
+from .redis_replies import count_page, entry_page, fronts, integer, integers, member_list, put_results, sum_progress, totals, two_integers
 from .redis_scripts import DELETE, FRONTS, KEYS, LIST, PIN, PUT, RELEASE, ROOM, SIZE, USE
 
 if TYPE_CHECKING:

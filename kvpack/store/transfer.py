@@ -127,7 +127,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     file = container.open_file(path, copy=True)
     header = file.header
     identity = Identity.of_header(header.model, header.recipe, tenant)
-    digest = basis_digest(Recipe.recorded(header.recipe))
+    digest = basis_digest(Recipe.from_recorded(header.recipe))
     basis = find(source, digest) if source is not None and digest is not None else None
     cache = files.read(file, basis=basis)
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)

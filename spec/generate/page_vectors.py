@@ -54,7 +54,7 @@ def row_of(recipe: str | Recipe, geometry: PageGeometry) -> bytes:
         return torch.randn(shape, generator=source).to(geometry.torch_dtype)
 
     # The vectors are from before recipes had a canonical text.
-    codec = PageCodec(Recipe.recorded(recipe) if isinstance(recipe, str) else recipe, geometry, namespace=NAMESPACE)
+    codec = PageCodec(Recipe.from_recorded(recipe) if isinstance(recipe, str) else recipe, geometry, namespace=NAMESPACE)
     row = bytearray(codec.nbytes)
     pages = PageBuffer(geometry, *(values(dim) for dim in geometry.dims.values()))
     (refused,) = codec.encode_into(pages, [0], [row], keys=[KEY])
@@ -201,7 +201,7 @@ def vectors() -> dict[str, Vector]:
 
 def by_basis() -> bytes:
     basis = Basis.of_bytes((FOLDER / BASIS).read_bytes())
-    return row_of(Recipe.recorded(f"kv=klt:bits=4,basis={basis.digest.hex()}", basis), PageGeometry(1, 1, 3, 4, None))
+    return row_of(Recipe.from_recorded(f"kv=klt:bits=4,basis={basis.digest.hex()}", basis), PageGeometry(1, 1, 3, 4, None))
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:

@@ -256,13 +256,13 @@ def test_texts_fit_headers() -> None:
 
 def test_names_that_were_recorded_keep_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(RECORDED) <= {*PUBLISHED, *ADDITIONS}
-    assert Recipe.recorded("octopus-4").canonical == "k=octahedral:b=4;v=group:b=4"
-    assert Recipe.recorded("octopus-3;boundary-1;tail=32").canonical == "k=octahedral:b=3;v=group:b=3;layers=0,-1:k=raw;tail=32"
-    recorded = Recipe.recorded("octopus-4")
+    assert Recipe.from_recorded("octopus-4").canonical == "k=octahedral:b=4;v=group:b=4"
+    assert Recipe.from_recorded("octopus-3;boundary-1;tail=32").canonical == "k=octahedral:b=3;v=group:b=3;layers=0,-1:k=raw;tail=32"
+    recorded = Recipe.from_recorded("octopus-4")
     assert recorded.text == "octopus-4"
     assert recorded == Recipe(RECORDED["octopus-4"])
     assert recorded.codec(0, 2, "k", 64) == Recipe(RECORDED["octopus-4"]).codec(0, 2, "k", 64)
     for name in RECORDED.keys() - ADDITIONS.keys():
-        assert Recipe.recorded(name) == Recipe(RECORDED[name])
+        assert Recipe.from_recorded(name) == Recipe(RECORDED[name])
     assert canonical_recorded_text("no recipe") == "no recipe"
     assert canonical_recorded_text("octopus-4 ") == recorded.canonical

@@ -89,7 +89,7 @@ def test_presets_add_means_norms_and_raw_tokens_to_the_methods_of_papers() -> No
     assert len(names) >= 40
     for name in names:
         for side in "kv":
-            own, paper = (recipe.codec(0, 1, side, 64).params() for recipe in (Recipe(name), Recipe.recorded(name)))
+            own, paper = (recipe.codec(0, 1, side, 64).params() for recipe in (Recipe(name), Recipe.from_recorded(name)))
             changed = {key: value for key, value in own.items() if paper.get(key) != value}
             assert changed.pop("raw_positions")
             if name.startswith("hqmq-"):

@@ -78,7 +78,7 @@ def test_a_basis_opens() -> None:
 
 def test_a_row_opens_with_the_recipe_that_it_records() -> None:
     recorded, decoded = load_file(FOLDER / "page.safetensors")["values"], torch.zeros_like(pool())
-    with kvpack.pages.PageCodec(kvpack.Recipe.recorded("octopus-4"), GEOMETRY) as codec:
+    with kvpack.pages.PageCodec(kvpack.Recipe.from_recorded("octopus-4"), GEOMETRY) as codec:
         assert codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1]) == [None]
     assert torch.equal(decoded[0], recorded)
 

@@ -122,7 +122,7 @@ def test_a_recipe_that_an_older_entry_names_is_found(tmp_path: Path, capsys: pyt
     (key,) = store.keys(ids)
     chunk = dataclasses.replace(cache(len(ids))[:, :CHUNK], model=IDENTITY.header_model, recipe="kivi-2")
     assert store._backend.put([key], to_pieces(chunk, key, IDENTITY.root, token_bytes(ids[:CHUNK])), time.time_ns())
-    for recipe, count in (("kivi-4", 0), (Recipe.recorded("kivi-2").canonical, 1)):
+    for recipe, count in (("kivi-4", 0), (Recipe.from_recorded("kivi-2").canonical, 1)):
         capsys.readouterr()
         assert main(["store", "rm", str(tmp_path / "store"), "--recipe", recipe, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["removed"] == count

@@ -218,7 +218,7 @@ def listed() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="only the changes of these modules, such as codecs/klt.py")
+    parser.add_argument("modules", nargs="*", help="change only these modules, such as codecs/klt.py")
     modules = parser.parse_args().modules
     changes = [change for change in all_changes() if not modules or change.path.relative_to(DECODER).as_posix() in modules]
     survivors = 0
@@ -227,7 +227,7 @@ def main() -> int:
             survivors += 1
             print(f"{change.name} -> {listed().get(change.name, 'SURVIVES')}", flush=True)
     unlisted = [change.name for change in changes if change.name in listed()]
-    print(f"{len(changes)} changes, of which no vector catches {survivors}; {len(unlisted)} are listed with a reason", file=sys.stderr)
+    print(f"{len(changes)} changes, {survivors} of which no vector catches; {len(unlisted)} are listed with a reason", file=sys.stderr)
     return 1 if survivors > len(unlisted) else 0
 
 

@@ -59,7 +59,7 @@ class Page:
     def _next(self) -> Any:
         while b"\0" not in self._buffer:
             if not select.select([self._receive], [], [], ANSWER_SECONDS)[0]:
-                raise RuntimeError("the browser does not answer")
+                raise RuntimeError("the browser does not respond")
             piece = os.read(self._receive, 1 << 20)
             if not piece:
                 raise RuntimeError("the browser has ended")

@@ -246,9 +246,9 @@ def check(side: Side) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="+", metavar="RECIPE")
-    parser.add_argument("--json", action="store_true", help="a JSON object on the last line")
-    parser.add_argument("--every", action="store_true", help="all calls that differ in code")
-    parser.add_argument("--quick", action="store_true", help="make machine code of the first launch of each kernel alone")
+    parser.add_argument("--json", action="store_true", help="print a JSON object on the last line")
+    parser.add_argument("--every", action="store_true", help="compile all calls whose code differs")
+    parser.add_argument("--quick", action="store_true", help="generate machine code only for the first launch of each kernel")
     parser.add_argument("--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
     layers = {recipe: packed(recipe) for recipe in options.recipes}
@@ -276,7 +276,7 @@ def main(arguments: list[str]) -> int:
         # Triton prints rejected modules without a final newline.
         print(f"\n{json.dumps(found)}")
     else:
-        print(f"compute capability {options.capability / 10} ({chip}), {room:,} bytes of shared memory for a program")
+        print(f"compute capability {options.capability / 10} ({chip}), {room:,} bytes of shared memory per program")
         print(f"  {', '.join(options.recipes)}")
         for name, (registers, shared) in sorted(compiled.used.items()):
             print(f"  {name:<20} {registers:>4} registers {shared:>8,} bytes of shared memory")

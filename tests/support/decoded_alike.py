@@ -19,7 +19,7 @@ def assert_within(values: list[float], expected: list[float], tolerances: list[f
     assert ((a == b) | (numpy.isnan(a) & numpy.isnan(b)))[exact].all()
     compared = numpy.isfinite(a) & numpy.isfinite(b) & ~exact
     excess = numpy.abs(a[compared] - b[compared]) - allowed[compared]
-    assert not len(excess) or excess.max() <= 0, f"a value is {excess.max():.3g} beyond its tolerance"
+    assert not len(excess) or excess.max() <= 0, f"a value is {excess.max():.3g} above its tolerance"
 
 
 def assert_same_cache(file: Any, cache: Cache) -> None:

@@ -144,7 +144,7 @@ def recipe_codecs(name: str) -> dict[str, Codec]:
     if "kv=klt" in recipe:
         (rule,) = Recipe(recipe).rules
         return {side: with_random_basis(rule.codec(dim, side)) for side, dim in dims}
-    return {side: Recipe.recorded(recipe).codec(0, 1, side, dim) for side, dim in dims}
+    return {side: Recipe.from_recorded(recipe).codec(0, 1, side, dim) for side, dim in dims}
 
 
 def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:

@@ -228,7 +228,7 @@ def tests_of(path: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--find", action="store_true", help="find a test for every guard that no file shows, and write the list")
+    parser.add_argument("--find", action="store_true", help="find a test for every guard that no file covers, and write the list")
     find = parser.parse_args().find
     known, kept, survivors, by_file = listed(), {}, 0, 0
     guards = all_guards()
@@ -247,7 +247,7 @@ def main() -> int:
         print(f"{guard.path.relative_to(ROOT)}:{guard.lines[0]}: {guard.text} -> {shown or 'SURVIVES'}", flush=True)
     if find:
         LIST.write_text("".join(f"{name} -> {test}\n" for name, test in kept.items()), encoding="utf-8")
-    print(f"{len(guards)} guards: {by_file} shown by a file, {len(kept)} by a test or with a reason, {survivors} survive")
+    print(f"{len(guards)} guards: {by_file} covered by a file, {len(kept)} by a test or a reason, {survivors} survive")
     return 1 if survivors else 0
 
 

@@ -29,7 +29,7 @@ def vllm_like_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set up this process like a vLLM worker: a 16-bit default dtype, inference mode, and an error if a call sets the number of threads."""
 
     def forbidden(*_: object) -> None:
-        raise AssertionError("the host's threads are not ours")
+        raise AssertionError("the adapter must not change the host's number of threads")
 
     dtype = torch.get_default_dtype()
     with monkeypatch.context() as patched:

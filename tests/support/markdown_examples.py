@@ -86,5 +86,5 @@ def _run_blocks(path: Path, names: dict[str, Any]) -> None:
         shown = following.text if following is not None and following.language == "text" else ""
         printed = block.run(names)
         assert doctest.OutputChecker().check_output(_RULE.sub("─", shown), _RULE.sub("─", printed), _FLAGS), (
-            f"{path}:{block.line} prints\n{printed}\nand the file shows\n{shown}"
+            f"{path}:{block.line} prints\n{printed}\nbut the file shows\n{shown}"
         )

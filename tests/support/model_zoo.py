@@ -113,7 +113,7 @@ class Subject:
             self.encoder = self.model.config.is_encoder_decoder
             alone = self.forward(PROMPT, self.empty())
             if not torch.isfinite(alone.logits).all() or alone.past_key_values.get_seq_length() != PROMPT.shape[1]:
-                raise NotRun(f"{type(self.model).__name__} fills no cache, or its logits are not finite")
+                raise NotRun(f"{type(self.model).__name__} does not fill the cache, or its logits are not finite")
             self.continued(alone.past_key_values)
         except Exception as error:
             if hasattr(self, "model"):
@@ -231,7 +231,7 @@ def continue_(subject: Subject) -> None:
             if "different source" not in str(error):
                 raise
         else:
-            raise AssertionError("another source continued the caches")
+            raise AssertionError("the caches were continued with a different source")
     subject.check(subject.continued(over))
     for cache, dense in zip(subject.caches(over), subject.caches(subject.dense), strict=True):
         same_bits(cache.packed, dense)
@@ -254,7 +254,7 @@ def beam(subject: Subject) -> None:
     options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "use_cache": True}
     found = subject.model.generate(ids, past_key_values=over, **options)
     subject.model.set_attn_implementation(subject.attention)
-    assert found.tolist() == subject.model.generate(ids, past_key_values=dense, **options).tolist(), "beam search found other tokens"
+    assert found.tolist() == subject.model.generate(ids, past_key_values=dense, **options).tolist(), "beam search generates other tokens"
 
 
 def crop(subject: Subject) -> None:
@@ -281,7 +281,7 @@ def store(subject: Subject) -> None:
     # The encoder's input also determines the decoder's keys and values, so every key includes it.
     inputs = [b"the zoo's input", *[b""] * (PROMPT.shape[1] // CHUNK - 1)] if subject.encoder else None
     with kvpack.Store(subject.file.with_suffix(".store"), identity, chunk=CHUNK) as prefixes:
-        assert prefixes.save(PROMPT, cache, inputs=inputs) == PROMPT.shape[1], f"not all was stored: {prefixes.stats()}"
+        assert prefixes.save(PROMPT, cache, inputs=inputs) == PROMPT.shape[1], f"some tokens were not stored: {prefixes.stats()}"
         tokens, loaded = prefixes.load(PROMPT, inputs=inputs)
         assert tokens == PROMPT.shape[1], f"{tokens} tokens were found"
         assert inputs is None or prefixes.match(PROMPT) == 0, "found without the encoder's input"
@@ -306,7 +306,7 @@ def generate(subject: Subject) -> None:
         found = subject.model.generate(padded, past_key_values=over, pad_token_id=0, **options)
         for part in parts:
             part.release()
-        assert found.tolist() == expected.tolist(), f"generate found other tokens with {sorted(options)}"
+        assert found.tolist() == expected.tolist(), f"generate returned different tokens with {sorted(options)}"
         assert over.get_seq_length() == found.shape[1] - 1
 
 
@@ -428,7 +428,7 @@ def table(rows: list[Row]) -> str:
         reasons = [f"{step} WRONG: {why}" for step, why in first.wrong.items()] + [*dict.fromkeys(first.refused.values())]
         works = "all" if first.works == list(STEPS) else ", ".join(first.works) or "none"
         if first.not_run:
-            works, reasons = "not run", ["transformers alone makes or runs no such model of the sizes here"]
+            works, reasons = "not run", ["transformers alone cannot build or run such a model at these sizes"]
         lines.append(f"| {', '.join(row.name for row in alike)} | {works} | {'; '.join(reasons)} |")
     return "\n".join(lines)
 
@@ -454,7 +454,7 @@ BEGIN, END = "<!-- make zoo -->\n", "<!-- end -->"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures, such as bart or 'bart (sequence to sequence)' (default: all)")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} of the integration, from all architectures")
+    parser.add_argument("--write", action="store_true", help=f"write the integration's {PAGE.name}, with all architectures")
     parser.add_argument("--elsewhere", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     chosen = [architecture for architecture in ZOO if not options.names or architecture.name in options.names]

@@ -41,7 +41,7 @@ class Server:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
                 return
             except OSError:
-                assert time.monotonic() < deadline, "the server does not start"
+                assert time.monotonic() < deadline, "the server did not start"
                 time.sleep(0.02)
 
     def kill(self) -> None:

@@ -62,7 +62,7 @@ class Server:
                 urllib.request.urlopen(request, timeout=5).close()
                 return
             except OSError:
-                assert time.monotonic() < deadline, "the server does not start"
+                assert time.monotonic() < deadline, "the server did not start"
                 assert self.process.poll() is None
                 time.sleep(0.02)
 

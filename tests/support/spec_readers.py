@@ -74,20 +74,20 @@ def entry_differences(reader: Reader) -> Iterator[str]:
         if "file" in line:
             clear = reader.read(Path(shutil.copyfile(ENTRY_FOLDER / line["file"], reader.folder / "x.kvpack")))
             if not answer.accepted or not clear.accepted or not numpy.array_equal(answer.values, clear.values):
-                yield f"{file}: is to be read, and the answer is {answer.kind} by {answer.rule}"
+                yield f"{file}: should be accepted, but the answer is {answer.kind} by {answer.rule}"
         elif answer.accepted or ("damaged" in line and (answer.kind in INTACT) == line["damaged"]):
-            yield f"{file}: is to be absent, {'and damaged' if line.get('damaged') else 'not damaged'}, and the answer is {answer.kind}"
+            yield f"{file}: should be absent {'and damaged' if line.get('damaged') else 'not damaged'}, and the answer is {answer.kind}"
 
 
 def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> str | None:
     if "error" in line:
         agrees = answer.kind == line["error"] or (answer.accepted and line.get("either", False))
-        return None if agrees else f"is to be refused as {line['error']}, and the answer is {answer.kind}"
+        return None if agrees else f"should be refused as {line['error']}, but the answer is {answer.kind}"
     if not answer.accepted:
-        return f"is to be decoded, and is refused as {answer.kind} by {answer.rule}"
+        return f"should be decoded, but is refused as {answer.kind} by {answer.rule}"
     expected = Expected.of(folder, dict(line))
     if answer.values.shape != expected.values.shape:
-        return f"has {len(expected.values)} values, and {len(answer.values)} are decoded"
+        return f"has {len(expected.values)} values, but {len(answer.values)} are decoded"
     differing = expected.differing(answer.values)
     if differing.any():
         return f"{differing.sum()} values differ, the first at {differing.argmax()}"
@@ -209,10 +209,10 @@ def mutations(seconds: float, number: int, found: Sequence[bytes]) -> Iterator[t
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of mutations (default 60)")
-    parser.add_argument("--files", type=int, default=500, help="number of new files of the library (default 500)")
+    parser.add_argument("--files", type=int, default=500, help="number of new files written by the library (default 500)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default 1)")
-    parser.add_argument("--failures", type=Path, default=Path("reader-failures"), help="folder for files that show a difference")
-    parser.add_argument("--reader", action="append", choices=sorted(READERS), help="only this one; may be given several times")
+    parser.add_argument("--failures", type=Path, default=Path("reader-failures"), help="folder for files that cause a difference")
+    parser.add_argument("--reader", action="append", choices=sorted(READERS), help="run only this reader; may be repeated")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -108,7 +108,7 @@ def bad(report: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--location", help="where the store is (default: a temporary folder)")
+    parser.add_argument("--location", help="location of the store (default: a temporary folder)")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

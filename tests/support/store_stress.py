@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--folder", help="where the store is (default: a temporary folder)")
+    parser.add_argument("--folder", help="location of the store (default: a temporary folder)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:

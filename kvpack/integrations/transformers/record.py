@@ -28,7 +28,7 @@ _MAX_SHOWN_RANGES = 4
 _OTHER_ADAPTERS = "were computed with other adapters than the first token"
 
 CHANGED = "are no longer those that forward passes computed: tokens were dropped before them, or values changed"
-NOT_RECORDED = "came from forward passes that were not recorded: give KvpackCache the model"
+UNRECORDED_PASSES = "came from forward passes that were not recorded: give KvpackCache the model"
 
 
 @dataclass
@@ -262,7 +262,7 @@ class Record:
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:
             self._known = True
-            result = [NOT_RECORDED] if seen is None else [*seen.undetermined(stop - start), *self._record_mask(start, stop, seen)]
+            result = [UNRECORDED_PASSES] if seen is None else [*seen.undetermined(stop - start), *self._record_mask(start, stop, seen)]
             if self._visible is not None and self._visible.shape[1] < stop:
                 self._visible = torch.nn.functional.pad(self._visible, (0, stop - self._visible.shape[1]), value=True)
             if seen is not None and (not start or self._adapters is None):

@@ -75,8 +75,8 @@ def entries(store: Path) -> list[Path]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "engines" / "vllm", help="where the virtual environment is")
-    parser.add_argument("--python", type=Path, help="the Python of an environment that has vLLM and this kvpack")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "engines" / "vllm", help="folder of the virtual environment")
+    parser.add_argument("--python", type=Path, help="Python of an environment with vLLM and this kvpack")
     parser.add_argument("--model", type=Path, default=SMALL, help="a model whose tokens are bytes")
     options = parser.parse_args()
     python = options.python or environment(options.folder)

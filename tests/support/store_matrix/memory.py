@@ -44,7 +44,7 @@ def limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     _, status = os.waitpid(process, 0)
     read_notes(notes, cell)
     if code := os.waitstatus_to_exitcode(status):
-        cell.problem(f"the process under limits ended with {code}")
+        cell.problem(f"the process with limits exited with {code}")
     cell.done(count)
     if place.has_server:
         _full_server(place, cell, count)
@@ -87,7 +87,7 @@ def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
         hits = [compare(*answer) > 0 for answer in loaded]
         found = check(stores[0], 0, other)
         if found < saved // CHUNK:
-            raise Wrong(f"save said {saved // CHUNK} chunks without memory, and {found} of {chunks(other)} are found")
+            raise Wrong(f"save reported {saved // CHUNK} chunks without memory, but {found} of {chunks(other)} are found")
         stores[0].delete(prompt(other), start=CHUNK * 2)
     finally:
         for store in stores:
@@ -154,7 +154,7 @@ def _fill(place: Place) -> None:
             for number in range(8):
                 saved = store.save(prompt(number), packed(who, number))
                 if not 0 <= saved <= chunks(number) * CHUNK:
-                    raise Wrong(f"save says {saved} tokens")
+                    raise Wrong(f"save reports {saved} tokens")
                 check(store, who, number)
             store.collect()
             store.stats()

@@ -51,7 +51,7 @@ def namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
 def _wait(process: int, cell: Cell) -> None:
     _, status = os.waitpid(process, 0)
     if code := os.waitstatus_to_exitcode(status):
-        cell.problem(f"a process of another namespace ended with {code}")
+        cell.problem(f"a process in another namespace exited with {code}")
 
 
 def _look_on(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
@@ -119,7 +119,7 @@ def _in_child(work: Callable[[], None], note: Note) -> None:
     if process:
         _, status = os.waitpid(process, 0)
         if code := os.waitstatus_to_exitcode(status):
-            raise Wrong(f"the child ended with {code}")
+            raise Wrong(f"the child exited with {code}")
         return
     code = 1
     try:

@@ -103,15 +103,15 @@ def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> i
     """Return the number of chunks in a result of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
     if found is None:
         if tokens:
-            raise Wrong(f"load says {tokens} tokens and has no cache")
+            raise Wrong(f"load reports {tokens} tokens but returns no cache")
         return 0
     right = expected(who, number)
     if not 0 < tokens == found.tokens <= len(right) * CHUNK or tokens % CHUNK:
-        raise Wrong(f"load says {tokens} tokens, its cache holds {found.tokens}, the prompt has {len(right)} chunks")
+        raise Wrong(f"load reports {tokens} tokens, its cache has {found.tokens}, the prompt has {len(right)} chunks")
     for chunk in range(tokens // CHUNK):
         got = chunk_bytes(found, chunk)
         if got != right[chunk]:
-            raise Wrong(f"chunk {chunk} of prompt {number} of identity {who} is wrong: it holds {_whose(got)}")
+            raise Wrong(f"chunk {chunk} of prompt {number} of identity {who} is wrong: it contains {_whose(got)}")
     return tokens // CHUNK
 
 

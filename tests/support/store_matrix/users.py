@@ -49,7 +49,7 @@ def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     if not place.folders:
         return
     if os.geteuid():
-        cell.skipped = "becoming two users needs root"
+        cell.skipped = "running as two users requires root"
         return
     # Import lazily imported modules now, because the two users may not be able to read their files.
     place.clear()
@@ -158,7 +158,7 @@ def _meet(place: Place) -> None:
         saved = store.save(prompt(number), packed(who, number)) // CHUNK
         found = check(store, who, number)
         if found < saved:
-            raise Wrong(f"save says {saved} chunks of {chunks(number)}, and {found} are found: {counted(store)}")
+            raise Wrong(f"save reports {saved} chunks of {chunks(number)}, and {found} are found: {counted(store)}")
         store.stats()
         store.collect()
         check(store, who, number)

@@ -43,7 +43,7 @@ def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, l
     if what < 0.85:
         saved = store.save(ids, packed(who, number))
         if not 0 <= saved <= len(ids) or saved % CHUNK:
-            raise Wrong(f"save says {saved} tokens of {len(ids)}")
+            raise Wrong(f"save reports {saved} tokens of {len(ids)}")
     elif what < 0.88:
         store.match(ids)
     elif what < 0.91:
@@ -78,10 +78,10 @@ def each(place: Place) -> int:
             for number in (1, 4):
                 ids = prompt(number)
                 if not 0 <= store.save(ids, packed(who, number)) <= len(ids):
-                    raise Wrong("save says more than there was")
+                    raise Wrong("save reports more tokens than there are")
                 found += check(store, who, number)
             if store.pin(prompt(1)) > len(prompt(1)):
-                raise Wrong("pin says more than there was")
+                raise Wrong("pin reports more tokens than there are")
             store.match(prompt(1))
             store.unpin(prompt(1))
             store.delete(prompt(4), start=CHUNK)
@@ -104,10 +104,10 @@ def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowe
         if place.budget is not None and (size := place.most_stored()) > place.budget:
             raise Wrong(f"{size} bytes are stored, the budget is {place.budget}")
         if foreign := place.foreign():
-            raise Wrong(f"not this user's alone: {foreign}")
+            raise Wrong(f"files of other users, or open to them: {foreign}")
         found = 0
         for who, store in enumerate(stores):
-            require(store, kept, who, "what was saved and pinned before the fault is gone")
+            require(store, kept, who, "entries saved and pinned before the fault are gone")
             found += sum(check(store, who, number) for number in read)
         for store in stores:
             counts = store.counters()
@@ -127,6 +127,6 @@ def works(store: kvpack.Store, who: int, number: int) -> None:
     """Raise Wrong unless a prompt can be saved and found."""
     whole = chunks(number)
     if (saved := store.save(prompt(number), packed(who, number))) != whole * CHUNK:
-        raise Wrong(f"save works no more: {saved} tokens of {whole} chunks: {counted(store)}")
+        raise Wrong(f"save no longer works: {saved} tokens of {whole} chunks: {counted(store)}")
     if (found := check(store, who, number)) != whole:
-        raise Wrong(f"a miss for ever: {found} of {whole} chunks after a save that said all are stored: {counted(store)}")
+        raise Wrong(f"only {found} of {whole} chunks are found after a save that reported all as stored: {counted(store)}")

@@ -15,7 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.store import redis as redis_backend
 from kvpack.store import redis_client
 from kvpack.store.keys import KEY_BYTES
-from kvpack.store.redis_answers import (
+from kvpack.store.redis_replies import (
     NotRedis,
     byte_strings,
     bytes_up_to,

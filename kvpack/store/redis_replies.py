@@ -1,6 +1,6 @@
 """Checks of server replies. A server that is not Redis, or whose keys another program has changed, may reply with anything.
 
-Each check returns the reply, or raises NotRedis, which counts like a server that does not answer.
+Each check returns the reply, or raises NotRedis, which counts like a server that does not reply.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ class NotRedis(Exception):
     """The error for a reply that no Redis server would send."""
 
 
-def integer(answer: Any) -> int:
+def integer(reply: Any) -> int:
     """Check that the reply is an integer from 0 to 2^53."""
-    if type(answer) is not int or not 0 <= answer <= _MAX_INTEGER:
-        raise _unexpected_reply(answer, "an integer from 0 to 2^53")
-    return answer
+    if type(reply) is not int or not 0 <= reply <= _MAX_INTEGER:
+        raise _unexpected_reply(reply, "an integer from 0 to 2^53")
+    return reply
 
 
 def integers(count: int) -> Callable[[Any], list[int]]:
     """Return a check for ``count`` integers."""
-    return lambda answer: [integer(item) for item in _check_list(answer, f"{count} integers", count)]
+    return lambda reply: [integer(item) for item in _check_list(reply, f"{count} integers", count)]
 
 
 def bytes_up_to(max_bytes: int) -> Callable[[Any], bytes]:
     """Return a check for at most ``max_bytes`` bytes."""
 
-    def check(answer: Any) -> bytes:
-        if type(answer) is not bytes or len(answer) > max_bytes:
-            raise _unexpected_reply(answer, f"at most {max_bytes} bytes")
-        return answer
+    def check(reply: Any) -> bytes:
+        if type(reply) is not bytes or len(reply) > max_bytes:
+            raise _unexpected_reply(reply, f"at most {max_bytes} bytes")
+        return reply
 
     return check
 
 
-def byte_strings(answer: Any) -> list[bytes]:
+def byte_strings(reply: Any) -> list[bytes]:
     """Check that the reply is a list of bytes."""
-    result = _check_list(answer, "a list of bytes")
+    result = _check_list(reply, "a list of bytes")
     for item in result:
         if type(item) is not bytes:
-            raise _unexpected_reply(answer, "a list of bytes")
+            raise _unexpected_reply(reply, "a list of bytes")
     return result
 
 
-def member_list(answer: Any) -> list[bytes]:
+def member_list(reply: Any) -> list[bytes]:
     """Check that the reply is a list of keys."""
-    result = byte_strings(answer)
+    result = byte_strings(reply)
     if any(len(key) != KEY_BYTES for key in result):
-        raise _unexpected_reply(answer, f"keys of {KEY_BYTES} bytes")
+        raise _unexpected_reply(reply, f"keys of {KEY_BYTES} bytes")
     return result
 
 
@@ -69,10 +69,10 @@ def fronts(max_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check for a number, then for each entry a size, and at most ``max_bytes`` bytes or an error."""
     check_bytes = bytes_up_to(max_bytes)
 
-    def check(answer: Any) -> list[Any]:
-        found = _check_list(answer, "a number, then sizes and bytes")
+    def check(reply: Any) -> list[Any]:
+        found = _check_list(reply, "a number, then sizes and bytes")
         if len(found) % 2 == 0:
-            raise _unexpected_reply(answer, "a number, then sizes and bytes")
+            raise _unexpected_reply(reply, "a number, then sizes and bytes")
         return [
             integer(item) if at % 2 or at == 0 else item if isinstance(item, Exception) else check_bytes(item)
             for at, item in enumerate(found)
@@ -81,29 +81,29 @@ def fronts(max_bytes: int) -> Callable[[Any], list[Any]]:
     return check
 
 
-def two_integers(answer: Any) -> list[int]:
+def two_integers(reply: Any) -> list[int]:
     """Check that the reply is a list of two integers, or of only -1."""
-    return answer if answer == [-1] and type(answer[0]) is int else integers(2)(answer)
+    return reply if reply == [-1] and type(reply[0]) is int else integers(2)(reply)
 
 
-def sum_progress(answer: Any) -> int:
+def sum_progress(reply: Any) -> int:
     """Check that the reply is 0, 1 or -1."""
-    if type(answer) is not int or not -1 <= answer <= 1:
-        raise _unexpected_reply(answer, "0, 1 or -1")
-    return answer
+    if type(reply) is not int or not -1 <= reply <= 1:
+        raise _unexpected_reply(reply, "0, 1 or -1")
+    return reply
 
 
-def count_page(answer: Any) -> tuple[bytes, int]:
+def count_page(reply: Any) -> tuple[bytes, int]:
     """Check the reply of the script that counts entries; return its cursor, as text, and a number."""
-    result = _check_list(answer, "a cursor and a number", 2)
+    result = _check_list(reply, "a cursor and a number", 2)
     return _cursor(result[0]), integer(result[1])
 
 
-def was_set(answer: Any) -> bool:
+def was_set(reply: Any) -> bool:
     """Check the reply to SET NX; return True if the key was set."""
-    if answer is not None and answer is not True and answer != b"OK":
-        raise _unexpected_reply(answer, "OK or nothing")
-    return answer is not None
+    if reply is not None and reply is not True and reply != b"OK":
+        raise _unexpected_reply(reply, "OK or nothing")
+    return reply is not None
 
 
 def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
@@ -118,48 +118,48 @@ def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
             return bytes_up_to(front_bytes)(item[0]), integer(item[1])
         return integer(item)
 
-    def check(answer: Any) -> list[Any]:
-        if answer == [-1] and type(answer[0]) is int:
+    def check(reply: Any) -> list[Any]:
+        if reply == [-1] and type(reply[0]) is int:
             return [-1]
-        found = _check_list(answer, "what was evicted, and results", 4)
+        found = _check_list(reply, "what was evicted, and results", 4)
         results = [result(item) for item in _check_list(found[3], "results")]
         return [integer(found[0]), integer(found[1]), bytes_up_to(_MESSAGE_BYTES)(found[2]), results]
 
     return check
 
 
-def entry_page(answer: Any) -> tuple[bytes, bytes]:
+def entry_page(reply: Any) -> tuple[bytes, bytes]:
     """Check the reply of a script that lists a page of entries; return its cursor, as text, and the entries."""
-    result = _check_list(answer, "a cursor and entries", 2)
+    result = _check_list(reply, "a cursor and entries", 2)
     entries = bytes_up_to(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
-        raise _unexpected_reply(answer, f"{LISTED_BYTES} bytes for each entry")
+        raise _unexpected_reply(reply, f"{LISTED_BYTES} bytes for each entry")
     return _cursor(result[0]), entries
 
 
-def totals(answer: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
+def totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
     """Check the reply of the script that returns totals: three numbers, and a hash; None for an empty reply."""
-    found = _check_list(answer, "numbers, and fields with values")
+    found = _check_list(reply, "numbers, and fields with values")
     if not found:
         return None
     if len(found) < 3 or len(found) % 2 == 0:
-        raise _unexpected_reply(answer, "three numbers, and fields with values")
+        raise _unexpected_reply(reply, "three numbers, and fields with values")
     fields = byte_strings(found[3:])
     entries, described, size = map(integer, found[:3])
     return entries, described, size, dict(zip(fields[::2], fields[1::2], strict=True))
 
 
-def _cursor(answer: Any) -> bytes:
-    if type(answer) is not bytes or not answer.isdigit() or len(answer) > _CURSOR_DIGITS:
-        raise _unexpected_reply(answer, "a cursor")
-    return answer
+def _cursor(reply: Any) -> bytes:
+    if type(reply) is not bytes or not reply.isdigit() or len(reply) > _CURSOR_DIGITS:
+        raise _unexpected_reply(reply, "a cursor")
+    return reply
 
 
-def _check_list(answer: Any, description: str, count: int | None = None) -> list[Any]:
-    if type(answer) is not list or (count is not None and len(answer) != count):
-        raise _unexpected_reply(answer, description)
-    return answer
+def _check_list(reply: Any, description: str, count: int | None = None) -> list[Any]:
+    if type(reply) is not list or (count is not None and len(reply) != count):
+        raise _unexpected_reply(reply, description)
+    return reply
 
 
-def _unexpected_reply(answer: Any, expected: str) -> NotRedis:
-    return NotRedis(f"the server replied {answer!r:.80}, expected {expected}: it is not Redis, or another program has changed its keys")
+def _unexpected_reply(reply: Any, expected: str) -> NotRedis:
+    return NotRedis(f"the server replied {reply!r:.80}, expected {expected}: it is not Redis, or another program has changed its keys")

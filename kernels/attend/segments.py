@@ -45,8 +45,12 @@ The larger size is used unless it would decode more tokens than the limit and th
 MAX_HALF_ERROR = 2**-11
 """Maximum relative error, in the 2-norm, of rounding to binary16 without overflow or underflow."""
 
+MAX_DECODED_VALUES = 1 << 22
+"""Limit of values to decode at once, 16 MiB in float32, if that is more than one block of tokens."""
+
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
 _decoded_tokens: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
+_decoded_blocks: WeakKeyDictionary[PackedRun, dict[tuple[int, int], torch.Tensor]] = WeakKeyDictionary()
 
 
 class SideSegment(NamedTuple):
@@ -245,24 +249,51 @@ def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side
 
     ``columns`` is the result of ``frame_columns.columns``. Values are binary16, like tiles, or float32 if some are too large or too small.
     """
-    tensors = []
-    for segment in to_decode:
-        side_segment = segment.k if side == "k" else segment.v
-        assert side_segment.page is not None
-        start = side_segment.start + segment.first - side_segment.first
-        values = side_segment.page.frame(start, start + segment.tokens)
-        dim = values.shape[3]
-        order = torch.tensor([channel if 0 <= channel < dim else dim for channel in columns], dtype=torch.int64, device=values.device)
-        tensors.append(torch.nn.functional.pad(values, (0, 1))[..., order])
-    halves = [values.to(torch.float16) for values in tensors]
-    fits_half = all((half - values).norm() <= MAX_HALF_ERROR * values.norm() for half, values in zip(halves, tensors, strict=True))
+    both = [(segment.k, segment.v) if side == "k" else (segment.v, segment.k) for segment in to_decode]
+    # Decode all that the pages of both sides share, even if the layer segment is shorter, so that every call decodes the same tokens.
+    firsts = [max(own.first, other.first) for own, other in both]
+    blocks: dict[PackedRun, list[tuple[int, int]]] = {}
+    for (own, other), first in zip(both, firsts, strict=True):
+        assert own.page is not None
+        start, last = own.start + first - own.first, min(own.first + own.tokens, other.first + other.tokens)
+        blocks.setdefault(own.page, []).append((start, start + last - first))
+    values = [values for page, ranges in blocks.items() for values in _decode_blocks(page, ranges)]
+    fits_half = all(value.dtype == torch.float16 for value in values)
     codec = Raw(len(columns), "fp16" if fits_half else "fp32")
-    decoded = [
-        SideSegment(codec, segment.first, segment.tokens, {"values": values})
-        for segment, values in zip(to_decode, halves if fits_half else tensors, strict=True)
-    ]
-    both = zip(to_decode, decoded, strict=True)
-    return [segment._replace(k=side_segment) if side == "k" else segment._replace(v=side_segment) for segment, side_segment in both]
+    dim = values[0].shape[3]
+    order = torch.tensor([channel if 0 <= channel < dim else dim for channel in columns], dtype=torch.int64, device=values[0].device)
+    result = []
+    for segment, value, first in zip(to_decode, values, firsts, strict=True):
+        start = segment.first - first
+        part = value[:, :, start : start + segment.tokens].to(torch.float16 if fits_half else torch.float32)
+        part = torch.nn.functional.pad(part, (0, 1)).index_select(3, order)
+        decoded = SideSegment(codec, segment.first, segment.tokens, {"values": part})
+        result.append(segment._replace(k=decoded) if side == "k" else segment._replace(v=decoded))
+    return result
+
+
+def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Decode the token ranges ``blocks`` of ``page``, in ascending order, to the coded frame.
+
+    A block is binary16, or float32 if binary16 is not accurate enough. Blocks are cached with the page, which outlives a growing layer.
+    """
+    cached = _decoded_blocks.setdefault(page, {})
+    missing = [block for block in blocks if block not in cached]
+    batch, heads = next(iter(page.streams.values())).shape[:2]
+    # Decoding the tokens between two blocks takes less time than the launches of a second call.
+    limit = MAX_DECODED_VALUES // (batch * heads * page.codec.dim)
+    while missing:
+        first = missing[0][0]
+        together = [block for block in missing if block[1] - first <= limit] or missing[:1]
+        frame = page.frame(first, together[-1][1])
+        exact = [frame[:, :, start - first : stop - first] for start, stop in together]
+        rounded = [values.to(torch.float16) for values in exact]
+        pairs = zip(rounded, exact, strict=True)
+        fits = torch.stack([(half - values).norm() <= MAX_HALF_ERROR * values.norm() for half, values in pairs]).tolist()
+        for block, half, values, fit in zip(together, rounded, exact, fits, strict=True):
+            cached[block] = half if fit else values.clone()
+        missing = missing[len(together) :]
+    return [cached[block] for block in blocks]
 
 
 def layer_segments(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:

@@ -246,6 +246,26 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("limit", [1, 2 * 64 * 300])
+def test_blocks_of_raw_tokens_are_decoded_once_for_any_window(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows begin inside blocks, and one block has values beyond binary16."""
+    from kvpack.kernels.attend import segments
+
+    monkeypatch.setattr(segments, "MAX_DECODED_VALUES", limit)
+    k, v = random_pairs(1, 600, dims=(64, 64))[0]
+    k[:, :, [70, 300, 450]] *= 1e-3
+    v[:, :, 0] *= 1e6
+    layer = kvpack.pack([(k, v)], "k=group:b=2,g=32,low_norm_tokens=1;v=group:b=2,g=32,rotation=hadamard,sinks=1,raw_tokens=fp32")[0]
+    q = torch.randn(1, 4, 1, 64)
+    expected = [exact(q, layer, sliding_window=window) for window in (600, 580, 520, 290, 600)]
+    monkeypatch.setenv(dispatch.VARIABLE, "triton")
+    there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
+    for window, right in zip((600, 580, 520, 290, 600), expected, strict=True):
+        found = kvpack.attend(q, there, sliding_window=window).cpu()
+        assert (found - right).norm() / right.norm() < TOLERANCE
+
+
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(

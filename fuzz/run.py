@@ -34,6 +34,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds for the whole run, shared by the targets (default 60)")
     parser.add_argument("--executions", type=int, help="end each target after this many inputs")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS), help="run only this target; may be repeated")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="run every Nth target, which ones by the seed (default 1: all)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random choices (default 1)")
     parser.add_argument("--driver", choices=("atheris", "random"), help="default: atheris if it is installed")
     parser.add_argument("--processes", type=int, default=1, help="number of concurrent targets (default 1)")
@@ -44,9 +45,15 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the reports of all targets, in the order of the table."""
+def chosen_targets(arguments: argparse.Namespace) -> list[str]:
+    """Return the names of the targets to run, in the order of the table. The shares of consecutive seeds are all targets."""
     names = arguments.target or list(TARGETS)
+    return names[arguments.seed % arguments.share :: arguments.share]
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the targets, and return their reports."""
+    names = chosen_targets(arguments)
     seconds = arguments.seconds * min(arguments.processes, len(names)) / len(names)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.processes) as pool:
         found = arguments.found or Path(folder)

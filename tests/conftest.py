@@ -1,4 +1,4 @@
-"""Settings of all tests: no property test fails for the time an example takes, and a process runs only the kernel tests that it can."""
+"""Settings of all tests: property tests have no time limit per example, and a process runs only the kernel tests that it can."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if INTERPRETED and triton_version.is_supported():
 
 @pytest.fixture
 def chat_model(tmp_path: Path) -> Path:
-    """Folder in which examples find their hub model by name: the demo's model with a byte tokenizer."""
+    """Return a folder in which examples find their hub model by name: the demo's model with a byte tokenizer."""
     from support.chat_tokenizers import tokenizer  # not at the top: it imports transformers
 
     folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
@@ -48,13 +48,13 @@ def chat_model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def patient_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders on whose count or lock a put waits for a minute: on a busy machine what it waits for may stall for more than a second."""
+    """Let a put wait up to a minute for a folder's count or lock, because on a busy machine other processes may stall for seconds."""
     monkeypatch.setattr(disk_usage, "WAIT_SECONDS", 60.0)
     monkeypatch.setattr(eviction, "WAIT_SECONDS", 60.0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that another process runs: see interpreter.py."""
+    """Deselect tests that another process runs (see interpreter.py)."""
     import torch  # not at the top: the process that gives tests to workers collects none
 
     device, supported = torch.cuda.is_available(), triton_version.is_supported()
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests without collecting garbage, which takes as much time: modules and test items stay in use.
+    """Collect tests without garbage collection, which would take as long as the rest: modules and test items stay in use.
 
     Later collections of garbage skip these objects too: each would take 0.3 s, and copy the memory that a fork shares.
     """

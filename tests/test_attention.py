@@ -1,4 +1,4 @@
-"""attend over packed layers against a plain softmax over the unpacked tensors."""
+"""attend over packed layers, compared with a plain softmax over the unpacked tensors."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def plain_each(
     window: int | None,
     starts: list[int] | None = None,
 ) -> torch.Tensor:
-    """A sequence at a time, over all its tokens, with a mask of those that each query sees."""
+    """Attend one sequence at a time, over all its tokens, with a mask of those that each query sees."""
     k, v = (x.to(torch.float64).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in layer.unpack(torch.float32) if x is not None)
     tokens, sinks = torch.arange(k.shape[2]), sink_logits.to(torch.float64)[:, None, None].expand(-1, q.shape[2], 1)
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
@@ -229,7 +229,7 @@ def test_starts_count_the_tokens_that_a_layer_has_skipped() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ["starts", "lengths"])
 def test_counts_of_tokens_have_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
-    """Also one that does not hold the number of tokens of the layer."""
+    """This includes a dtype that cannot represent the layer's number of tokens."""
     k = torch.randn(2, 1, 300, 32, generator=torch.Generator().manual_seed(0))
     layer, q = kvpack.pack([(k, k)], "raw")[0], k[:, :, -1:]
     given: dict[str, Any] = {name: torch.tensor([5, 100]).to(dtype)}

@@ -1,4 +1,4 @@
-"""Recipes made from codecs instead of text: the text that they have, and what is refused."""
+"""Recipes created from codecs instead of text: the resulting text, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error is also the built-in class that the reference names, and each one is in its table."""
+"""Every error is also the built-in exception that the reference names, and is listed in its table."""
 
 from __future__ import annotations
 

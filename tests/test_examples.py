@@ -29,7 +29,7 @@ NEEDS_A_MODEL = {"evaluate", "prefill"}
 
 
 def text_of(name: str) -> str:
-    """The docstring of a public name; that of PRESETS is below its assignment."""
+    """Return the docstring of a public name; that of PRESETS is below its assignment."""
     if name != "PRESETS":
         return inspect.getdoc(getattr(kvpack, name)) or ""
     body = ast.parse(inspect.getsource(recipes)).body
@@ -40,7 +40,7 @@ def text_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that examples name."""
+    """Return a folder with the files that examples use."""
     folder = tmp_path_factory.mktemp("examples")
     kvpack.save(kvpack.pack(pairs(), "octopus-3"), folder / "prompt.kvpack")
     data = (folder / "prompt.kvpack").read_bytes()

@@ -1,4 +1,4 @@
-"""Every tensor that kvpack makes names its device and its dtype: a caller's default device or dtype must not decide them."""
+"""Every tensor that kvpack creates has an explicit device and dtype, independent of the caller's defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROOT = Path(kvpack.__file__).parents[1]
 FOLDERS = ("kvpack", "kernels", "formats")
 EXCLUDED = ("kvpack/bench", "kvpack/demo", "kvpack/evaluation")
-"""Programs, which are alone in their process."""
+"""Programs, which run in their own process."""
 
 OF_DEFAULT_DTYPE = {"empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros"}
 FACTORIES = OF_DEFAULT_DTYPE | {"arange", "as_tensor", "asarray", "randint", "randperm", "scalar_tensor"}
@@ -30,7 +30,7 @@ def _is_decorated(node: ast.AST) -> bool:
 
 
 def _calls(node: ast.AST, on_cpu: bool) -> Iterator[tuple[ast.Call, str, bool]]:
-    """Calls of factories, their names, and whether they are made where the CPU is the default device."""
+    """Yield calls of tensor factories, their names, and True if they run with the CPU as default device."""
     on_cpu = on_cpu or _is_decorated(node)
     if isinstance(node, ast.Call):
         match node.func:

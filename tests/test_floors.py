@@ -1,6 +1,6 @@
 """Import order of the package: each level imports only those below it, without cycles.
 
-Every import counts: those inside functions and those for types alone, too.
+Every import counts, even inside functions and only for types.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
-"""The modules and packages below ``kvpack``, from the ground up."""
+"""The modules and packages in ``kvpack``, lowest level first."""
 
 ALONE = {"runtime": {"formats"}, "file": {"formats", "runtime"}, "kernels": {"formats", "runtime"}}
-"""Those that know fewer than all below them."""
+"""Modules that may import only some of the levels below them."""
 
 KERNEL_LEVELS = (
     "triton_internals",
@@ -60,14 +60,14 @@ KERNEL_LEVELS = (
 points of ``encode`` and ``decode`` use it, and the named modules of ``decode`` decode whole sides with the tiles above it."""
 
 FACADE = {"evaluation", "bench", "demo", "tuning", "commands", "cli"}
-"""Those that may use the public names, ``import kvpack``, as a user does."""
+"""Modules that may use the public names, ``import kvpack``, like a user."""
 
 Graph = dict[str, set[str]]
 
 
 @cache
 def sources() -> dict[str, Path]:
-    """Every module of the package, by its dotted name."""
+    """Return every module of the package, by its dotted name."""
     found = {}
     for folder, package in PARTS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -77,7 +77,7 @@ def sources() -> dict[str, Path]:
 
 
 def imported(module: str, source: str, known: set[str], *, is_package: bool = False) -> set[str]:
-    """The modules of ``known`` that the source of ``module`` imports anywhere."""
+    """Return the modules in ``known`` that the source of ``module`` imports anywhere."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -100,7 +100,7 @@ def graph() -> Graph:
 
 
 def part(module: str) -> str:
-    """The name below ``kvpack`` that a module belongs to; "kvpack" for the package itself."""
+    """Return the name in ``kvpack`` to which a module belongs; "kvpack" for the package itself."""
     return ([*module.split("."), "kvpack"])[1]
 
 
@@ -118,7 +118,7 @@ def trespasses(module: str, target: str) -> bool:
 
 
 def circles(modules: Graph) -> list[list[str]]:
-    """Modules that import one another, by way of any others: those that are left when modules without imports are taken away."""
+    """Return modules that import each other, directly or indirectly: those that remain when modules without imports are removed."""
     rest = {module: set(targets) for module, targets in modules.items()}
     while True:
         ends = {module for module, targets in rest.items() if not targets & set(rest)}
@@ -142,13 +142,13 @@ def test_every_part_has_a_floor() -> None:
 
 
 def test_nothing_knows_what_is_above_it() -> None:
-    """But for the package itself, whose table of public names is where everything is found."""
+    """The only exception is the package itself, whose table of public names refers to all modules."""
     imports = [(module, target) for module, targets in graph().items() if module != "kvpack" for target in targets]
     assert sorted(f"{module} imports {target}" for module, target in imports if trespasses(module, target)) == []
 
 
 def kernel_level(module: str) -> int | None:
-    """The rank of a module of ``kernels/`` but those of ``cpu``, by the longest name in ``KERNEL_LEVELS`` that it begins with."""
+    """Return the level of a module of ``kernels/`` other than ``cpu``, by its longest prefix in ``KERNEL_LEVELS``."""
     name = module.removeprefix("kvpack.kernels.")
     if name == module or name.split(".")[0] == "cpu":
         return None

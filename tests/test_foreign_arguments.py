@@ -1,4 +1,4 @@
-"""Every public function with every argument replaced by values that do not belong there: it works, or raises a KvpackError.
+"""Every public function with every argument replaced by foreign values: it works, or raises a KvpackError.
 
 Each entry is a call that works. Its arguments are replaced one at a time, and swapped two at a time.
 """
@@ -32,7 +32,7 @@ MODEL = model_of("Llama")
 
 
 def letters(text: str) -> dict[str, list[int]]:
-    """A tokenizer for a model of 64 tokens."""
+    """Return a tokenizer for a model of 64 tokens."""
     return {"input_ids": [1 + ord(letter) % 60 for letter in text]}
 
 
@@ -62,7 +62,7 @@ def rows(codec: kvpack.pages.PageCodec) -> list[bytearray]:
 
 
 def entries(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Each function with arguments for which it works, by name."""
+    """Return each function with valid arguments, by name."""
     ids = list(range(300))
     path = folder / "a.kvpack"
     kvpack.save(CACHE, path)
@@ -297,7 +297,7 @@ PARTS = {
     "Recipe": {"check_layers", "recorded"},
     "Side": {"frame", "map_buffers", "norms", "repack", "run_at", "tiles", "with_run"},
 }
-"""Methods that other modules of kvpack call, with arguments that are checked before."""
+"""Methods that only other kvpack modules call, with arguments that were already checked."""
 CLASSES = (
     kvpack.Cache,
     kvpack.Identity,

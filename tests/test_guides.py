@@ -1,4 +1,4 @@
-"""The guides run from top to bottom as they stand and print what they show; their tables are what the code gives."""
+"""The guides' examples run from top to bottom and print what the guides show; tables match the code."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ COMPOSE: dict[str, Any] = {
         },
     },
 }
-"""The keys of the compose file, which are all in the schema of the Compose Specification, and what that says of their values."""
+"""The keys of the compose file, all of which are in the Compose Specification's schema, and its rules for their values."""
 
 
 def fits(value: Any, form: Any) -> bool:
@@ -119,7 +119,7 @@ def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("path", [*(FOLDER / f"{guide}.md" for guide in EXAMPLES), ROOT / "README.md"], ids=lambda path: path.stem)
 def test_examples_name_no_argument_that_warns(path: Path) -> None:
-    """transformers 5.24 warns of the older name of its caches, and earlier versions do not know the newer one."""
+    """transformers 5.24 warns about the older argument name for caches, and earlier versions do not have the newer one."""
     for block in blocks(path):
         if block.language == "python":
             assert not re.search(r"\bpast_key_values\b|\bcache=", block.text), block.line
@@ -143,7 +143,7 @@ def test_links_of_a_guide_lead_somewhere(guide: str) -> None:
 
 
 def _rows(columns: int) -> dict[str, list[str]]:
-    """The rows that begin with a name in code, of tables with so many columns; measured quality is not among them."""
+    """Yield the rows that begin with a name in code, of tables with this many columns; measured quality is not included."""
     found = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", RECIPES.partition("## Quality")[0], re.MULTILINE)
     rows = [(name, [cell.strip() for cell in cells.split("|")]) for name, cells in found]
     return {name: cells for name, cells in rows if len(cells) == columns - 1}

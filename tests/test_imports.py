@@ -24,7 +24,7 @@ BUILTINS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("os", "system"), ("os", "popen")}
 
 MEASURED = {"bench/dense.py": ["pickle", "torch.load"]}
-"""Functions that a measurement calls for comparison, on files that it has just written itself."""
+"""Functions that a measurement calls for comparison, on files that it has just written."""
 
 LIGHT = [
     pytest.param("import kvpack", id="kvpack"),
@@ -40,7 +40,7 @@ LIGHT = [
 
 
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    """(level, dotted name) of every import statement of a file; ``from a import b`` counts as a.b."""
+    """Yield (level, dotted name) for every import in a file; ``from a import b`` counts as a.b."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -51,7 +51,7 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
 
 
 def offences(tree: ast.Module) -> list[str]:
-    """Names in ``tree`` by which bytes could become code."""
+    """Return the names in ``tree`` with which bytes could be executed as code."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -71,7 +71,7 @@ def offences(tree: ast.Module) -> list[str]:
 
 
 def dynamic_imports(tree: ast.Module) -> int:
-    """Number of times that ``tree`` names import_module or its internals."""
+    """Return the number of times that ``tree`` names import_module or its internals."""
     names = {"import_module", "spec_from_file_location", "module_from_spec", "exec_module", "load_module", "SourceFileLoader"}
     nodes = ast.walk(tree)
     used = [node.id if isinstance(node, ast.Name) else node.attr for node in nodes if isinstance(node, (ast.Name, ast.Attribute))]
@@ -83,14 +83,14 @@ def test_the_sources_are_found() -> None:
 
 
 def assert_light(code: str) -> None:
-    """Run ``code`` in a process of its own and fail when that imported torch or another heavy package."""
+    """Run ``code`` in a separate process, and fail if it imported torch or another heavy package."""
     check = "import sys; heavy = {'torch', 'triton', 'transformers', 'rich'} & set(sys.modules); assert not heavy, heavy"
     result = subprocess.run([sys.executable, "-W", "error", "-c", f"{code}\n{check}"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
 def test_importing_kvpack_is_quick() -> None:
-    """Modules are counted, since time depends on the machine."""
+    """The test counts modules, because time depends on the machine."""
     code = "import sys; before = set(sys.modules); import kvpack; print(*sorted(set(sys.modules) - before))"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     ours = [name for name in names if name.partition(".")[0] == "kvpack"]

@@ -41,7 +41,7 @@ LINKS = {
 
 
 def _sources(folder: Path) -> Path:
-    """A copy of what a build reads: it leaves files beside its sources."""
+    """Copy the files that a build reads, because it writes files next to its sources."""
     for name in ("kvpack", "formats", "kernels", "spec/readers", "spec/viewer", ".ci/backend"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
@@ -50,14 +50,14 @@ def _sources(folder: Path) -> Path:
 
 
 def _build(source: Path, kind: str, out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Build a "wheel" or an "sdist" of ``source`` in the folder ``out``, by the backend that pyproject.toml names."""
+    """Build a "wheel" or an "sdist" of ``source`` in the folder ``out``, with the backend in pyproject.toml."""
     build = "import os, sys; os.chdir(sys.argv[1]); sys.path.insert(0, '.ci/backend'); import kvpack_build as b; "
     command = [sys.executable, "-c", f"{build}b.build_{kind}(sys.argv[2])", source, out]
     return subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **variables})
 
 
 def _built(tmp_path_factory: pytest.TempPathFactory, out: Path, **variables: str) -> zipfile.ZipFile:
-    """A wheel in the folder ``out``, built from a copy of the sources."""
+    """Build a wheel in the folder ``out`` from a copy of the sources."""
     done = _build(_sources(tmp_path_factory.mktemp("source")), "wheel", out, **variables)
     assert done.returncode == 0, done.stderr
     return zipfile.ZipFile(next(out.glob("*.whl")))
@@ -85,7 +85,7 @@ def test_the_package_reaches_its_parts_by_relative_links() -> None:
 
 
 def _names_without_library(source: Path, out: Path) -> set[str]:
-    """The names in a wheel built without a compiler, which takes a second instead of a minute."""
+    """Return the names in a wheel built without a compiler, which takes a second instead of a minute."""
     done = _build(source, "wheel", out, CC="no-such-compiler")
     assert done.returncode == 0, done.stderr
     return {*zipfile.ZipFile(next(out.glob("*.whl"))).namelist()}
@@ -175,7 +175,7 @@ def test_the_wheel_holds_every_module_and_what_a_run_reads(wheel: zipfile.ZipFil
 
 @pytest.mark.scenario
 def test_the_wheel_has_at_most_two_megabytes_besides_the_demo_s_model(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """With the library of the checkout, which -O3 makes larger than that of the wheel."""
+    """The test uses the checkout's library, which -O3 makes larger than the wheel's."""
     whole = WHEEL_SIZE["size"](str(wheel.filename))
     if LIBRARY in wheel.namelist():
         shutil.copy(ROOT / LIBRARY, tmp_path / "library")
@@ -222,7 +222,7 @@ def test_a_wheel_built_without_a_compiler_attends_by_torch_and_says_so_once(
 
 @pytest.fixture(scope="module")
 def installed(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of a new environment: kvpack from the wheel alone, its dependencies from this environment."""
+    """Return the folder of commands of a new environment with kvpack from the wheel only, and dependencies from this environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"

@@ -1,4 +1,4 @@
-"""The API reference has everything that is public."""
+"""The API reference includes every public name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / ".ci/docs/reference"
 TEXT = "".join(path.read_text() for path in FOLDER.glob("*.rst"))
 LISTED = set(re.findall(r"\.\. (?:autofunction|autoclass|py:data):: (?:[\w.]+\.)?(\w+)", TEXT))
 BY_MODULE = {*kvpack.errors.__all__, "Identity", "Store", "Tier", "prefill"}
-"""Names of modules that the reference includes whole."""
+"""Modules that the reference includes as a whole."""
 
 
 def test_there_are_few_public_names() -> None:

@@ -1,4 +1,4 @@
-"""``make check`` runs the tests of what a change touches."""
+"""``make check`` runs the tests that cover a change."""
 
 from __future__ import annotations
 

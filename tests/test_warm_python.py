@@ -1,4 +1,4 @@
-"""The tests' stand-in for Python behaves like Python."""
+"""The tests' replacement of Python behaves like Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack bench kernels: what it refuses anywhere, and a small run on CUDA."""
+"""kvpack bench kernels: the options that it refuses without a device, and a small run on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack bench kernels, its table of encoding: which codecs it measures, what it prints anywhere, and a small run on CUDA."""
+"""The encoding table of kvpack bench kernels: the codecs that it measures, its output, and a small run on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack.evaluate: the table of bench quality for a model in memory, in a notebook too."""
+"""kvpack.evaluate: the table of bench quality for a model in memory, including its form for notebooks."""
 
 from __future__ import annotations
 

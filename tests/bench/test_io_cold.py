@@ -1,4 +1,4 @@
-"""kvpack bench io --cold: each way beside what fio says of the disk."""
+"""kvpack bench io --cold: each method of loading, compared with fio's speed."""
 
 from __future__ import annotations
 

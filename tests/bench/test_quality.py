@@ -1,4 +1,4 @@
-"""The quality measurement: its numbers against ones found in another way, its statistics, its picture and its refusals."""
+"""The quality measurement: its numbers, compared with ones computed independently, its statistics, its plot and its refusals."""
 
 from __future__ import annotations
 
@@ -598,7 +598,7 @@ def test_one_window_has_a_front_of_its_figures() -> None:
 
 
 def cluttered(spread: float) -> Any:
-    """A report whose recipes lie close together."""
+    """Return a report whose recipes are close together."""
     values = numpy.random.default_rng(1).normal(size=(12, 2))
     rows = [
         {

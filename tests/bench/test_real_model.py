@@ -1,4 +1,4 @@
-"""The language model that quality is measured on by default: where it is found, and what is said when it is missing."""
+"""The language model on which quality is measured by default: how it is found, and the message if it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack bench serve: every row beside transformers' own caches, and a file that names its model."""
+"""kvpack bench serve: every row, compared with transformers' own caches, and a file that names its model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a device, without its graphs."""
+    """As on a device, but without CUDA graphs."""
     monkeypatch.setattr(serve, "GENERATED", 2)
     monkeypatch.setattr(serve, "TIMED_STEPS", 1)
     model = serve.random_model("small", 1, "cpu", "fp32")
@@ -87,7 +87,7 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
 
 
 def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a device, without its graphs."""
+    """As on a device, but without CUDA graphs."""
     monkeypatch.setattr(serve_turns, "TURNS", 3)
     model = serve.random_model("small", 1, "cpu", None)
     passes: list[tuple[str, bool]] = []
@@ -150,7 +150,7 @@ def test_a_first_token_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of sliding attention hold their window; every pass is of positions after all tokens."""
+    """Sliding-window layers contain their window, and every pass has positions after all tokens."""
     monkeypatch.setattr(serve_cpu, "STEPS", 2)
     _, settings = serve.SHAPES["small"]
     library = transformers_library()
@@ -187,7 +187,7 @@ def test_the_dtype_is_that_of_the_configuration(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_model_of_the_dynamic_cache_is_free_of_kvpack() -> None:
-    """It shares the weights, and neither hooks nor attention."""
+    """It shares the weights, but not hooks and attention."""
     model = serve.random_model("small", 1, "cpu", None)
     plain = serve_cpu.with_plain_attention(model)
     with KvpackCache(model, "octopus-3"):

@@ -1,4 +1,4 @@
-"""kvpack bench store: a small run, and what it says of it."""
+"""kvpack bench store: a small run and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack bench store --row round-trips: stores on a distant server, whose distance a relay imitates."""
+"""kvpack bench store --row round-trips: stores on a server that a relay makes distant."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from kvpack.output import add_json, print_report, progress
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m benchmarks``."""
+    """Return the parser of ``python -m benchmarks``."""
     result = argparse.ArgumentParser(prog="benchmarks", description="Measure kvpack on this machine.", allow_abbrev=False)
     kinds = result.add_subparsers(title="measurements", metavar="WHAT", required=True)
     for add in (_add_fidelity, _add_overview, _add_pages, _add_decode, _add_presets, _add_resume, _add_weights, _add_viewer):
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one measurement, with the exit codes and the messages of the command ``kvpack``."""
+    """Run one measurement, with the exit codes and messages of the command ``kvpack``."""
     return cli.main(argv, parser)
 
 
@@ -41,7 +41,7 @@ def _add_fidelity(kinds: Any) -> None:
 
 
 def run_fidelity(arguments: argparse.Namespace) -> int:
-    """Measure and print the tables; return 1 when a figure differs for no known reason."""
+    """Measure and print the tables; return 1 if a figure differs without a known reason."""
     from . import fidelity
 
     settings = fidelity.Settings(arguments.seed, arguments.quick)
@@ -92,7 +92,7 @@ def _add_pages(kinds: Any) -> None:
 
 
 def run_pages(arguments: argparse.Namespace) -> int:
-    """Measure pages of an engine."""
+    """Measure jobs of an engine's pages, and print the table."""
     from . import device_pages, pages
 
     count, recipes = arguments.pages, arguments.recipe

@@ -1,7 +1,7 @@
-"""make bench-decode: decoding files of the codec transform on one core, compared with what it cannot do without.
+"""make bench-decode: time decoding files of the codec transform on one core, compared with its unavoidable parts.
 
-Columns are normally distributed, as widely as the basis says; keys and values are made of them. What decoding cannot do without is the
-products of the columns that have symbols with the rows of the frames, and the symbols themselves; each is also timed alone.
+Columns are normally distributed with the basis's deviations, and keys and values are computed from them. The unavoidable parts are decoding
+the symbols, and multiplying the columns that have symbols by rows of the frames; each is also timed separately.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 BITS = (0.3, 0.6, 1.0)
 TOKENS = 3840
 _UNIT = 2.0**-4
-"""The standard deviation of a column of scale 0."""
+"""Standard deviation of a column with scale 0."""
 
 
 def run(
     basis: str, bits: Sequence[float] = BITS, tokens: int = TOKENS, *, repeats: int = 5, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Measure caches of ``tokens`` tokens of the layers of the file ``basis`` and return JSON values; times are of the process.
+    """Measure caches of ``tokens`` tokens for the layers of the basis in the file ``basis``, and return JSON values with process times.
 
     Raises InvalidParameter for a basis without frames of keys and values, and for other sizes.
     """
@@ -58,7 +58,7 @@ def run(
 
 
 def _values(basis: Basis, layer: int, side: str, tokens: int) -> torch.Tensor:
-    """Keys or values bfloat16 ``[1, kv_head, token, dim]`` whose columns are as widely distributed as their scales say."""
+    """Return keys or values, bfloat16 ``[1, kv_head, token, dim]``, whose columns have the standard deviations that their scales imply."""
     frames, rows = basis.frames(layer, side), basis.rows(layer, side)
     generator = torch.Generator().manual_seed(2 * layer + (side == "v"))
     deviations = _UNIT * torch.exp2(torch.from_numpy(-frames.scales / SCALES_PER_OCTAVE).to(torch.float32))
@@ -91,7 +91,7 @@ def _row(cache: Cache, rate: float, repeats: int) -> dict[str, Any]:
 
 
 def _products(side: Side) -> list[tuple[int, int, int]]:
-    """Tokens, columns with symbols and channels of every product of a side."""
+    """Return the numbers of tokens, columns with symbols, and channels of every product of a side."""
     codec = side.codec.family
     assert isinstance(codec, Transform)
     frames: Frames = codec.source_for(side.heads)
@@ -120,7 +120,7 @@ def _all_products(shapes: Sequence[tuple[int, int, int]]) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table and the meaning of its columns."""
+    """Print the table and explain its columns."""
     rows = [
         [
             f"transform-{row['bits']:g}",

@@ -1,4 +1,4 @@
-"""make bench-pages with ``--device cuda``: pages of an engine to rows and back in a device's memory, beside a copy of the same bytes."""
+"""make bench-pages with ``--device cuda``: time an engine's pages to rows and back in device memory, compared with a copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = (
     "oscar-2", "oscar-2-u8", "kivi-2-u8", "polarquant-4", "turboquant-2.5", "octopus-3-scaled",
 )  # fmt: skip
 LATENTS = "latents: "
-"""Begins the recipes of pages of MLA latents, ``[layer, token, 512 + 64]``: the latents as keys, the rotary values as values."""
+"""Prefix of recipes for pages of MLA latents, ``[layer, token, 512 + 64]``: latents as keys, rotary values as values."""
 
 LATENT_LAYERS, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM = 61, 64, 512, 64
 LATENT_RECIPES = tuple(f"{LATENTS}k={words};v=raw" for words in (
@@ -34,7 +34,7 @@ LATENT_RECIPES = tuple(f"{LATENTS}k={words};v=raw" for words in (
 ))  # fmt: skip
 ALL_RECIPES = RECIPES + LATENT_RECIPES
 TARGET = 100e9
-"""Bytes of bf16 per second that an engine's page job is to reach."""
+"""Target speed of an engine's page job, in bytes of bf16 per second."""
 
 
 def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: P
 
 
 def _pages(count: int, *, latents: bool) -> tuple[kvpack.pages.PageGeometry, torch.Tensor, torch.Tensor]:
-    """Random pages, and room for as many: both sides are next to each other in every head and token, as vLLM keeps them."""
+    """Return random pages, and memory for as many, with keys and values adjacent for every head and token, as in vLLM."""
     if latents:
         geometry = kvpack.pages.PageGeometry(LATENT_LAYERS, 1, LATENT_TOKENS, LATENT_DIM, ROTARY_DIM)
     else:
@@ -109,7 +109,7 @@ def _speed(size: int, seconds: float | None) -> float | None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table and the meaning of its columns."""
+    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     columns = ["recipe", "path", "row bytes", "smaller", "error", "encode\nGB/s", "decode\nGB/s", "encode, in\na row", "decode, in\na row"]

@@ -1,4 +1,4 @@
-"""make bench-overview: one picture of the quality that recipes cost and of the speedup of attention over them.
+"""make bench-overview: one picture of the loss of quality by recipe, and of the speed of attention.
 
 It is drawn from the reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows that of ``measured/``, where
 ``quality.json`` has no values of single windows and layers, and ``kernels.json`` only the ratios that kernels/README.md lists.
@@ -31,13 +31,13 @@ RECIPES = (
     "kv=angle:n=128",
     "polarquant-3",
 )
-"""The recipes whose attention is drawn if the report has them."""
+"""Recipes whose attention speed is drawn if the report has them."""
 
 LONG_TOKENS, SHORT_TOKENS = 131072, 16384
 """Contexts of 32 query heads, 8 KV heads and dim 128: shape B of the report, and one length of its sweep."""
 
 _SIZE = (5.6, 8.4)
-"""Inches: one below the other, and as narrow as text of 8 points stays legible on a phone."""
+"""Size in inches: one plot above the other, and narrow enough that 8-point text stays legible on a phone."""
 
 
 def run(folder: str) -> str:
@@ -74,7 +74,10 @@ def _report(folder: str, name: str, key: str) -> dict[str, Any]:
 
 
 def _speeds(folder: str, report: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(recipe, speed at LONG_TOKENS, at SHORT_TOKENS), slowest first. A speed is the time of the best bf16 attention over its own."""
+    """Return (recipe, speed at LONG_TOKENS, at SHORT_TOKENS), slowest first.
+
+    A speed is the time of the best bf16 attention divided by its time.
+    """
     long, short = (
         {row["recipe"]: 1 / row["of_bf16"] for table in report[part] if table[key] == value for row in table["rows"]}
         for part, key, value in (("shapes", "name", "B"), ("sweep", "tokens", SHORT_TOKENS))

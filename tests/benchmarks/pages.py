@@ -1,6 +1,6 @@
-"""make bench-pages: pages of an engine to rows and back, beside the kernels alone on one page and a copy, in one interleaved run.
+"""make bench-pages: time an engine's pages to rows and back, compared with single kernel calls and a copy, interleaved.
 
-Times are of the process, in one thread: other load on the machine disturbs them least.
+Times are process times in one thread, which other load on the machine disturbs least.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 RECIPES = ("raw", "kivi-4", "kv=group:b=4,g=32", "octopus-4", "octopus-3", "turboquant-4", "turboangle-k8v4", "hqmq-s24-r3")
-"""Engines' usual choices, and one preset per family that C encodes."""
+"""Recipes that engines commonly use, and one preset per family that the C kernels encode."""
 
 PAGES, LAYERS, HEADS, TOKENS, DIM = 16, 4, 8, 128, 128
 MAX_PAGES = 1024
@@ -91,7 +91,7 @@ def _row(recipe: str, geometry: PageGeometry, buffers: list[PageBuffer], given: 
 
 
 def _sides(codec: PageCodec, page: torch.Tensor) -> list[Any]:
-    """Each side's entry with its dense values ``[1, head, token, channel]``."""
+    """Return each side's entry, and its dense values ``[1, head, token, channel]``."""
     return [
         (entry, page[number, None, :, :, "kv".index(name)].contiguous())
         for number, layer in enumerate(codec.contents.layers)
@@ -105,7 +105,7 @@ def _each(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class _Kernels:
-    """One side of one layer, encoded and decoded by what ``pack`` and ``unpack`` call."""
+    """The keys or values of one layer, encoded and decoded by the functions that ``pack`` and ``unpack`` call."""
 
     def __init__(self, codec: Any, x: torch.Tensor) -> None:
         self._codec, self._x = codec, x
@@ -120,7 +120,7 @@ class _Kernels:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the table and the meaning of its columns."""
+    """Print the table and explain its columns."""
     from kvpack.output import bytes_text, print_table
 
     columns = ["recipe", "row bytes", "smaller", "encode\nGB/s", "decode\nGB/s", "encode, of\nthe kernels", "decode, of\nthe kernels"]

@@ -1,4 +1,4 @@
-"""make bench-presets: what kvpack's own presets lose and take, as parts of what the papers' recipes lose in the same windows.
+"""make bench-presets: the losses and sizes of kvpack's own presets, relative to the papers' recipes in the same windows.
 
 A window has ``TOKENS`` tokens that are packed and ``SCORE`` that are scored, as ``kvpack bench quality`` does it. Its results are a file,
 so that windows are measured by several processes, or one after another, and those that are there are not measured again.
@@ -41,7 +41,7 @@ _SAMPLE = 256
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe that is measured; ``average`` is that of the widths by the basis, for a recipe that is no preset.
+    """A recipe to measure. ``average`` is the average of the widths derived from the basis, for a recipe that is not a preset.
 
     ``of`` names the row that its loss is a part of, ``bits`` and ``part`` are the most that it is to have.
     """
@@ -60,7 +60,7 @@ SCALAR, OCTOPUS, QUAROT, FP8 = "scalar, 2 bits", "octopus-3 of the paper", "quar
 PAPERS = ("octopus-3", "turboquant-3", "octopus-2", "hqmq-s24-r3", "quarot-4")
 
 WITH_MEANS = (("octopus-3", 0.4), ("turboquant-3", 0.4), ("octopus-2", 0.35), ("hqmq-s24-r3", 0.35))
-"""Presets of papers, which store the means of keys apart, and what each may lose as a part of its paper's recipe."""
+"""Presets from papers with separate key means, and the maximum loss of each relative to its paper's recipe."""
 
 ROWS = (
     Row(FP8, RECORDED["fp8"]),
@@ -100,7 +100,7 @@ class Settings:
 
 
 def run(settings: Settings, processes: int = 1, rows: Sequence[Row] = ROWS, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the windows that are not in ``settings.out`` yet, in so many ``processes``, and return what all of them say.
+    """Measure the windows that are not in ``settings.out`` yet, in ``processes`` processes, and return the summary of all windows.
 
     Raises InvalidParameter for a text without room for a window.
     """
@@ -128,7 +128,7 @@ def _file(settings: Settings, number: int) -> Path:
 
 
 def recipe_of(row: Row, basis: Basis | None) -> Recipe:
-    """The recipe of a row, by ``basis`` if it is one by a basis."""
+    """Return the recipe of a row, which uses ``basis`` if the row needs it."""
     if not row.by_basis:
         return Recipe(row.recipe)
     assert basis is not None
@@ -169,7 +169,10 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
 
 
 def _summary(row: Row, rows: Sequence[Row], windows: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Means over the windows of a row, and whether they are within its limits; ``bits`` below 1 are those above the row that it is of."""
+    """Return means over the windows of a row, and True if they are within its limits.
+
+    A ``bits`` limit below 1 is relative to the row ``of``.
+    """
     means = {name: fmean(found[row.name][name] for found in windows) for name in windows[0][row.name]}
     result: dict[str, Any] = {"name": row.name, **means, "of": row.of}
     if row.of:

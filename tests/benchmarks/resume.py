@@ -1,4 +1,4 @@
-"""The first token after a prompt that a store holds, for models with recurrent layers or sliding windows.
+"""Time the first token after a stored prompt, for models with recurrent layers or sliding windows.
 
 The model has the shape of a known one, or of a configuration, and random weights. It computes a prompt with ``kvpack.prefill`` into a
 store, and resumes there; the same model over transformers' own cache computes all of it.
@@ -94,7 +94,7 @@ def _importable(module: str) -> bool:
 def _rows(
     model: Any, shape: str, tokens: int, recipes: Sequence[str], every: int, device: str, folder: str | None, count: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """One row for computing a prompt of ``tokens`` and a suffix, and one per recipe for resuming after the prompt."""
+    """Return one row for computing a prompt of ``tokens`` tokens and a suffix, and one per recipe for resuming after the prompt."""
     suffix = SUFFIX[device]
     ids = torch.randint(1, min(500, model.config.vocab_size), (1, tokens + suffix), device=device)
     row = {"shape": shape, "layers": model.config.num_hidden_layers, "dtype": str(model.dtype).removeprefix("torch."), "tokens": tokens,
@@ -120,7 +120,7 @@ def _rows(
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value, its lists and its mappings."""
+    """Yield the tensors in a value, including nested lists and mappings."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -137,7 +137,7 @@ def _resumed(
     folder: str | None,
     logits: Callable[[Any, torch.Tensor], None],
 ) -> dict[str, Any]:
-    """Return the times and sizes of storing the first ``tokens`` of ``ids`` and of resuming after a load."""
+    """Store the first ``tokens`` of ``ids`` and resume after a load; return times and sizes."""
     from kvpack.integrations.transformers import KvpackCache
 
     prompt = ids[0, :tokens].tolist()

@@ -1,4 +1,4 @@
-"""make bench-decode: what it measures, and what it refuses."""
+"""make bench-decode: its measurements and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fidelity benchmark: its rows and verdicts, that a broken codec shows, and its output."""
+"""The fidelity benchmark: its rows and verdicts, detection of a broken codec, and its output."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_tables_have_their_figures(report: Any, paper: str, table: str, count: i
 
 @pytest.mark.scenario
 def test_known_figures(report: Any) -> None:
-    """Some of the published figures themselves, to catch a table copied wrongly."""
+    """Check some published figures, to detect tables that were copied incorrectly."""
     assert figures(report, "OCTOPUS", "Table 1")["b = 3, OCTOPUS: MSE"]["published"] == 0.0260
     assert figures(report, "OCTOPUS", "Needle")["b = 2, fp32: mass"]["published"] == 0.960
     assert figures(report, "TurboAngle", "Table 5")["mistral-7b, d = 128: K8V4-log bits"]["published"] == 6.56
@@ -124,7 +124,7 @@ def test_verdicts(measured: float, relation: str, expected: tuple[float, float] 
 
 
 def test_a_broken_codec_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A decoder that is off by a tenth is seen in every figure of its systems, and in no other."""
+    """A decoder that is off by a tenth affects every figure of its systems and no others."""
     right = Scalar.decode_frame
     monkeypatch.setattr(Scalar, "decode_frame", lambda self, streams: 1.1 * right(self, streams))
     monkeypatch.setitem(fidelity.PAPERS, "octopus", ("OCTOPUS", octopus.SECTIONS[1:2]))

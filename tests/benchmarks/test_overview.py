@@ -1,4 +1,4 @@
-"""The picture of the README: what it is drawn from, what it shows, and what is refused."""
+"""The picture in the README: its sources, its contents, and refused reports."""
 
 from __future__ import annotations
 

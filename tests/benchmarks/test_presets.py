@@ -1,4 +1,4 @@
-"""The table of kvpack's own presets: windows are measured once, and compared with the papers' recipes."""
+"""The table of kvpack's own presets: windows are measured once and compared with the papers' recipes."""
 
 from __future__ import annotations
 

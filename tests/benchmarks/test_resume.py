@@ -43,7 +43,7 @@ def test_rows_of_a_hybrid_and_of_sliding_windows(tmp_path: Path, capsys: pytest.
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Speed beside computing, and errors as lines."""
+    """The table shows speed relative to computing, and errors as lines."""
     row = {"shape": "large", "layers": 2, "dtype": "bfloat16", "tokens": 1024, "suffix": 32, "error": None}
     hit = {"load_seconds": 0.25, "bytes_per_token": 1000.0, "state_bytes_per_token": 10.0, "loaded_bytes": 5000}
     rows = [

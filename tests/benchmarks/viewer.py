@@ -1,7 +1,7 @@
-"""make bench-viewer: how long the reader in JavaScript, which the page of ``kvpack view`` runs in a worker, takes for a layer.
+"""make bench-viewer: time the JavaScript reader, which the page of ``kvpack view`` runs in a worker, on one layer.
 
-Every preset codes the same random keys and values; ``klt`` and ``transform`` have a basis of random numbers. Times are those of the
-processor in Node, so that other programs do not count.
+All presets encode the same random keys and values; ``klt`` and ``transform`` use a random basis. Times are CPU times in Node, which other
+programs do not affect.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(recipes: Sequence[str], tokens: int = TOKENS, *, progress: Progress | No
 
 
 def slow(report: dict[str, Any]) -> list[str]:
-    """Return the recipes of which a side takes longer than ``MOST_SECONDS``."""
+    """Return the recipes for which keys or values take longer than ``MOST_SECONDS``."""
     return [recipe for recipe, times in report["seconds"].items() if max(times["k"], times["v"]) > MOST_SECONDS]
 
 

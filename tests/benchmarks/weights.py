@@ -1,4 +1,4 @@
-"""Time to name a model by all of its weights, for files and identities, and at a checkpoint's first start."""
+"""Time the digest of all weights of a model, for files and identities, and at the first start with a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 LARGE = 140_000_000_000
-"""Size of the checkpoint whose first start is extrapolated: about that of a model of 70 billion parameters in bf16."""
+"""Size in bytes of the checkpoint to which the first start is extrapolated: about that of a 70-billion-parameter model in bf16."""
 PROMPT = 512
-"""Tokens of the prefill in which the digest is computed meanwhile."""
+"""Number of tokens of the prefill during which the digest is computed."""
 
 
 @torch.inference_mode()
 def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure the model in the folder ``model`` (the demo's if it is None), or one of random bf16 weights of ``shape``, on ``device``.
+    """Measure the model in the folder ``model`` (None: the demo's), or a model of ``shape`` with random bf16 weights, on ``device``.
 
     Seconds are medians of ``repeats``. Raises InvalidParameter for an unknown shape, for a folder and a shape, and without a device.
     """
@@ -87,7 +87,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
 
 
 def _checkpoint(folder: Path, repeats: int) -> dict[str, Any]:
-    """Reading the files of a checkpoint: the first time from the disk, if the system can be asked to forget them, and from memory."""
+    """Time reading a checkpoint's files: first from disk, if the page cache can be dropped, and then from memory."""
     paths = [os.path.realpath(path) for path in sorted(folder.glob("*.safetensors"))]
     nbytes = sum(map(os.path.getsize, paths))
 
@@ -104,7 +104,7 @@ def _checkpoint(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def _forget(path: str) -> None:
-    """Ask the system to drop a file from its page cache; without effect where it cannot."""
+    """Ask the system to drop a file from its page cache, if it can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,7 +130,7 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
 
 def _median(call: Callable[[], object], repeats: int, device: str) -> float:
-    """The median of some seconds after a call to warm up."""
+    """Return the median time of several calls in seconds, after a warm-up call."""
     call()
     return statistics.median(_seconds(call, device) for _ in range(repeats))
 

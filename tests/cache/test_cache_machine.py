@@ -1,4 +1,4 @@
-"""Any sequence of what a cache can do, against dense tensors: what it was given, and what it has decoded to since."""
+"""Random sequences of all cache operations, compared with the given tensors and with earlier decoded values."""
 
 from __future__ import annotations
 
@@ -43,11 +43,14 @@ RECIPES = {
     kvpack.Recipe("k=klt:bits=7,rows=fp16;v=transform:bits=3,chunk=16", BASIS).text: 0.35,
     kvpack.Recipe("kv=transform:bits=4,chunk=16;tail=16", BASIS).text: 0.3,
 }
-"""The relative error (2-norm over a side) that each recipe stays below on Gaussian values, encoded once."""
+"""Upper bound of each recipe's relative error (2-norm over a side) on Gaussian values, encoded once."""
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """``given`` are the tokens that the cache must hold, ``values`` what it decodes to; packed tokens never change but by convert."""
+    """State machine over a cache.
+
+    ``given`` are its tokens and ``values`` their decoded values. Packed tokens change only in conversions.
+    """
 
     @initialize(recipe=st.sampled_from(sorted(RECIPES)), tokens=st.integers(0, 70), start=st.integers(0, 5))
     def begin(self, recipe: str, tokens: int, start: int) -> None:
@@ -138,19 +141,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def _packed(self) -> int:
-        """The tokens that are packed in every side."""
+        """Return the number of tokens that are packed in every side."""
         return min(side.packed_tokens for layer in self.cache for side in layer.sides.values())
 
     @property
     def _boundaries(self) -> list[int]:
-        """The tokens at which every side may be cut: the beginnings of pages, and the end."""
+        """Return the tokens at which every side may be cut: the beginnings of pages, and the end."""
         sides = [side for layer in self.cache for side in layer.sides.values()]
         starts = [{sum(page.tokens for page in side.runs[:n]) for n in range(len(side.runs) + 1)} for side in sides]
         packed_ends = {0, *set.intersection(*starts)}
         return sorted(at for at in packed_ends if at <= self._packed)
 
     def _new(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """More tokens, which ``given`` holds from now on."""
+        """Return new tokens after adding them to ``given``."""
         pairs = random_pairs(LAYERS, tokens, dims=DIMS, seed=self.seed)
         self.seed += 1
         new = [x.float() for pair in pairs for x in pair]
@@ -162,7 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.values = [x[:, :, start:stop] for x in self.values]
 
     def _accept(self, cache: Cache, same: int) -> None:
-        """The machine goes on with ``cache``, whose first ``same`` tokens must decode to what they did."""
+        """Continue with ``cache``, whose first ``same`` tokens must decode to the same values as before."""
         values = dense(cache)
         for found, known in zip(values, self.values if same else values, strict=True):
             # How the last elements of an array are rounded may depend on its size.

@@ -1,4 +1,4 @@
-"""save and load: the same cache in another process, and nothing but clear errors from anything else."""
+"""save and load: the same cache in another process, and only clear errors for anything else."""
 
 from __future__ import annotations
 

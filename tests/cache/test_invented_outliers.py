@@ -1,4 +1,4 @@
-"""Invented outliers, packed in every way: no token has more than twice the usual error unless it is named or counted."""
+"""Synthetic outliers, packed in every way: no token has more than twice the usual error without a warning or a count."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ KINDS = ("value", "head of a token", "token", "head")
 MAGNITUDES = (20.0, 200.0, 1e4)
 LIMIT = 2.0
 ORDINARY = 1.1
-"""Ordinary tokens of some codecs, whose scales are powers of two, have up to 2.8 times the usual error: outliers may have little more."""
+"""Maximum error factor.
+
+Ordinary tokens of codecs with power-of-two scales have up to 2.8 times the usual error; outliers may exceed it slightly.
+"""
 
 
 def ordinary(dim: int, dtype: torch.dtype) -> Pair:
-    """Keys with large channels and a mean, and values, of two sequences, the second of which begins with padding."""
+    """Return keys with large channels and a mean, and values, for two sequences, the second of which begins with padding."""
     generator = torch.Generator().manual_seed(dim)
     k, v = torch.randn(2, 2, 2, TOKENS, dim, generator=generator)
     k[..., [3, 3 + dim // 2]] *= 6
@@ -98,7 +101,7 @@ WAYS = {"pack": packed, "live": live, "pages of 16": paged(16), "pages of 64": p
 
 
 def factors(found: torch.Tensor, x: torch.Tensor, usual: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Each token's error as a multiple of the usual one, relative to the token's norm if that is smaller."""
+    """Return each token's error as a multiple of the usual one, relative to the token's norm if that factor is smaller."""
     error = (found - x).norm(dim=3)
     return torch.minimum(error / usual[0], error / x.norm(dim=3).clamp_min(1e-9) / usual[1])
 

@@ -1,4 +1,4 @@
-"""Caches that engines keep in fp8, mxfp8, mxfp4 and nvfp4: in and out bit for bit, through a file, attended, and refused by name."""
+"""Engines' fp8, mxfp8, mxfp4 and nvfp4 caches: imported and exported bit for bit, saved, attended, and refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_values(seed: int, dim: int = DIM) -> torch.Tensor:
 
 
 def packed_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Two e2m1 per byte, the even channel in the lower bits, by a search over all 16 values (OCP MX, table 5)."""
+    """Return e2m1 values packed two per byte, the even channel in the lower bits, found by searching all 16 values (OCP MX, table 5)."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = (x[..., None] - table).abs().argmin(-1).to(torch.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4
@@ -35,7 +35,7 @@ def values_of_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 
 def engine_side(name: str, seed: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """The arguments of one format, made by torch alone, and the values that they stand for in binary64."""
+    """Return the arguments of one format, created with torch only, and the values that they represent in binary64."""
     x = random_values(seed)
     if name.startswith("fp8"):
         dtype = torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
@@ -143,7 +143,7 @@ def test_bytes_are_taken_by_the_name_of_their_element() -> None:
 
 
 def test_strided_elements_are_taken() -> None:
-    """Engines keep tokens before heads, and keys beside values."""
+    """Engines store tokens before heads, and keys next to values."""
     arguments, expected = engine_side("fp8 token", 1)
     pages = torch.empty(BATCH, TOKENS, HEADS, 2, DIM, dtype=torch.uint8)
     pages[..., 0, :] = arguments["elements"].view(torch.uint8).transpose(1, 2)

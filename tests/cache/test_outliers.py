@@ -1,4 +1,4 @@
-"""Outliers cost neither other tokens nor other heads precision: such tokens are raw, or a warning names them."""
+"""Outliers do not reduce the precision of other tokens or heads: they are stored raw, or a warning names them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def no_warnings() -> Iterator[None]:
 
 
 def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys with ``value`` in one channel of one head of token 9 of the second sequence, and values."""
+    """Return keys with ``value`` in one channel of one head of token 9 of the second sequence, and values."""
     k, v = torch.randn(2, 2, 2, 300, 64, generator=torch.Generator().manual_seed(0))
     k[1, 1, 9, 3] = value
     return k, v
 
 
 def dominated(ratio: float, tokens: tuple[int, ...] = (9,)) -> torch.Tensor:
-    """Keys of one sequence; in ``tokens``, head 2 raises the norm over all heads to ``ratio`` times the median."""
+    """Return keys of one sequence; in ``tokens``, head 2 raises the norm over all heads to ``ratio`` times the median."""
     x = torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(0))
     norms = x.square().sum((1, 3)).sqrt()[0]
     for token in tokens:
@@ -93,7 +93,7 @@ def test_a_dominant_head_costs_the_other_heads_of_its_token_nothing(recipe: str,
 
 
 def in_frame(ratio: float, recipe: str) -> torch.Tensor:
-    """``dominated`` keys in the frame that ``recipe`` encodes: large channels, or a large common mean, hide what is large there."""
+    """Return ``dominated`` keys in the frame that ``recipe`` encodes: outside it, large channels or a common mean hide the large tokens."""
     k = dominated(ratio)
     if "channel_scale" in recipe:
         k[..., 5] *= 40
@@ -104,7 +104,7 @@ def in_frame(ratio: float, recipe: str) -> torch.Tensor:
 @pytest.mark.parametrize("ratio", [1.7, 2.0, 3.0, 3.9])
 @pytest.mark.parametrize("recipe", [SCALED, MEAN, "oscar-2-u8-scaled"])
 def test_scales_are_measured_where_they_are_chosen(recipe: str, ratio: float) -> None:
-    """Behind channel scales and without the mean of a page; without raw tokens, a warning names the token."""
+    """Norms are measured after channel scales are applied and means subtracted. Without raw tokens, a warning names the token."""
     k = in_frame(ratio, recipe)
     raw = recipe if recipe in PUBLISHED else f"{recipe};raw=4,0,4"
     with warnings.catch_warnings():
@@ -119,7 +119,10 @@ def test_scales_are_measured_where_they_are_chosen(recipe: str, ratio: float) ->
 
 
 def far_from_the_others(factor: float) -> torch.Tensor:
-    """Keys of one sequence with large channels and a mean; in token 137, head 1 has another channel, ``factor`` times its largest value."""
+    """Return keys of one sequence with large channels and a mean.
+
+    In token 137, head 1 has another channel of ``factor`` times its maximum.
+    """
     generator = torch.Generator().manual_seed(3)
     k = torch.randn(1, HEADS, 300, 64, generator=generator)
     k[..., [5, 37]] *= 12
@@ -168,7 +171,7 @@ def test_a_token_that_maps_and_means_do_not_fit_is_raw_or_named(recipe: str, fac
     ],
 )
 def test_a_token_whose_direction_its_codec_fits_badly_is_raw_or_named(recipe: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stored number shows it: a rotation that gathers a token in one coordinate leaves its norm as it was."""
+    """Stored numbers do not show it: a rotation that concentrates a token in one coordinate preserves its norm."""
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     ordinary = torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(4))
     given = kvpack.pack([(ordinary, ordinary)], f"k={recipe};v=raw")[0].k
@@ -191,7 +194,7 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_raw_or_named(recipe: st
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("recipe", ["octahedral:b=4", "scalar:b=2", "polar:b=4", "scalar:b=3,mean=32"])
 def test_tokens_beside_decoded_ones_are_ordinary(recipe: str) -> None:
-    """Tokens that the codec decoded before are encoded again without an error, as when a cache with a raw tail is converted."""
+    """Tokens that the codec has decoded are encoded again without error, as when a cache with a raw tail is converted."""
     x = torch.randn(1, HEADS, 60, 64, generator=torch.Generator().manual_seed(0))
     decoded = kvpack.pack([(x, x)], f"k={recipe};v=raw")[0].unpack(torch.float32)[0]
     assert decoded is not None
@@ -205,7 +208,7 @@ def test_tokens_beside_decoded_ones_are_ordinary(recipe: str) -> None:
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize("tokens", [128, 300])
 def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norms of what is left come from C, or from the formats."""
+    """The norms of the differences from the mean are computed in C or by the formats."""
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     k = 3 + torch.randn(2, HEADS, tokens, 64, generator=torch.Generator().manual_seed(0))
     k[1, 2, 100, 9] = 30
@@ -215,7 +218,7 @@ def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int,
 
 
 def test_many_tokens_that_a_mean_does_not_fit_are_named_and_not_raw() -> None:
-    """Ordinary pages of real models have some tokens with twice the usual error: nobody is warned of them."""
+    """Ordinary pages of real models have some tokens with twice the usual error, which cause no warning."""
     k = 3 + torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(0))
     k[0, 1, 100:105, 9] = 45
     with warnings.catch_warnings():
@@ -276,7 +279,7 @@ def test_a_group_names_its_large_token_without_raw_tokens() -> None:
 
 @pytest.mark.usefixtures("no_warnings")
 def test_a_dominant_head_costs_other_tokens_of_its_group_little() -> None:
-    """KIVI has no token scale: the head whose norm is large in one token describes 31 others in larger steps."""
+    """KIVI has no token scale, so the head whose norm is large in one token has larger steps for the 31 other tokens."""
     k = dominated(2.5)
     decoded, _ = kvpack.pack([(k, k)], "kivi-2")[0].unpack(torch.float32)
     assert decoded is not None
@@ -362,7 +365,7 @@ def test_ordinary_keys_and_keys_of_zeros_warn_of_nothing(tokens: int) -> None:
 
 @pytest.mark.usefixtures("no_warnings")
 def test_keys_of_a_real_model_warn_of_nothing_and_few_are_raw() -> None:
-    """All presets that share scales; those of other presets are chosen by the same keys."""
+    """Tests all presets that share scales; the raw tokens of other presets are determined by the same keys."""
     real = [(k, v) for k, v, _ in layers()]
     shared = [name for name, preset in PUBLISHED.items() if "token_scale" in preset.recipe]
     assert len(shared) >= 5
@@ -374,7 +377,7 @@ def test_keys_of_a_real_model_warn_of_nothing_and_few_are_raw() -> None:
 
 
 def with_value(value: float, tokens: tuple[int, ...] = (137,), dim: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of two sequences of 300 tokens; channel 9 of head 1 is ``value`` in ``tokens`` of the first sequence's values."""
+    """Return keys and values of two sequences of 300 tokens; channel 9 of head 1 is ``value`` in ``tokens`` of the first one."""
     k, v = torch.randn(2, 2, 2, 300, dim, generator=torch.Generator().manual_seed(5))
     v[0, 1, list(tokens), 9] = value
     return k, v
@@ -443,7 +446,7 @@ def test_a_token_whose_group_its_channel_widens_is_raw_or_named(recipe: str) -> 
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize(("recipe", "value"), [("mxfp8", 1000.0), ("mxfp8", 500.0), ("mxfp4", 500.0), ("mxfp4", 15.9)])
 def test_a_token_whose_block_has_a_value_above_the_largest_element_keeps_its_precision(recipe: str, value: float) -> None:
-    """OCP MX's scale would cut the value, which is up to twice 2^8, or 2^2, scales."""
+    """OCP MX's own scale would clip the value, which is up to twice 2^8 (or 2^2) scales."""
     given = with_value(value)
     layer = kvpack.pack([given], recipe)[0]
     decoded = layer.unpack(torch.float32)[1]

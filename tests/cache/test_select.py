@@ -1,4 +1,4 @@
-"""Rows of a batch taken out of packed caches: reordered, repeated, left out (Cache.select)."""
+"""Selection of batch rows from packed caches: reordered, repeated, omitted (Cache.select)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECIPES = {
 
 @cache
 def recipe_of(name: str) -> str | kvpack.Recipe:
-    """The recipe, with a basis if it needs one."""
+    """Return the recipe, with a basis if it needs one."""
     if name not in ("klt", "transform"):
         return RECIPES[name]
     shapes = {(0, side): (2, 64) for side in "kv"}
@@ -57,7 +57,7 @@ def shape_of(name: str) -> tuple[int, int]:
 
 
 def pairs(name: str, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of a batch of 3 whose sequences differ in their outliers, sinks and tokens of low norm."""
+    """Return keys and values of a batch of 3 whose sequences have different outliers, sinks and tokens of low norm."""
     layers, dim = shape_of(name)
     generator = torch.Generator().manual_seed(seed)
     result = []
@@ -73,7 +73,7 @@ def pairs(name: str, tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.T
 
 @cache
 def packed(name: str) -> kvpack.Cache:
-    """Pages of several sizes and, where the recipe has a window, a tail."""
+    """Return a cache with pages of several sizes and, if the recipe has a window, a tail."""
     recipe = recipe_of(name)
     whole = kvpack.pack(pairs(name, 96, 1), recipe)
     for tokens, seed in ((37, 2), (1, 3)):
@@ -144,7 +144,7 @@ def test_the_recipes_hold_every_codec_and_every_stream_without_a_batch_axis() ->
 
 @pytest.mark.parametrize("name", ["raw tokens", "outliers", "all"])
 def test_entries_keep_the_order_of_the_format(name: str) -> None:
-    """Taking one sequence at a time and all at once stores the same bytes: a file has one order of entries."""
+    """Selecting sequences one at a time or all at once stores the same bytes, because a file has one order of entries."""
     whole = packed(name)
     counts = [count for page in whole[0].k.runs for count in page.codec.entries(page.streams).values()]
     assert any((count[:, 0] != count[:, 1]).any() for count in counts)
@@ -215,7 +215,7 @@ def test_what_is_no_list_of_rows_is_refused(indices: Any, message: str) -> None:
 
 
 def test_a_side_of_no_tokens_is_decoded_at_once_whatever_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header may claim any number of sequences and heads where no token has a value."""
+    """A header may declare any number of sequences and heads if no token has a value."""
     side = Side(create("raw", 16, dtype="fp16"), (), torch.empty(65536, 65536, 0, 16, dtype=torch.bfloat16), 0)
     monkeypatch.setattr(Side, "select", None)
     assert side.unpack().shape == (65536, 65536, 0, 16)

@@ -1,4 +1,4 @@
-"""Loading to a device and saving from one, through staging memory: the bytes, checks and errors of the CPU's way."""
+"""Loading to and saving from a device through staging memory: the bytes, checks and errors are those of the CPU path."""
 
 from __future__ import annotations
 
@@ -407,7 +407,7 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCopy], bytes]:
-    """A file, copies of all its sides in pieces, as of a device that checks digests, and the bytes that they give."""
+    """Return a file, copies of all its sides in pieces, as for a device that checks digests, and the resulting bytes."""
     kvpack.save(kvpack.pack(random_pairs(6, 300), "kivi-2"), tmp_path / "a")
     file = container.open_file(tmp_path / "a")
     places = [file.side_places(number, side) for number in range(6) for side in "kv"]

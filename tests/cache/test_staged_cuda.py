@@ -1,4 +1,4 @@
-"""Files to and from a CUDA device: the bytes of the CPU's way, and no memory that is used while a copy is under way."""
+"""Loading to and saving from a CUDA device: the same bytes as on the CPU, and no memory is reused during a copy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_file_to_the_device_and_back_is_the_same(recipe: str, compress: bool, 
 
 
 def test_loads_and_saves_that_follow_one_another_at_once(tmp_path: Path) -> None:
-    """Memory of one load is freed and used by the next while copies may be under way; nothing waits for the device between them."""
+    """The memory of one load is freed and reused by the next while copies may be running; nothing waits for the device in between."""
     caches = {recipe: long_cache(recipe) for recipe in ("octopus-3", "k=group:b=4;v=group:b=4")}
     for number, cache in enumerate(caches.values()):
         kvpack.save(cache, tmp_path / str(number))
@@ -62,7 +62,7 @@ def test_loads_and_saves_that_follow_one_another_at_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2"])
 def test_a_cold_file_is_read_past_the_page_cache(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into whole blocks of pinned memory, from which the same bytes are copied."""
+    """The file is read into whole blocks of pinned memory, from which the same bytes are copied."""
     kvpack.save(long_cache(recipe), tmp_path / "a")
     expected = bytes_of(kvpack.load(tmp_path / "a"))
     opened: list[int | None] = []

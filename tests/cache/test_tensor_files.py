@@ -1,4 +1,4 @@
-"""safetensors files of others: what the official writer makes is read, and nothing in a file costs more than the file."""
+"""safetensors files from elsewhere: files by the official writer are read, and memory is bounded by the file's size."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(left: int, tmp_path: Pat
 
 
 def test_a_file_may_be_cut_after_it_was_read(tmp_path: Path) -> None:
-    """A mapping of it would end the process."""
+    """Access to a mapping would kill the process."""
     path = tmp_path / "in.safetensors"
     save_file({"a": torch.ones(100_000)}, path)
     tensor = read(path)["a"]
@@ -133,7 +133,7 @@ def test_pack_refuses_a_file_that_is_cut_meanwhile(
 
 
 def test_pack_refuses_more_layers_than_a_cache_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each layer that the metadata names would cost memory, without a tensor."""
+    """Each layer that the metadata names would take memory, even without a tensor."""
     path = tmp_path / "in.safetensors"
     note = json.dumps({"start": {"range": 0, "layers": [0] * 5000}, "model": {}})
     save_file({"0.k": torch.zeros(1, 1, 4, 8), "0.v": torch.zeros(1, 1, 4, 8)}, path, {"kvpack.unpacked": note})

@@ -1,4 +1,4 @@
-"""Mistakes of users: each raises one class of error, with a message that shows what to write."""
+"""User mistakes: each raises one class of error, with a message that shows the right call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ABSENT = "xpu" if not torch.xpu.is_available() else "mps"
 
 
 class KvpackCache:
-    """Stands for the transformers integration's, which the other tests of this file do not need."""
+    """A placeholder for the transformers integration's class, which the other tests in this file do not need."""
 
     packed = CACHE
 

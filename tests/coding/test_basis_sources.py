@@ -1,4 +1,4 @@
-"""Folders of bases: the right one is found whatever lies beside it, which costs no memory and is named by a warning."""
+"""Folders of bases: the right basis is found regardless of other files, which take no memory and cause a warning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sparse(path: Path, size: int) -> None:
 
 
 def with_front(path: Path, size: int) -> None:
-    """A file that begins as a basis does, and is longer than its header says."""
+    """Return a file that begins like a basis and is longer than its header declares."""
     path.write_bytes(random_basis(SHAPES, 1, seed="front"))
     os.truncate(path, size)
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def good(folder: Path) -> Basis:
-    """A basis in the folder, larger than small files and named after all others."""
+    """Write a basis to the folder that is larger than the small files and sorts after all others."""
     data = random_basis(SHAPES, 1)
     (folder / "z.kvbasis").write_bytes(data)
     return Basis.of_bytes(data)
@@ -133,7 +133,7 @@ def test_a_bad_file_that_is_named_is_refused_before_it_is_read(
 
 @pytest.mark.scenario
 def test_the_process_grows_by_less_than_64_mib(folder: Path, good: Basis) -> None:
-    """Memory of libraries and of mappings, too."""
+    """This includes the memory of libraries and mappings."""
     for name in ("5 GiB of nothing", "2 GiB of nothing", "2 GiB after a basis"):
         BAD[name](folder / f"{name}.kvbasis")
     script = (

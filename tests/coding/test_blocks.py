@@ -1,4 +1,4 @@
-"""Work over blocks: every block once, errors raised, torch's threads as they were."""
+"""Block-wise work: every block runs once, errors are raised, and torch's thread settings are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack's own presets by a basis: keys in its frames, and widths by what layers lose."""
+"""kvpack's own presets with a basis: keys in its frames, and widths derived from the layers' losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSING = {"losses.k": "0.4,0.001,0.001,0.001", "losses.v": "0.002,0.001,0,0"}
 
 
 def basis(model: dict[str, str]) -> Basis:
-    """One of four layers of two heads of dim 64."""
+    """Return a basis for four layers of two heads with head dim 64."""
     return Basis.of_bytes(balanced_basis(dict.fromkeys(range(LAYERS), (2, 64)), LAYERS, model=model))
 
 

@@ -1,4 +1,4 @@
-"""Canonical recipes: one text for all spellings of one recipe, and none of its own making."""
+"""Canonical recipes: the same text for all spellings of a recipe, and different texts for different recipes."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
 
 
 def everything(codec: Any) -> Any:
-    """All fields of a codec, also those that no header holds and equality leaves out."""
+    """Return all fields of a codec, including those that are not in headers and do not affect equality."""
     if not dataclasses.is_dataclass(codec):
         return codec
     found = [everything(getattr(codec, field.name)) for field in dataclasses.fields(codec)]
@@ -203,7 +203,7 @@ def everything(codec: Any) -> Any:
 
 
 def codecs(recipe: Recipe, layers: int, dim: int) -> Any:
-    """Every codec of a cache; klt and transform have no basis here."""
+    """Return every codec of a cache; klt and transform have no basis here."""
     found = []
     for layer in range(layers):
         for side in "kv":
@@ -227,7 +227,7 @@ def test_the_canonical_text_is_a_recipe_of_the_same_codecs(recipe: Recipe) -> No
 
 @given(recipes(), st.randoms(use_true_random=False))
 def test_orders_that_do_not_matter_have_one_text(recipe: Recipe, random: Any) -> None:
-    """Clauses are written one layer and side at a time, in any order, with words in any order, after other codecs."""
+    """Clauses may be written one layer and side at a time, in any order, with options in any order, and after other codecs."""
     layers, written = 9, []
     for layer in range(layers):
         for side in "kv":

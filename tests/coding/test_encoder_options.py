@@ -1,4 +1,4 @@
-"""A loaded cache goes on as its recipe says, in what no header holds; texts of any kind are survived."""
+"""A loaded cache continues with encoder options from its recipe that are not in the header; any recipe text is safe."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_conversion_that_keeps_codes_goes_on_as_the_new_recipe_says(tmp_path: 
 
 
 def choice(codec: Codec) -> tuple[object, ...]:
-    """Options by which ``codec`` selects raw tokens, which headers do not contain."""
+    """Return the options with which ``codec`` selects raw tokens, which are not in headers."""
     raw = codec.sidecar(RawPositions)
     return () if raw is None else (raw.first, raw.low_norm, raw.high_norm)
 

@@ -1,4 +1,4 @@
-"""Whatever modes of torch a caller has set, kvpack writes and decodes the same."""
+"""kvpack writes and decodes the same in any torch modes of the caller."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MODES = ("bfloat16", "autocast", "default device", "flushed subnormals", "numpy'
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """The digest of every recipe's file, values and attention, by mode."""
+    """Return the digest of every recipe's file, values and attention, by mode."""
     folder = tmp_path_factory.mktemp("modes")
     path, basis = folder / "a.kvpack", folder / "a.basis"
     basis.write_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1))

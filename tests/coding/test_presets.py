@@ -1,4 +1,4 @@
-"""The published configurations: what the papers say of them, and the command that lists them."""
+"""The published configurations: the figures in the papers, and the command that lists them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIXED_KV = {
 
 
 RAW_BITS = 4 * (16 + 64 / (8 * 128)) / 4096
-"""Bits per value of the raw tokens, and of their positions, that presets add to their papers' recipes."""
+"""Bits per value that raw tokens and their positions add to the papers' recipes."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -1,7 +1,7 @@
-"""Recipes on two layers of a real language model, whose first token is an attention sink, and on sinks planted in them.
+"""Recipes on two layers of a real language model, whose first token is an attention sink, and with planted sinks.
 
-A sink takes half of a query's attention and more, while its key is small and its value next to nothing: what a codec adds to the value is
-in every output. The layers are those of tests/support/real_layers.py.
+A sink receives at least half of a query's attention, while its key is small and its value close to zero, so the codec's error in the value
+affects every output. The layers are those of tests/support/real_layers.py.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ BOUNDS = {
     "transform-1": 0.6,
     "transform-0.6": 0.75,
 }
-"""By recipe, the largest relative error of the attention output of a layer that is allowed."""
+"""Maximum relative error of a layer's attention output, by recipe."""
 
 PLANTED = TOKENS // 2
-"""The token that is made a sink."""
+"""The token that becomes a sink."""
 
 WITHOUT_SINK = 1.5
-"""The largest error of the attention output, as a multiple of that with the sink alone exact, that is allowed."""
+"""Maximum error of the attention output, as a multiple of the error if only the sink is exact."""
 
 
 class Sunk(NamedTuple):
-    """A layer, ``[1, head, token, dim]``, and the queries from token ``first`` on whose outputs are compared."""
+    """A layer, ``[1, head, token, dim]``, and the queries, from token ``first`` on, whose outputs are compared."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -72,7 +72,7 @@ class Sunk(NamedTuple):
 
 @cache
 def cases() -> dict[str, list[Sunk]]:
-    """The layers as they are, whose first token is a sink, and with one in place of a token in the middle."""
+    """Return the layers unchanged, with a sink as first token, and with a planted sink in the middle."""
     real = [Sunk(k, v, q, 0) for k, v, q in layers()]
     return {"real": real, "planted": [planted(*layer[:3], PLANTED) for layer in real]}
 
@@ -101,25 +101,25 @@ def planted(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, place: int) -> Su
 
 
 def sink_of(name: str) -> int:
-    """The token that is the sink of a case."""
+    """Return the token that is the sink of a case."""
     return PLANTED if name == "planted" else 0
 
 
 def weights(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
-    """The attention of queries from token ``first`` on, ``[1, q_head, query, token]``."""
+    """Return the attention weights of queries from token ``first`` on, ``[1, q_head, query, token]``."""
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) / q.shape[3] ** 0.5
     seen = torch.ones(scores.shape[2:], dtype=torch.bool).tril(first)
     return scores.masked_fill(~seen, float("-inf")).softmax(-1)
 
 
 def output(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The attention output of the case's queries."""
+    """Return the attention output of the case's queries."""
     return weights(case.q[:, :, case.first :], k, case.first) @ v.repeat_interleave(case.q.shape[1] // v.shape[1], 1)
 
 
 @cache
 def decoded(recipe: str, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Decoded values of a case's layers."""
+    """Return the decoded values of a case's layers."""
     pairs = [(case.k.to(torch.bfloat16), case.v.to(torch.bfloat16)) for case in cases()[name]]
     given = kvpack.Recipe(recipe, basis()) if recipe.startswith(("klt", "transform")) else recipe
     found = [layer.unpack(torch.float32) for layer in kvpack.pack(pairs, given)]
@@ -145,7 +145,7 @@ def test_every_recipe_that_is_measured_is_bound() -> None:
 
 
 def error(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> float:
-    """The relative error of the attention output over other keys and values."""
+    """Return the relative error of the attention output over other keys and values."""
     exact = output(case, case.k, case.v)
     return float((output(case, k, v) - exact).norm() / exact.norm())
 
@@ -181,7 +181,7 @@ def test_the_error_of_a_token_is_below_its_energy(recipe: str) -> None:
 
 
 def test_factors_by_means_lower_the_error_of_scores() -> None:
-    """Without a basis, they know queries only by the keys."""
+    """Without a basis, the factors are derived from keys only."""
     keys = "k=scalar:b=3,norm=log8,mean=128{};v=raw;raw=4,0.6,4"
     for k, v, q in layers():
         errors = []
@@ -195,7 +195,7 @@ def test_factors_by_means_lower_the_error_of_scores() -> None:
 
 
 def test_means_of_fewer_keys_lower_the_error_of_scores() -> None:
-    """The less of the keys is left, the larger are a head's large channels beside the others, and they stay unscaled."""
+    """With means of fewer keys, less of the keys remains, so large channels stand out more and stay unscaled."""
     for k, v, q in layers():
         errors = []
         for tokens in (128, 32):
@@ -208,7 +208,7 @@ def test_means_of_fewer_keys_lower_the_error_of_scores() -> None:
 
 
 def test_scores_survive_large_channels_that_queries_make_up_for() -> None:
-    """Any two pairs of RoPE are multiplied in the keys and divided in the queries, small ones of the layer among them."""
+    """Any two RoPE pairs, including small ones, are multiplied in the keys and divided in the queries."""
     recipe = "k=scalar:b=3,norm=fp16,mean=128,channel_scale=fp16;v=raw;raw=4,0.6,4"
 
     def error(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> float:

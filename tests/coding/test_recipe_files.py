@@ -1,4 +1,4 @@
-"""Recipe files: what names one, what it may hold, and messages that name its line."""
+"""Recipe files: how they are named, what they may contain, and messages that name the line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ k=group:b=2   # coarse keys
   v=group:b=4,g=32; layers=0-1,-1:k=raw:dtype=fp32;\r
 """
 CLAUSES = "k=group:b=2;v=group:b=4;layers=0-1,-1:k=raw:dtype=fp32"
-"""The canonical text of the file's recipe."""
+"""Canonical text of the file's recipe."""
 
 
 @pytest.fixture

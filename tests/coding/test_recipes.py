@@ -1,4 +1,4 @@
-"""Recipes: the grammar, the presets, and messages that point at the word."""
+"""Recipes: the grammar, the presets, and messages that point at the invalid word."""
 
 from __future__ import annotations
 

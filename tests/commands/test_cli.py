@@ -47,7 +47,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
 
 
 def in_process(*words: object, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command line in a fresh interpreter; ``code`` runs after it, with the exit code in ``exit_code``."""
+    """Run the command line in a fresh interpreter; ``code`` runs after it, with the exit code in ``exit_code``."""
     script = f"import sys\nfrom kvpack.cli import main\nexit_code = main(sys.argv[1:])\n{code}\nsys.exit(exit_code)"
     return subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, check=False, **options)
 
@@ -205,7 +205,7 @@ def test_verify_removes_what_killed_writers_left(file: Path, tmp_path: Path, cap
 
 
 def test_the_worst_code_of_several_files(file: Path, tmp_path: Path) -> None:
-    """As diff and grep do: nothing is known of a file that could not be read."""
+    """As for diff and grep, a file that could not be read has the worst code."""
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"nonsense")
     for order in ([damaged, tmp_path, file], [tmp_path, file, damaged]):
@@ -347,7 +347,7 @@ WRITING = {
     "the measurements of tune": ["tune", "--bits", "3", "--out", "OUT", "--measurements", "IN"],
     "calibrate": ["calibrate", "--out", "OUT", "--text", "IN"],
 }
-"""Commands that write OUT; IN, DENSE or RECIPE is the input that OUT is in some of the tests."""
+"""Commands that write OUT. In some tests, the input IN, DENSE or RECIPE is the same file."""
 
 
 @pytest.mark.parametrize("link", ["the same path", "a symbolic link", "a hard link"])
@@ -424,7 +424,7 @@ def test_a_command_replaces_a_file_only_by_force(
 
 
 def test_every_command_that_writes_a_file_takes_force() -> None:
-    """A parser with an argument for an output has the option, so that a new command cannot leave it out."""
+    """Every parser with an output argument must have the option, so that a new command cannot omit it."""
 
     def walk(parser: argparse.ArgumentParser, name: str) -> list[str]:
         found = []
@@ -595,7 +595,7 @@ def test_pack_of_a_kvpack_file_names_convert(file: Path, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("size", [2**40, 2**63, 2**64 - 1])
 def test_a_dense_file_of_more_tokens_than_there_are_numbers(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a channel it takes no byte, and safetensors opens it."""
+    """Without channels, it takes no bytes, and safetensors opens it."""
     plain = tmp_path / "dense.safetensors"
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, size, 0], "data_offsets": [0, 0]}}).encode()
     plain.write_bytes(len(header).to_bytes(8, "little") + header)

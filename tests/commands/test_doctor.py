@@ -1,4 +1,4 @@
-"""kvpack doctor: what is installed and works, and what to do about the rest."""
+"""kvpack doctor: which parts are installed and work, and advice for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack cache and kvpack generate: from a text to a file, and on from it."""
+"""kvpack cache and kvpack generate: from a text to a file, and continuing from the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of the prompt, whose model is named as on the hub."""
+    """Return a file of the prompt whose model has a hub name."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "prompt.txt").write_text(PROMPT)
     with pytest.MonkeyPatch.context() as patch:

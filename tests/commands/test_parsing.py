@@ -1,4 +1,4 @@
-"""Words that the command line does not know, its exit codes, and commands that take several files or recipes."""
+"""Unknown words on the command line, exit codes, and commands that accept several files or recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvpack view``: who may read what from its server, and the page in a browser with files of any kind."""
+"""``kvpack view``: access to its server, and the page in a browser with any kind of file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def served(path: Path) -> Iterator[Viewer]:
 def ask(
     viewer: Viewer, place: str, method: str = "GET", token: str | None = None, **headers: str
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """The response to a request for a place below the token."""
+    """Return the response to a request for a path below the token."""
     connection = http.client.HTTPConnection("127.0.0.1", viewer.server_port, timeout=60)
     try:
         path = f"/{viewer.token if token is None else token}/{place}"
@@ -72,7 +72,7 @@ def ask(
 
 
 def raw(viewer: Viewer, request: bytes) -> bytes:
-    """All that the server answers to the bytes of a request."""
+    """Return everything that the server sends in reply to the bytes of a request."""
     with socket.create_connection(("127.0.0.1", viewer.server_port), timeout=60) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
@@ -263,7 +263,7 @@ def text(page: chromium.Page, name: str) -> str:
 
 
 def shown(page: chromium.Page, path: Path) -> None:
-    """Show a file, until the page has its header or its refusal."""
+    """Show a file, and wait until the page has its header or its refusal."""
     for server in served(path):
         page.errors.clear()
         page.open("about:blank")

@@ -1,4 +1,4 @@
-"""The demo: one recipe through the whole of it, and what its reader must not do."""
+"""The demo: a complete run of one recipe, and what its reader must not do."""
 
 from __future__ import annotations
 

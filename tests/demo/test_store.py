@@ -1,4 +1,4 @@
-"""The store's demo: what one process computes, others find, and all produce the same tokens."""
+"""The store's demo: other processes find what one has computed, and all produce the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files on the disk: modes, links, read-only files, and what a killed writer leaves."""
+"""Files on disk: modes, links, read-only files, and files of killed writers."""
 
 from __future__ import annotations
 

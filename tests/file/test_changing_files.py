@@ -1,4 +1,4 @@
-"""Files that are cut or overwritten in place while they are open: a refusal by name, or the bytes that were checked; never a signal."""
+"""Files that are truncated or overwritten in place while open: a refusal by name or the checked bytes, never a signal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor is read in pieces."""
+    """Make readers read every tensor in pieces."""
     monkeypatch.setattr(payload, "PIECE_BYTES", 1000)
     monkeypatch.setattr("kvpack.formats.value_blocks.BLOCK_VALUES", 1000)
 
@@ -192,7 +192,7 @@ print(refused)
 
 
 def test_a_process_survives_a_file_that_changes_all_the_time(path: Path) -> None:
-    """Today's mapping died of SIGBUS in eight of eight runs."""
+    """A plain mapping died of SIGBUS in eight of eight runs."""
     ended = subprocess.run([warm_python.python(), "-c", CHANGING, str(path)], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert int(ended.stdout.split()[-1]) > 0, "nothing was ever refused: the file did not change"
@@ -235,7 +235,7 @@ def test_importing_into_a_store_does_not_map_the_input(tmp_path: Path, monkeypat
 
 
 def test_verify_takes_little_memory(tmp_path: Path) -> None:
-    """A process with only a few MiB of memory reads a file of 96 MiB in two tensors."""
+    """A process with only a few MiB of memory verifies a file of 96 MiB in two tensors."""
     codec = create("raw", 64, dtype="fp32")
     values = numpy.zeros(12 * 2**20, numpy.float32)
     from kvpack.file.header import Contents, LayerEntry, SideEntry
@@ -258,7 +258,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that nobody asked for are not read."""
+    """Layers that were not requested are not read."""
     monkeypatch.setattr(user_files, "PIECE_BYTES", mmap.PAGESIZE)
     asked: list[tuple[int, int]] = []
     ahead = user_files.DiskFile.read_ahead

@@ -1,4 +1,4 @@
-"""The container: what is written is what is read, any safetensors tool opens it, and a failed write leaves no trace."""
+"""The container: written files read back the same, any safetensors tool opens them, and failed writes leave no files."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "B
 
 
 def json_of(data: bytes) -> tuple[dict[str, Any], int]:
-    """The JSON header, as any JSON parser reads it, and where the data section starts."""
+    """Return the JSON header, parsed with a standard JSON parser, and the start of the data section."""
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), 8 + length
 
 
 def raw_contents(values: numpy.ndarray[Any, Any]) -> tuple[Contents, dict[str, Any]]:
-    """One fp32 side that holds ``values``."""
+    """Return contents with one fp32 side that has ``values``."""
     made = Contents(codecs=(create("raw", 16, dtype="fp32"),), layers=(LayerEntry(side(0, values.size // 16), None),))
     return made, {"0.k.values": values.astype(numpy.float32)}
 
 
 def any_values(count: int) -> numpy.ndarray[Any, Any]:
-    """Values that do not compress."""
+    """Return values that do not compress."""
     return numpy.random.default_rng(0).integers(0, 2**32, count, numpy.uint32).view(numpy.float32)
 
 
 def few_values(count: int) -> numpy.ndarray[Any, Any]:
-    """Values that compress about tenfold."""
+    """Return values that compress about tenfold."""
     return numpy.random.default_rng(0).integers(0, 7, count)
 
 
@@ -423,7 +423,7 @@ def test_a_file_size_limit_keeps_the_old_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
+    """Mount a file system of one megabyte."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if (
@@ -501,7 +501,7 @@ def test_other_formats_are_named(kind: str, tmp_path: Path) -> None:
 
 
 def with_json(data: bytes, change: Callable[[bytes], bytes], *, length: int | None = None) -> bytes:
-    """``data`` with another JSON header of any length, the data section at a multiple of 4096 again."""
+    """Return ``data`` with another JSON header of any length, and the data section at a multiple of 4096 again."""
     end = 8 + int.from_bytes(data[:8], "little")
     text = change(data[8:end].rstrip())
     text += b" " * (-(8 + len(text)) % 4096)
@@ -614,13 +614,13 @@ def test_zstd_is_used_where_it_saves(values: Any, chosen: str) -> None:
 
 
 def stored_as(frame: bytes, made: Contents, arrays: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> container.File:
-    """A file whose tensor is stored as ``frame``, and which does not say that frames have a checksum."""
+    """Return a file whose tensor is stored as ``frame``, without the feature for frame checksums."""
     monkeypatch.setattr(container, "compress_frame", lambda raw: frame)
     return container.open_bytes(changed(container.to_bytes(made, arrays, compress=True), edit("ignorable", {})))
 
 
 def frame_header(window: int) -> bytes:
-    """The start of a frame whose window has 2^``window`` bytes."""
+    """Return the start of a frame with a window of 2^``window`` bytes."""
     return b"\x28\xb5\x2f\xfd" + bytes([0b10000000, (window - 10) << 3])
 
 
@@ -688,7 +688,7 @@ def test_a_frame_of_no_content_is_read_to_its_end(frame: str, accepted: bool, mo
 
 
 def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of four bytes that repeat a byte 131,072 times, in a frame with a window for them."""
+    """The frame has blocks of four bytes, each of which repeats a byte 131,072 times, and a matching window."""
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
     bomb = bytes.fromhex("28b52ffd 80 38 00000000") + bytes.fromhex("020010 00") * 2**14 + bytes.fromhex("010000")
     assert zstandard.get_frame_parameters(bomb).content_size == 0
@@ -703,7 +703,7 @@ def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.Monke
 
 
 def test_written_frames_have_a_checksum_and_the_file_says_so(tmp_path: Path) -> None:
-    """An edited frame without one is refused, and the same frame is read where the file does not say so."""
+    """An edited frame without a checksum is refused, but accepted in a file without the feature."""
     made = contents("raw")
     arrays = {name: numpy.zeros_like(array) for name, array in arrays_of(made).items()}
     data = container.to_bytes(made, arrays, compress=True)
@@ -721,7 +721,7 @@ def test_written_frames_have_a_checksum_and_the_file_says_so(tmp_path: Path) -> 
 
 
 def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame of 32 KiB can hold a gigabyte; the ratio that the header may declare bounds what is allocated for it."""
+    """A frame of 32 KiB can decode to a gigabyte; the maximum ratio in the header bounds the allocation."""
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(side(0, 2**18), None),))
     frame = zstandard.ZstdCompressor().compress(bytes(2**20))
     assert len(frame) * MAX_RATIO < 2**20
@@ -762,7 +762,7 @@ def test_the_header_tensor_is_what_the_specification_says() -> None:
 
 
 def test_blocks_are_reserved_for_a_new_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reserved blocks are not written before a rename, and the old bytes of a replaced file would be gone after a power loss."""
+    """Reserved blocks are not flushed before a rename, so after a power loss the old bytes of a replaced file would be gone."""
     reserved = []
     monkeypatch.setattr(atomic, "_FALLOCATE", lambda descriptor, mode, at, nbytes: reserved.append((mode, at.value, nbytes.value)))
     small, large = (memoryview(bytes(nbytes)) for nbytes in (2**20 - 1, 2**20))

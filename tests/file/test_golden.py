@@ -15,7 +15,7 @@ from kvpack.file import container
 from support.golden_files import FILES, FOLDER, MANIFEST, expected, expected_path, file_path, golden_cache, recipe_codecs
 
 TOLERANCE = 2**-18
-"""Relative to the largest value of a file: well above the decoders' float32 rounding, far below one code."""
+"""Tolerance relative to a file's largest value: well above the decoders' float32 rounding, and far below one code."""
 
 
 def test_no_file_was_changed_added_or_lost() -> None:

@@ -1,4 +1,4 @@
-"""Damage to the golden files: an even share of every bit and every length; ``python -m support.golden_damage`` does all."""
+"""Damage to the golden files: evenly spaced bits and lengths; ``python -m support.golden_damage`` tests all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHARE = 251
-"""One bit, and one length, in so many: a prime, so that all places of a byte and of a word are among them."""
+"""One in this many bits and lengths is tested: a prime, so that all positions within a byte and a word occur."""
 
 
 def test_there_are_forty_files() -> None:

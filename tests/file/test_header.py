@@ -1,4 +1,4 @@
-"""The header: what is written is read back, and every rule of it refuses by name."""
+"""The header: round trips, and every rule refuses violations by name."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_side_without_packed_tokens_still_has_its_streams() -> None:
 
 
 def put(*path: Any) -> Callable[[dict[str, Any]], Any]:
-    """Set the value, the last of ``path``, at the place that the others give."""
+    """Set the last argument as the value at the path given by the others."""
 
     def change(top: Any) -> None:
         *places, last, value = path
@@ -337,7 +337,7 @@ def test_a_format_is_told_before_a_feature_and_a_feature_before_a_codec() -> Non
 
 
 def test_a_walk_for_what_is_new_takes_little_time_and_memory() -> None:
-    """Linear in the bytes: a walk that recursed, or took a step a value, would take seconds or the stack."""
+    """The scan is linear in the bytes; a recursive scan, or one with a step per value, would take seconds or overflow the stack."""
     for filling in (b"\x91", b"\x81", b"\x9f", b"\xdf\xff\xff\xff\xff", b"\x92\x01", b"\xa1x"):
         data = b"\x82\xa1x\xdd\xff\xff\xff\xff" + (filling * 2**18)[: 2**18]
         start = time.thread_time()
@@ -426,7 +426,7 @@ def test_a_header_above_its_limit_is_refused_unread() -> None:
 
 @pytest.mark.parametrize("container", [b"\x90", b"\x80"], ids=["arrays", "maps"])
 def test_many_empty_containers_take_little_memory(container: bytes) -> None:
-    """One byte of msgpack becomes 64 of memory: half a megabyte of them would become 32."""
+    """One byte of msgpack takes 64 bytes of memory, so half a megabyte of empty containers would take 32 MB."""
     count = 2**17
     data = b"\x95" + 4 * (b"\xdd" + struct.pack(">I", count) + container * count) + b"\xc0"
     tracemalloc.start()
@@ -496,7 +496,7 @@ def test_strings_that_no_reader_takes_are_not_written(text: str) -> None:
 @settings(max_examples=40)
 @given(st.sampled_from(KINDS), st.data())
 def test_any_change_of_a_value_is_read_or_refused(kind: str, data: st.DataObject) -> None:
-    """Whatever a header holds, parsing ends in a Header or a KvpackError: digests are no shield against a forger."""
+    """Parsing any header results in a Header or a KvpackError: digests do not protect against forgery."""
     top = header_map(kind)
     at: Any = top
     while True:

@@ -1,4 +1,4 @@
-"""Each layer knows which positions it holds, from a model's cache to a file and back."""
+"""Each layer records its positions, from a model's cache to a file and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.caches import dense, random_pairs
 
 
 def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:
-    """A cache of three layers; the second holds the newest ``held`` tokens alone."""
+    """Return a cache of three layers, the second of which has only the newest ``held`` tokens."""
     pairs = random_pairs(3, tokens)
     full = kvpack.pack(pairs, recipe, start=start)
     newest = kvpack.pack([tuple(x[:, :, tokens - held :] for x in pairs[1])], recipe)[0]
@@ -236,7 +236,7 @@ def test_notes_of_other_positions_are_refused(start: object, message: str, tmp_p
 
 
 def test_an_entry_of_a_store_whose_layers_start_elsewhere_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of a writer without checks: 32 tokens in each layer, with those of the second layer at positions 32 to 63."""
+    """The file is from a writer without checks: 32 tokens in each layer, those of the second layer at positions 32 to 63."""
     store = kvpack.Store(tmp_path, kvpack.Identity("model", "bf16", weights="w"), chunk=32)
     ids, whole = list(range(32)), kvpack.pack(random_pairs(2, 32), "bf16")
     moved = replace(whole, layers=(whole[0], replace(whole[1], skipped=32)))

@@ -1,4 +1,4 @@
-"""The ids of each row, and the tokens that a mask hid, stay with the tokens that they belong to."""
+"""The ids of each row, and hidden tokens, stay with the tokens to which they belong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ids(*values: int) -> bytes:
 
 
 def of_rows(*rows: list[int], hidden: tuple[Any, ...] = ()) -> Inputs:
-    """The inputs of a cache from position 0 on whose rows have these ids."""
+    """Return the inputs of a cache, from position 0 on, whose rows have these ids."""
     same = next((n for n, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1), len(rows[0]))
     told = [(PADDING, 0)] if hidden else []
     if same < len(rows[0]):
@@ -96,7 +96,7 @@ def test_what_is_not_the_ids_of_as_many_rows_counts_as_absent() -> None:
 
 
 def test_ids_beyond_the_tokens_are_ignored_before_they_take_memory() -> None:
-    """A header of 4 MB may claim a million ids that thousands of sequences share."""
+    """A header of 4 MB may declare a million ids shared by thousands of sequences."""
     batch = 4096
     own = struct.pack("<IQ", batch, 1) + numpy.arange(batch, dtype="<u4").tobytes()
     features = split("token-ids", bytes(2**22)) | split("row-ids", own)
@@ -212,14 +212,14 @@ def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
 
 @dataclass
 class Token:
-    """Known content of a batch cell: its id, and True if it is hidden."""
+    """The known content of a batch cell: its id, and True if it is hidden."""
 
     id: int
     hidden: bool
 
 
 def grid_of(cache: Cache) -> list[list[Token]]:
-    """The tokens of each row, as the inputs of ``cache`` name them."""
+    """Return the tokens of each row according to the inputs of ``cache``."""
     inputs, batch = cache.inputs, cache[0].k.batch
     assert inputs is not None
     rows = [numpy.frombuffer(row, "<u4").tolist() for row in inputs.known_ids]
@@ -231,7 +231,7 @@ def grid_of(cache: Cache) -> list[list[Token]]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObject, tmp_path: Path) -> None:
-    """Every value tells its row and token, so that whatever is cut, joined, chosen and saved, ids can be compared with values."""
+    """Every value identifies its row and token, so ids can be compared with values after any cuts, joins, selections and saves."""
     batch, tokens = data.draw(st.integers(1, 3)), 12
     cells = [[data.draw(st.integers(0, 2)) for _ in range(tokens)] for _ in range(batch)]
     pads = [data.draw(st.integers(0, 4)) for _ in range(batch)]
@@ -277,7 +277,7 @@ def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObje
 
 @pytest.mark.parametrize(("sequences", "rows"), [(2, 3), (3, 2), (1, 2)])
 def test_a_cache_has_ids_for_each_of_its_sequences(sequences: int, rows: int) -> None:
-    """Else a file would lose all of them, because readers ignore the ids of another number of rows."""
+    """Otherwise, a file would lose all of them, because readers ignore ids for another number of rows."""
     inputs = of_rows(*([first, *range(10, 21)] for first in range(rows)))
     with pytest.raises(InvalidParameter, match=f"^the cache has {sequences} sequences, but its inputs have token ids for {rows}: "):
         replace(cache_of(None, sequences), inputs=inputs)

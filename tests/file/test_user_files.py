@@ -1,4 +1,4 @@
-"""Files that a user names: what is no regular file is refused at once, and what is too long is not read."""
+"""Files that a user names: anything but a regular file is refused at once, and overlong files are not read."""
 
 from __future__ import annotations
 

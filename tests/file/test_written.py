@@ -32,7 +32,7 @@ from support.written_files import (
 )
 
 TOLERANCE = 2**-18
-"""Relative to the largest value of a file, as for golden files."""
+"""Tolerance relative to a file's largest value, as for golden files."""
 
 
 def opened(name: str) -> kvpack.Cache:
@@ -57,7 +57,7 @@ def test_a_file_decodes_to_the_recorded_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_continues(name: str, tmp_path: object) -> None:
-    """Appended tokens leave the file's tokens as they were, in memory and in the next file."""
+    """Appending tokens does not change the file's tokens, in memory or in the next file."""
     basis = None if name in PUBLISHED else Basis.load(BASIS)
     cache = opened(name)
     layers, heads, tokens, dim = shape(name)
@@ -84,7 +84,7 @@ def test_a_row_opens_with_the_recipe_that_it_records() -> None:
 
 
 def test_a_file_that_names_a_preset_continues_in_memory() -> None:
-    """With the recipe of the time, whatever the preset is now."""
+    """It uses the preset's recipe when the file was written, even if the preset has changed."""
     cache = opened("octopus-4")
     assert cache.recipe == "octopus-4"
     live = kvpack.LiveCache.of(cache)
@@ -92,7 +92,7 @@ def test_a_file_that_names_a_preset_continues_in_memory() -> None:
 
 
 def test_a_row_opens_with_the_codec_of_its_page() -> None:
-    """Or is refused as another page's, if this kvpack describes pages otherwise: its values are right either way."""
+    """Or it is refused as another page's row, if this kvpack describes pages differently; its values are right in either case."""
     recorded = load_file(FOLDER / "page.safetensors")["values"]
     read = decoder.read_row(ROW.read_bytes())
     values = [float(value) for layer in read.page.layers for side in layer.values() for value in side.values]

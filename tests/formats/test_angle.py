@@ -1,4 +1,4 @@
-"""The angle codec: directions against exact cosines, uniform angles, accuracy, layout, odd inputs."""
+"""The angle codec: directions compared with exact cosines, uniform angles, accuracy, layout, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arrays(streams: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray[Any, Any
 
 
 def digits(codec: Angle, streams: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Bins and norm codes, int64 ``[batch, kv_head, token, dim / 2]``."""
+    """Return bins and norm codes, int64 ``[batch, kv_head, token, dim / 2]``."""
     names = dict(codec.fields)
     if "symbol" in names:
         bins, codes = codec.unpack("symbol", streams)
@@ -58,7 +58,7 @@ def digits(codec: Angle, streams: dict[str, torch.Tensor]) -> tuple[torch.Tensor
 
 
 def cosine(turn: Fraction) -> Fraction:
-    """The cosine of 2 pi ``turn`` to 2^-90, by the sum of its series in exact numbers."""
+    """Return the cosine of 2 pi ``turn`` to within 2^-90, by summing its series exactly."""
     pi = Fraction(3141592653589793238462643383279502884197, 10**39)
     square = -((2 * pi * turn) ** 2)
     total, term = Fraction(0), Fraction(1)
@@ -265,7 +265,7 @@ def test_the_worked_example_of_the_specification() -> None:
 
 
 def check_round_trip(codec: Angle, x: torch.Tensor) -> bool:
-    """Layout, check, parameters and error of one round trip; False when the input was refused as too large."""
+    """Check the layout, parameters and error of one round trip; return False if the input was refused as too large."""
     try:
         streams = codec.encode(x)
     except OutOfRange:
@@ -318,7 +318,7 @@ def test_round_trip(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("norm", ["linear1", "log1"])
 def test_no_factor_makes_a_norm_infinite(norm: str) -> None:
-    """Rule angle-7: of two codes for all norms the factor is large."""
+    """Rule angle-7: with only two codes for all norms, the factor is large."""
     x = contents("large", (1, 2, 2, 102), 5665759)
     assert check_round_trip(angle(102, n=4, norm=norm, range="fp32", rotation="none"), x)
 

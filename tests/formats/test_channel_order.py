@@ -1,4 +1,4 @@
-"""channel_order and block_rotation: the order chosen, what it saves, and what is refused (spec/side-cars.md)."""
+"""channel_order and block_rotation: the order that they choose, the errors that they avoid, and refusals (spec/side-cars.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bit packing, against an integer reference that follows the text of spec/README.md and against every kind of bad word."""
+"""Bit packing, compared with an integer reference that follows spec/README.md, and with every kind of invalid word."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BAD_WORDS = [
 
 
 def reference_planes(packing: Columns, row: list[list[int]]) -> list[list[int]]:
-    """The planes of one row, in Python integers and bytes, as spec/README.md describes them."""
+    """Return the planes of one row, computed with Python integers and bytes as spec/README.md describes."""
     n, fields = packing.symbols, packing.fields
     width = math.ceil(n / fields)
     quantity = next(q for q in range(1, 17) if 256**q >= math.prod(packing.bases) ** fields)

@@ -1,4 +1,4 @@
-"""Declarations that a codec family reads from its fields. This module evaluates annotations, as users' codec files may."""
+"""Declarations that a codec family reads from its fields. Annotations are evaluated in this module, as they may be in users' files."""
 
 # Without the future import of annotations, those of Evaluated are types instead of text.
 from dataclasses import dataclass, field

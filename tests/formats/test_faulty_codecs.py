@@ -1,4 +1,4 @@
-"""Mistakes in a codec from outside kvpack are refused when it is registered or when it encodes, before a file loses values."""
+"""Mistakes in a third-party codec are refused when it is registered or encodes, before a file loses values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def values() -> torch.Tensor:
 
 
 def pack(monkeypatch: pytest.MonkeyPatch, change: Callable[[Largest, Streams], Streams], recipe: str) -> kvpack.Cache:
-    """Pack with a codec whose encoder applies ``change`` to the streams of a correct one."""
+    """Pack with a codec that applies ``change`` to the streams of a correct encoder."""
 
     @dataclass(frozen=True)
     class Faulty(Largest):

@@ -1,4 +1,4 @@
-"""key_mean: what it stores, what it refuses, and that slices, live caches, stores and pages keep each page's bytes."""
+"""key_mean: its streams and refusals, and that slices, live caches, stores and pages keep each page's bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAW = ",raw_first=2,raw_low_norm=0.6"
 
 
 def keys(tokens: int, dim: int = 64, seed: int = 0, size: float = 3.0) -> torch.Tensor:
-    """Keys ``[2, 2, tokens, dim]`` of each head around a vector of ``size`` times their own spread."""
+    """Return keys ``[2, 2, tokens, dim]`` around a vector per head of ``size`` times their own spread."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, 2, tokens, dim, generator=generator) + size * torch.randn(1, 2, 1, dim, generator=generator)
 
@@ -39,7 +39,7 @@ def same_streams(found: kvpack.Side, expected: kvpack.Side) -> bool:
 @pytest.mark.parametrize("bits", ["4", "8"])
 @pytest.mark.parametrize(("codec", "words"), [("octahedral", {"b": "3"}), ("scalar", {"b": "2"}), ("quaternion", {"s": "24", "r": "3"})])
 def test_what_tokens_share_costs_no_precision(codec: str, words: dict[str, str], bits: str) -> None:
-    """The error with a large common part is that of the tokens' own parts, and without key_mean it is of the whole."""
+    """With a large common part, the error is proportional to the tokens' own parts; without key_mean, to the whole keys."""
     x = keys(128)
     own = x - x.mean(2, keepdim=True)
     plain, mean = create(codec, 64, **words), create(codec, 64, mean="64", mean_bits=bits, **words)
@@ -50,7 +50,7 @@ def test_what_tokens_share_costs_no_precision(codec: str, words: dict[str, str],
 
 
 def test_channel_scales_are_those_of_what_the_mean_leaves() -> None:
-    """A channel that is large in the mean alone is not scaled: its own part would lose precision."""
+    """A channel that is large only in the mean is not scaled, because its own part would lose precision."""
     x = torch.randn(1, 1, 256, 64, generator=torch.Generator().manual_seed(3))
     x[..., 5] += 100
     x[..., 7] *= 100
@@ -63,13 +63,13 @@ def test_channel_scales_are_those_of_what_the_mean_leaves() -> None:
 
 
 def scale(x: torch.Tensor) -> torch.Tensor:
-    """The factors of keys ``x`` with the mean of each page apart, float32 ``[batch, kv_head, 1, dim]``."""
+    """Return the factors of keys ``x`` after subtracting page means, float32 ``[batch, kv_head, 1, dim]``."""
     return create("scalar", x.shape[3], b="2", mean="64", channel_scale="fp32").encode(x)["channel_scale"]
 
 
 @pytest.mark.parametrize("offset", [1.0, 2.0, 50.0])
 def test_channels_with_a_mean_are_coded_more_finely(offset: float) -> None:
-    """Queries are about as large as keys in a pair of RoPE: factors are the fourth root of what a mean leaves of the pair's square."""
+    """In a RoPE pair, queries are about as large as keys, so factors are the fourth root of the remaining share of the pair's square."""
     x = torch.randn(1, 2, 4096, 32, generator=torch.Generator().manual_seed(4))
     x[..., [3, 19]] += offset
     found = scale(x)
@@ -160,7 +160,7 @@ def test_the_canonical_text() -> None:
     ],
 )
 def test_attention_over_several_runs(k: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that end within a page, a tail, a window that begins within one, and few and many query rows."""
+    """Tests runs that end within a page, a tail, a window that begins within one, and few and many query rows."""
     monkeypatch.setenv("KVPACK_KERNELS", backend)
     x, v = layer(203)
     cache = kvpack.pack([(x[:, :, :75], v[:, :, :75])], f"k={k};v=raw:dtype=fp32")

@@ -1,4 +1,4 @@
-"""Lloyd-Max tables against their definition: every centroid is the mean of what is nearest to it."""
+"""Lloyd-Max tables, compared with their definition: every centroid is the mean of its cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpack.formats.lloyd_max import CELLS, direction_table, lloyd_max, octahedr
 
 
 def triplet_norm_density(r: np.ndarray, dim: int) -> np.ndarray:
-    """OCTOPUS Eq. 4 as the paper prints it."""
+    """Return the density of OCTOPUS Eq. 4 as printed in the paper."""
     log_beta = math.lgamma(1.5) + math.lgamma((dim - 3) / 2) - math.lgamma(dim / 2)
     return 2 * r**2 * (1 - r**2) ** ((dim - 5) / 2) / math.exp(log_beta)
 
@@ -89,7 +89,7 @@ def test_one_level_is_the_mean_where_the_density_has_a_pole() -> None:
 
 
 def test_the_magnitudes_of_eight_levels_are_these() -> None:
-    """A change of these numbers changes what every writer stores by default."""
+    """Changing these numbers would change what every writer stores by default."""
     found = np.frombuffer(direction_table(8), "<f4")
     np.testing.assert_allclose(found[[0, 1, 2, 3, 7]], [0.07215665, 0.20219182, 0.32377313, 0.44156353, 0.9278433], atol=2e-7)
 

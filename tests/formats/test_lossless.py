@@ -1,4 +1,4 @@
-"""lossless: every bit comes back, whatever is cut, joined, selected and stored; sizes; and what is refused."""
+"""lossless: every bit is preserved in cuts, joins, selections and files; sizes; and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lossless(dim: int = 64, **words: Any) -> Lossless:
 
 
 def patterns(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Values of any bits: normal ones, and some of any exponent, NaN and infinities too."""
+    """Return values with any bits: normally distributed ones, and some with any exponent, including NaN and infinities."""
     generator = torch.Generator().manual_seed(seed)
     usual = torch.randn(shape, generator=generator).to(dtype).view(torch.int16)
     any_bits = torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16)
@@ -171,7 +171,7 @@ def test_parameters_that_are_refused(words: dict[str, Any], message: str) -> Non
 
 
 def broken(name: str, arrays: dict[str, Any]) -> None:
-    """Makes one fault in the streams of two chunks."""
+    """Introduce one fault into the streams of two chunks."""
     if name == "sum":
         arrays["frequencies"][1, 0, 0, 3] += 1
     elif name == "state":

@@ -1,4 +1,4 @@
-"""minifloat: roundings and published scales, exact decoding, runs that can be joined, and what is refused."""
+"""minifloat: rounding, published scales, exact decoding, runs that can be joined, and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_format_at_every_kind_of_values(kind: str, words: dict[str, str]) 
 
 @pytest.mark.parametrize("element", DTYPES)
 def test_elements_are_those_of_torch(element: str) -> None:
-    """Every code, and roundings of any value, of every middle between two elements, and of both neighbors of every middle."""
+    """Tests every code, and the rounding of random values, of midpoints between elements, and of both neighbors of midpoints."""
     every = torch.arange(256, dtype=torch.uint8)
     expected = every.view(DTYPES[element]).to(torch.float32)
     held = torch.isfinite(expected)
@@ -71,7 +71,7 @@ def test_elements_are_those_of_torch(element: str) -> None:
 
 
 def test_elements_of_four_bits() -> None:
-    """The values of OCP MX, table 5, and ties to the even code."""
+    """Elements have the values of OCP MX, table 5, and ties go to the even code."""
     assert element_values("e2m1", "cpu").tolist() == [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 100.0, 0.26, -0.25, -0.26, -2.6, 0.0])
     assert encode_elements(x, "e2m1").tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 1, 8, 9, 13, 0]
@@ -80,7 +80,7 @@ def test_elements_of_four_bits() -> None:
 
 
 def test_published_scales() -> None:
-    """By hand, from OCP MX Sec. 6.3, with twice the scale for values that it cuts, and NVIDIA's NVFP4."""
+    """Expected scales are computed by hand from OCP MX Sec. 6.3, doubled for values that it clips, and from NVIDIA's NVFP4."""
     x = torch.zeros(1, 1, 1, 64)
     x[..., 0], x[..., 33], x[..., 40] = 500.0, -0.75, 0.1
     mxfp8 = minifloat(64, scales="e8m0").encode(x)
@@ -110,7 +110,7 @@ def test_exponents_of_blocks_are_of_every_finite_number() -> None:
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])
 def test_no_value_of_a_block_is_cut_to_the_largest_element(element: str) -> None:
-    """Every value is rounded to the nearest element, so that a token of any one magnitude keeps the precision of others."""
+    """Every value is rounded to the nearest element, so tokens of any magnitude have the same precision."""
     x = (1 + torch.arange(4096) / 4096)[None, None, :, None].expand(1, 1, 4096, 32) * torch.tensor([1.0, -1.0]).repeat(16)
     codec = minifloat(32, element=element, scales="e8m0")
     streams = codec.encode(x)
@@ -122,7 +122,7 @@ def test_no_value_of_a_block_is_cut_to_the_largest_element(element: str) -> None
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_decoding_is_exact_for_any_valid_streams(words: dict[str, str]) -> None:
-    """Any finite element and scale, in binary64, and one rounding at the end."""
+    """Decodes any finite elements and scales, compared with binary64 products rounded once."""
     codec = minifloat(80, **words)
     generator = torch.Generator().manual_seed(3)
     codes = finite(codec, torch.randint(0, 1 << codec.format.bits, (2, 3, 45, 80), generator=generator))

@@ -1,4 +1,4 @@
-"""A new codec and a new sidecar are one file and one row each: everything else finds them in the tables, or leaves them to torch."""
+"""A new codec or sidecar is one file and one table row: everything else finds it in the tables, or leaves it to torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_caches_hold_them(recipe: str, tmp_path: Path) -> None:
     [*((recipe, False) for recipe in RECIPES.values()), ("kv=group:b=4,g=32,rotation=hadamard,channel_scale=fp16,multiples=4", True)],
 )
 def test_kernels_refuse_what_they_do_not_know(recipe: str, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map of values is linear, whatever it is: kernels attend what it maps."""
+    """Value maps are linear, so kernels can attend to the mapped keys."""
     from kvpack.kernels.attend import attention as kernels
 
     cache = kvpack.pack(pairs(70), recipe)

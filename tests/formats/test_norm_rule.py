@@ -1,4 +1,4 @@
-"""norm_rule: products of tokens with what they decode to, the papers' rule, degenerate tokens, and where the option is kept."""
+"""norm_rule: products of tokens with their decoded values, the papers' rule, degenerate tokens, and where the option is stored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RECIPES = {
     "group:b=2,token_scale=fp32,axis=channel,rotation=hadamard": 80,
     "group:b=2,token_scale=fp16,scales=u8": 64,
 }
-"""Codecs that keep products right, with a head dim."""
+"""Codecs with unbiased products, with a head dim."""
 
 
 def made(words: str, dim: int, **more: str) -> Codec:
@@ -50,7 +50,7 @@ def keys(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def ratios(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """<x, decoded x> / |x|^2 of every token; of a group codec, over all heads."""
+    """Return <x, decoded x> / |x|^2 of every token; for a group codec, over all heads."""
     axes = (1, 3) if codec.id == "group" else (3,)
     decoded = codec.decode(codec.encode(x)).double()
     return (x * decoded).sum(axes) / x.double().square().sum(axes)
@@ -86,7 +86,7 @@ def test_tokens_of_zeros_decode_to_zeros(words: str, dim: int) -> None:
 
 @pytest.mark.parametrize("words", ["scalar:b=1", "scalar:b=3", "octahedral:b=2", "polar:b=2"])
 def test_a_token_far_from_what_it_decodes_to_keeps_its_norm(words: str) -> None:
-    """One channel alone, without a rotation, lies far off the tables' directions: the factor would be many times its norm."""
+    """Without a rotation, a token with one nonzero channel is far from all table directions: its factor would be many times its norm."""
     x = torch.zeros(1, 1, 1, 128)
     x[..., 5] = 2
     codec = made(words, 128, rotation="none")
@@ -124,7 +124,7 @@ def test_the_rule_is_not_stored_and_does_not_tell_codecs_apart() -> None:
 
 
 def test_what_is_sketched_keeps_the_papers_rule_unless_asked() -> None:
-    """The sketch makes products unbiased already, the better the smaller the residual is."""
+    """The sketch already makes products unbiased, and works better with a smaller residual."""
     one = made("scalar:b=2", 64, qjl="fp16")
     assert rule(one) == rule(codec_from_params(one.params())) == "norm"
     assert rule(made("scalar:b=2", 64, qjl="fp16", norm_rule="unbiased")) == "unbiased"

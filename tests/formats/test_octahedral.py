@@ -1,4 +1,4 @@
-"""The octahedral codec: the map and its search against their definitions, accuracy against the paper, layout, odd inputs."""
+"""The octahedral codec: the map and its search compared with their definitions, accuracy, layout, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def keys(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def unit_directions(count: int, seed: int = 0) -> torch.Tensor:
-    """``[3, count]`` on the quarter sphere that the search works in."""
+    """Return directions ``[3, count]`` on the quarter sphere that the search covers."""
     vectors = torch.nn.functional.normalize(keys(3, count, seed=seed), dim=0)
     vectors[:2] = vectors[:2].abs()
     return vectors
 
 
 def sphere_from_square(xi: np.ndarray, eta: np.ndarray) -> np.ndarray:
-    """OCTOPUS Eq. 6 as the paper prints it, sign(0) = +1."""
+    """Evaluate OCTOPUS Eq. 6 as printed in the paper, with sign(0) = +1."""
     z = 1 - np.abs(xi) - np.abs(eta)
     x = np.where(z >= 0, xi, np.where(xi < 0, -1, 1) * (1 - np.abs(eta)))
     y = np.where(z >= 0, eta, np.where(eta < 0, -1, 1) * (1 - np.abs(xi)))
@@ -89,7 +89,7 @@ def test_sampled_coordinates_follow_equation_7(coordinate: int) -> None:
 
 
 def test_sampled_triplet_norms_follow_equation_4() -> None:
-    """The stored levels are the means of the samples nearest to them."""
+    """Stored levels are the means of the samples nearest to them."""
     codec = octahedral(b_dir=2, b_norm=3)
     table = np.frombuffer(codec.norm_table, "<f4")
     units = torch.nn.functional.normalize(keys(20_000, 128), dim=-1)
@@ -148,7 +148,7 @@ def test_scalar_rounding_takes_the_nearest_magnitudes() -> None:
 
 
 def test_scalar_rounding_takes_the_norm_nearest_to_the_length() -> None:
-    """OCTOPUS Sec. 3.5: three independent rounds; with one direction bit they cost most, 0.602 against 0.517 (Table 5)."""
+    """OCTOPUS Sec. 3.5: three independent roundings; with one direction bit they cost most, 0.602 against 0.517 (Table 5)."""
     codec = octahedral(16, b_dir=1, b_norm=2, rotation="none", norm="fp32", rounding="scalar", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
     lengths = x[..., :15].unflatten(-1, (5, 3)).norm(dim=-1)
@@ -166,7 +166,7 @@ def test_levels_are_counted_alike_by_comparison_and_by_search(count: int) -> Non
 
 
 def test_the_stored_pair_is_the_best_of_all_directions_and_norms() -> None:
-    """OCTOPUS Eq. 11 by brute force, on a codec small enough."""
+    """Checks OCTOPUS Eq. 11 by brute force on a small codec."""
     codec = octahedral(16, b_dir=2, b_norm=2, rotation="none", norm="fp32", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
     words = torch.cat([torch.from_numpy(signs)[:, None] * codebook_directions(codec.direction_table).double() for signs in SIGNS], 1)

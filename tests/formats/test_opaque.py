@@ -1,4 +1,4 @@
-"""opaque: bytes of an engine's slots, which nothing recodes, and which no file names."""
+"""opaque: bytes of an engine's slots, which are never encoded again and never appear in files."""
 
 from __future__ import annotations
 

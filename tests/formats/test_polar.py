@@ -1,4 +1,4 @@
-"""The polar codec: angles against their densities, accuracy against the paper, layout, odd inputs, the pages' steps."""
+"""The polar codec: angles compared with their densities, accuracy, layout, unusual inputs, and the steps of the spec page."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def values_of(table: bytes) -> numpy.ndarray[Any, Any]:
 
 
 def pairs_of(dim: int, level: int) -> list[tuple[int, int]]:
-    """The sizes of the two radii of every pair of ``level``, by counting channels."""
+    """Return the sizes of the two radii of every pair of ``level``, by counting channels."""
     sizes = [1] * dim
     for _ in range(level - 1):
         sizes = [sum(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
@@ -60,7 +60,7 @@ def pairs_of(dim: int, level: int) -> list[tuple[int, int]]:
 
 
 def angles_of(channels: list[float], levels: int) -> tuple[list[list[float]], list[float]]:
-    """The angles of every level, and the radii that remain."""
+    """Return the angles of every level, and the remaining radii."""
     radii, angles = channels, []
     for _ in range(levels):
         pairs = [radii[i : i + 2] for i in range(0, len(radii), 2)]
@@ -78,7 +78,7 @@ def channels_of(angles: list[list[float]], radii: list[float]) -> list[float]:
 
 
 def page_tables(codec: Polar) -> list[dict[tuple[int, int], list[float]]]:
-    """The angles of every kind of pairs of each level, read from ``angle_table`` as the page says."""
+    """Read the angles of every kind of pair of each level from ``angle_table``, as the page describes."""
     rest, tables = codec.angle_table, []
     for level, bits in enumerate(map(int, codec.bits.split(".")), 1):
         kinds = sorted(set(pairs_of(codec.dim, level)), reverse=True) if level > 1 else []
@@ -89,7 +89,7 @@ def page_tables(codec: Polar) -> list[dict[tuple[int, int], list[float]]]:
 
 
 def codes_of(codec: Polar, streams: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The codes of every level, int64 ``[batch, kv_head, token, angles]``, by the page's rule for streams."""
+    """Return the codes of every level, int64 ``[batch, kv_head, token, angles]``, by the page's rule for streams."""
     bits = codec.bits.split(".")
     counts = [len(pairs_of(codec.dim, level)) for level in range(1, len(bits) + 1)]
     first = [level for level in range(len(bits)) if level == 0 or bits[level] != bits[level - 1]]
@@ -137,7 +137,7 @@ def test_angles_are_the_means_of_what_is_nearest(first: int, second: int, levels
 
 
 def test_the_angles_of_the_third_level_with_two_bits_are_these() -> None:
-    """A change of these numbers changes what every writer stores by default."""
+    """Changing these numbers would change what every writer stores by default."""
     numpy.testing.assert_allclose(values_of(polar_angle_table(4, 4, 4)), [0.4262497, 0.6743850, 0.8964113, 1.1445466], atol=2e-7)
 
 
@@ -219,7 +219,7 @@ def test_accuracy_is_the_papers(b: int, error: float, cosine: float) -> None:
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_accuracy_is_the_same_at_every_head_dim(dim: int) -> None:
-    """A pair of unequal radii is coded no worse than equal ones: its table is its own."""
+    """Pairs of unequal radii are as accurate as equal ones, because they have a separate table."""
     codec, x = polar(dim, norm_rule="norm"), gaussian(1, 2, 1500, dim)
     assert (codec.decode(codec.encode(x)) - x).square().mean().item() == pytest.approx(0.0571, rel=0.02)
 
@@ -232,7 +232,7 @@ def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
 
 
 def test_accuracy_of_blocks_of_sixteen() -> None:
-    """Exact for independent angles of equal blocks: the mean of the squared error is 2 (1 - product of the mean cosines)."""
+    """The expected value is exact for independent angles in equal blocks: the mean squared error is 2 (1 - product of the mean cosines)."""
     codec, x = polar(b="4.2.2.2", norm_rule="norm"), gaussian(1, 2, 2048, 128)
     bins = 2**4
     cosine = math.sin(math.pi / bins) / (math.pi / bins)

@@ -1,4 +1,4 @@
-"""Decoded values meet the tolerance of the spec (rule front-8) whatever precision a process has chosen for its products."""
+"""Decoded values meet the spec's tolerance (rule front-8) regardless of the process's precision for products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = [
     "oscar-2",
 ]
 TOLERANCE = 2**-16
-"""Error bound of a value that is rotated and multiplied by norms; the rotation's own is 2^-18."""
+"""Error bound of a value after rotation and multiplication by norms; the bound of the rotation is 2^-18."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use the new API settings")
 
@@ -79,7 +79,7 @@ def test_a_product_is_that_of_binary64_rounded(rows: int) -> None:
 
 
 def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on products of float32 have factors of 11 bits, as tf32 has."""
+    """Make products of float32 round their factors to 11 bits, as tf32 does."""
     multiply = torch.Tensor.__matmul__
 
     def short(x: Any) -> Any:

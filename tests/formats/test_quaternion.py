@@ -1,4 +1,4 @@
-"""The quaternion codec: codewords, both searches against brute force, accuracy against the paper, layout, odd inputs."""
+"""The quaternion codec: codewords, both searches compared with brute force, accuracy, layout, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def search(secondary: int, seed: int = 435) -> Search:
 
 
 def units() -> list[tuple[float, ...]]:
-    """The Hurwitz units in the order of the specification."""
+    """Return the Hurwitz units in the order of the specification."""
     axes = [tuple(float(sign) * (i == axis) for i in range(4)) for axis in range(4) for sign in (1, -1)]
     return axes + [tuple(-0.5 if bits >> i & 1 else 0.5 for i in range(4)) for bits in range(16)]
 
 
 def product(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, float, float, float]:
-    """Hamilton's product from the rules of i, j and k."""
+    """Return Hamilton's product, computed from the rules of i, j and k."""
     # Row i, column j: the sign and the place of the product of the i-th and j-th of 1, i, j, k.
     rules = [
         [(1, 0), (1, 1), (1, 2), (1, 3)],
@@ -95,7 +95,7 @@ def test_codewords_are_units_times_secondary_quaternions(secondary: int) -> None
 
 
 def directions(codebook: torch.Tensor) -> torch.Tensor:
-    """Chunks of every kind: random, codewords, halfway between codewords, on axes, edges and the fold of the map, zero and tiny."""
+    """Return chunks of every kind: random, codewords, halfway between codewords, on axes, edges and the fold of the map, zero, tiny."""
     random = gaussian(6_000, 4, seed=len(codebook))
     middle = codebook[torch.randperm(len(codebook), generator=torch.Generator().manual_seed(1))[:1000]] + codebook[:1000]
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, -0.5, -0.0, 1e-6, 0.25, 1.0])] * 4)
@@ -104,7 +104,7 @@ def directions(codebook: torch.Tensor) -> torch.Tensor:
 
 
 def check_nearest(found: torch.Tensor, chunks: torch.Tensor, codebook: torch.Tensor) -> None:
-    """Equal to brute force over all codewords, except where the two best agree to rounding."""
+    """Check that the result equals brute force over all codewords, unless the two best agree to within rounding."""
     for part, chosen in zip(torch.split(chunks.double(), 4096), torch.split(found, 4096), strict=True):
         scores = part @ codebook.double().T
         best, wanted = scores.max(1)

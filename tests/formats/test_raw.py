@@ -1,4 +1,4 @@
-"""raw: values are kept to the bit, and never become infinite silently."""
+"""raw: values are kept bit for bit, and never silently become infinite."""
 
 from __future__ import annotations
 

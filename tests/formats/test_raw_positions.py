@@ -1,4 +1,4 @@
-"""Tokens that are stored raw by their positions: which are chosen, what becomes of them, and that their positions stay theirs."""
+"""Tokens stored raw by position: which tokens are chosen, how they are stored, and that their positions stay correct."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DIM, HEADS, TOKENS = 16, 2, 300
 LOW = {0: (130, 200), 1: (5, 77)}
-"""The tokens whose keys have a low norm, of each sequence."""
+"""Tokens of each sequence whose keys have a low norm."""
 WORDS = "raw_first=2,raw_low_norm=0.5"
 EXPECTED = [[0, 1, 130, 200], [0, 1, 5, 77]]
 RECIPES = {
@@ -47,7 +47,7 @@ RECIPES = {
 
 
 def pairs(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of two sequences, tokens ``[begin, end)`` of 300."""
+    """Return keys and values of two sequences, tokens ``[begin, end)`` of 300."""
     k, v = torch.randn(2, 2, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     for sequence, tokens in LOW.items():
         k[sequence, :, list(tokens)] *= 0.1
@@ -55,7 +55,7 @@ def pairs(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.T
 
 
 def raw_of(side: Side) -> list[list[int]]:
-    """The raw tokens of each sequence of two."""
+    """Return the raw tokens of each of two sequences."""
     found: list[list[int]] = [[], []]
     raw, first = side.codec.sidecar(RawPositions), 0
     assert raw is not None
@@ -67,7 +67,7 @@ def raw_of(side: Side) -> list[list[int]]:
 
 
 def check(cache: kvpack.Cache, expected: list[list[int]], begin: int = 0) -> None:
-    """Both sides keep the ``expected`` tokens, of those from ``begin`` on, exactly."""
+    """Check that both sides store the ``expected`` tokens, counted from ``begin``, exactly."""
     layer = cache[0]
     given, decoded = pairs(begin)[0], cache.unpack(torch.bfloat16)[0]
     for side, x, found in zip((layer.k, layer.v), given, decoded, strict=True):
@@ -105,7 +105,7 @@ def test_parts_of_a_cache_count_positions_anew(recipe: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_part_is_encoded_as_it_is_in_the_whole(recipe: str) -> None:
-    """The first tokens are those of the sequence, and pages begin at multiples of their size."""
+    """First tokens are counted from the start of the sequence, and pages begin at multiples of their size."""
     first, second = kvpack.pack(pairs(0, PAGE_TOKENS), recipe), kvpack.pack(pairs(PAGE_TOKENS), recipe, start=PAGE_TOKENS)
     check(second, [[2, 72], []], PAGE_TOKENS)
     check(kvpack.concat([first, second]), EXPECTED)
@@ -113,7 +113,7 @@ def test_a_part_is_encoded_as_it_is_in_the_whole(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_tokens_that_are_added(recipe: str, tmp_path: Path) -> None:
-    """Those that are encoded together make a page: a low norm is low among them."""
+    """Tokens that are encoded together form a page, in which the low norms are determined."""
     cache = kvpack.pack(pairs(0, 128), recipe).append(pairs(128)).append([(x[:, :, :0], y[:, :, :0]) for x, y in pairs()])
     assert raw_of(cache[0].v) == raw_of(cache[0].k)  # type: ignore[arg-type]
     assert raw_of(cache[0].v)[0][:4] == EXPECTED[0]  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def test_norms_are_those_of_heads_and_over_all_heads() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS - 1])
 def test_a_large_norm_in_one_head_is_enough(tokens: int) -> None:
-    """Those found at once are those that medians find, of heads whose usual norms differ, next to tokens of low norm."""
+    """The quick test and the medians find the same tokens, for heads with different usual norms, and next to tokens of low norm."""
     source = torch.Generator().manual_seed(tokens)
     norms = (torch.rand(3, HEADS, tokens, generator=source) + 1) * torch.tensor([1.0, 30.0, 1e-3])[:HEADS, None]
     norms[1, 1, tokens // 2] *= 5
@@ -297,7 +297,7 @@ def test_raw_values_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("codec_id", ["scalar", "group", "klt", "transform"])
 def test_both_ways_to_encode_agree(codec_id: str) -> None:
-    """The oracle by blocks, and the way of ``kvpack.coding``, in which a kernel sees the whole run."""
+    """The block-wise reference and ``kvpack.coding``, in which a kernel receives the whole run, agree."""
     words = {"klt": {}, "transform": {"chunk": "16"}}.get(codec_id, {"b": "2"})
     codec = create(codec_id, DIM, "k", raw_first="2", raw_low_norm="0.5", **words)
     assert isinstance(codec, CodecWithSidecars)
@@ -390,7 +390,7 @@ def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> N
 
 
 def test_positions_are_put_over_flags() -> None:
-    """A token of both sidecars is what the positions say, in both ways to encode."""
+    """For a token in both sidecars, the positions take precedence, in both ways to encode."""
     from kvpack.coding.encoding import encode
 
     codec = create("scalar", DIM, "k", b="2", sinks="2", raw_tokens="fp32", raw_first="3", raw_dtype="fp32")
@@ -401,7 +401,7 @@ def test_positions_are_put_over_flags() -> None:
 
 @pytest.mark.parametrize("words", ["scalar:b=2", "octahedral:b=3", "group:b=2,g=32", "group:b=2,g=32,axis=channel", "polar:b=3"])
 def test_groups_without_their_raw_tokens_are_encoded_alone(words: str) -> None:
-    """The streams are those of all values without the raw tokens, also in the last group, which is not full."""
+    """The streams equal those of all values without the raw tokens, even in the partial last group."""
     from kvpack.coding.encoding import encode
 
     codec_id, _, options = words.partition(":")

@@ -1,4 +1,4 @@
-"""The scalar codec: tables against their density, accuracy against the paper, both alphabets, layout, odd inputs."""
+"""The scalar codec: tables compared with their density, accuracy, both alphabets, layout, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scalar(dim: int = 128, **words: object) -> Scalar:
 
 
 def with_high_channels(codec: Scalar, channels: set[int]) -> Scalar:
-    """The same codec with as many, other high channels."""
+    """Return the same codec with equally many but different high channels."""
     return replace(codec, high_channels=sum(1 << channel for channel in channels).to_bytes(-(-codec.dim // 8), "little"))
 
 
@@ -57,7 +57,7 @@ def magnitudes(table: bytes) -> np.ndarray:
 @pytest.mark.parametrize("dim", [3, 64, 80, 128, 1024])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_magnitudes_are_the_means_of_what_is_nearest(bits: int, dim: int) -> None:
-    """OCTOPUS Eq. 3 as the paper prints it, and Lloyd's condition on it."""
+    """Checks Lloyd's condition with OCTOPUS Eq. 3 as printed in the paper."""
     table = magnitudes(coordinate_table(dim, 2 ** (bits - 1)))
     points = (np.arange(1 << 20) + 0.5) / (1 << 20)
     density = (1 - points**2) ** ((dim - 3) / 2)
@@ -69,12 +69,12 @@ def test_magnitudes_are_the_means_of_what_is_nearest(bits: int, dim: int) -> Non
 
 @pytest.mark.parametrize(("dim", "mean"), [(2, 2 / math.pi), (3, 0.5), (4, 4 / (3 * math.pi)), (5, 3 / 8)])
 def test_one_magnitude_is_the_mean_of_all(dim: int, mean: float) -> None:
-    """Also where the density has a pole, at dim 2."""
+    """This includes dim 2, where the density has a pole."""
     assert magnitudes(coordinate_table(dim, 1)) == pytest.approx([mean], abs=1e-6)
 
 
 def test_the_magnitudes_of_three_bits_are_these() -> None:
-    """A change of these numbers changes what every writer stores by default; those of a normal density are Max's, nearly."""
+    """Changing these numbers would change what every writer stores by default. They are close to Max's for a normal density."""
     found = magnitudes(coordinate_table(128, 4))
     np.testing.assert_allclose(found, [0.02160431, 0.06658561, 0.11813977, 0.18839718], atol=2e-7)
     np.testing.assert_allclose(found * math.sqrt(128), [0.2451, 0.7560, 1.344, 2.152], rtol=0.012)
@@ -96,7 +96,7 @@ def test_the_magnitudes_of_three_bits_are_these() -> None:
     ids=str,
 )
 def test_accuracy_is_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
-    """OCTOPUS Table 1, Gaussian keys, d = 128; two widths have the mean of their errors."""
+    """OCTOPUS Table 1, Gaussian keys, d = 128; with two widths, the error is the mean of both."""
     codec, x = scalar(**words, norm_rule="norm"), keys(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
     assert (decoded - x).square().mean().item() == pytest.approx(error, rel=0.02)
@@ -136,7 +136,7 @@ def test_scaled_rounding_needs_the_unbiased_factor(words: str) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
-    """Encode each multiple of a token to nearest codes, and return the codes with the largest cosine; zeros stay zeros."""
+    """The codes with the largest cosine among those of each multiple of a token are stored; zeros stay zeros."""
     codec = scalar(16, b=bits, rotation="none", norm="fp32", rounding="scaled")
     x = keys(1, 1, 500, 16)
     x[0, 0, 7] = 0
@@ -153,7 +153,7 @@ def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
 
 
 def test_scaled_rounding_is_decided_where_cosines_differ_by_less_than_their_sums_are_accurate_to() -> None:
-    """Rows with their channels in another order have other sums in binary32, but the same codes."""
+    """Rows with permuted channels have different binary32 sums, but the same codes."""
     codec, x = scalar(64, b=8, rotation="none", norm="fp32", rounding="scaled"), keys(1, 1, 2000, 64)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     same = codec.decode(codec.encode(x))[..., order] / codec.decode(codec.encode(x[..., order]))
@@ -162,7 +162,7 @@ def test_scaled_rounding_is_decided_where_cosines_differ_by_less_than_their_sums
 
 @pytest.mark.parametrize("bits", EVERY_BITS)
 def test_every_code_is_the_nearest(bits: int) -> None:
-    """Counting by comparisons and by bisection; exact midpoints may go either way."""
+    """Comparisons and bisection find the same codes; exact midpoints may go either way."""
     codec = scalar(16, b=bits, rotation="none", norm="fp32", norm_rule="norm")
     x = torch.cat([keys(1, 1, 300, 16), keys(1, 1, 300, 16, seed=1) * keys(1, 1, 300, 16, seed=2).pow(3)], 2)
     streams = codec.encode(x)
@@ -352,7 +352,7 @@ def test_the_input_is_left_alone(rotation: str) -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_round_trip(data: st.DataObject) -> None:
-    """Any two widths on any channels."""
+    """Tests any two widths on any channels."""
     dim, bits = data.draw(st.integers(2, 70)), data.draw(st.integers(1, 7))
     norm, high = data.draw(st.sampled_from(["fp16", "fp32"])), data.draw(st.integers(bits + 1, 8))
     channels = data.draw(st.sets(st.integers(0, dim - 1), min_size=1, max_size=dim - 1))

@@ -1,4 +1,4 @@
-"""Scales of 8 bits: what they decode to, what they cost, and that runs which are appended one by one share their range."""
+"""8-bit scales: their decoded values, their cost, and that runs appended one by one share a range."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def group(dim: int = 64, **words: Any) -> Group:
 
 
 def error(codec: Group, x: torch.Tensor) -> torch.Tensor:
-    """Squared errors of decoded values, ``[batch, kv_head, token, dim]``."""
+    """Return the squared errors of decoded values, ``[batch, kv_head, token, dim]``."""
     return (codec.decode(codec.encode(x)) - x).square()
 
 

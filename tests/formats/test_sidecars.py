@@ -1,4 +1,4 @@
-"""Sidecars: what they add to any codec, in memory, in files and in attention (spec/side-cars.md)."""
+"""Sidecars: their effect on any codec, in memory, in files and in attention (spec/side-cars.md)."""
 
 from __future__ import annotations
 

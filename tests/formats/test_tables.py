@@ -29,7 +29,7 @@ def kept_bytes() -> int:
 
 
 def test_tables_are_kept_in_a_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every seed is another matrix, and a header may name any."""
+    """Every seed gives a different matrix, and a header may contain any seed."""
     monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 2**20)
     x = torch.zeros(1, 1, 1, 128)
     for seed in range(40):

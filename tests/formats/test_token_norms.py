@@ -1,4 +1,4 @@
-"""Norms of 8 bits: the values of the bytes, which byte a norm takes, and what is refused."""
+"""8-bit norms: the values of the bytes, the rounding of norms, and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_norm_that_does_not_fit_is_refused(codec: str, backend: str, monkeypat
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_byte_costs_little_precision(codec: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Codes are those beside norms of 16 bits, factors are within half a step, and C stores and reads what torch does."""
+    """Codes are the same as with 16-bit norms, factors are within half a step, and C and torch store and read the same bytes."""
     monkeypatch.setenv(dispatch.VARIABLE, backend)
     words = ",".join(f"{name}={value}" for name, value in CODECS[codec].items())
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The codec transform: its worked example, its basis, what it refuses, parts of caches, and attention over it."""
+"""The codec transform: its worked example, its basis, refusals, slices of caches, and attention over it."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_pieces_of_sequences_decode_to_the_same_values(basis: Basis, monkeypatch
 
 
 def test_a_bounded_number_of_symbols_is_decoded_at_once(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of sequences and of token groups: a chunk without columns takes next to no bytes."""
+    """The bound holds for any number of sequences and token groups: a chunk without columns takes almost no bytes."""
     cache = many(basis, 40)
     kvpack.save(cache, tmp_path / "x.kvpack")
     decode, sizes = rans.decode, []

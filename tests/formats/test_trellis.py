@@ -1,4 +1,4 @@
-"""The trellis codec: its paths against all strings, its windows against the page, accuracy, odd inputs."""
+"""The trellis codec: its paths compared with all strings, its windows with the spec page, accuracy, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keys(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def example_table() -> bytes:
-    """The table of the page's example."""
+    """Return the table of the page's example."""
     return struct.pack("<256e", *((37 * w % 256 - 128) / 256 for w in range(256)))
 
 
@@ -69,7 +69,7 @@ def test_a_search_finds_the_best_of_all_strings_with_the_same_end() -> None:
 
 
 def test_a_path_is_near_the_best_of_all_strings() -> None:
-    """Only the bits that windows across the ends share are chosen by a heuristic."""
+    """Only the bits shared by windows across the ends are chosen by a heuristic."""
     table = torch.frombuffer(bytearray(unit_table(64, 2, 8)), dtype=torch.float16).float()
     x = torch.nn.functional.normalize(keys(16, 64), dim=-1)
     ends = (viterbi(x, table, 2, torch.full((16,), shared)) for shared in range(64))

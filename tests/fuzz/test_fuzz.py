@@ -1,4 +1,4 @@
-"""The fuzz targets: each runs, repairs what it changes, finds a planted fault, and reports it."""
+"""The fuzz targets: each runs, repairs mutated inputs, and finds and reports a planted fault."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ REFUSAL = Answer("InvalidHeader", "group-1", None, {})
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
 INPUTS = {"basis": 40, "command": 12, "dense-file": 40, "entry": 20}
-"""Targets whose inputs take long run fewer of them."""
+"""Number of inputs for targets whose inputs take long."""
 
 
 def run(target: Target, count: int, folder: Path, seed: int = 0, every: int = 16) -> Report:
-    """``count`` mutations of seeds, in the order of ``seed``, and what came of them."""
+    """Run ``count`` mutations of seeds, in the order of ``seed``, and return the report."""
     source, report = random.Random(seed), Report("target", "random", seed)
     found = Session(report, Target(**{**vars(target), "every": every}), 1e9, None, folder)
     while report.executions < count and not report.crashes:
@@ -153,7 +153,7 @@ def test_mutations_are_repaired_and_repeat() -> None:
 
 
 def leave_out(module: Any, name: str, value: Any = None) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault: what ``name`` does is not done."""
+    """Return a fault that skips the function ``name``."""
     return lambda patch: patch.setattr(module, name, lambda *_, **__: value)
 
 
@@ -326,7 +326,7 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
 
 
 def test_a_payload_may_be_checked_in_place_of_its_tensors() -> None:
-    """An entry whose tensors' digests alone are wrong: a reader that knows its shape takes it, and one that parses it does not."""
+    """A template reader accepts an entry in which only the tensors' digests are wrong, but a parsing reader does not."""
     oracle = entry_oracles.EntryOracle()
     first, _ = oracle.chains[entry_oracles.RECIPES[0]]
     parts = split_file(first)

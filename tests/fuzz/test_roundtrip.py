@@ -1,4 +1,4 @@
-"""A short run of the round-trip fuzzer, and that it reports what it finds."""
+"""A short run of the round-trip fuzzer, and its report of a failure."""
 
 from __future__ import annotations
 

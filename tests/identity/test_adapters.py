@@ -1,4 +1,4 @@
-"""Adapters in the identity of a model: PEFT's own, in the model or around it, by name, weights, scaling and state."""
+"""Adapters in a model's identity: PEFT's, inside the model or around it, by name, weights, scaling and state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lora(**options: Any) -> Any:
 
 
 def with_two_loras() -> Any:
-    """A PeftModel with the adapters first, which is active, and second."""
+    """Return a PeftModel with the adapters "first", which is active, and "second"."""
     model = peft.get_peft_model(small_llama(), lora(), adapter_name="first")
     model.add_adapter("second", lora())
     return model.eval()

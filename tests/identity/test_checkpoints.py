@@ -1,4 +1,4 @@
-"""Digests of checkpoints: every byte counts, files that have not changed are not read again, and nobody else decides what they are."""
+"""Digests of checkpoints: every byte counts, unchanged files are not read again, and other users cannot influence the digests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were read."""
+    """Return a list that records the files that are read."""
     paths, digest = [], checkpoints.digest_file_bytes
 
     def noted(path: str, size: int) -> str:
@@ -40,7 +40,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def folder(path: Path, scale: float = 0.01) -> Path:
-    """A checkpoint of 16 layers with the scales of an fp8 cache."""
+    """Return a checkpoint of 16 layers with the scales of an fp8 cache."""
     path.mkdir()
     generator = torch.Generator().manual_seed(0)
     weights = {f"layers.{n}.k_proj.weight": torch.randn(DIM, DIM // 4, generator=generator).bfloat16() for n in range(16)}
@@ -105,7 +105,7 @@ def test_a_file_is_read_again_when_it_may_have_changed(tmp_path: Path, read: lis
 
 
 def test_a_file_that_was_just_written_is_read_every_time(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next change may have the same time."""
+    """The next change may have the same timestamp."""
     monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 60.0)
     path = folder(tmp_path / "m")
     assert weights(path) == weights(path)

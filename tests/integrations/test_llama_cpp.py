@@ -1,4 +1,4 @@
-"""Sequence states of llama.cpp: what is read, what is written again byte for byte, and what is refused by name.
+"""Sequence states of llama.cpp: which are read, written back byte for byte, or refused by name.
 
 The files in ``llama_cpp/`` are llama.cpp's own (0c1e57098, by ``llama_cpp_round_trip.py --fixtures``), of tiny models.
 tests/support/engines/llama_cpp_round_trip.py compares with llama.cpp itself.
@@ -85,7 +85,7 @@ def test_latents_are_keys_alone(tmp_path: Path) -> None:
 
 
 def test_layouts_hold_the_same_keys_and_values() -> None:
-    """The files are of one model and the same tokens; those without flash attention lie transposed. Layer 0 depends on neither."""
+    """The files are from the same model and tokens; those without flash attention are transposed. Layer 0 depends on neither."""
     rows, streams = (import_slot(FILES / f"{name}.bin", kv_heads=1)[0].unpack(torch.float32) for name in ("rows", "streams"))
     assert all(map(torch.equal, rows, streams))
 
@@ -144,13 +144,13 @@ def test_token_ids_may_be_unknown(tmp_path: Path) -> None:
 
 
 LARGEST = 500.0
-"""A scale whose codes of 8 bits give values that fp16 holds."""
+"""A scale with which 8-bit codes give values that fp16 can represent."""
 SIZES = {"q4_0": (2, 18), "q5_0": (6, 22), "q8_0": (8, 34), "q4_1": (3, 20), "q5_1": (7, 24), "iq4_nl": (20, 18)}
-"""ggml's number of a quantized type, and the bytes of a block of 32 channels."""
+"""ggml's number of each quantized type, and the size in bytes of a block of 32 channels."""
 
 
 def blocks(kind: str, seed: int, cells: int = 7, count: int = 4) -> torch.Tensor:
-    """Blocks of any bits, uint8 ``[cell, byte]``, whose scales are binary16 numbers of either sign, from zeros and the least one on."""
+    """Return random blocks, uint8 ``[cell, byte]``, with binary16 scales of either sign, including zeros and the smallest number."""
     source = np.random.default_rng(seed)
     data = source.integers(0, 256, (cells, count, SIZES[kind][1]), np.uint8)
     scales = source.standard_normal((cells, count)) * 2.0 ** source.integers(-24, 6, (cells, count))
@@ -181,7 +181,7 @@ def dequantized(kind: str, data: torch.Tensor) -> np.ndarray:
 
 
 def quantized(keys: str, values: str, order: list[int] | None = None) -> tuple[Caches, dict[tuple[int, int], torch.Tensor]]:
-    """Two layers of keys and values in two types, and their contents by layer and side."""
+    """Return a state with two layers of keys and values in two types, and their contents by layer and side."""
     contents, kinds = {}, {}
     for number in range(2):
         for side, kind in enumerate((keys, values)):
@@ -239,7 +239,7 @@ def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*which share its token scale")
 def test_blocks_are_never_recoded(tmp_path: Path) -> None:
-    """llama.cpp may have rotated what it quantized: values in another cache type would be wrong, and nothing would tell."""
+    """llama.cpp may have rotated quantized values: in another cache type they would be wrong, and nothing would show it."""
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q8_0", "fp16")[0]))
     with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), which kvpack stores unchanged: use the recipe raw"):
         import_slot(path, "octopus-4", kv_heads=2)
@@ -477,7 +477,7 @@ def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
 
 
 def test_no_damage_is_a_crash(tmp_path: Path) -> None:
-    """Every cut and random changes of every file are refused by name, or read as what another file would hold."""
+    """Truncated and randomly changed files are refused by name, or read as different valid files."""
     source = random.Random(0)
     path = tmp_path / "in.bin"
     for file in sorted(FILES.glob("*.bin")):

@@ -276,7 +276,7 @@ def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytes
 
 
 def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    """LMCache groups the objects of a task by model and rank: those of a hybrid model have several layouts."""
+    """LMCache groups a task's objects by model and rank, so those of a hybrid model have several layouts."""
     adapter = opened()
     states = types.SimpleNamespace(tensor=torch.zeros(3, 50))
     keys = [ObjectKey(b"a", object_group_id=1), ObjectKey(b"a"), ObjectKey(b"b", object_group_id=1), ObjectKey(b"b")]
@@ -297,7 +297,7 @@ def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callabl
 
 
 def test_states_are_kept_byte_for_byte_beside_packed_keys_and_values(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """Those of a hybrid model, with bits that are no numbers; values of another dtype of as many bytes are missing."""
+    """A hybrid model's states may have any bits; values of another dtype with the same size are missing."""
     states = [types.SimpleNamespace(tensor=torch.randn(3, 50)) for _ in range(2)]
     states[0].tensor[0, 0] = float("nan")
     keys = [ObjectKey(b"a", object_group_id=1), ObjectKey(b"a"), ObjectKey(b"b", object_group_id=1), ObjectKey(b"b")]
@@ -328,7 +328,7 @@ def test_states_are_kept_byte_for_byte_beside_packed_keys_and_values(opened: Cal
 
 
 def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[..., Any]) -> None:
-    """Its quotas evict by them: what never falls would have it delete every object."""
+    """LMCache's quotas use these sizes: if they never decreased, it would delete every object."""
     adapter = opened()
     longer = types.SimpleNamespace(tensor=torch.randn(2, 2, 32, 64).bfloat16())
     done = []
@@ -350,7 +350,7 @@ def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[
 def test_objects_that_a_server_has_take_two_requests(
     opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One asks for them, and one records their use."""
+    """One request fetches them, and one records their use."""
     redis = pytest.importorskip("redis")
 
     def store(adapter: Any) -> None:
@@ -374,7 +374,7 @@ def test_objects_that_a_server_has_take_two_requests(
 
 
 def test_lmcache_is_told_of_what_the_store_evicts(opened: Callable[..., Any], tmp_path: Path) -> None:
-    """It counts the bytes of each salt: those of objects that went unnoticed would have it delete those that are there."""
+    """LMCache counts bytes per salt: without these notices, it would delete objects that still exist."""
     adapter = opened()
     assert Chunks(adapter).store([0]) == [True]
     (store,) = adapter._stores.values()
@@ -418,7 +418,7 @@ def test_a_miss_is_told_where_the_object_was(ask: str, opened: Callable[..., Any
 
 
 class Chunks:
-    """The adapter by the calls that LMCache makes."""
+    """An engine that drives the adapter with LMCache's own calls."""
 
     def __init__(self, adapter: Any) -> None:
         self._adapter, self._given = adapter, objects(4)
@@ -459,7 +459,7 @@ def test_a_folder_in_any_condition_costs_misses_alone(
 
 
 def test_a_restart_with_other_settings_misses(opened: Callable[..., Any]) -> None:
-    """LMCache's key has the model's name, the rank and the number of ranks, and the salt; all else is the adapter's."""
+    """LMCache's key contains the model's name, the rank, the number of ranks, and the salt; the adapter covers everything else."""
     adapter = opened()
     assert Chunks(adapter).store([0]) == [True]
     adapter.close()
@@ -499,7 +499,7 @@ def test_objects_of_every_shape_are_deleted(opened: Callable[..., Any]) -> None:
 
 
 def test_bytes_of_another_dtype_are_missing(opened: Callable[..., Any]) -> None:
-    """LMCache gets an engine's floats of 8 bits as bytes."""
+    """LMCache receives an engine's 8-bit floats as bytes."""
     given = [types.SimpleNamespace(tensor=torch.randint(256, (2, 2, 16, 64), dtype=torch.uint8))]
     for kv_dtype, stored, found in ((None, -1, False), ("fp8_e4m3", 1, True), ("fp8_e5m2", 0, False)):
         adapter = opened(kv_dtype=kv_dtype)
@@ -517,7 +517,7 @@ def test_recipes_of_layers_are_refused(opened: Callable[..., Any]) -> None:
 
 
 def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An object of as many layers and heads as the basis has them all; LMCache's keys name the model."""
+    """An object with as many layers and heads as the basis contains the whole model, which LMCache's keys name."""
     path = tmp_path / "m.kvbasis"
     path.write_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "folder/m"}))
     with pytest.raises(MissingBasis, match="the recipe 'kv=klt:bits=4' needs a basis: set basis to the path"):
@@ -563,14 +563,14 @@ def test_the_objects_of_a_task_are_evicted_from_the_last_on(opened: Callable[...
 
 
 def key_bytes(key: ObjectKey) -> bytes:
-    """As kvpack names an object: its module needs LMCache's names when it is imported."""
+    """Return kvpack's name for an object. The module is imported lazily, because it needs LMCache's names."""
     found: bytes = sys.modules["kvpack.integrations.lmcache.adapter"].key_bytes(key)
     return found
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_delete_after_a_restart_deletes(encrypted: bool, opened: Callable[..., Any], tmp_path: Path) -> None:
-    """The new process has met no object, and LMCache's keys name no layout."""
+    """The new process has not seen any object, and LMCache's keys do not name the layout."""
     options = {}
     if encrypted:
         pytest.importorskip("cryptography")

@@ -1,4 +1,4 @@
-"""Architectures of transformers work over packed caches without loss, or are refused in one sentence; a page says which.
+"""transformers architectures work losslessly over packed caches, or are refused with one sentence; a page lists which.
 
 One architecture in three is run here, and all of them by ``make zoo``, which writes the page.
 """
@@ -31,7 +31,10 @@ NOT_RUN = {
     "vibevoice_asr (sequence to sequence)": "it needs audio",
     "voxtral_realtime (sequence to sequence)": "it needs audio",
 }
-"""Architectures that do not run alone in tiny sizes, with the reason: any other is new, and needs sizes in ``tiny_configs``."""
+"""Architectures that transformers alone cannot run at tiny sizes, with the reason.
+
+Any other is new, and needs sizes in ``tiny_configs``.
+"""
 
 
 EVERY = 3
@@ -41,7 +44,7 @@ pytestmark = pytest.mark.scenario
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> list[Row]:
-    """Output of ``python -m support.model_zoo`` for these models. It takes half a minute, so one worker runs it for all."""
+    """Return the output of ``python -m support.model_zoo`` for these models. It takes half a minute, so one worker runs it for all."""
 
     def examine(folder: Path) -> None:
         rows = examined(ZOO[::EVERY], folder, warm_python.python(*warm_python.MODELS), share=4)
@@ -86,7 +89,7 @@ def test_the_page_tells_of_all(rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "t5"])
 def test_the_logits_would_tell_another_cache(name: str, tmp_path: Path) -> None:
-    """The tolerance is far below what one other token of the prompt changes."""
+    """The tolerance is far below the effect of changing one prompt token."""
     kind = "AutoModelForSeq2SeqLM" if name == "t5" else "AutoModelForCausalLM"
     with torch.no_grad():
         subject = Subject(Architecture(name, kind), tmp_path)

@@ -1,4 +1,4 @@
-"""HiCache's storage over stubs of SGLang 0.5.23: its base class, its configuration and its host pools, in all their layouts."""
+"""HiCache storage over stubs of SGLang 0.5.23: its base class, its configuration, and its host pools in all layouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Policy(Enum):
 
 
 class StatePool:
-    """SGLang's pool of recurrent states: pages of bytes, one for each index."""
+    """SGLang's pool of recurrent states, which consists of pages of bytes, one per index."""
 
     page_size, layout = 1, "layer_first"
 
@@ -85,7 +85,7 @@ class StatePool:
 
 
 SERVER: dict[str, Any] = {}
-"""The arguments of SGLang's server; there is none without any."""
+"""Arguments of SGLang's server."""
 
 
 def get_server_args() -> Any:
@@ -115,7 +115,7 @@ def pool(layout: str, seed: int | None = None, **values: Any) -> Any:
 
 
 def plain(made: Any, page: int) -> list[torch.Tensor]:
-    """K and V of a page as [layer, token, head, channel]."""
+    """Return K and V of a page as [layer, token, head, channel]."""
     found = []
     for x in (made.k_buffer, made.v_buffer):
         match made.layout:
@@ -203,7 +203,7 @@ def test_every_call_leaves_the_hosts_settings(storage: Any, tmp_path: Path, monk
 
 
 def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's collector takes its own class alone, and sets an attribute of it."""
+    """SGLang's collector accepts only its own class, and sets an attribute of it."""
 
     shown: dict[str, Metric] = {}
 
@@ -251,7 +251,7 @@ def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypat
 
 
 def test_the_entry_point_names_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's names of backends are fixed, and its hooks come before its factory."""
+    """SGLang's backend names are fixed, and its hooks run before its factory."""
     integration.register()
     registered: list[Any] = []
     registry = types.SimpleNamespace(register=lambda *given: registered.append(given))
@@ -366,7 +366,7 @@ def test_models_of_several_pools(storage: Any, tmp_path: Path) -> None:
 
 
 def test_bytes_of_another_layout_are_missing(storage: Any, tmp_path: Path) -> None:
-    """Flat pages have the order of the pool's layout, which nothing in their bytes tells."""
+    """Flat pages are in the order of the pool's layout, which their bytes do not show."""
 
     def attached(layout: str) -> tuple[Any, StatePool]:
         backend, states = opened(storage, pool("page_first", 3), tmp_path), StatePool(3)
@@ -384,7 +384,7 @@ def test_bytes_of_another_layout_are_missing(storage: Any, tmp_path: Path) -> No
 
 
 def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) -> None:
-    """SGLang keeps floats of 8 bits as bytes, and takes another rotary embedding for the same model."""
+    """SGLang stores 8-bit floats as bytes, and can use another rotary embedding for the same model."""
 
     def of_bytes(seed: int | None) -> Any:
         made = pool("page_first", seed)
@@ -425,7 +425,7 @@ def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) 
     ("name", "setting", "other"), [("mamba", "mamba_ssm_dtype", "float16"), ("draft", "speculative_draft_model_path", "/models/another")]
 )
 def test_pools_depend_on_settings_of_their_own(storage: Any, tmp_path: Path, name: str, setting: str, other: str) -> None:
-    """States of as many bytes in another dtype, and the pages of another draft model, which SGLang's keys do not tell apart."""
+    """SGLang's keys do not distinguish states of the same size in another dtype, or the pages of another draft model."""
     settings = dict.fromkeys((*storage._SETTINGS, *storage._DRAFT_SETTINGS))
     there = {}
     for value in (None, other, None):
@@ -441,7 +441,7 @@ def test_pools_depend_on_settings_of_their_own(storage: Any, tmp_path: Path, nam
 
 
 def test_clearing_the_backend_removes_what_this_model_has_stored(storage: Any, tmp_path: Path) -> None:
-    """SGLang's base class does nothing, and its server then tells that the storage was cleared."""
+    """SGLang's base class does nothing, and its server then reports that the storage was cleared."""
     backend = opened(storage, pool("page_first", 1), tmp_path)
     backend.register_mem_host_pool_v2(pool("page_first", 2), "swa")
     other = opened(storage, pool("page_first", 3), tmp_path, revision="another")
@@ -507,7 +507,7 @@ def test_recipes_of_layers_are_for_pools_of_all_layers(storage: Any, tmp_path: P
 
 
 class Chunks:
-    """The backend by the calls of SGLang's cache controller, which loads to the last pages of a pool."""
+    """An engine that drives the backend like SGLang's cache controller, which loads to the last pages of a pool."""
 
     def __init__(self, storage: Any, folder: Path, **options: Any) -> None:
         self._pool = pool("page_first", 1)
@@ -548,7 +548,7 @@ def test_a_folder_in_any_condition_costs_misses_alone(
 
 
 def test_a_restart_with_other_settings_misses(storage: Any, tmp_path: Path) -> None:
-    """SGLang's keys are those of tokens alone, whose pages of other tokens have other keys."""
+    """SGLang's keys only cover tokens; pages of other tokens have other keys."""
 
     def made(**values: Any) -> Any:
         found = pool("page_first", 1)

@@ -1,4 +1,4 @@
-"""Models of unusual shapes over packed caches: what they generate is what they generate over transformers' own cache, or is refused."""
+"""Models of unusual shapes generate the same over packed caches as over transformers' own cache, or are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def both(model: Any) -> EncoderDecoderCache:
 
 
 def prompt_of(model: Any, past: Any) -> kvpack.Cache:
-    """The packed cache of the prompt, computed into ``past``."""
+    """Return the packed cache of the prompt, computed into ``past``."""
     with torch.no_grad():
         model(PROMPT, past_key_values=past)
     packed: kvpack.Cache = past.packed
@@ -214,7 +214,7 @@ def test_gradient_checkpointing_takes_the_cache_away_and_is_refused(dense: bool,
 
 
 def test_a_layer_that_is_not_given_the_cache_is_not_left_without_its_window() -> None:
-    """Without the model, nothing tells the cache that layers are checkpointed."""
+    """Without the model, the cache does not know that layers are checkpointed."""
     model = model_of("Mistral", "kvpack")
     packed = prompt_of(model, KvpackCache(model, "raw"))
     model.train()

@@ -1,4 +1,4 @@
-"""A chat continues over one packed cache: only new messages are given, and templates may change what came before."""
+"""A chat continues over one packed cache: callers pass only new messages, and templates may change earlier text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.chat_tokenizers import ALTERNATING, PLAIN, REASONING, tokenizer
 from support.zoo_models import model_of
 
 NOT_TEXT = [token for token in range(264) if not (letter := tokenizer().decode([token])) or not letter.isascii() or len(letter) > 1]
-"""Tokens of no letter: text that holds one is not the same tokens again."""
+"""Tokens that are not letters: text that contains one does not tokenize to the same tokens again."""
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": NOT_TEXT}
 HELLO, MORE = "Good morning. My name is Ada.", "What is my name? ☕ 名前"
 
@@ -160,7 +160,7 @@ def test_another_template_is_noticed(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "window"), [("Qwen3-Next", {}), ("Mistral", {"sliding_window": 16})])
 def test_the_same_tokens_need_no_warning_even_if_the_cache_cannot_go_back(name: str, window: dict[str, int], tmp_path: Path) -> None:
-    """Layers with states or a sliding window may reuse nothing after an edited message, but the template is the same."""
+    """Layers with states or a sliding window may reuse no tokens after an edited message, but the template is the same."""
     other, words = model_of(name, vocab_size=264, max_position_embeddings=512, **window), tokenizer()
     chat = Chat(other, words, "raw")
     chat.read(HELLO * 14)

@@ -1,4 +1,4 @@
-"""torch.compile around a model with a KvpackCache: the results of eager code, and no graph break in a layer."""
+"""torch.compile around a model with a KvpackCache: the same results as eager code, and no graph break in a layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"
 
 COUNTS = (20, 1, 1, 30, 1)
 PASSES = ((0, 20), (20, 21), (21, 22), (22, 39), (39, 40))
-"""The first token of each pass, and the one behind its last."""
+"""The first token of each pass, and the token after its last one."""
 
 REASONS = "reason" in inspect.signature(torch.compiler.disable).parameters
 
@@ -40,7 +40,7 @@ def _compilers_begin_anew(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def logits(run: Any, cache: KvpackCache, padding: str | None, counts: tuple[int, ...] = COUNTS) -> list[torch.Tensor]:
-    """Logits of each pass over two rows, for tokens that the mask does not hide."""
+    """Return the logits of each pass over two rows, for tokens that the mask does not hide."""
     generator = torch.Generator().manual_seed(0)
     mask, found = torch.ones(2, 0, dtype=torch.long), []
     for count in counts:
@@ -87,7 +87,7 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, layers: int, pa
     ],
 )
 def test_a_model_over_packed_layers_is_one_graph(name: str, layers: int, recipe: str, padding: str | None) -> None:
-    """With padding or without, and with windows that slide: of 12 tokens, which the passes fill and leave.
+    """Tests with and without padding, and with sliding windows of 12 tokens, which the passes fill and exceed.
 
     The model's forward is that of caches whose steps may be replayed.
     """
@@ -104,7 +104,7 @@ def test_a_model_over_packed_layers_is_one_graph(name: str, layers: int, recipe:
 
 @pytest.mark.filterwarnings("ignore:.*which share")
 def test_padding_in_a_graph_may_differ_from_pass_to_pass() -> None:
-    """None, on the left, on the right of the first pass, and in its middle, through the same code."""
+    """The same code handles no padding, and padding on the left, on the right of the first pass, and in its middle."""
     model = model_of("Mistral", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -136,7 +136,7 @@ def test_what_no_graph_holds_is_refused_by_its_reason() -> None:
 
 
 def test_a_copied_mask_of_other_padding_is_refused() -> None:
-    """Attention knows such a mask by the tensor that stands for it."""
+    """Attention identifies such a mask by its placeholder tensor."""
     cache = KvpackCache(model_of("Llama"), "raw")
     starts = cache.compiled.starts(0, 4, torch.tensor([[True, True, True, False]]))
     with pytest.raises(InvalidParameter, match="pad on the left"):
@@ -144,7 +144,7 @@ def test_a_copied_mask_of_other_padding_is_refused() -> None:
 
 
 def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
-    """Inputs that token ids do not determine, and passes that end in an error."""
+    """Compiled code records inputs that token ids do not determine, and passes that end in an error."""
     model = model_of("Llama", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     found = []

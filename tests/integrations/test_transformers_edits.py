@@ -1,4 +1,4 @@
-"""A file belongs to the weights that computed it, every one of them: any edit is noticed wherever the file meets the model."""
+"""A file belongs to exactly the weights that computed it: any edit is noticed whenever the file is used with the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_bf16() -> Any:
 
 
 def with_buffer() -> Any:
-    """A model with a persistent buffer."""
+    """Return a model with a persistent buffer."""
     model = small_llama()
     model.model.register_buffer("shift", torch.zeros(300))
     return model
@@ -94,7 +94,7 @@ def swapped_values(model: Any) -> None:
 
 
 def negative_zero(model: Any) -> None:
-    """Equal as a number, and another bit pattern."""
+    """Replace 0 by -0, which is equal but has another bit pattern."""
     with torch.no_grad():
         k_proj(model)[0, 0] = -0.0 if torch.copysign(torch.ones(()), k_proj(model)[0, 0].cpu()) > 0 else 0.0
 
@@ -164,14 +164,14 @@ def unchanged(model: Any) -> Any:
 
 
 def moved(model: Any) -> Any:
-    """Every weight in other memory."""
+    """Move every weight to other memory."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
 
 
 def strided(model: Any) -> Any:
-    """The same values, of other strides and at an odd place in their memory."""
+    """Store the same values with other strides and at an unaligned address."""
     weight = k_proj(model)
     room = torch.zeros(weight.numel() + 1)
     weight.data = room[1:].view(*reversed(weight.shape)).T.copy_(weight.data)
@@ -201,7 +201,7 @@ def test_the_same_weights_are_the_same_model(change: Callable[[Any], Any], tmp_p
 
 
 def test_the_digest_is_that_of_every_weight_by_itself() -> None:
-    """Threads and tied weights change nothing, and the first digest that stores had is the same."""
+    """Threads and tied weights do not affect the digest, and the sample digest of the first stores is unchanged."""
     import hashlib
     import json
 
@@ -270,7 +270,7 @@ def test_a_model_edited_between_loading_and_the_first_pass_is_refused(
 
 @pytest.mark.parametrize("edit", [one_value, negate_embedding, other_data])
 def test_an_edit_of_weights_without_versions_is_refused(edit: Callable[[Any], None], tmp_path: Path) -> None:
-    """Tensors created in inference mode have none, so all values are compared again."""
+    """Tensors created in inference mode have no versions, so all values are compared again."""
     path = saved(small_llama(), tmp_path / "file")
     with torch.inference_mode():
         model = small_llama()
@@ -314,7 +314,7 @@ def test_weights_that_change_without_a_trace_between_passes_are_noted() -> None:
 
 
 def test_a_weight_that_no_step_looks_at_is_noted() -> None:
-    """Steps of one token look at a few weights: a change of others shows when the cache is packed."""
+    """Single-token steps check only a few weights; a change of others is noticed when the cache is packed."""
     model = frozen(small_llama())
     with torch.inference_mode(), KvpackCache(model, "raw") as cache:
         model(IDS, past_key_values=cache)
@@ -383,7 +383,7 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_named_is_not_taken_for_any_other(tmp_path: Path) -> None:
-    """Such as one with adapters whose effect kvpack does not know: it is refused where a model is named, and told where none can be."""
+    """For example, adapters have an effect unknown to kvpack: an error where a model must be named, a note elsewhere."""
     peft = pytest.importorskip("peft")
     settings = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
     unknown = peft.get_peft_model(small_llama(), settings).eval()

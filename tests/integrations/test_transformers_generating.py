@@ -109,7 +109,7 @@ def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
 
 
 def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """And other caches work meanwhile as they did."""
+    """Meanwhile, other caches work as before."""
     switch._announced_model.clear()
     prompt = ids(1, 30)
     expected = model.generate(prompt, max_new_tokens=5, **OPTIONS)
@@ -159,7 +159,7 @@ def test_an_attention_that_was_set_meanwhile_stays(model: Any) -> None:
 
 
 def test_a_file_of_no_tokens_is_not_gone_on_from(model: Any, tmp_path: Path) -> None:
-    """It does not say what layers are to hold."""
+    """Such a file does not describe the contents of layers."""
     with KvpackCache(model, "octopus-4") as cache:
         kvpack.save(cache.packed, tmp_path / "empty")
     with pytest.raises(InvalidParameter, match=r"no layer of the cache has keys or values: begin with KvpackCache\(model, recipe\)"):
@@ -226,7 +226,7 @@ def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:
 
 @pytest.mark.scenario
 def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path) -> None:
-    """Every file holds whole tokens and their ids, and what is generated does not change."""
+    """Every file contains complete tokens and their ids, and the generated text does not change."""
     prompt, options = torch.arange(1, 21)[None], {**OPTIONS, "max_new_tokens": 200}
     expected = model.generate(prompt, past_key_values=KvpackCache(model, "k=octahedral:b=4;v=group:b=4,g=32"), **options)
     cache, ended, saved = KvpackCache(model, "k=octahedral:b=4;v=group:b=4,g=32"), threading.Event(), []
@@ -257,7 +257,7 @@ def test_a_thread_that_ended_within_a_pass_keeps_no_other_waiting(model: Any) ->
 
 
 def test_a_forward_without_its_signature_is_told_from_one_with_it(model: Any) -> None:
-    """Generate asks for an attention mask there, and tells by its length whether it was given all ids or those that follow."""
+    """generate looks for an attention mask parameter, whose length shows whether it was passed all ids or only new ones."""
     text = ids(1, 60)
     expected = model.generate(text, max_new_tokens=4, **OPTIONS).tolist()
     forward = model.forward
@@ -282,7 +282,7 @@ def test_a_forward_without_its_signature_is_told_from_one_with_it(model: Any) ->
 
 
 def test_embeddings_go_on_after_the_cache(model: Any) -> None:
-    """Generate drops as many of them as the cache has tokens, whatever they are."""
+    """generate drops as many embeddings as the cache has tokens, regardless of their values."""
     text = ids(1, 40)
     embeddings = model.get_input_embeddings()(text)
     expected = model.generate(inputs_embeds=embeddings, max_new_tokens=4, **OPTIONS).tolist()
@@ -302,7 +302,7 @@ def test_embeddings_go_on_after_the_cache(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_that_is_a_cache_is_refused(model: Any) -> None:
-    """PEFT would put it in the place of the given one."""
+    """PEFT would replace the given cache with it."""
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     adapted = peft.get_peft_model(model, settings).eval()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the results of steps without them, whatever comes between, and no graph where a step needs the host."""
+"""Decode steps as CUDA graphs: the same results as without them, whatever happens in between, and no graph for steps that need the host."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WITHOUT_GRAPHS = {
     *("Qwen2-VL", "Qwen3-Next", "GPT-J", "Llama-4", "Falcon", "Falcon (ALiBi)", "Bloom", "MPT", "DeepSeek-V2", "DeepSeek-V3"),
     *("Falcon-H1", "Jamba", "Bamba"),
 }
-"""Several rotary positions, states, chunks, steps that wait for the device, and attention that takes only tensors."""
+"""Models with multi-dimensional positions, states, chunks, steps that wait for the device, or attention that accepts only tensors."""
 if not hasattr(modeling_gptj, "get_embed_positions"):
     # It was rewritten for transformers 5.24, and waits for nothing.
     WITHOUT_GRAPHS.remove("GPT-J")
 ENCODED = {"T5", "BART"}
-"""Models that need more than token ids."""
+"""Models with inputs other than token ids."""
 
 
 # Whole models in the interpreter.
@@ -73,7 +73,7 @@ def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
 
 @pytest.mark.kernels
 def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
-    """Windows that are full, longer passes, tokens that are dropped, other rows, and a copy of the cache."""
+    """Tests full windows, longer passes, dropped tokens, other rows, and a copy of the cache."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     logits: list[list[torch.Tensor]] = []
     caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
@@ -126,7 +126,7 @@ def test_caches_of_one_model_take_turns(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_steps_in_other_modes_are_other_steps(device: Device) -> None:
-    """Inference mode is one of its own; under autocast and with gradients nothing is captured."""
+    """Inference mode has a graph of its own; under autocast and with gradients, nothing is captured."""
     model, logits = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
     modes.append(lambda: torch.autocast(torch.device(DEVICE).type, torch.bfloat16))
@@ -142,7 +142,7 @@ def test_steps_in_other_modes_are_other_steps(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_padding_may_grow_between_steps(device: Device) -> None:
-    """And what it hides may be other tokens than the first, for which no graph is."""
+    """If it hides tokens other than the first, no graph is used."""
     model, logits = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     mask = torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, :2] = 0
@@ -163,7 +163,7 @@ def test_padding_may_grow_between_steps(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_a_step_that_reads_the_length_gets_no_graph(device: Device) -> None:
-    """Values read on the host during a capture would stay constant in every replay."""
+    """Values read on the host during a capture would be constant in every replay."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     base, own = model.model, type(model.model).forward
 
@@ -202,7 +202,7 @@ def test_a_comparison_that_comes_out_otherwise_for_a_longer_cache_is_refused(com
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["more", "nothing"])
 def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device) -> None:
-    """It comes out otherwise at the eighth token; whether there are any, it does not."""
+    """The result of one comparison changes at the eighth token; that of another never changes."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp, caches = model.model.layers[0].mlp, []
     own, compared = mlp.forward, LENGTHS.get(name, lambda seen: seen > 0 and bool(seen) and seen != 0)
@@ -221,7 +221,7 @@ def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device
 @pytest.mark.kernels
 @pytest.mark.parametrize("used", [True, False])
 def test_numbers_are_drawn_as_without_graphs(used: bool, device: Device) -> None:
-    """A replay would draw others."""
+    """A replay would draw different numbers."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp = model.model.layers[0].mlp
     own, logits = mlp.forward, []
@@ -357,7 +357,7 @@ def test_every_change_of_a_model_is_seen(name: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["a weight elsewhere"] if INTERPRETED else CHANGES)
 def test_a_model_that_changed_between_steps_is_not_replayed(name: str, device: Device) -> None:
-    """Values that change in place are where they were."""
+    """Values that change in place keep their addresses."""
     found = []
     for replays in (False, True):
         model = model_of("Llama", **SIZES).to(DEVICE)
@@ -471,7 +471,7 @@ def test_threads_capture_each_its_own(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_only_steps_are_captured(device: Device) -> None:
-    """Not with gradients, hidden states, tokens hidden on the right, or embeddings."""
+    """Passes with gradients, hidden states, tokens hidden on the right, or embeddings are not captured."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     hidden = torch.ones(1, 5, dtype=torch.long, device=DEVICE)
     hidden[0, 2] = 0
@@ -491,7 +491,7 @@ def test_only_steps_are_captured(device: Device) -> None:
 
 @pytest.mark.kernels
 def test_the_model_is_as_it_was(device: Device) -> None:
-    """After release, and with the last cache; other caches go their own way meanwhile."""
+    """The model is restored after release and with the last cache; other caches are unaffected meanwhile."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     before = dict(vars(model))
     cache, plain = cache_of(model, device), eager(model, RECIPE)
@@ -526,7 +526,7 @@ def test_a_graph_keeps_no_weights(device: Device) -> None:
 
 @pytest.mark.cuda
 def test_a_graph_ends_with_its_cache(device: Device) -> None:
-    """At once, and not with other garbage: that may be during the capture of another."""
+    """It ends immediately, not at garbage collection, which may happen during the capture of another graph."""
     model = model_of("Llama", **SIZES).to(DEVICE)
     cache = cache_of(model, device)
     for step in range(4):
@@ -543,11 +543,11 @@ def test_a_graph_ends_with_its_cache(device: Device) -> None:
 
 
 def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for PyTorch's functions, which need a device."""
+    """Stubs replace PyTorch's functions, which need a device."""
     calls: list[Any] = []
 
     class Graph:
-        """The first capture fails, and the next does not."""
+        """A stub whose first capture fails and whose next one succeeds."""
 
         def capture_begin(self, pool: Any = None, **options: Any) -> None:
             calls.append(("begin", pool))
@@ -559,7 +559,7 @@ def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) 
 
     class Stream:
         def wait_stream(self, other: Any) -> None:
-            """Nothing is under way."""
+            """Do nothing, because no work is pending."""
 
     def ended(index: int, pool: Any) -> None:
         calls.append((index, pool))

@@ -1,4 +1,4 @@
-"""Mistakes of people who use transformers: each ends in a KvpackError that says what to write instead, and what it says works."""
+"""Mistakes of transformers users: each raises a KvpackError with advice, and the advice works."""
 
 from __future__ import annotations
 

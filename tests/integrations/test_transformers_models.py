@@ -54,7 +54,7 @@ def recorded(model: Any, **images: Any) -> Cache:
 
 
 def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """Logits of a prefill and of two passes that continue it over a plain cache."""
+    """Return the logits of a prefill and of two passes that continue it over a plain cache."""
     model.set_attn_implementation(attention)
     past = DynamicCache(config=model.config) if cache is DynamicCache else StaticCache(config=model.config, max_cache_len=48)
     result, seen = [], 0
@@ -65,7 +65,7 @@ def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torc
 
 
 def test_a_model_is_the_same_after_a_prompt_with_an_image() -> None:
-    """It notes where the text after the image goes on, and every prompt has that set anew."""
+    """The model stores the position of the text after the image, which is set again for every prompt."""
     model, other = (model_of("Qwen2-VL", image_token_id=60) for _ in range(2))
     prompt = PROMPT.clone()
     prompt[:, 8:24] = 60
@@ -82,7 +82,7 @@ def test_a_model_is_the_same_after_a_prompt_with_an_image() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_that_says_it_is_not_causal_is_as_over_plain_tensors(attention: str) -> None:
-    """Eager attention goes by the mask, and SDPA by is_causal where it has none: of a prompt alone, and not of what continues it."""
+    """Eager attention uses the mask. Without a mask, SDPA uses is_causal, for a prompt but not for its continuation."""
     model = model_of("Llama", attention=attention)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
@@ -118,7 +118,7 @@ def test_compiled_attention_that_says_it_is_not_causal_is_refused() -> None:
 
 
 def test_a_mask_is_causal_where_the_model_asks_for_one_and_its_attention_does_not_say_so() -> None:
-    """BigBirdPegasus has eager attention alone, and is_causal is False on it."""
+    """BigBirdPegasus has only eager attention, and its is_causal is False."""
     torch.manual_seed(0)
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4}
     config = BigBirdPegasusConfig(d_model=32, vocab_size=64, max_position_embeddings=64, **sizes)
@@ -175,7 +175,7 @@ def test_masks_that_packed_attention_lacks_are_right_over_plain_tensors() -> Non
 
 
 class Box:
-    """A mask that is no tensor, as those of flex attention."""
+    """A mask that is not a tensor, as in flex attention."""
 
     def __init__(self, seen: torch.Tensor) -> None:
         self.seen_tokens, self.shape = seen, seen.shape
@@ -207,7 +207,7 @@ def test_masks_that_are_no_tensors_go_to_the_attention_that_has_them() -> None:
 @pytest.mark.parametrize("mask", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_last_logits_are_those_of_all(attention: str, mask: torch.Tensor | None) -> None:
-    """Layers of Gemma-4 that share keys and values are given the last queries alone."""
+    """Gemma-4's layers that share keys and values receive only the last queries."""
     model = model_of("Gemma-4", attention)
     ids = torch.cat([PROMPT, FOLLOWING], 1).expand(2, -1)
     expected = model(ids, attention_mask=mask).logits[:, -3:]
@@ -584,7 +584,7 @@ def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: 
 
 
 def test_of_what_differs_the_cause_is_named() -> None:
-    """With another dtype the weights are other ones, too."""
+    """With another dtype, the weights differ too."""
     model = model_of("Llama")
     packed = KvpackCache(model, "raw").packed
     with pytest.raises(InvalidParameter, match=r"dtype is 'float32', but this one's is 'bfloat16': load .*dtype=torch\.float32\)"):
@@ -608,7 +608,7 @@ def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: 
 
 
 def test_attention_without_the_window_of_its_cache_has_its_layers_decoded() -> None:
-    """Moshi's is given no window, and sees what its cache has kept of the passes before."""
+    """Moshi passes no window to attention, which sees all tokens that its cache has kept of earlier passes."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96, "sliding_window": 8}
     model = MoshiForCausalLM(MoshiConfig(**sizes)).eval()

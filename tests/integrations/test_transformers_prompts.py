@@ -1,4 +1,4 @@
-"""A prompt reuses what it has in common with a file."""
+"""A prompt reuses the prefix that it shares with a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def file_of(model: Any, path: Path, ids: torch.Tensor = IDS, recipe: str = "raw"
 
 
 def changed(token: int, count: int = 70) -> torch.Tensor:
-    """A longer prompt that differs from the file's ids at ``token``."""
+    """Return a longer prompt that differs from the file's ids at ``token``."""
     ids = torch.cat([IDS, IDS], 1)[:, :count].clone()
     ids[0, token] = 61
     return ids
@@ -94,7 +94,7 @@ def test_rows_keep_what_all_of_them_begin_with(tmp_path: Path) -> None:
 
 
 def of_frequencies(kind: str) -> Any:
-    """A model whose RoPE has other frequencies above 25 tokens."""
+    """Return a model whose RoPE has other frequencies above 25 tokens."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4} if kind == "longrope" else {"factor": 2.0}
     settings = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 25, **factors}
     return model_of("Llama", rope_parameters=settings, max_position_embeddings=25)

@@ -314,7 +314,7 @@ def test_hooks_keep_no_cache_and_no_model() -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """As PEFT wraps a model: its forward calls the inner model's forward and not the model."""
+    """A wrapper like PEFT's: its forward calls the inner model's forward directly."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
 
 
 def scale(model: Any, by: float, name: str = "") -> None:
-    """Multiply the weights whose names hold ``name`` in place, as training changes them."""
+    """Multiply the weights whose names contain ``name`` in place, as training changes them."""
     for key, parameter in model.named_parameters():
         if name in key:
             parameter.mul_(by)
@@ -566,7 +566,7 @@ def test_ids_do_not_stay_with_values_that_were_changed_between_passes(change: An
 
 
 def test_ids_do_not_stay_with_values_that_a_hook_drops_while_decoding() -> None:
-    """As presses do that compress once in some steps."""
+    """Some presses compress only once in several steps."""
     model = model_of()
 
     def press(module: Any, args: Any, kwargs: Any, output: Any) -> None:

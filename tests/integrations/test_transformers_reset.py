@@ -1,4 +1,4 @@
-"""A cache that was reset is as one that was just made, also for another number of sequences."""
+"""A cache after reset behaves like a new one, even for another number of sequences."""
 
 from __future__ import annotations
 

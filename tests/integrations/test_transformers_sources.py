@@ -218,7 +218,7 @@ def test_parts_that_are_no_transformers_models_are_compared_too() -> None:
 
 
 def test_a_source_that_is_not_known_is_told_once(tmp_path: Path) -> None:
-    """As in files written before sources were recorded."""
+    """The source is unknown in files written before sources were recorded."""
     model = model_of("BART")
     ids = saved(model, A, tmp_path, "one")
     parts = []

@@ -1,4 +1,4 @@
-"""Models whose layers keep recurrent or convolution states, alone or beside keys and values."""
+"""Models whose layers keep recurrent or convolution states, with or without keys and values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_beams(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Lfm2Config", "Llama"])
 def test_generate_compiles_no_model(name: str) -> None:
-    """On a CUDA device it does for caches that say they are of a fixed size."""
+    """On a CUDA device, generate compiles models for caches that report a fixed size."""
     with KvpackCache(small(name), "raw") as cache:
         assert not cache.is_compileable
 

@@ -1,4 +1,4 @@
-"""Prompts of models with sliding windows, or with states: computed once, stored, continued in another process, padded and in batches."""
+"""Prompts of models with sliding windows or states: computed once, stored, and continued elsewhere, with padding and in batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def generated(model: Any, ids: torch.Tensor, past: Any = None, **options: Any) -
 
 
 def continued(model: Any, ids: torch.Tensor, past: Any) -> tuple[list[Any], torch.Tensor]:
-    """The tokens that ``generate`` adds to ``ids``, and all their logits."""
+    """Return the tokens that ``generate`` adds to ``ids``, and all their logits."""
     options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvpackWarning)
@@ -64,7 +64,7 @@ def continued(model: Any, ids: torch.Tensor, past: Any) -> tuple[list[Any], torc
 
 
 def in_passes(model: Any, ids: torch.Tensor, tokens: int) -> Any:
-    """transformers' own cache of ``ids``, computed in passes of so many tokens."""
+    """Return transformers' own cache of ``ids``, computed in passes of this many tokens."""
     past = DynamicCache(config=model.config.get_text_config(decoder=True))
     for part in ids.split(tokens, 1):
         model(part, past_key_values=past)
@@ -120,7 +120,7 @@ def test_another_process_continues_a_stored_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Mistral", "Gemma-3", "GPT-OSS"])
 @pytest.mark.parametrize("where", ["left", "right", "none"])
 def test_a_batch_continues_a_stored_prompt(name: str, where: str, tmp_path: Path) -> None:
-    """Rows of different questions, one of which is padded between the prompt and its question, or after it."""
+    """Rows have different questions, one of which is padded between the prompt and its question, or after it."""
     model = model_of(name)
     save(tmp_path, model)
     ids = torch.cat([PROMPT[:, :64].expand(2, -1), QUESTIONS], 1)
@@ -136,7 +136,7 @@ def test_a_batch_continues_a_stored_prompt(name: str, where: str, tmp_path: Path
 
 
 def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
-    """The one without padding: where padding was, token ids do not determine keys and values."""
+    """Only the row without padding is stored: with padding, token ids do not determine keys and values."""
     model = model_of("Gemma-3")
     ids = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 9:], (9, 0))])
     with KvpackCache(model, "raw", keep_all=True) as cache:
@@ -157,7 +157,7 @@ def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma-3"])
 def test_turns_add_to_what_is_stored(name: str, tmp_path: Path) -> None:
-    """Each turn loads what the one before stored, of which sliding layers hold the last chunks, and stores what follows."""
+    """Each turn loads the chunks stored by the previous one, the last of which sliding layers still have, and stores the next ones."""
     model = model_of(name)
     ids, stored = PROMPT, 0
     with open_store(tmp_path, model) as store:
@@ -220,7 +220,7 @@ def test_prefill_refuses_what_does_not_follow() -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize(("name", "dtype"), DTYPES)
 def test_a_model_with_states_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
-    """In the same passes, and with the same attention, logits are those of a run over transformers' own cache."""
+    """With the same passes and the same attention, logits equal those over transformers' own cache."""
     model = Architecture(name).model().to(getattr(torch, dtype))
     ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
     expected = {tokens: continued(model, ids, in_passes(model, ids[:, :tokens], 32)) for tokens in (32, 64)}
@@ -243,7 +243,7 @@ def test_a_model_with_states_resumes_bit_for_bit(name: str, dtype: str, tmp_path
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
 def test_packed_layers_resume(name: str, tmp_path: Path) -> None:
-    """As a KvpackCache goes on that computed the prompt itself, in the same passes."""
+    """They continue like a KvpackCache that computed the prompt itself in the same passes."""
     model = Architecture(name).model()
     ids = torch.cat([PROMPT, QUESTIONS[:1]], 1)
     with kvpack.prefill(model, PROMPT[:, :64], "raw", every=32, chunk=CHUNK) as past:
@@ -296,7 +296,7 @@ def test_a_batch_resumes_with_states(where: str, tmp_path: Path) -> None:
 
 
 def test_turns_of_a_model_with_states_add_to_what_is_stored(tmp_path: Path) -> None:
-    """Each turn resumes after the last whole chunk of the prompt before."""
+    """Each turn resumes after the last whole chunk of the previous prompt."""
     model = model_of("Qwen3-Next")
     ids, stored = PROMPT, 0
     with open_store(tmp_path, model) as store:
@@ -314,7 +314,7 @@ def test_turns_of_a_model_with_states_add_to_what_is_stored(tmp_path: Path) -> N
 
 
 def test_states_that_a_recording_keeps_are_stored(tmp_path: Path) -> None:
-    """By hand, over transformers' own cache."""
+    """The recording is made by hand, over transformers' own cache."""
     model = model_of("Falcon-H1")
     with recording(model) as record:
         past = DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs where nobody asked for them: of models whose code is all known, and of no others."""
+"""Decode steps as CUDA graphs by default: only for models whose code is all known."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def steps(model: Any, cache: Any, count: int = STEPS) -> list[torch.Tensor]:
-    """Logits of steps of one token each."""
+    """Return the logits of steps of one token each."""
     return [model(ids(1, 1, step), past_key_values=cache).logits for step in range(count)]
 
 
@@ -156,7 +156,7 @@ REPLAYED = ("a function of a module",) if INTERPRETED else tuple(FOREIGN)
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_code_of_others_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a model that has it, and when it comes to one."""
+    """Foreign code is detected in a model that has it, and when it is added to a model."""
     change, reason = FOREIGN[name]
     model = model_of("Llama", **SIZES)
     snapshot = ModelSnapshot(model)
@@ -254,7 +254,7 @@ def test_a_capture_that_fails_is_not_tried_again(device: Device, monkeypatch: py
 
 @pytest.mark.kernels
 def test_what_a_model_says_of_itself_keeps_it_no_longer(device: Device) -> None:
-    """Attributes that refer to the model itself."""
+    """Attributes that refer to the model itself do not keep it alive."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.generate = types.MethodType(type(model).generate, model)
     cache = cache_of(model, device, graphs=None)

@@ -1,4 +1,4 @@
-"""Prompts of transformers models in files of earlier kvpack: the model continues them with the tokens recorded then, or refuses."""
+"""Prompts of transformers models in files of earlier kvpack versions: the model continues them with the recorded tokens, or refuses."""
 
 from __future__ import annotations
 

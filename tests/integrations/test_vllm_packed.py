@@ -1,4 +1,4 @@
-"""Rows in vLLM's primary tier, over stubs of the classes of vLLM 0.32 that the worker, the spec and the connector take.
+"""Rows in vLLM's primary tier, over stubs of the vLLM 0.32 classes that the worker, the spec and the connector use.
 
 ``make engines`` runs them in vLLM itself.
 """
@@ -72,7 +72,7 @@ class Info(NamedTuple):
 
 
 class TieringOffloadingSpec:
-    """The part of the constructor of vLLM's class that kvpack's relies on."""
+    """The part of vLLM's constructor on which kvpack's relies."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.extra_config = config, config.extra_config
@@ -114,7 +114,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 
 def device_blocks(group: Group, seed: int) -> list[torch.Tensor]:
-    """int8 ``[block, byte]`` for each layer, with padding that is vLLM's."""
+    """Return int8 ``[block, byte]`` for each layer, including vLLM's padding."""
     source = torch.Generator().manual_seed(seed)
     values = torch.randn(group.layers, BLOCKS, group.page_bytes // 2 + 32, generator=source).bfloat16()
     return [*values.view(torch.int8)]
@@ -126,7 +126,7 @@ def gpu(blocks: list[list[int]], indices: list[int]) -> Any:
 
 
 def cpu(chunks: list[int], keys: list[bytes] | None = None) -> Any:
-    """vLLM's spec of chunks, with their keys: ``key`` of the chunk's number unless they are given."""
+    """Return vLLM's spec of chunks with their keys, by default the ``key`` of each chunk's number."""
     return types.SimpleNamespace(block_ids=numpy.array(chunks, numpy.int32), keys=keys or [key(chunk) for chunk in chunks])
 
 
@@ -135,7 +135,7 @@ def key(number: int, group: int = 0) -> bytes:
 
 
 class Engine:
-    """A worker over two groups of cache layers, with the memory of the host below it."""
+    """A worker over two groups of cache layers, with host memory below it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, recipe: str = "raw") -> None:
         self.groups = (ATTENTION, STATES)
@@ -282,7 +282,7 @@ def test_what_a_tier_brings_back_is_checked(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_name_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of another chunk is whole and of the same model: only its key tells."""
+    """A row of another chunk is intact and of the same model: only its key differs."""
     engine = Engine(monkeypatch)
     engine.worker.submit_store(1, gpu([[1, 2, 3, 4], []], [0, 0]), cpu([0, 1]))
     engine.worker.get_finished()
@@ -312,7 +312,7 @@ def test_rows_name_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_may_be_filled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window has left the first block of a chunk before vLLM stores it, in memory that held another chunk."""
+    """A window has passed the first block of a chunk before vLLM stores it, in memory that contained another chunk."""
     engine = Engine(monkeypatch)
     engine.worker.submit_store(1, gpu([[1, 2], []], [0, 0]), cpu([0], [key(7)]))
     engine.worker.submit_store(2, gpu([[3, 4, 5], []], [1, 0]), cpu([0, 1]))
@@ -400,7 +400,7 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_that_vllm_leaves_out_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys have the numbers of all groups, and a spec the groups that are offloaded."""
+    """Keys use the numbers of all groups, but a spec only has the offloaded groups."""
     given = config()
     for group, number in zip(given.groups, (1, 4), strict=True):
         group.group_id = number
@@ -419,7 +419,7 @@ def test_groups_that_vllm_leaves_out_have_numbers(monkeypatch: pytest.MonkeyPatc
 
 
 def with_basis(tmp_path: Path, **changes: Any) -> Any:
-    """The configuration of a model of one group, whose layers have names, with a recipe and the file of its basis."""
+    """Return the configuration of a model of one group with named layers, a recipe, and the file of its basis."""
     shapes = {(layer, side): (HEADS, DIM) for layer in range(LAYERS) for side in "kv"}
     (tmp_path / "m.kvbasis").write_bytes(random_basis(shapes, LAYERS, seed=changes.pop("seed", ""), model={"name": "folder/m"}))
     names = changes.pop("names", [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)])
@@ -467,7 +467,7 @@ def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def vllm_config(of_model: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """The fields of VllmConfig that ``relevant_settings`` reads."""
+    """Return the fields of VllmConfig that ``relevant_settings`` reads."""
     parts: dict[str, dict[str, Any]] = {
         "model_config": {
             **dict.fromkeys(identities._MODEL),
@@ -615,7 +615,7 @@ PAGE = 1000
 
 
 def tensor(layers: list[str], *, offset: int = 0, page: int = PAGE, block: int = PAGE) -> Any:
-    """vLLM's KVCacheTensor of 10 blocks: by default, each layer's are in one piece."""
+    """Return vLLM's KVCacheTensor of 10 blocks; by default, each layer has its own memory."""
     stride = 10 * page if block == page else page
     return types.SimpleNamespace(layers=layers, offset=offset, layer_stride=stride, block_stride=block)
 
@@ -633,7 +633,7 @@ def one_group(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_blocks_of_attention_are_compared_with_the_layouts_name(one_group: Any) -> None:
-    """vLLM's attention may keep tokens first, or have blocks of its own within those of the cache: pages would mix heads."""
+    """vLLM's attention may store tokens first, or split the cache's blocks: pages would mix heads."""
     memory = torch.zeros(BLOCKS, HEADS * TOKENS * 2 * DIM + 32)
     of_block = memory[:, :-32]
     heads_first = of_block.unflatten(1, (HEADS, TOKENS, 2 * DIM))
@@ -655,7 +655,7 @@ def test_the_blocks_of_attention_are_compared_with_the_layouts_name(one_group: A
 
 
 class OffloadingConnector:
-    """vLLM's own, which makes the spec of the configuration, and hands the layers' tensors on."""
+    """A stub of vLLM's connector, which creates the spec and passes on the layers' tensors."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.options = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -762,7 +762,7 @@ def test_placements_are_checked(options: dict[str, Any], message: str, connector
 
 
 def test_layers_of_several_groups_share_places(one_group: Any) -> None:
-    """The tier copies each piece of device memory once, in the order in which the groups' layers first name it."""
+    """The tier copies each piece of device memory once, in the order in which the groups' layers first refer to it."""
 
     def places(tensors: list[Any], **groups: list[str]) -> list[list[int]]:
         spec = types.SimpleNamespace(page_size_bytes=PAGE)
@@ -802,7 +802,7 @@ def test_the_layout_of_a_store_is_that_of_the_tensors(connector: Any, one_group:
 
 
 def test_the_connector_refuses_other_versions(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it asks vLLM for anything that may have another name there."""
+    """The connector refuses them before it uses anything of vLLM that may have been renamed."""
     asked: list[Any] = []
 
     def groups(*arguments: Any) -> list[Group]:

@@ -1,4 +1,4 @@
-"""The tier for vLLM, over stubs of the classes of vLLM 0.32 that it derives from and takes: their signatures and order of calls.
+"""The tier for vLLM, over stubs of the vLLM 0.32 classes that it uses: their signatures and order of calls.
 
 ``make engines`` runs it in vLLM itself.
 """
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("patient_stores")
 
 HEADS, DIM, TOKENS, LAYERS = 2, 32, 32, 3
 BLOCK = 2 * HEADS * DIM * TOKENS * 2
-"""Bytes of a block of one layer."""
+"""Size in bytes of a block of one layer."""
 
 
 class LookupResult(Enum):
@@ -72,7 +72,7 @@ class SecondaryTierManager:
 
 
 class AsyncLookupManager:
-    """vLLM's, without its thread: what was asked is answered by ``flush``."""
+    """vLLM's lookup manager without its thread: ``flush`` answers the lookups."""
 
     def __init__(self, tier_type: str) -> None:
         self._state: dict[bytes, bool] = {}
@@ -121,14 +121,14 @@ STATES = Group(2, TOKENS, 600)
 
 
 def told(*groups: Group, **changes: Any) -> dict[str, Any]:
-    """What the connector tells the tier of groups that share memory by the numbers of their layers."""
+    """Return the settings that the connector passes to the tier about groups that share memory, by layer number."""
     page = max(group.page_bytes for group in groups)
     places = [[page * layer for layer in range(group.layers)] for group in groups]
     return {SETTINGS: "as it is", GROUPS: list(groups), PLACES: places, **changes}
 
 
 def named(*groups: Group) -> tuple[Any, ...]:
-    """The groups of OffloadingConfig. vLLM counts those that it does not offload."""
+    """Return the groups of OffloadingConfig. vLLM also counts groups that it does not offload."""
     return tuple(
         types.SimpleNamespace(layer_names=tuple(f"{number}-{layer}" for layer in range(group.layers)), group_id=2 * number)
         for number, group in enumerate(groups)
@@ -269,7 +269,7 @@ def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_cla
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_groups_of_attention_and_states_come_back(workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """Each chunk is a block of one group: keys and values are encoded, and states stored byte for byte."""
+    """Each chunk is a block of one group: keys and values are encoded, and states are stored byte for byte."""
     window = attention(2)
     groups = (attention(), STATES, window)
     config = Config("model", workers=workers, blocks_per_chunk=1, groups=named(*groups), extra_config=told(*groups))
@@ -336,7 +336,7 @@ def test_a_prefix_of_each_group_is_evicted_from_its_end_on(tier_class: Callable[
 
 
 def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """vLLM chooses its layout by backend and environment, and the arrangement that a name stands for may change with it."""
+    """vLLM chooses its layout by backend and environment, and a name may mean another arrangement with either."""
     memory, key = rows_of(Config("model"), 1), [bytes(36)]
     fill(memory, 0)
     found = []
@@ -350,7 +350,7 @@ def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., 
 
 
 def test_a_model_that_was_started_otherwise_is_another(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """Overrides of its configuration, quantization and random weights are in none of vLLM's keys, nor in what it tells a tier."""
+    """vLLM's keys do not cover configuration overrides, quantization and random weights, nor does it pass them to a tier."""
     memory, key = rows_of(Config("model"), 1), [bytes(36)]
     fill(memory, 0)
     found = []
@@ -521,7 +521,7 @@ def test_without_vllm_the_entry_point_does_nothing() -> None:
 
 
 def test_a_vllm_without_tiers_is_told_of_the_connector(tier_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses that vLLM by name. An error here would keep every vLLM from starting beside which kvpack is installed."""
+    """The connector refuses that vLLM by name. An error here would prevent every vLLM from starting where kvpack is installed."""
     ConnectorFactory._registry.clear()
     monkeypatch.delitem(sys.modules, "vllm.v1.kv_offload.tiering.factory")
     integration.register()
@@ -552,7 +552,7 @@ REQUEST = types.SimpleNamespace(req_id="r")
 
 
 class Chunks:
-    """The tier by the calls of vLLM's manager, which loads to the second half of its rows."""
+    """An engine that drives the tier like vLLM's manager, which loads to the second half of its rows."""
 
     def __init__(self, tier_class: Callable[..., Any], folder: Path, **options: Any) -> None:
         self._memory = rows_of(Config("model"), 8)
@@ -648,7 +648,7 @@ def test_a_restart_with_other_settings_misses(
 
 
 def test_a_request_that_is_gone_leaves_its_chunks_to_the_next(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """One is aborted or preempted while its chunks are loaded, and another asks for them before they are there."""
+    """One request is aborted or preempted while its chunks are loaded, and another requests them before they have arrived."""
     engine = Chunks(tier_class, tmp_path)
     assert engine.store([0, 1]) == [True, True]
     assert engine.found([0, 1]) == [True, True]
@@ -675,7 +675,7 @@ def test_a_request_that_is_gone_leaves_its_chunks_to_the_next(tier_class: Callab
 
 
 def test_a_job_that_fails_as_a_whole_is_counted(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM is told of misses, and nothing else would tell the operator why."""
+    """vLLM only sees misses, so only the counter shows the operator the reason."""
     engine = Chunks(tier_class, tmp_path)
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -689,7 +689,7 @@ def test_a_job_that_fails_as_a_whole_is_counted(tier_class: Callable[..., Any], 
 
 
 def test_a_prefix_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp_path: Path) -> None:
-    """vLLM's jobs have their keys in any order, and those of one request come in several jobs."""
+    """vLLM's jobs have keys in any order, and one request may have several jobs."""
     keys = [key(chunk) for chunk in range(4)]
     positions = {one: (number + 1) * 2 * TOKENS for number, one in enumerate(keys)}
     request = types.SimpleNamespace(req_id="r", _offload_key_positions=positions)
@@ -705,7 +705,7 @@ def test_a_prefix_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp
 
 
 def _newest_first(store: Any, keys: list[bytes]) -> list[bytes]:
-    """The keys in the order in which the store evicts them last."""
+    """Return the keys in reverse order of eviction."""
     used = {stored.key: stored.used_ns for stored in store._backend.list()}
     names = dict(zip(keys, store._entry_keys(keys), strict=True))
     return sorted(keys, key=lambda one: used[names[one]], reverse=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def uninitialized_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty gives NaN, and the largest integer: an element that no program writes shows."""
+    """Make torch.empty return NaN or the largest integer, so that elements that no program writes are noticed."""
     # What cuBLAS needs to be deterministic.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Attention over packed rows by Triton against fp64 attention over the decoded values: in the interpreter anywhere, and on CUDA.
+"""Attention over packed rows by Triton, compared with fp64 attention over decoded values: in the interpreter anywhere, and on CUDA.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -102,7 +102,7 @@ VALUES = {
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 PAIRS = [(k, v) for number, k in enumerate(KEYS) for v in (list(VALUES) * 2)[number % len(VALUES) :][: 1 if INTERPRETED else len(VALUES)]]
-"""All of them, or where that takes long as many as name every codec."""
+"""All pairs or, if that takes long, enough of them to include every codec."""
 
 
 @pytest.mark.kernels
@@ -133,7 +133,7 @@ def test_head_dims(family: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("words", ["element=e4m3", "element=e5m2,per=token", "element=e2m1,scales=e8m0", "element=e2m1,scales=e4m3"])
 def test_minifloats_of_any_fields_and_blocks(words: str) -> None:
-    """Rows of fewer words than a tile has columns, of columns of many bytes, of partial blocks, and of three words of scales."""
+    """Tests rows with fewer words than a tile has columns, columns of many bytes, partial blocks, and three words of scales."""
     for dim, fields in (
         ((16, 0), (40, 1), (40, 3), (96, 0), (64, 16)) if INTERPRETED else ((16, 0), (40, 1), (40, 3), (96, 0), (192, 0), (64, 16))
     ):
@@ -148,7 +148,7 @@ def test_minifloats_of_any_fields_and_blocks(words: str) -> None:
     ("element", "spread", "fused"), [("e2m1", 23, True), ("e2m1", 24, False), ("e4m3", 14, True), ("e4m3", 15, False), ("e5m2", 9, False)]
 )
 def test_powers_of_two_that_tiles_do_not_hold_are_left_to_torch(element: str, spread: int, fused: bool) -> None:
-    """The smallest element of a block that is 2^spread times smaller than another of its token."""
+    """The smallest element is in a block that is 2^spread times smaller than another of its token."""
     from kvpack.kernels.attend import attention
 
     codec, _ = codecs(f"minifloat:element={element},scales=e8m0", "raw:dtype=bf16", (64, 64))
@@ -169,7 +169,7 @@ def test_powers_of_two_that_tiles_do_not_hold_are_left_to_torch(element: str, sp
     ("words", "values"), [("", "group:b=2,g=32"), ("", "minifloat:element=e2m1,scales=e8m0"), (",qjl=fp16", "raw:dtype=bf16")]
 )
 def test_keys_of_a_block_per_step(words: str, values: str) -> None:
-    """Products of a step take the power of two of its block: small ones, large ones, with two tokens per row of values, and with signs."""
+    """The products of a step use the power of two of its block: small, large, with two tokens per row of values, and with signs."""
     k_codec, v_codec = codecs(f"minifloat:element=e2m1,scales=e8m0{words}", values, (128, 64))
     side = random_side(k_codec, 1, (70,), 0, 1)
     scales = side.runs[0].streams["block_scales"]
@@ -190,7 +190,7 @@ def test_widths_of_codes(bits: int) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("k", "v"), [((1, 1), (42, 4)), ((48, 3), (48, 4)), ((682, 4), (96, 8)), ((171, 1), (192, 3))])
 def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -> None:
-    """Dense quaternions whose codewords and radii are one symbol, and two; of more codewords than shared memory holds."""
+    """Tests dense quaternions whose codewords and radii are one symbol or two, and with more codewords than shared memory can store."""
     k_codec, v_codec = codecs("quaternion:s={},r={}".format(*k), "quaternion:s={},r={}".format(*v), (64, 60))
     check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
 
@@ -199,7 +199,7 @@ def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -
 @pytest.mark.kernels
 @pytest.mark.parametrize(("bits", "size", "dim"), [(4, 4, 128), (2, 16, 128), (3, 8, 96), (8, 4, 64), (2, 8, 60), (4, 8, 80), (1, 4, 256)])
 def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
-    """Scales and centers that a few columns share, within fields of whole groups or not."""
+    """A few columns share scales and centers, in fields with or without whole groups."""
     codec, other = codecs(f"group:b={bits},g={size},axis=channel", f"group:b={bits},g={size},axis=channel,token_scale=fp16", (dim, dim))
     check(Layer(random_side(codec, 2, (33, 70), 0, 1), random_side(other, 2, (103,), 0, 2)), 4, q_len=3)
 
@@ -268,7 +268,7 @@ STARTS: dict[str, dict[str, Any]] = {
     ids=lambda given: given if isinstance(given, str) else "two tokens a row" if given else "a token a row",
 )
 def test_sequences_with_padding_before_them(mode: str, dual: bool) -> None:
-    """Starts between tiles, inside them, in the tail, and behind all tokens."""
+    """Tests starts between tiles, inside them, in the tail, and after all tokens."""
     if dual:
         k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
     else:
@@ -285,7 +285,7 @@ def test_sequences_with_padding_before_them(mode: str, dual: bool) -> None:
 def test_programs_of_many_tiles_with_padding_before_them(
     family: str, tiles: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each program has tiles that nothing sees, some that are masked, and whole ones."""
+    """Each program has invisible tiles, masked ones, and whole ones."""
     from kvpack.kernels.attend import plan
     from kvpack.kernels.tiles import shapes
 
@@ -340,7 +340,7 @@ WIDE = {
     "group 4, signs": "group:b=4,g=32,qjl=fp16",
     "scalar 3, signs": "scalar:b=3,qjl=fp32",
 }
-"""Codecs that a narrow one may lie beside."""
+"""Codecs to combine with a narrow one."""
 
 
 @pytest.mark.scenario
@@ -420,7 +420,7 @@ def test_batches_and_heads() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
 def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
-    """The indices that permutations of bytes select by are those that are read one by one."""
+    """The indices that byte permutations select equal those read one by one."""
     from kvpack.kernels.bitpack import thread_digits, thread_rows
     from kvpack.kernels.tables import register_table
     from kvpack.kernels.tiles import loaders
@@ -461,7 +461,7 @@ def test_a_layer_of_a_tail_alone_and_of_one_token() -> None:
 
 @pytest.mark.kernels
 def test_norms_of_any_size() -> None:
-    """Factors beyond binary16, in keys and in values: large, tiny and zero ones side by side."""
+    """Tests factors beyond binary16 in keys and in values: large, tiny and zero ones next to each other."""
     k_codec, v_codec = codecs("scalar:b=3,norm=fp32", "scalar:b=3,norm=fp32", (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     assert layer.k is not None
@@ -480,7 +480,7 @@ def test_norms_of_any_size() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [20, 64, 128])
 def test_scales_of_keys_of_any_size(dim: int) -> None:
-    """Groups of more tokens than a tile, whose scales are near the ends of binary16 and whose scores are of ordinary size."""
+    """Tests groups of more tokens than a tile, with scales near the ends of binary16 and ordinary scores."""
     k_codec, v_codec = codecs("group:b=2,g=64", "group:b=2,g=32", (dim, 64))
     layer = Layer(random_side(k_codec, 1, (150, 70), 0, 1), random_side(v_codec, 1, (150, 70), 0, 2))
     assert layer.k is not None
@@ -513,7 +513,7 @@ def test_streams_of_any_strides() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", [name for name, words in KEYS.items() if not words.startswith("minifloat")])
 def test_no_word_reads_outside_a_table(family: str) -> None:
-    """Digits that no writer makes decode to something finite: indices are masked to the table's width."""
+    """Invalid digits decode to something finite, because indices are masked to the table's size."""
     from kvpack.kernels.attend import attention
 
     codec, _ = codecs(KEYS[family], "raw:dtype=bf16", (64, 64))
@@ -598,7 +598,7 @@ def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.cuda
 @pytest.mark.parametrize("k", KEYS)
 def test_many_programs(k: str) -> None:
-    """Enough tokens that every program walks several tiles, in flight together."""
+    """There are enough tokens that every program processes several tiles, in flight together."""
     k_codec, v_codec = codecs(KEYS[k], VALUES["octahedral 3"], (128, 128))
     check(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
 
@@ -606,7 +606,7 @@ def test_many_programs(k: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
 def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of a token group are loaded once per tile of 64 tokens if tiles are within groups."""
+    """If tiles are within token groups, scales are loaded once per tile of 64 tokens."""
     from kvpack.kernels.attend import plan
     from kvpack.kernels.tiles import shapes
 
@@ -625,7 +625,7 @@ def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.kernels
 @pytest.mark.parametrize("lengths", [None, [3, 1], [700, 4]], ids=["all tokens", "short sequences", "a long and a short sequence"])
 def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
-    """Registers hold the rows of a tile while the one before it is decoded, if a program has whole tiles at all."""
+    """If a program has whole tiles, the rows of a tile are in registers while the previous tile is decoded."""
     tokens = 900 if INTERPRETED else 60_000
     k_codec, v_codec = codecs(KEYS["dense quaternion"], KEYS["dense quaternion"], (64, 60))
     layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=2), random_side(v_codec, 1, (tokens,), 5, 2, batch=2))
@@ -670,7 +670,7 @@ def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
 @pytest.mark.parametrize("tail", [0, 32], ids=["pages alone", "a raw tail in a frame of its own"])
 @pytest.mark.parametrize("q_heads", [4, 160], ids=["rotated row by row", "rotated by products"])
 def test_what_was_prepared_is_launched_again(tail: int, q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call over a layer skips checks and planning, and gives the same for another query."""
+    """The second call over a layer skips checks and planning, and is equally correct for another query."""
     layer = kvpack.pack(random_pairs(1, 75, dims=(32, 32)), f"kv=scalar:b=4;tail={tail}")[0]
     queries = [torch.randn(1, q_heads, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     expected = [exact(q, layer) for q in queries]

@@ -1,4 +1,4 @@
-"""Attention over keys in balanced frames, and their unpacking, by Triton and by C: only queries and decoded keys go through a frame."""
+"""Attention over keys in balanced frames, and unpacking, by Triton and C: only queries and decoded keys pass through a frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels that operations launch on a CUDA device compile for one, also on a machine without: what the interpreter does not try."""
+"""The kernels of all operations compile for CUDA devices, even on a machine without one, which the interpreter does not check."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ KERNELS = {
     "kv=trellis:b=3": {"attend_split", "decode_tiles", "_find_paths"},
     "kv=quaternion:s=24,r=3": {"attend_split", "decode_tiles", "_encode"},
 }
-"""Recipes whose loaders, sidecars, tables and launches differ, and some kernels of each."""
+"""Recipes with different loaders, sidecars, tables and launches, and some kernels of each."""
 
 LAUNCHING = tuple(f"kvpack.kernels.{name}" for name in ("attend.many_queries", "attend.growing", "decode.sides", "encode.encode"))
 """Modules that every process of these tests needs."""
 
 EVERY_CALL = ("nvfp4;raw=0",)
-"""The recipes of which calls with every option are compiled: options change what is done with tiles, and not how they are loaded."""
+"""Recipes for which calls with every option are compiled: options change how tiles are processed, not how they are loaded."""
 
 
 def compiled(folder: Path, *arguments: str) -> Any:
-    """Output of a compilation in a process whose kernels are not interpreted."""
+    """Return the output of a compilation in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     command = [warm_python.python(*LAUNCHING), "-c", PROGRAM, "--json", *arguments]
@@ -63,7 +63,7 @@ def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: P
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
 def test_the_default_recipe_compiles(tmp_path: Path) -> None:
-    """With the oldest and the newest Triton (.ci/versions.py), too: one may compile what another refuses."""
+    """It compiles with the oldest and the newest Triton (.ci/versions.py), because one may accept what the other rejects."""
     assert {"attend_split", "_encode"} <= set(compiled(tmp_path, "--quick", "kvpack-2;raw=0")["kernels"])
 
 

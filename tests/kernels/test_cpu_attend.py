@@ -1,4 +1,4 @@
-"""The C kernels of the CPU against attention by PyTorch operations over the same packed rows."""
+"""The C kernels for attention, compared with PyTorch operations over the same packed rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def assert_alike(found: torch.Tensor, expected: torch.Tensor, layer: Layer) -> N
 
 @st.composite
 def calls(draw: DrawFn, family: str, plain: bool = False) -> tuple[torch.Tensor, Layer, dict[str, Any]]:
-    """Queries, a layer and options of ``kvpack.attend``."""
+    """Return queries, a layer and options of ``kvpack.attend``."""
     batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 300))
     layer = Layer(draw(sides(batch, heads, tokens, "k", family, plain)), draw(sides(batch, heads, tokens, "v", family, plain)))
     assert layer.k is not None
@@ -158,7 +158,7 @@ def by_c(q: torch.Tensor, layer: Layer, *arguments: Any, **options: Any) -> torc
 
 
 QUERIES = {(128, 128): [(1, 1), (3, 1), (7, 9)], (64, 96): [(2, 1), (4, 1), (7, 9)]}
-"""By head dims, query heads for each head of keys, and queries."""
+"""Head dims, query heads per KV head, and queries."""
 
 
 @pytest.mark.scenario
@@ -176,7 +176,7 @@ def test_every_instruction_set_agrees(recipe: str, dims: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize(("dim", "bits", "fields"), [(64, 8, 1), (64, 2, 4), (96, 2, 2), (192, 6, 4)])
 def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: int, level: int) -> None:
-    """Planes of bytes, whose words hold two columns: they may end inside a vector."""
+    """In planes of bytes, a word contains two columns, so rows may end inside a vector."""
     codecs = (Group(dim, bits, axis, 16, "none", 0, "none", (("codes", fields),)) for axis in ("token", "channel"))
     (pair,) = random_pairs(1, 70, dims=(dim, dim))
     layer = Layer(*(pack_side(x, codec, 0, "x") for x, codec in zip(pair, codecs, strict=True)))
@@ -248,7 +248,7 @@ def test_other_threads_run_meanwhile() -> None:
 
 @pytest.fixture
 def host_settings() -> Iterator[None]:
-    """Flushing of denormals, threads and randomness are the host's."""
+    """Check that the host's denormal flushing, threads and random state are unchanged."""
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
     yield
     assert torch.get_num_threads() == threads
@@ -274,7 +274,7 @@ def test_denormals_stay_as_the_host_set_them(flush: bool) -> None:
 @given(data=st.data())
 @settings(max_examples=12)
 def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
-    """Pages in memory are not verified: any bits give some values, and no crash."""
+    """Pages in memory are not verified: any bits result in some values, and never in a crash."""
     q, layer, options = data.draw(calls(family, plain=True))
     assert attention.cpu_attention(q, layer) is not None
     generator = torch.Generator().manual_seed(0)
@@ -292,7 +292,7 @@ def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3", "raw"])
 def test_scores_thousands_of_thousands_apart(recipe: str) -> None:
-    """Exponentials of 8.8 to 17 million below 0 have exponents that no integer of 32 bits holds: the checkers run it."""
+    """Scores 8.8 to 17 million below the maximum have exponents beyond 32-bit integers; sanitizers run this test."""
     k, v = random_pairs(1, 300)[0]
     k *= 2.0**-10
     k[:, :, 7] = 1.5
@@ -347,7 +347,7 @@ def test_nan_in_raw_values_shows() -> None:
 @pytest.mark.parametrize("dim", [128, 40])
 @pytest.mark.parametrize("recipe", ["bf16", "lossless", "kv=lossless:dtype=bf16,chunk=256", "k=group:b=4,g=8;v=raw:dtype=bf16"])
 def test_nan_of_tokens_that_a_sequence_hides_stays_hidden(recipe: str, dim: int, q_heads: int, level: int) -> None:
-    """Padding may hold anything, wherever chunks and tiles begin, and by torch as well."""
+    """Padding may contain anything, wherever chunks and tiles begin, and with torch operations too."""
     q = torch.randn(2, q_heads, 1, dim, generator=torch.Generator().manual_seed(1))
     ((k, v),) = random_pairs(1, 600, batch=2, dims=(dim, dim))
     hidden = torch.zeros(2, 1, 600, 1, dtype=torch.bool)

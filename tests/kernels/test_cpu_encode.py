@@ -1,4 +1,4 @@
-"""Encoding by the C kernels of the CPU: the bytes that formats/ writes, except where rotations and norms round in another order."""
+"""Encoding by the C kernels: the same bytes as formats/, except where rotations and norms are rounded in another order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = pytest.mark.parametrize("level", range(len(library.levels())), ids=library.levels())
 
 ROUNDED_OTHERWISE = 2e-3
-"""The share of words that may differ, and of norms in binary16: values next to a bound."""
+"""Maximum share of words, and of binary16 norms, that may differ because values are next to a rounding bound."""
 
 CLOSE = [
     ("scalar", 128, "b=3"),
@@ -216,13 +216,13 @@ def squared_error(codec: Codec, x: torch.Tensor, streams: dict[str, torch.Tensor
 
 
 def at_45_degrees(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """Tokens ``[batch, kv_head, token]`` of which rounding decides whether norm_rule=unbiased enlarges their norms."""
+    """Return a mask ``[batch, kv_head, token]`` of tokens for which rounding decides whether norm_rule=unbiased enlarges their norms."""
     product, squares = (x.double() * decoded.double()).sum(-1), x.double().square().sum(-1) * decoded.double().square().sum(-1)
     return (2 * product.square() - squares).abs() <= 1e-3 * squares
 
 
 def test_codecs_that_differ_in_their_search_alone_share_no_table() -> None:
-    """Files do not tell them apart, so the codecs are equal."""
+    """The search is not stored in files, so the codecs are equal."""
     x = contents("gaussian", (1, 1, 300, 64), 0)
     for rounding in ("scalar", "local3x3", "full", "local2x2"):
         codec = create("octahedral", 64, b="3", rounding=rounding)
@@ -233,9 +233,9 @@ def test_codecs_that_differ_in_their_search_alone_share_no_table() -> None:
 
 @pytest.mark.parametrize("levels", [4, 8])
 def test_a_line_tells_between_which_levels_the_nearest_direction_is(levels: int) -> None:
-    """At the beginning of a line's step, the nearest direction has the level shared with the previous step.
+    """At the start of a line's step, the nearest direction has the level shared with the previous step.
 
-    That is enough: the directions nearest to a codeword are connected, and it lies in its own steps.
+    This suffices, because the directions nearest to a codeword are connected, and the codeword is within its own steps.
     """
     table = direction_table(levels)
     slope, offset = cpu_encode.fit_line(torch.frombuffer(bytearray(table), dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Pages of engines in C: any shape and strides, nothing written beside a slot or a row, and checksums of any length."""
+"""Engines' pages in C: any shape and strides, no writes outside a slot or a row, and checksums of any length."""
 
 from __future__ import annotations
 

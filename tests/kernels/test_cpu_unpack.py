@@ -1,4 +1,4 @@
-"""Unpacking by the C kernels of the CPU against formats/: bit for bit wherever no rotation sums."""
+"""Unpacking by the C kernels, compared with formats/: bit for bit unless a rotation sums values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def by_torch(side: Side, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _klt_bound(side: Side) -> torch.Tensor:
-    """Twice the error that the spec allows (klt-8), for each of both: ``[batch, kv_head, token, dim]``."""
+    """Return twice the error that the spec allows (klt-8), once for each decoder: ``[batch, kv_head, token, dim]``."""
     bounds = []
     for page in side.runs:
         # Raw tokens beside it are exact.

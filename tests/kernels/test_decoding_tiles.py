@@ -1,4 +1,4 @@
-"""Decoding by tile loaders to values of 16 bits in the coded frame, against the codecs' own decoding.
+"""Decoding by tile loaders to 16-bit values in the coded frame, compared with the codecs' own decoding.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -31,13 +31,13 @@ CODECS = [
     "minifloat:element=e4m3",
 ]
 ERRORS = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8}
-"""Relative, in the 2-norm: a tile's rounding and the output's; the interpreter cuts bits of bfloat16 off."""
+"""Relative error in the 2-norm: the rounding of tiles and of the output. The interpreter truncates bfloat16."""
 
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 
 def decoded(side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens ``[start, stop)`` of ``side`` in ``frame``."""
+    """Return tokens ``[start, stop)`` of ``side``, decoded to ``frame``."""
     from kvpack.kernels.attend import scratch
 
     block = scratch.DecodedBlock(side, frame, start, stop, dtype)

@@ -1,4 +1,4 @@
-"""Encoding by Triton against formats/: in the interpreter anywhere, and on CUDA.
+"""Encoding by Triton, compared with formats/: in the interpreter anywhere, and on CUDA.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -33,7 +33,7 @@ DISTORTION = 1e-3
 """Maximum relative difference of the squared error from that of formats/."""
 
 ROUNDED_OTHERWISE = 5e-3
-"""The share of words that may differ where rotations and norms round in another order: values next to a bound."""
+"""Maximum share of words that may differ because rotations and norms are rounded in another order."""
 
 EXACT = [
     ("group", 128, "k", "bfloat16", "b=2"),
@@ -129,7 +129,7 @@ def cases(rows: list[tuple[str, int, str, str, str]]) -> Any:
 
 
 def values(dim: int, dtype: str, batch: int = 1, tokens: int = 33) -> torch.Tensor:
-    """``[batch, 2, tokens, dim]``: tokens of several sizes, one of zeros."""
+    """Return ``[batch, 2, tokens, dim]`` with tokens of several sizes, one of zeros."""
     x = contents("gaussian", (batch, 2, tokens, dim), dim)
     x *= torch.exp2(torch.arange(tokens) % 7 - 3.0)[:, None]
     x[0, 1, 5] = 0
@@ -198,7 +198,7 @@ def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dt
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases([CLOSE[0], CLOSE[1], CLOSE[3], CLOSE[11], CLOSE[22], CLOSE[28], CLOSE[34]])
 def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
-    """Sizes of 1 are known when a kernel is compiled, and are no tensors there."""
+    """Sizes of 1 are compile-time constants in Triton, not tensors."""
     codec, x = codec_of(codec_id, dim, side, words), contents("gaussian", (1, 1, 1, dim), 0).to(getattr(torch, dtype))
     streams = encoded(codec, x)
     assert streams is not None
@@ -400,7 +400,7 @@ def test_kernel_offsets_of_tokens_are_64_bit() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "kv=minifloat:element=e5m2,per=head,scales=fp16"])
 def test_a_run_keeps_the_scales_of_the_run_before(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As formats/ does: kept where they fit, larger with room to grow, and smaller where values are far smaller."""
+    """Scales are chosen as in formats/: kept if they fit, larger with room to grow, and smaller if values are far smaller."""
     x = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(DEVICE)
     found = {}
     for backend in dispatch.BACKENDS:
@@ -417,7 +417,7 @@ def test_a_run_keeps_the_scales_of_the_run_before(recipe: str, monkeypatch: pyte
 @pytest.mark.kernels
 @pytest.mark.parametrize("live", [False, True], ids=["pack", "live"])
 def test_a_token_that_its_groups_fit_badly_is_raw_or_named(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in windows of tokens that a live cache encodes."""
+    """This also applies to windows of tokens that a live cache encodes."""
     if INTERPRETED:
         monkeypatch.setenv("KVPACK_KERNELS", "triton")
     k, v = (x.to(DEVICE) for x in torch.randn(2, 1, 2, 256, 128, generator=torch.Generator().manual_seed(0)))

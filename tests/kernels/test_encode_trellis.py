@@ -1,4 +1,4 @@
-"""Searches of trellis by Triton find the paths of formats/: in the interpreter anywhere, and on CUDA.
+"""The Triton search of trellis finds the same paths as formats/: in the interpreter anywhere, and on CUDA.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.mark.parametrize(("bits", "state_bits", "dim"), [(1, 10, 32), (2, 8, 48), (3, 10, 16), (4, 8, 16)])
 def test_the_kernel_finds_the_path_of_the_format(bits: int, state_bits: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros, values beyond the table, and equal costs among them; a program searches several rows, with memory for one."""
+    """Inputs include zeros, values beyond the table, and equal costs; a program searches several rows with memory for one."""
     x = contents("gaussian", (5, dim), bits) * dim**-0.5
     x[1], x[2, ::3] = 0, 3.0
     x = x.to(DEVICE)

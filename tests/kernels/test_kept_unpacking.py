@@ -1,4 +1,4 @@
-"""Prepared decoding is kept with a side, so that later calls do little more than launch.
+"""Prepared decoding is cached with a side, so that later calls do little more than launch.
 
 interpreter.py says which process runs which of these tests.
 """

@@ -1,4 +1,4 @@
-"""Attention of many queries by Triton over decoded blocks, against fp64 attention over the decoded values.
+"""Attention of many queries by Triton over decoded blocks, compared with fp64 attention over the decoded values.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -25,13 +25,13 @@ from support.kernel_calls import attend_by
 from support.random_sides import codecs, exact, random_side
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRETED else 8e-3}
-"""Relative, in the 2-norm, by the queries' dtype; the interpreter cuts bits of bfloat16 off."""
+"""Relative tolerance in the 2-norm, by the queries' dtype; the interpreter truncates bfloat16."""
 
 pytestmark = [needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
 
 def check(layer: Layer, q_heads: int, q_len: int, dtype: torch.dtype = torch.float16, **mode: Any) -> None:
-    """The result of ``many_queries`` is within the tolerance."""
+    """Check that the result of ``many_queries`` is within the tolerance."""
     from kvpack.kernels.attend import many_queries
 
     assert layer.k is not None
@@ -218,7 +218,7 @@ def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, mon
 # Layers of the first two share what is prepared; with the others, that depends on values.
 @pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=group:b=3", "bf16", "octopus-3", "fp8;raw=0", "oscar-2-u8;raw=0"])
 def test_layers_that_lie_alike_are_attended_each_by_its_own_values(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside layers of other pages, or of another tail."""
+    """This also holds next to layers with other pages, or another tail."""
     from kvpack.kernels.attend import many_queries
 
     def layer(seed: int, *runs: int, tail: int = 5) -> Layer:
@@ -243,7 +243,7 @@ def test_layers_that_lie_alike_are_attended_each_by_its_own_values(recipe: str, 
 @pytest.mark.scenario
 @pytest.mark.kernels
 def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets its own, one of other pages none of theirs, and what is known keeps no layer."""
+    """Each layer gets its own tables, one with other pages gets none of theirs, and the cache keeps no layer alive."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     def layer(seed: int, tokens: int) -> Layer:
@@ -304,7 +304,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a loaded cache, of which a layer has other heads, and again once their pages have changed."""
+    """Tests layers of a loaded cache, one with a different number of heads, also after their pages have changed."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
     if INTERPRETED:
@@ -384,7 +384,7 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
 def test_one_call_attends_all_where_it_gives_the_result(
     k: str, v: str, batch: int, mode: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short prefixes, of which the values are decoded to their own frame."""
+    """Tests short prefixes whose values are decoded to their own frame."""
     from kvpack.kernels.attend import many_queries
 
     counted = []
@@ -435,7 +435,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither after the usual call, nor before it."""
+    """This holds for calls before and after the usual one."""
     from kvpack import attention
     from kvpack.kernels.attend import many_queries
 
@@ -447,7 +447,7 @@ def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeyp
     }
 
     def call(given: dict[str, Any]) -> torch.Tensor:
-        """The result over a layer of its own."""
+        """Return the result over a new layer."""
         own = {**usual, **given}
         sides, recipe = [], parse_recipe(own["recipe"])
         for side in "kv":

@@ -1,4 +1,4 @@
-"""The merge of partial results against sums in float64: rotated or in order, of one frame or two, of as many parts as a block or more."""
+"""The merge of partial results, compared with float64 sums: with or without a rotation, one or two frames, few or many parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements of minifloat as tiles: every code and scale exactly, by the functions that the interpreter runs and by their inline PTX."""
+"""minifloat elements as tiles: every code and scale is exact, in the interpreter's functions and in their inline PTX."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bits_of(value: float) -> int:
 
 
 def permuted(first: int, second: int, select: int) -> int:
-    """PTX's prmt in its default mode."""
+    """Emulate PTX's prmt in its default mode."""
     pool = first.to_bytes(4, "little") + second.to_bytes(4, "little")
     found = bytearray()
     for number in range(4):
@@ -44,7 +44,7 @@ def halves(word: int) -> tuple[float, float]:
 
 
 def executed(ptx: str, **given_registers: int) -> dict[str, int]:
-    """The registers after PTX of the instructions below, from those that are given: ``r1`` is ``$1``."""
+    """Return the registers after the PTX instructions below, given the inputs; ``r1`` is ``$1``."""
     registers = {name.replace("r", "$"): word for name, word in given_registers.items()}
 
     def value(name: str) -> int:
@@ -80,7 +80,7 @@ def executed(ptx: str, **given_registers: int) -> dict[str, int]:
 @pytest.mark.parametrize("converts", [False, True], ids=["by integers", "by conversions"])
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
-    """Every element at every position of a word, among the bits of other elements."""
+    """Tests every element at every position of a word, among the bits of other elements."""
     from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import python_function
 
@@ -105,7 +105,7 @@ def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
 @pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
 @pytest.mark.parametrize("lowered", [0, 14])
 def test_powers_of_four_scales_are_exact(lowered: int) -> None:
-    """Over the largest, wherever it is, of scales that are the same, just representable, too small, and as far away as can be."""
+    """Scales are divided by the largest, at any position: equal ones, just representable ones, too small ones, and extreme ones."""
     from kvpack.kernels.bitpack import minifloats
     from kvpack.kernels.triton_internals import python_function
 
@@ -125,7 +125,7 @@ def test_powers_of_four_scales_are_exact(lowered: int) -> None:
 
 
 def every_product(dim: int, run_scale: float) -> Side:
-    """A side of nvfp4 whose blocks hold every code, with every scale."""
+    """Return an nvfp4 side whose blocks contain every code with every scale."""
     codec, _ = codecs("minifloat:element=e2m1,scales=e4m3", "raw:dtype=bf16", (dim, dim))
     token = torch.arange(127)[:, None]
     codes = (torch.arange(dim) + token) % 16
@@ -140,7 +140,7 @@ def every_product(dim: int, run_scale: float) -> Side:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "run_scale"), [(torch.float16, 1.0), (torch.bfloat16, -(2.0**115))], ids=str)
 def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale: float) -> None:
-    """With one block per tile, two and four; and a scale that no power of two may be joined with."""
+    """Tests one, two and four blocks per tile, and a scale that cannot be combined with a power of two."""
     from kvpack.kernels.attend import scratch
 
     side = every_product(dim, run_scale)
@@ -160,7 +160,7 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("words", ["scales=e4m3", "per=token,scales=fp32", "qjl=fp16", "scales=e4m3,qjl=fp16"])
 def test_zeros_of_the_largest_scale_are_zeros(words: str) -> None:
-    """Powers of two that elements lack join the scale, and do not make it infinite."""
+    """Powers of two missing in elements are moved to the scale, which must not become infinite."""
     codec, _ = codecs(f"minifloat:element=e2m1,{words}", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (20,), 0, 1)
     (page,) = side.runs
@@ -178,7 +178,7 @@ def test_zeros_of_the_largest_scale_are_zeros(words: str) -> None:
 @needs_loaded_bounds
 @pytest.mark.parametrize("run_scale", [2.0**100, -(2.0**-100), 0.0])
 def test_scales_of_runs_of_any_size(run_scale: float) -> None:
-    """Values of two runs, one of them far larger."""
+    """Tests two runs, one with far larger values."""
     codec, raw = codecs("minifloat:element=e2m1,scales=e4m3", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (40, 33), 0, 1)
     last = side.runs[-1]

@@ -33,7 +33,7 @@ def path_of(file: str) -> str | None:
 
 
 def drawn() -> set[str]:
-    """The files in the first picture of the section "One call"."""
+    """Return the files in the first diagram of the section "One call"."""
     text = (KERNELS / "README.md").read_text(encoding="utf-8")
     picture = re.search(r"## One call\n.*?```text\n(.*?)```", text, re.DOTALL)
     assert picture is not None

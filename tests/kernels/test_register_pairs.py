@@ -17,7 +17,7 @@ WORD = 0xFFFFFFFF
 
 
 def permute(a: int, b: int, selector: int) -> int:
-    """``prmt.b32``: bytes of two registers, or the sign of a byte in all bits."""
+    """Emulate ``prmt.b32``: bytes of two registers, or the sign of a byte in all bits."""
     both, result = a | b << 32, 0
     for place in range(4):
         nibble = selector >> 4 * place & 15
@@ -27,7 +27,7 @@ def permute(a: int, b: int, selector: int) -> int:
 
 
 def choose(a: int, b: int, c: int, table: int) -> int:
-    """``lop3.b32``: any function of three bits."""
+    """Emulate ``lop3.b32``: any function of three bits."""
     return sum((table >> ((a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1) & 1) << bit for bit in range(32))
 
 

@@ -1,4 +1,4 @@
-"""Lookups in shared memory, which inline assembly does, against indexing; and the same function without it."""
+"""Lookups in shared memory by inline assembly, compared with indexing, and the same function without assembly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_any_word_finds_its_entry_or_the_last(
 
 
 def test_what_is_declared_leaves_matrices_where_the_matrix_units_read_them() -> None:
-    """The compiler's memory begins behind it: at byte 1,536, products of 128 x 16 by 16 x 64 values were of other values on an H200."""
+    """The compiler's memory begins after the table: at byte 1,536, products of 128 x 16 by 16 x 64 values were wrong on an H200."""
     from kvpack.kernels.tables import table_assembly
 
     for size in (16, 1024, 1536, table_assembly.MAX_STATIC_BYTES):

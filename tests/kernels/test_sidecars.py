@@ -1,4 +1,4 @@
-"""Attention over packed rows with the sidecars that the attention kernel itself attends; see test_attention.py."""
+"""Attention over packed rows with the sidecars that the attention kernel itself supports; see test_attention.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_pages_batches_and_lengths(sidecar: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=16", "octahedral:b=2,mean=64,mean_bits=4,outliers=3,qjl=fp16"])
 def test_means_of_pages_batches_and_lengths(k: str) -> None:
-    """Pages of tokens end in tiles and at their edges, and values may hold two tokens per row."""
+    """Pages end within tiles and at their edges, and values may have two tokens per row."""
     k_codec, v_codec = codecs(k, "scalar:b=2", (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (97,), 9, 2, batch=2))
     check(layer, 4, q_len=2, sliding_window=70)
@@ -83,7 +83,7 @@ def test_means_of_pages_batches_and_lengths(k: str) -> None:
 @pytest.mark.parametrize("mean", [8, 128])
 @pytest.mark.parametrize("v", ["scalar:b=3", "scalar:b=4"])
 def test_means_beside_tiles_of_two_tokens_per_row(v: str, mean: int) -> None:
-    """Tiles lie in one page of means, or in several; the tokens of a row are apart, and neighbors where both sides have such rows."""
+    """Tiles are in one page of means or in several; the tokens of a row are apart, or neighbors if both sides have such rows."""
     k_codec, v_codec = codecs(f"scalar:b=2,mean={mean},mean_bits=4", v, (64, 64))
     found = loaders.dual_tiles_of(k_codec)
     assert found is not None
@@ -94,7 +94,7 @@ def test_means_beside_tiles_of_two_tokens_per_row(v: str, mean: int) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=128", "group:b=4,axis=channel,rotation=hadamard,mean=8,mean_bits=4,channel_scale=fp16"])
 def test_means_beside_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raw tokens cut a page where it is not a page of means that begins."""
+    """Raw tokens cut a page at positions other than the start of a page of means."""
     from kvpack.kernels.attend import attention
 
     pairs = random_pairs(1, 220, dims=(64, 64))
@@ -146,7 +146,7 @@ def test_widths_of_columns_of_signs(fields: int) -> None:
 
 @pytest.mark.kernels
 def test_factors_of_any_size() -> None:
-    """Those of a codec and of its signs are large, tiny and zero, side by side."""
+    """The factors of a codec and of its signs are large, tiny and zero, next to each other."""
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,qjl=fp32" for _ in "kv"), (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     assert layer.v is not None
@@ -227,7 +227,7 @@ def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("size", [1e-7, 1.0, 1e6])
 def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And values that binary16 does not hold stay as they are."""
+    """Values that binary16 cannot represent stay unchanged."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 
@@ -272,7 +272,7 @@ def test_blocks_of_raw_tokens_are_decoded_once_for_any_window(limit: int, monkey
     "recipe", ["kv=scalar:b=3,norm=fp32;raw=4,0.6", "k=octahedral:b=3;v=group:b=3,g=32;raw=4,0.6", "kv=trellis:b=2,states=256;raw=4,0.6"]
 )
 def test_raw_tokens_all_over_a_page_leave_it_to_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 64 tokens hold one: only the tokens around it are decoded before."""
+    """One in 64 tokens is raw: only the tokens around it are decoded first."""
     from kvpack.kernels.attend import attention, segments
     from kvpack.kernels.attend.prepared import Options
 
@@ -299,7 +299,7 @@ def test_outliers_of_many_tokens() -> None:
 
 @pytest.mark.kernels
 def test_more_outliers_than_a_thread_holds() -> None:
-    """Most chunks of some tokens, and none of others, in tiles of tokens that begin inside a granule of entries."""
+    """Some tokens have mostly outlier chunks and others none, in tiles that begin inside a granule of entries."""
     k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
     sides = []
     for seed, codec in enumerate((k_codec, v_codec)):
@@ -342,7 +342,7 @@ def test_patches_fit_beside_tables() -> None:
 
 @pytest.mark.kernels
 def test_pages_of_channel_scales_beside_a_raw_tail() -> None:
-    """Queries have another length in each frame: one page scales its channels by 8, one by 1/4, and the tail by nothing."""
+    """Queries have different norms in each frame: one page scales its channels by 8, one by 1/4, and the tail not at all."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options
 

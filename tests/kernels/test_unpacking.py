@@ -1,4 +1,4 @@
-"""Triton kernels against formats/: in Triton's interpreter anywhere, compiled where there is a CUDA device.
+"""Triton kernels, compared with formats/: in Triton's interpreter anywhere, and compiled if there is a CUDA device.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def on_device(streams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The streams as views into larger buffers of ones: neither contiguous nor aligned."""
+    """Return the streams as views into larger buffers of ones, neither contiguous nor aligned."""
     with torch.device(DEVICE):
         return {name: poisoned(stream) for name, stream in streams.items()}
 
 
 def random_streams(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
-    """Any words (also those that no writer produces) and any finite scales: subnormal, negative, largest."""
+    """Return any words (including invalid ones) and any finite scales: subnormal, negative, largest."""
     generator = torch.Generator().manual_seed(seed)
     streams = {}
     for name, layout in codec.layout(batch, heads, tokens).items():
@@ -139,7 +139,7 @@ def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> No
     ],
 )
 def test_minifloat_kernel_equals_the_format(words: str) -> None:
-    """Any finite elements and scales, of words of any number of fields."""
+    """Tests any finite elements and scales, and words with any number of fields."""
     from kvpack.kernels.decode import decode
 
     for number, (dim, fields) in enumerate(((128, 0), (40, 1), (63, 3), (70, 16), (1, 0))):

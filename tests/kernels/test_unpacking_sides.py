@@ -1,4 +1,4 @@
-"""Sides unpacked by Triton in one launch for all pages of a codec, against what torch decodes.
+"""Sides unpacked by Triton with one launch for all pages of a codec, compared with torch.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -38,10 +38,10 @@ CODECS = {
     "quaternion": "quaternion:s=24,r=3",
     "rotated quaternion": "quaternion:s=7,r=2,rotation=hadamard",
 }
-"""Recipes that kernels decode; dense quaternions with s = 24 have digits of base 9."""
+"""Recipes that the kernels decode. Dense quaternions with s = 24 have digits of base 9."""
 
 EXACT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
-"""The largest error of rounding to a dtype, relative to the value; the interpreter cuts bits of bfloat16 off."""
+"""Maximum error of rounding to a dtype, relative to the value; the interpreter truncates bfloat16."""
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -50,7 +50,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def fused(side: Side, dtype: torch.dtype) -> torch.Tensor:
-    """A side that the kernels unpack whole."""
+    """Return a side that the kernels unpack completely."""
     from kvpack.kernels.decode import sides
 
     there = side.to(DEVICE)
@@ -61,7 +61,7 @@ def fused(side: Side, dtype: torch.dtype) -> torch.Tensor:
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The pointers of every launch from now on."""
+    """Return a list that collects the pointers of every launch."""
     from kvpack.kernels.triton_internals import CachedLaunch
 
     launched: list[Any] = []

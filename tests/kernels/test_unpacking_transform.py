@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures(
 
 SHAPES = {(0, "k"): (2, 12), (0, "v"): (2, 9)}
 ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
-"""The largest error of rounding to a dtype, relative to the value; the interpreter cuts bits of bfloat16 off."""
+"""Maximum error of rounding to a dtype, relative to the value; the interpreter truncates bfloat16."""
 
 
 @pytest.fixture(scope="module", params=["head", "layer"])
@@ -60,7 +60,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
-    """All tokens of a side, which the kernels take, into strides of another tensor."""
+    """Unpack all tokens of a side with the kernels into a tensor with other strides."""
     from kvpack.kernels.decode import sides
 
     out = torch.full((side.batch, side.tokens, side.heads, side.dim), torch.nan, dtype=dtype, device=DEVICE).transpose(1, 2)
@@ -103,7 +103,7 @@ def test_random_levels_in_parts(dim: int, heads: int, chunk: int, tokens: int, s
 
 
 def random_streams(dim: int, heads: int, chunk: int, tokens: int, side: str) -> tuple[Transform, dict[str, torch.Tensor]]:
-    """A codec with random frames, of heads or, where the head dim is 1 mod 3, of a layer, and streams with many escapes."""
+    """Return a codec with random frames (of a layer if the head dim is 1 mod 3, else of heads), and streams with many escapes."""
     codec = replace(with_random_frames(create("transform", dim, side=side, chunk=str(chunk))), step=20)
     source = random.Random(f"{dim} {side}")
     streams = transform_streams(codec, 1, heads, tokens, lambda: source.randrange(1 << 16))
@@ -154,7 +154,7 @@ def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int, held: b
 
 
 def with_longer_numbers(codec: Transform) -> Transform:
-    """``codec`` with frames and values that binary16 does not hold."""
+    """Return ``codec`` with frames and values that binary16 cannot represent."""
     source = codec.source
     assert source is not None
     frames = source.check_heads(2, codec.dim)
@@ -172,7 +172,7 @@ def test_frames_of_more_bits_than_binary16_has(side: str) -> None:
 
 
 def damaged(streams: dict[str, torch.Tensor], kind: int) -> dict[str, torch.Tensor]:
-    """``streams`` with a bit of a word or a state turned, a word moved to the next chunk, or as they are."""
+    """Return ``streams`` with a bit of a word or a state flipped, with a word moved to the next chunk, or unchanged."""
     arrays = {name: stream.numpy().copy() for name, stream in streams.items()}
     if kind in (1, 2):
         # All words of the first chunk are those of escapes, whose levels may be any; the second chunk begins with others.

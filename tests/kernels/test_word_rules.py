@@ -1,4 +1,4 @@
-"""Rules of words on a device find exactly what ``Codec.check`` refuses, and files are refused with its words.
+"""The rules for words on a device find exactly what ``Codec.check`` refuses, and files are refused with its messages.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -45,7 +45,7 @@ def sides_of(recipe: str) -> list[Side]:
 
 @pytest.fixture(autouse=True)
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the CPU, too, go to the kernels in the interpreter; beside a device, caches are packed on the CPU."""
+    """In the interpreter, CPU tensors use the kernels, too; with a device, caches are packed on the CPU."""
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
 
@@ -69,7 +69,7 @@ def is_refused(codec: Codec, streams: Mapping[str, torch.Tensor]) -> bool:
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
-    """One odd bit pattern at a time, at the first and the last word of each stream and between them."""
+    """Tests one invalid bit pattern at a time, in the first and the last word of each stream and between them."""
     random = numpy.random.default_rng(0)
     for side in sides_of(recipe):
         codec, own = side.codec, {name: stream.clone() for name, stream in side.stored_streams()[0].items()}
@@ -90,7 +90,7 @@ def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
 
 @pytest.mark.scenario
 def test_some_of_each_kind_of_rule_are_broken() -> None:
-    """Limits of columns, spare bits and floats of both sizes: the test above would not tell if none were."""
+    """Tests that limits of columns, spare bits and floats of both sizes occur; the test above would not notice if none did."""
     kinds = set()
     for recipe in RECIPES:
         for side in sides_of(recipe):

@@ -1,4 +1,4 @@
-"""A live cache that is saved, loaded, cut and continued in any order holds the tokens that it was given."""
+"""A live cache that is saved, loaded, cut and continued in any order keeps the tokens that it was given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokens(count: int, seed: int, batch: int) -> tuple[torch.Tensor, torch.Tenso
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.DataObject, tmp_path: Path) -> None:
-    """Values are kept exactly, and keys within the error of their codec, which is nothing for those that are raw."""
+    """Values are kept exactly, and keys within the error of their codec, which is zero for raw ones."""
     window = data.draw(st.sampled_from([None, 40]))
     recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32" + data.draw(st.sampled_from(["", ";tail=64"]))
     live = LiveCache(recipe, layers=1, sliding_windows=[window])
@@ -79,7 +79,7 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
 
 
 def test_a_query_whose_window_a_crop_has_cut_is_refused_until_its_tokens_are_there() -> None:
-    """A layer with a window of 40 keeps the last 72 of 200 tokens; without 33 of these, the last query lacks one."""
+    """A layer with a window of 40 has the last 72 of 200 tokens; without 33 of these, the last query lacks one."""
     recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32;tail=64"
     live = LiveCache(recipe, layers=1, sliding_windows=[40])
     k, v = tokens(200, 0, 1)

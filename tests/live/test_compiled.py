@@ -1,4 +1,4 @@
-"""Live caches in code that torch.compile compiles: no graph breaks, no compilation per cache or step, and the results of eager code."""
+"""Live caches in code compiled by torch.compile: no graph breaks, no compilation per cache or step, and the results of eager code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"), pytest.mark.scenario]
 
 LENGTHS = (40, 1, 1, 100, 1, 60, 1)
-"""Tokens of each call: with them the tail is filled and rolled, and one update is longer than its room."""
+"""Tokens of each call: the tail fills up and rolls over, and one update exceeds its room."""
 
 
 def step(live: kvpack.LiveCache, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Two layers, then an update that nothing attends before the next one."""
+    """Update and attend to two layers, then update one without attending before the next step."""
     for layer in range(2):
         live.update(layer, k, v)
         q = q + live.attend(layer, q, softcap=20.0)

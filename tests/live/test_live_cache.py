@@ -1,4 +1,4 @@
-"""The live cache holds what it was given, whatever is packed when, and attends it as an immutable cache of the same tokens is attended."""
+"""The live cache keeps the tokens that it was given, whenever they are packed, and attends like an immutable cache of them."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_a_sliding_layer_holds_its_window_and_little_more(recipe: str) -> None:
 
 
 def test_sides_whose_tails_differ_go_on_together() -> None:
-    """A file may hold raw keys of a group that is not full, beside values that are all packed."""
+    """A file may have raw keys of a partial group, next to values that are all packed."""
     cache = kvpack.pack(random_pairs(1, 64, dims=(64, 64)), "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axis=channel")
     cache = cache.append([tokens(20, 3, dtype=torch.float32)])
     assert cache[0].k is not None
@@ -349,7 +349,7 @@ def test_sides_end_at_one_token_again_as_soon_as_both_finish_their_groups() -> N
 
 
 def test_sides_that_never_end_at_one_token_lose_no_raw_token() -> None:
-    """After a cut inside a group, keys and values end groups of the same size at different tokens."""
+    """After a cut inside a group, groups of keys and values of the same size end at different tokens."""
     cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kv=group:b=4,g=32,axis=token")
     k, v = cache[0].k, cache[0].v
     assert k is not None
@@ -385,7 +385,7 @@ def test_a_copy_goes_on_by_itself() -> None:
 
 
 def test_moving_keeps_what_the_cache_knows() -> None:
-    """The layers that have no tokens yet need the basis, too."""
+    """Layers without tokens need the basis, too."""
     live = LiveCache("kivi-2", layers=2, sliding_windows=[None, 4])
     live.keep_past(1)
     live.update(0, *tokens(3))
@@ -448,7 +448,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("recipe", "batch"), [("kv=group:b=4,g=8;tail=8", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=4", 2), (MEANS, 1)])
 def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions are on the device, and a rolled window changes work but no launch."""
+    """Positions are on the device, and rolling the window changes work tables but no launch."""
     from kvpack.coding import dispatch
     from support.interpreter import DEVICE, INTERPRETED
 
@@ -480,7 +480,7 @@ def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.Mo
 
 
 def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveCache, list[bool], list[bool]]:
-    """A live cache with a window of 40 after steps by kernels; whether each that attends ran no more, and what ``roll`` said."""
+    """Return a live cache with a window of 40 after kernel steps, whether each attending step ran only kernels, and ``roll``'s results."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
     from support.interpreter import DEVICE, INTERPRETED
@@ -535,7 +535,7 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
     [("fp32;tail=16", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=16", 3), ("kv=group:b=4,g=8,axis=token;tail=16", 1)],
 )
 def test_steps_of_a_sliding_layer_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages come and go, and launches stay: only the tables of work are written anew."""
+    """Pages come and go, but launches stay the same: only the work tables are rewritten."""
     _, by_steps, changed = sliding(recipe, batch, monkeypatch)
     assert by_steps == [True] * 13
     # Only those of the first pages, and of tables with room for more of them, are new.
@@ -544,7 +544,7 @@ def test_steps_of_a_sliding_layer_run_kernels_alone(recipe: str, batch: int, mon
 
 @pytest.mark.kernels
 def test_steps_begin_where_each_sequence_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding in pages, up to the raw tail, and of all tokens, for one query and for several."""
+    """Tests padding in pages, up to the raw tail, and of all tokens, for one query and for several."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
     from support.interpreter import DEVICE, INTERPRETED
@@ -575,7 +575,7 @@ def test_steps_begin_where_each_sequence_begins(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kernels", ["", "torch"], ids=["C kernels, if built", "torch"])
 def test_rows_with_padding_before_them_are_attended_alike(kernels: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by a sliding layer that has dropped some of it, and after rows were reordered."""
+    """This includes a sliding layer that has dropped some padding, and reordered rows."""
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     live, parts = LiveCache("raw", layers=1, sliding_windows=[window]), []
     starts = torch.tensor([0, 120, 349])
@@ -639,7 +639,7 @@ def test_a_graph_of_steps_is_replayed_across_windows() -> None:
 @pytest.mark.parametrize("starts", [None, [100, 4200]], ids=["without padding", "with padding"])
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2", "oscar-2", "bf16"])
 def test_a_graph_of_steps_of_a_sliding_layer_is_replayed_across_windows(recipe: str, starts: list[int] | None) -> None:
-    """A graph attends to the current tokens: tokens leave the window within it, and pages leave the layer between replays."""
+    """A graph attends to the current tokens: tokens leave the window within a graph, and pages leave the layer between replays."""
     window = 1024
     live = LiveCache(recipe, layers=1, sliding_windows=[window])
     given = [[x.to("cuda", torch.bfloat16) for x in random_pairs(1, 4096, dims=(128, 128), batch=2)[0]]]
@@ -706,7 +706,7 @@ def test_tokens_come_in_and_out_of_inference_mode(recipe: str) -> None:
 
 
 def test_steps_on_the_cpu_prepare_a_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until its pages change, or the tail's buffers: whatever else comes between gives what ``kvpack.attend`` gives."""
+    """The layer is prepared again only if its pages or the tail's buffers change; results always equal ``kvpack.attend``."""
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     made = []
     original = cpu_attend.PreparedAttention.create

@@ -1,4 +1,4 @@
-"""Pages in a device's memory: encoded, checked and decoded there as on the host, in the interpreter anywhere, and on CUDA.
+"""Pages in device memory: encoded, checked and decoded as on the host, in the interpreter anywhere, and on CUDA.
 
 interpreter.py says which process runs which of these tests.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.kernels
 SMALL = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32)
 WIDE = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=32, dtype="fp32")
 EXACT = ["raw", "kivi-4", "kivi-2-u8", "kv=group:b=4,g=32,axis=channel", "fp8", "mxfp4", "nvfp4"]
-"""Recipes whose codes and values the kernels give bit for bit; in narrower dtypes rounding may differ."""
+"""Recipes whose codes and values the kernels produce bit for bit; narrower dtypes may be rounded differently."""
 CLOSE = [
     "octopus-3",
     "octopus-4",
@@ -50,13 +50,13 @@ TOGETHER = [
     "k=group:b=2,g=8,raw_low_norm=0.95;v=octahedral:b=3,raw_low_norm=0.95",
     "k=scalar:b=3,mean=16,norm=log8,raw_low_norm=0.95;v=octahedral:b=3,norm=log8",
 ]
-"""Recipes whose pages are coded together."""
+"""Recipes whose pages are encoded together."""
 BY_HOST = ["k=group:b=4,g=32,channel_order=u8,block_rotation=32;v=octahedral:b=3", "kv=angle:n=48,channel_scale=fp16"]
-"""Recipes that pass through the host's memory."""
+"""Recipes whose pages pass through host memory."""
 ODD = PageGeometry(layers=3, heads=1, tokens=3, dim_k=20, dim_v=20)
-"""Pages whose bytes are no multiple of those of a load."""
+"""Pages whose size is not a multiple of a load's."""
 LATENTS = PageGeometry(layers=2, heads=1, tokens=33, dim_k=512, dim_v=64)
-"""Latents of MLA beside their rotary values."""
+"""MLA latents with their rotary values."""
 OF_LATENTS = [
     "k=group:b=4,g=32;v=raw",
     "k=group:b=2,g=32,scales=u8;v=raw",
@@ -70,7 +70,7 @@ OF_LATENTS = [
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """On the CPU the interpreter runs where it is asked for, and the host's path where it is not."""
+    """On the CPU, the interpreter runs if it is enabled; otherwise, the host path does."""
     if INTERPRETED:
         monkeypatch.setenv("KVPACK_KERNELS", "triton")
     return lambda: monkeypatch.setenv("KVPACK_KERNELS", "")
@@ -82,7 +82,7 @@ def on_device(geometry: PageGeometry, slots: int, seed: int = 0) -> tuple[PageBu
 
 
 def by_host(codec: PageCodec, pages: list[torch.Tensor], slots: list[int], keys: list[bytes] | None = None) -> torch.Tensor:
-    """The rows that the host's path makes of pages."""
+    """Return the rows that the host path encodes from pages."""
     rows = torch.zeros(len(slots), codec.nbytes, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KVPACK_KERNELS", "")
@@ -100,7 +100,7 @@ def host_decoded(codec: PageCodec, rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_tokens_that_cost_others_and_have_no_room_are_warned_of_once() -> None:
-    """The count travels with the outcomes of a job, for which the host waits anyway."""
+    """The count is returned with the results of a job, for which the host waits anyway."""
     geometry = PageGeometry(layers=2, heads=2, tokens=64, dim_k=64, dim_v=64)
     pages, (k, _) = on_device(geometry, 2)
     k[1, 1, 1, 5:8] *= 30
@@ -123,12 +123,12 @@ LOSSES = [
     (64, "int-3", "v", 20.0),
     (64, "kvpack-3", "k", 60.0),
 ]
-"""Tokens of a page, a recipe, a side and a value that costs its token, or the others of the page, precision."""
+"""Tokens per page, recipe, side, and a value that costs its token or the page's other tokens precision."""
 
 
 @pytest.mark.parametrize(("tokens", "recipe", "side", "value"), LOSSES)
 def test_tokens_that_lose_precision_are_raw_or_counted_as_on_the_host(tokens: int, recipe: str, side: str, value: float) -> None:
-    """With room in a page the token is raw; without, it is counted, and a warning is issued."""
+    """If the page has room, the token is raw; otherwise it is counted, and a warning is issued."""
     geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=128, dim_v=128, dtype="fp32")
     pages, made = on_device(geometry, 3)
     made[0] += 3
@@ -265,7 +265,7 @@ def test_layers_that_lie_otherwise_are_coded_together(recipe: str, monkeypatch: 
     expected = by_host(codec, given, [2, 0])
 
     def scattered(sides: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The second layer has its heads behind its tokens."""
+        """Return pages whose second layer stores tokens before heads."""
         return [[x[:, 0].contiguous().to(DEVICE), x[:, 1].transpose(1, 2).contiguous().to(DEVICE).transpose(1, 2)] for x in sides]
 
     refuse_the_host(monkeypatch)
@@ -298,7 +298,7 @@ def test_a_device_without_memory_leaves_pages_to_the_host(monkeypatch: pytest.Mo
 
 
 def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a page that goes through the host's memory fails the test."""
+    """Make any page that passes through host memory fail the test."""
 
     def encode(self: DevicePages, pages: Any, slots: Any, rows: Any, digests: Any, numbers: Any) -> list[Any]:
         assert not len(numbers), "encoded by the host"
@@ -369,7 +369,7 @@ def test_any_strides(name: str, recipe: str) -> None:
 
 
 def to_device(sides: Any) -> list[Any]:
-    """Tensors with the strides that they have."""
+    """Move tensors to the device without changing their strides."""
 
     def moved(x: torch.Tensor) -> torch.Tensor:
         size = max(1, 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))

@@ -1,4 +1,4 @@
-"""Every call of what engines take of kvpack leaves the host's settings as they were, also one that fails, in a host as vLLM's worker is."""
+"""Every call of kvpack's interfaces for engines, even a failing one, leaves the host's settings unchanged, as in a vLLM worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def public(kind: type) -> set[str]:
 
 
 def buffer(fill: float) -> PageBuffer:
-    """Three pages, the last one with a value that no codec takes."""
+    """Return three pages, the last one with a value that no codec accepts."""
     values = torch.full((2, 3, 2, 2, 32, 64), fill, dtype=torch.bfloat16, device="cpu")
     values[:, :2] += torch.arange(64, dtype=torch.bfloat16, device="cpu")
     values[:, 2, 0, 0, 0, 0] = float("nan")
@@ -32,7 +32,7 @@ def buffer(fill: float) -> PageBuffer:
 
 
 def watched(kind: Any, *arguments: Any, **options: Any) -> Watched:
-    """An instance, whose making is watched as well."""
+    """Return a watched instance, whose construction is watched as well."""
     watch = Watched(None)
     watch.inner = watch.call("made", kind)(*arguments, **options)
     with pytest.raises((KvpackError, TypeError)):

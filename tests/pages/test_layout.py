@@ -1,4 +1,4 @@
-"""PageLayout.detect: where an engine's writer puts each value, and the refusal of writers that are no permutation."""
+"""PageLayout.detect: the position of each value that an engine's writer stores, and refusal of writers that are not permutations."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     [*((dtype, change) for dtype in ("bf16", "fp16", "fp32") for change in CHANGES), ("fp8_e4m3", "clamped near the usual values")],
 )
 def test_writers_that_change_some_values_are_refused(dtype: str, change: str) -> None:
-    """Those of a few sizes alone, as a cast and a limit do, which pages of common values would pass."""
+    """Some writers change only values of certain sizes, as casts and limits do, which pages of common values would not reveal."""
     geometry = PageGeometry(2, 2, 16, 16, 16, dtype)
     page = torch.zeros(2, geometry.raw_bytes // 2 // geometry.torch_dtype.itemsize, dtype=geometry.torch_dtype)
 
@@ -166,7 +166,7 @@ def test_channels_from_last_to_first_are_gathered() -> None:
 
 
 def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
-    """A slot below zero would be one from the end, and a slot twice would keep one page of two."""
+    """A negative slot would count from the end, and a repeated slot would keep one of two pages."""
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
     layout = PageLayout.detect(GEOMETRY, writer(lambda k, v: torch.stack([k, v], 3), page), page)
     pool, staging = torch.zeros(3, page.numel(), dtype=torch.bfloat16), layout.staging(2)

@@ -1,4 +1,4 @@
-"""Strided memory that overlaps: what strides decide is what comparing every pair of values decides."""
+"""Strided memory that overlaps: the decision from strides equals that of comparing every pair of values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_large_pools_are_decided_at_once() -> None:
 
 
 def test_the_search_is_bounded() -> None:
-    """With many similar strides of many values each, more choices remain than are tried."""
+    """With many similar strides of many values each, there are more choices than are tried."""
     axes = tuple((1000, 100_000 + number) for number in range(40))
     begun = time.process_time()
     assert overlaps_itself(Strided(0, 1, axes))

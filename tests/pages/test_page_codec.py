@@ -1,4 +1,4 @@
-"""PageCodec: rows of one size, many pages at a time, from and to an engine's own memory, with the host's settings as they were."""
+"""PageCodec: rows of a fixed size, many pages at a time, from and to an engine's own memory, with the host's settings unchanged."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SLOTTED = {
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", SLOTTED.values(), ids=SLOTTED)
 def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
-    """The keys choose for both sides; the lowest norms win, and what has no slot is counted."""
+    """The keys determine the raw tokens of both sides; the lowest norms get slots, and tokens without a slot are counted."""
     geometry = PageGeometry(layers=2, heads=2, tokens=130, dim_k=64, dim_v=64)
     with PageCodec(recipe, geometry, threads=2) as codec:
         pages, (k, v) = filled(geometry, 3)
@@ -204,7 +204,7 @@ def test_a_token_that_scales_and_means_do_not_fit_is_counted_without_room(recipe
 
 
 def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, side: str) -> torch.Tensor:
-    """The decoded pages of ``rows``, float32 ``[layer, page, kv_head, token, dim]``."""
+    """Return the decoded pages of ``rows``, float32 ``[layer, page, kv_head, token, dim]``."""
     pages, (k, v) = filled(geometry, len(rows))
     assert codec.decode_into(rows, pages, range(len(rows))) == [None] * len(rows)
     return (k if side == "k" else v).float()
@@ -248,7 +248,7 @@ PRESETS = ["raw", "kivi-4", "octopus-4", "turboquant-4", "oscar-2-u8", "polarqua
 
 @pytest.mark.parametrize("recipe", PRESETS)
 def test_the_hosts_settings_change_nothing_and_stay(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes models in a default dtype of 16 bits and on a default device, and allows no call of set_num_threads."""
+    """vLLM creates models with a 16-bit default dtype and on a default device, and allows no call of set_num_threads."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's threads are not ours")
@@ -431,7 +431,7 @@ def test_slots_of_bytes_are_kept() -> None:
 
 
 def test_latents_are_two_sides() -> None:
-    """MLA: 512 latents, which a rotation of 512 channels takes, and 64 rotary values that stay as they are."""
+    """MLA has 512 latents, which are rotated, and 64 rotary values, which stay unchanged."""
     geometry = PageGeometry(layers=2, heads=1, tokens=32, dim_k=512, dim_v=64)
     cells = torch.randn(3, 2, 32, 576, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :, None]
     out = torch.zeros_like(cells)
@@ -446,7 +446,7 @@ def test_latents_are_two_sides() -> None:
 
 
 def test_the_hosts_settings_stay() -> None:
-    """In the middle of a host's forward pass: its threads, random state, default dtype and modes."""
+    """Calls in the middle of a host's forward pass leave its threads, random state, default dtype and modes unchanged."""
     torch.manual_seed(5)
     before_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -474,7 +474,7 @@ def test_the_hosts_settings_stay() -> None:
 
 @pytest.mark.parametrize("recipe", [*PRESETS, "kv=scalar:b=3,channel_scale=fp16", *SLOTTED.values()])
 def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> None:
-    """Rows of an attacker who can write them: ``values`` checks the codecs' rules, and no call accesses other memory."""
+    """An attacker may write such rows: with ``values``, the codecs' rules are checked, and no call accesses other memory."""
     codec = PageCodec(recipe, SMALL)
     pages, _ = filled(SMALL, 1)
     source, row = random.Random(recipe), bytearray(codec.nbytes)
@@ -494,7 +494,7 @@ def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> 
 
 
 def test_no_call_sets_the_hosts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a page so large that an encoder would use several threads: vLLM forbids the call."""
+    """The page is so large that an encoder would use several threads, but vLLM forbids the call."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's threads are not ours")
@@ -539,7 +539,7 @@ BY_TORCH = {"encode": ["oscar-2", "kivi-2-u8", POLAR, "fp8"], "decode": ["kivi-2
 
 
 class Taken(TorchDispatchMode):
-    """The bytes of new tensors that torch's operations make."""
+    """Counts the bytes of new tensors that torch operations allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -555,7 +555,7 @@ class Taken(TorchDispatchMode):
 
 @pytest.mark.parametrize("recipe", [*BY_C, *BY_TORCH["encode"]])
 def test_pages_take_no_memory_where_c_codes_them(recipe: str) -> None:
-    """An engine has given its own to both sides; ``PageCodec`` says which codecs PyTorch operations take."""
+    """The engine provides memory for both directions; ``PageCodec`` lists the codecs that use PyTorch operations."""
     if not dispatch.uses_c(torch.device("cpu")):
         pytest.skip("the C kernels are off, or not installed")
     large = PageGeometry(4, 4, 256, 64, 64)
@@ -667,7 +667,7 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
 
 
 def test_memory_that_pages_share_is_refused() -> None:
-    """One page would be left of several that were reported as written, or parts of each."""
+    """Only one of several pages reported as written would remain, or parts of each."""
     pages, (k, v) = filled(SMALL, 2)
     codec = PageCodec("kivi-2", SMALL, threads=2)
     room = bytearray(codec.nbytes + 64)
@@ -697,7 +697,7 @@ def test_memory_that_pages_share_is_refused() -> None:
 
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
 def test_slots_that_overlap_are_refused(recipe: str) -> None:
-    """Whatever the strides, and whichever layers and sides share memory: nothing is written."""
+    """They are refused for any strides, and any layers and sides that share memory; nothing is written."""
     geometry = kvpack.pages.PageGeometry(2, 1, 32, 32, 32)
     codec = PageCodec(recipe, geometry)
     size = 2 * 32 * 32
@@ -770,7 +770,7 @@ def test_a_codec_goes_on_in_a_fork() -> None:
     "recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,mean=32;v=raw", "k=group:b=4,g=64,axis=channel,rotation=hadamard;v=raw"]
 )
 def test_a_token_whose_direction_its_codec_fits_badly_is_named(recipe: str) -> None:
-    """Pages without room for raw tokens count it; pages of ordinary tokens warn of nothing."""
+    """Pages without room for raw tokens count it; pages of ordinary tokens cause no warning."""
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
     pages, (k, _) = filled(geometry, 2)
     codec = PageCodec(recipe, geometry)
@@ -804,7 +804,7 @@ def test_a_token_that_is_too_large_and_fits_badly_itself_is_counted_once(kernels
 
 @pytest.mark.parametrize("kernels", ["", "torch"])
 def test_a_token_of_low_norm_without_room_is_harmless(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots go to tokens of high norm first: one that is left out costs only itself precision."""
+    """Slots go to tokens of high norm first: a token of low norm without one only loses its own precision."""
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     geometry = PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
     pages, (k, _) = filled(geometry, 1)
@@ -818,7 +818,7 @@ def test_a_token_of_low_norm_without_room_is_harmless(kernels: str, monkeypatch:
 
 
 def test_a_large_token_far_from_the_mean_of_its_page_keeps_its_precision() -> None:
-    """Without channel scales, half of the mean fits it until its norm is four times as large as usual."""
+    """Without channel scales, half of the mean suffices until the token's norm is four times the usual one."""
     geometry = PageGeometry(2, 2, 32, 64, 64)
     pages, (k, _) = filled(geometry, 2)
     k += 3
@@ -836,7 +836,7 @@ def test_a_large_token_far_from_the_mean_of_its_page_keeps_its_precision() -> No
 @pytest.mark.parametrize("recipe", ["octopus-3", "kvpack-3", "turboquant-3"])
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_an_attention_sink_far_from_the_mean_of_its_page_keeps_its_precision(tokens: int, recipe: str) -> None:
-    """As in SmolLM2: keys share a large mean, and a page's first token, of small norm, is far from it. Half of the mean fits all."""
+    """As in SmolLM2, keys share a large mean, and a page's first token, of low norm, is far from it. Half of the mean suits all."""
     geometry = PageGeometry(2, 3, tokens, 64, 64, "fp32")
     pages, (k, _) = filled(geometry, 2)
     common = torch.randn(64, generator=torch.Generator().manual_seed(0))

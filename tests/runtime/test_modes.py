@@ -1,4 +1,4 @@
-"""Global modes of floating point: flushed subnormal numbers change no bit, and products of reduced precision no more than sums do."""
+"""Global floating-point modes: flushing subnormal numbers changes no bit, and reduced-precision products no more than sums do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCALES = {"scales that binary16 holds as subnormals": 1e-3, "subnormal values": 
 FLUSHED = [
     (recipe, scale, ("cpu", "torch")[(number + at) % 2]) for number, recipe in enumerate(RECIPES) for at, scale in enumerate(SCALES)
 ]
-"""Each recipe with each scale and with the kernels of both kinds."""
+"""Every recipe with every scale, and with both kinds of kernels."""
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def values(scale: float) -> Values:
 
 
 def results(recipe: str, given: Values, path: Path) -> tuple[bytes, list[torch.Tensor]]:
-    """The file of a cache, and what it decodes to, is attended to, and goes on as."""
+    """Return the file of a cache, its decoded values, its attention output, and its continuation."""
     k, v, q = given
     if recipe == "lossless":
         k, v = k.bfloat16(), v.bfloat16()
@@ -107,7 +107,7 @@ def test_flushed_subnormals_change_no_bit(recipe: str, scale: str, kernels: str,
 @pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "name"), [(recipe, "medium") for recipe in RECIPES] + [(recipe, "high") for recipe in RECIPES[::4]])
 def test_products_of_reduced_precision_round_no_factor(recipe: str, name: str, kernels: str, tmp_path: Path) -> None:
-    """Factors of 8 bits would be off by 2^-9; sums of binary32 are by 2^-20."""
+    """8-bit factors would be off by 2^-9; binary32 sums are off by 2^-20."""
     k, v, q = values(1.0)
     _, found = results(recipe, (k, v, q), tmp_path / "a")
     with precision(name):
@@ -127,7 +127,7 @@ def test_products_of_reduced_precision_round_no_factor(recipe: str, name: str, k
 
 
 class Products(TorchDispatchMode):
-    """Collects the matrix products of float32, which a process may let round their factors."""
+    """Collects the float32 matrix products whose factors a process may let PyTorch round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_product_of_float32_is_left_to_a_reduced_precision(recipe: str, kernels: str, tmp_path: Path) -> None:
-    """This machine may not round factors where others do."""
+    """This machine may not round factors on which others do."""
     given = values(1.0)
     with precision("medium"), Products() as products:
         results(recipe, given, tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Reads by threads in C: every byte in its place, failures by their number, and no thread that outlives them."""
+"""Reads by C threads: every byte in its place, failures reported by number, and no thread that outlives the reader."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ended_threads(before: int) -> bool:
 
 
 def threads() -> int:
-    """The threads of this process, those in C too."""
+    """Return the threads of this process, including C threads."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
 
@@ -82,7 +82,7 @@ def test_nothing_is_read_before_it_is_allowed(data: bytes, descriptor: int) -> N
 
 
 def test_reads_that_fail_are_told_and_the_others_are_made(data: bytes, descriptor: int) -> None:
-    """At the end of the file, in part or all, and of memory that is none."""
+    """Some reads are partly or completely past the end of the file, or have an invalid target address."""
     memory = numpy.zeros((6, 1000), numpy.uint8)
     starts = (0, SIZE - 999, 1000, SIZE + 5, 2000, 3000)
     reads = [(start, 1000, row.ctypes.data) for start, row in zip(starts, memory, strict=True)]
@@ -115,7 +115,7 @@ def test_no_threads_at_all(descriptor: int) -> None:
 
 
 def test_a_signal_ends_a_wait(tmp_path: Path) -> None:
-    """Its handler runs in the thread that waits, and not in one that reads."""
+    """The handler runs in the waiting thread, not in a reading one."""
     before, found = threads(), []
 
     def interrupt(*_: object) -> None:
@@ -144,7 +144,7 @@ def opened() -> int:
 
 
 def test_direct_reads_have_the_bytes_of_any_place(data: bytes, descriptor: int) -> None:
-    """Whole blocks, up to the end of the file, whose last block is not whole."""
+    """Reads whole blocks, up to the end of the file, whose last block is partial."""
     before, direct = opened(), open_direct(descriptor)
     if direct is None:
         pytest.skip("the file system of the tests refuses direct reads")
@@ -165,7 +165,7 @@ def no_memory(size: int) -> memoryview:
 
 
 def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, the last of which is no whole block; what direct reads cannot give is left to others."""
+    """The file is read in pieces, the last of which is not a whole block; the page cache provides what direct reads cannot."""
     before, cold = opened(), [True]
     monkeypatch.setattr(reader_module, "_PIECE_BYTES", 2 * BLOCK)
     monkeypatch.setattr(reader_module, "is_cold", lambda *_: cold[0])
@@ -209,7 +209,7 @@ def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, de
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux opens an open file again")
 def test_files_without_direct_reads_are_refused() -> None:
-    """A pipe has no places, and none of its descriptors is left."""
+    """A pipe cannot be read at an offset, and no descriptor of it remains open."""
     reading, writing = os.pipe()
     before = opened()
     os.write(writing, bytes(BLOCK))

@@ -1,4 +1,4 @@
-"""Calls under way at once: in order, no more than asked for, and done by the caller where no thread comes."""
+"""Concurrent calls: results in order, no more calls than allowed, and made by the caller if no thread starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every step of arithmetic of the second decoder is shown by a vector. The whole is ``python -m support.arithmetic_changes``."""
+"""Every arithmetic step of the second decoder is covered by a vector; ``python -m support.arithmetic_changes`` tests all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.arithmetic_changes import ARITHMETIC, all_changes, caught_by, liste
 from support.second_decoder import FOLDER
 
 SHARE = 24
-"""One change in so many is made by the tests."""
+"""The tests make one in this many changes."""
 
 
 def test_changes_are_found_in_every_module_that_computes() -> None:

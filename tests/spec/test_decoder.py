@@ -1,4 +1,4 @@
-"""The library against the decoder of spec/decoder, written from the text alone: both read the same files to the same values."""
+"""The library, compared with spec/decoder, which was written from the text only: both read the same files to the same values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def verdict(data: bytes) -> tuple[str | None, str | None]:
-    """The rule by which the decoder refuses ``data``, and the class of the library's error; None where they accept it."""
+    """Return the rule by which the decoder refuses ``data``, and the class of the library's error; None for whichever accepts it."""
     rule = error = None
     try:
         # A decompressor that takes everything: the decoder has to refuse frames by itself.
@@ -85,7 +85,7 @@ def saved(cache: Cache, folder: Path, **options: bool) -> bytes:
 
 
 def assert_decoded_alike(data: bytes, folder: Path) -> Any:
-    """Both decode ``data`` to the same values, each within the tolerance of the text. Returns the decoder's file."""
+    """Assert that both decode ``data`` to the same values, within the text's tolerance. Return the decoder's file."""
     file = decoder.read(data, decompress)
     assert_same_cache(file, load(data, folder))
     return file
@@ -110,7 +110,7 @@ def test_the_decoder_knows_every_codec_and_imports_only_the_standard_library() -
 
 
 def test_modules_of_the_decoder_import_only_modules_behind_them_in_the_list_of_the_package() -> None:
-    """A module of ``codecs`` counts as the folder."""
+    """Modules of ``codecs`` count as the folder."""
     assert decoder.__doc__ is not None
     lines = [line for line in decoder.__doc__.splitlines() if line.startswith("- ")]
     listed = [name for line in lines for name in re.findall(r"``(\w+)``", line)]
@@ -474,7 +474,7 @@ def test_a_change_with_right_digests_is_refused_or_accepted_alike(name: str) -> 
 
 
 def other_forms(packed: bytes, start: int) -> Iterator[bytes]:
-    """Header tensors of the same values in forms that are not canonical; the integer at ``start`` is a fixint."""
+    """Return header tensors with the same values in noncanonical encodings; the integer at ``start`` is a fixint."""
     yield packed[:start] + b"\xcc" + packed[start:]
     yield packed[:start] + b"\xcd\0" + packed[start:]
     yield packed[:start] + b"\xd0" + packed[start:]

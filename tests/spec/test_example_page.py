@@ -1,4 +1,4 @@
-"""spec/example.md, which dissects a file, against the bytes and values of that file."""
+"""spec/example.md, which dissects a file, compared with that file's bytes and values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROWS = re.findall(r"^\| (\d+) \| `([0-9a-f *]+)` \| (.+) \|$", TEXT, re.MULTILIN
 
 
 def row_bytes(text: str) -> bytes:
-    """The bytes of a row: one after the other, or one so many times."""
+    """Return the bytes of a table row: listed one by one, or one byte with a repetition count."""
     byte, _, count = text.partition(" * ")
     return bytes.fromhex(byte) * int(count or 1)
 
 
 def unpacked(data: bytes) -> list[Any]:
-    """The msgpack values in ``data``, one after the other."""
+    """Yield the msgpack values in ``data``."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(data)
     return list(unpacker)

@@ -1,4 +1,4 @@
-"""The conformance vectors have Zstandard frames of every form that RFC 8878 gives to headers, blocks, literals and sequences."""
+"""The conformance vectors contain Zstandard frames with every form of headers, blocks, literals and sequences in RFC 8878."""
 
 from __future__ import annotations
 

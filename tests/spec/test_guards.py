@@ -1,4 +1,4 @@
-"""Guards of what reads a file: each matters, none allocates before it checks. The whole is ``python -m support.guard_removal``."""
+"""Guards of file readers: each matters, and none allocates before it checks; ``python -m support.guard_removal`` tests all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 BASES = [Basis.load(FOLDER / "valid" / name) for name in ("basis-frames.kvpack", "basis-two-layers.kvpack")]
 SHARE = 8
-"""One guard in so many is taken out by the tests of every change."""
+"""The tests of every change remove one in this many guards."""
 
 
 @pytest.mark.scenario
@@ -73,7 +73,7 @@ def test_a_memory_limit_holds_for_bytes_in_memory() -> None:
 
 
 def test_loading_makes_the_checks_of_verifying() -> None:
-    """A file that is verified is read in pieces, one that is loaded is checked as it is used."""
+    """Verifying reads a file in pieces, and loading checks it on use: both must make the same checks."""
     for file, line in LINES.items():
         if "error" in line and "either" not in line:
             with pytest.raises(KvpackError) as raised:
@@ -82,7 +82,7 @@ def test_loading_makes_the_checks_of_verifying() -> None:
 
 
 def load(data: bytes, file: str) -> object:
-    """The cache, or the basis, that a file is."""
+    """Load a file as a cache or as a basis."""
     opened = container.open_bytes(bytearray(data))
     # What is refused without the basis is refused with it, but for its being missing.
     given = [*load_basis(file), *([] if LINES[file]["error"] == "MissingBasis" else BASES)]
@@ -102,7 +102,7 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
 
 @pytest.mark.scenario
 def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
-    """Beyond 8 MiB: what it claims to hold is not allocated before it is checked."""
+    """Memory beyond 8 MiB is bounded, because declared contents are not allocated before they are checked."""
     lines = {file: line for file, line in LINES.items() if "error" in line and "either" not in line}
     refused = {file: ((FOLDER / file).read_bytes(), load_basis(file)) for file in lines}
     tracemalloc.start()
@@ -185,7 +185,7 @@ def test_the_parts_of_a_frame_have_their_sizes() -> None:
 
 
 def test_frames_of_keys_have_at_most_1024_channels() -> None:
-    """A layer without rows says nothing else of the head dim; a vector would take megabytes."""
+    """In a layer without rows, nothing else shows the head dim; a vector would take megabytes."""
     data = changed(alone(), state("k.balanced", shape=(1, 1, 1025, 1025)), state("k.centered", shape=(1, 1, 1025, 1025)))
     with pytest.raises(InvalidHeader, match="1025"):
         Basis.of_bytes(data)
@@ -208,7 +208,7 @@ def test_no_row_is_longer_than_its_checksum_takes() -> None:
         PageCodec("raw", PageGeometry(64, 64, 4096, 128, 128))
 
     class Long(bytes):
-        """The beginning of a row that claims 2^32 bytes, which are there."""
+        """The beginning of a row that declares 2^32 bytes, all of which exist."""
 
         def __len__(self) -> int:
             return 2**32
@@ -219,7 +219,7 @@ def test_no_row_is_longer_than_its_checksum_takes() -> None:
 
 @pytest.mark.parametrize("codec", [*CODED, SIDECARS], ids=lambda codec: f"{codec.id}-{len(codec.params())}")
 def test_a_seed_has_at_most_64_bits(codec: Codec) -> None:
-    """No file can hold more, for msgpack has no such integer: what makes a codec refuses it."""
+    """No file can contain more, because msgpack has no larger integers; codec constructors refuse them."""
     params = codec.params()
     places = [name for name in ("seed", "rotation_seed") if name in params]
     for change in [*({name: 2**64} for name in places), *([{"qjl": params["qjl"] | {"seed": 2**64}}] if "qjl" in params else [])]:

@@ -1,4 +1,4 @@
-"""spec/identity.md: what it says of every file, and the entry for file(1), against real files."""
+"""spec/identity.md: its statements about every file, and the entry for file(1), checked on real files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The readers in other languages: each agrees with all vectors, and the comparison finds what differs."""
+"""The readers in other languages: each agrees with all vectors, and the comparison detects differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader in JavaScript opens the entries of a store, encrypted or not, and nothing that is not the entry asked for."""
+"""The JavaScript reader opens a store's entries, encrypted or not, and refuses anything but the requested entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance vectors of rows: none changed, none unlisted, and both readers give what each expects."""
+"""The conformance vectors of rows: unchanged, all listed, and both readers return the expected results."""
 
 from __future__ import annotations
 

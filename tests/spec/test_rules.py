@@ -1,4 +1,4 @@
-"""Every MUST of spec/ has a number of its own, and every number its row in rules.md."""
+"""Every MUST in spec/ has a number, and every number has a row in rules.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_table_has_every_rule() -> None:
 
 
 def listed_page(number: str) -> int:
-    """The place in rules.md of the heading of the rule's page."""
+    """Return the index of the rule's page in the headings of rules.md."""
     return RULES.read_text(encoding="utf-8").index(f"\n## {PAGES[number.rpartition('-')[0]]}\n")
 
 

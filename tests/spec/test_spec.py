@@ -1,4 +1,4 @@
-"""The text of spec/ against the code: every table that both know, and every example."""
+"""The text of spec/, compared with the code: every table that both have, and every example."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_codec_has_a_page_and_a_row() -> None:
 
 
 def test_what_is_stable_stays_so() -> None:
-    """A stable part keeps its promise to files that exist: no change takes the word back."""
+    """A stable part must keep reading existing files, so the word must not be withdrawn."""
     text = section(SPEC / "changes.md", "Status")
     status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
     status |= {row["codec"]: row["status"] for row in table(text, "codec", "a symbol decodes to", "document", "status")}
@@ -109,13 +109,13 @@ def test_limits_of_packing() -> None:
 
 
 def eval_power(text: str) -> int:
-    """An integer written in decimal or as a power, such as 2^53."""
+    """Return an integer written in decimal or as a power, such as 2^53."""
     base, _, exponent = text.partition("^")
     return int(base) ** int(exponent or 1)
 
 
 def parsed_packing(text: str) -> Columns:
-    """The packing that the text writes as columns(n, A, F) or columns(n, [B, …], F)."""
+    """Return the packing that the text writes as columns(n, A, F) or columns(n, [B, …], F)."""
     n, bases, fields = re.fullmatch(r"columns\((\d+), (\d+|\[[\d, ]+\]), (\d+)\)", text).groups()  # type: ignore[union-attr]
     return Columns(int(n), tuple(map(int, re.findall(r"\d+", bases))), int(fields))
 
@@ -235,7 +235,7 @@ def test_the_size_formulas_of_group(tokens: int, axis: str) -> None:
 
 
 def example_codec(page: Path) -> Codec:
-    """The codec of a page's worked example."""
+    """Return the codec of a page's worked example."""
     types = {field.name: field.type for field in dataclasses.fields(CODECS[page.stem])}  # type: ignore[arg-type]
     params: dict[str, Any] = {}
     for row in table(section(page, "Worked example"), "parameter", "value"):
@@ -294,5 +294,5 @@ def test_the_worked_example_of_the_coder() -> None:
 
 
 def number(text: str) -> float:
-    """A decimal or hexadecimal float."""
+    """Parse a decimal or hexadecimal float."""
     return float.fromhex(text) if "0x" in text else float(text)

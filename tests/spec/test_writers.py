@@ -1,4 +1,4 @@
-"""The tables of spec/writers.md, with which other solvers are compared, against those that kvpack writes."""
+"""The tables of spec/writers.md, for comparison with other solvers, checked against the tables that kvpack writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRELLIS = table(TABLES, "bits", FIRST.format(8), "error of 8", FIRST.format(10),
 
 
 def centroids(name: str) -> bytes:
-    """The table that a row of the page names, little-endian float32."""
+    """Return the table that a row of the page names, little-endian float32."""
     numbers = [int(number) for number in re.findall(r"\d+", name)]
     if name.startswith("scalar"):
         dim, bits = numbers

@@ -1,4 +1,4 @@
-"""Stores of recipes that need a basis: they hold it, hand it out, keep it for as long as an entry needs it, and then let it go."""
+"""Stores of recipes that need a basis: they store it, return it, keep it as long as an entry needs it, and then remove it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 IDS = prompt(3)
 KINDS = ("folder", "encrypted", "tiers", "write-back", "Redis", "S3", "encrypted Redis")
-"""Locations that another process, and so another store, sees as well."""
+"""Locations that other processes, and so other stores, can see."""
 
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A location and the options that go with it."""
+    """Return a location and its options."""
     kind = request.param
     options: dict[str, Any] = {"encryption": KEYS} if "encrypted" in kind else {}
     if "encrypted" in kind:
@@ -207,7 +207,7 @@ def test_a_damaged_basis_in_one_tier_is_read_from_the_next(tmp_path: Path) -> No
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["folder", "memory", "Redis", "S3"])
 def test_entries_are_evicted_before_their_basis(kind: str, tmp_path: Path) -> None:
-    """Others fill the store, one entry at a time: as long as an entry is left, so is the basis."""
+    """Others fill the store one entry at a time: the basis stays as long as an entry is left."""
     if kind == "Redis":
         pytest.importorskip("redis")
         with redis_server.running(tmp_path) as server:

@@ -1,4 +1,4 @@
-"""Faults of the system, kills at every step and races, while a store puts, evicts and collects a basis: no entry is left without it."""
+"""System faults, kills at every step, and races while a store puts, evicts and collects a basis: no entry lacks its basis."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _silent() -> Iterator[None]:
-    """A record of the log would keep an error, and so the file that it is of, open."""
+    """Disable logging, because a log record would keep an error, and so its file, open."""
     logging.getLogger("kvpack.store").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("kvpack.store").setLevel(logging.NOTSET)
@@ -183,7 +183,7 @@ def _use_at_random(folder: Path, seed: int) -> None:
 
 
 def test_writers_that_race_and_are_killed_leave_readable_entries(folder: Path) -> None:
-    """More prompts than fit, in processes that are killed at any moment: what is read meanwhile is right, and the store works on."""
+    """There are more prompts than fit, in processes killed at random: all reads are correct, and the store continues to work."""
     choice = random.Random(0)
     children = []
     try:

@@ -1,4 +1,4 @@
-"""The budget of a folder, for entries and unfinished files together and across all writers; and the file that counts them."""
+"""The budget of a folder, for entries and unfinished files and across all writers, and the file with the count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpa
 
 
 def held(folder: Path) -> int:
-    """Bytes of entries and unfinished files that were all there at one moment: those seen both before and after it."""
+    """Return the size in bytes of entries and unfinished files that existed at the same time: those seen in two listings."""
     before, after = sizes(folder), sizes(folder)
     return sum(min(size, after[file]) for file, size in before.items() if file in after)
 
@@ -47,7 +47,7 @@ def key_of(writer: int, number: int) -> bytes:
 
 
 def write(folder: str, writer: int, count: int, refused: Any = None) -> None:
-    """Put entries of pieces that are many, so that writing takes its time."""
+    """Put entries of many pieces, so that writing takes some time."""
     counters = Counters()
     backend = Directory(folder, counters, max_bytes=BUDGET)
     pieces = [memoryview(HEAD), *([memoryview(bytes(250))] * ((ENTRY - len(HEAD)) // 250))]
@@ -60,7 +60,7 @@ def write(folder: str, writer: int, count: int, refused: Any = None) -> None:
 
 
 ATTEMPTS = 30
-"""Runs in which a budget that does not hold must be seen once."""
+"""Number of runs, in at least one of which a violated budget must be noticed."""
 
 
 def most_held(folder: Path, writers: list[Any]) -> int:
@@ -77,7 +77,7 @@ def most_held(folder: Path, writers: list[Any]) -> int:
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
-    """More writers than entries that fit: none writes before there is room."""
+    """There are more writers than entries that fit: none writes before there is room."""
     results = FORK.Queue()
     made: Any = FORK.Process if kind == "processes" else threading.Thread
     writers = [made(target=write, args=(str(tmp_path), number, 20, results)) for number in range(WRITERS)]
@@ -110,7 +110,7 @@ def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkey
 
 
 def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that counts the folder therefore counts what a writer has yet to write."""
+    """A process that counts the folder therefore includes the bytes that a writer has yet to write."""
     backend = Directory(tmp_path, Counters(), max_bytes=BUDGET)
     real, seen = eviction.Reservation.acquire, []
 
@@ -150,7 +150,7 @@ def test_a_count_of_an_earlier_version_is_counted_afresh(tmp_path: Path) -> None
 
 
 def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a loss of power it may be older than the entries."""
+    """After a power loss, it may be older than the entries."""
     store = open_store(tmp_path, max_bytes=10**8)
     save(store, prompt(1))
     early = (tmp_path / "usage").read_bytes()
@@ -162,7 +162,7 @@ def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path:
 
 
 def test_what_is_given_back_is_not_given_back_twice(tmp_path: Path) -> None:
-    """A count of the folder that began after an entry was removed is without it already."""
+    """A count that began after an entry was removed does not include it."""
     counted = disk_usage.DiskUsage(str(tmp_path / "usage"), lambda _: None)
     counted.replace(1000, None)
     before = counted.read()

@@ -1,4 +1,4 @@
-"""Two chunk sizes on one location: nothing of the other's entries is found, and that is said."""
+"""Two chunk sizes at one location: neither finds the other's entries, and a warning says so."""
 
 from __future__ import annotations
 

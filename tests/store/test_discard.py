@@ -29,7 +29,7 @@ def test_damage_is_a_fault_of_bytes_and_nothing_else() -> None:
 
 
 class KvpackErrorOfALaterVersion(kvpack.KvpackError):
-    """A class that the policy has not heard of."""
+    """An error class that the policy does not list."""
 
 
 REFUSALS = [
@@ -59,7 +59,7 @@ def test_what_the_reader_lacks_removes_nothing(step: str, error: Exception, tmp_
 
 
 def test_a_read_that_ends_early_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is cut while it is read, as another user may do, is not bytes that were read whole."""
+    """A file that is truncated during a read, as another user may do, was not read completely."""
     store, ids = open_store(tmp_path), prompt(2)
     whole = save(store, ids)
     monkeypatch.setattr("kvpack.store.trust.Trust.is_private", False)

@@ -93,7 +93,7 @@ def test_without_the_rule_the_smaller_budget_evicts(tmp_path: Path, monkeypatch:
 
 
 def test_machines_on_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each counts the folder once after it was started, and never again because another has put."""
+    """Each machine counts the folder once after it boots, and not again because another has put entries."""
     rounds: list[bytes] = []
     real = Evictor._try_round
     monkeypatch.setattr(Evictor, "_try_round", lambda self, *given: rounds.append(disk_usage.boot_id()) or real(self, *given))
@@ -122,7 +122,7 @@ def test_the_count_remembers_some_machines(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_copy_keeps_the_order_of_ancestors(tmp_path: Path) -> None:
-    """cp -r gives entries the times at which it met them."""
+    """cp -r sets entries' times to when it copied them."""
     store = open_store(tmp_path / "a", max_bytes=10**8)
     branches = [prompt(8, first=3, seed=seed) for seed in range(6)]
     for ids in branches:
@@ -148,7 +148,7 @@ def test_without_its_order_a_copy_is_of_no_use(tmp_path: Path, monkeypatch: pyte
 
 
 def test_entries_that_are_on_the_disk_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each read waits for another. A missing entry ends the prefix as before, and one that cannot be read is counted once."""
+    """Reads overlap. A missing entry ends the prefix as before, and an unreadable one is counted once."""
     ids = prompt(8)
     map_file, pairs = directory.map_file, threading.Barrier(2)
 

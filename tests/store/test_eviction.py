@@ -1,4 +1,4 @@
-"""Eviction: the budget holds, what was used longest ago goes first and leaves go before their ancestors, with other writers at work."""
+"""Eviction: the budget holds, and the least recently used entries go first, leaves before ancestors, with concurrent writers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ open_store = partial(store_caches.open_store, identity=EVEN)
 
 @pytest.fixture(autouse=True, params=["listed", "indexed"])
 def _index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder whose entries are few is listed; a large one has an index from early on."""
+    """A folder with few entries is listed; make the index start early, as in a large folder."""
     if request.param == "listed":
         return
     real = directory.Directory.put
@@ -47,7 +47,7 @@ def _index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(scope="module")
 def entry_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Bytes of each entry of these tests: all are of one shape, and positions below 128 have one length."""
+    """Return the size of each entry in bytes: all have the same shape, and positions below 128 take the same number of bytes."""
     folder = tmp_path_factory.mktemp("size")
     save(open_store(folder), prompt(3))
     (size,) = {os.stat(path).st_size for path in entries(folder)}
@@ -261,7 +261,7 @@ def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry
 
 
 def test_a_writer_waits_as_often_on_a_busy_machine(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There each sleep takes seconds, and so does what the writer waits for."""
+    """On a busy machine, each sleep takes seconds, and so does the work that the writer waits for."""
     store, other = (open_store(tmp_path, max_bytes=2 * entry_bytes) for _ in range(2))
     save(store, prompt(2))
     now = [0.0]
@@ -303,7 +303,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:
 
 @pytest.mark.parametrize("mutant", ["truncates", "newest first", "no budget", "believes every clock", "keeps locks over a fork"])
 def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the tests that matter most fails on a store that breaks its rule."""
+    """Each of the most important tests fails on a store that breaks its rule."""
     if mutant == "truncates":
         # In place of unlink: a mapped file that is cut short ends the process that reads it, so only its size is looked at.
         monkeypatch.setattr(directory.os, "unlink", lambda path: os.truncate(path, 0))

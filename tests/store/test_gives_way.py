@@ -1,4 +1,4 @@
-"""In a store with keys, invalid entries are replaced, at once or after a load; entries that another store may read stay."""
+"""In a store with encryption keys, invalid entries are replaced, at once or after a load; entries that others may read stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a folder is a hint: whatever happened to it or to the folder, what it tells is what is there."""
+"""The index of a folder is only a hint: after any change of it or of the folder, its answers match the folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD = (2000).to_bytes(8, "little") + b'{"__metadata__":{"format":"kvpack","kvpa
 
 
 def key(number: int) -> bytes:
-    """Keys of few folders, so that each has several."""
+    """Return keys in few folders, so that each has several."""
     return bytes([number % 7, number // 256, number % 256]) + bytes(29)
 
 
@@ -52,7 +52,7 @@ def opened(folder: Path, **options: Any) -> Directory:
 
 
 def indexed(folder: Path, **options: Any) -> Directory:
-    """A folder with an index that knows all of it."""
+    """Return a folder with a complete index."""
     backend = opened(folder, **options)
     for number in range(20):
         assert put(backend, number)
@@ -63,7 +63,7 @@ def indexed(folder: Path, **options: Any) -> Directory:
 
 
 def unaware(backend: Directory, number: int) -> None:
-    """Put as a kvpack without an index does."""
+    """Put an entry like a kvpack version without an index."""
     other = opened(Path(backend._folder.root))
     other._index.add = lambda key, size, used_ns, about, rename: rename()  # type: ignore[method-assign]
     put(other, number)
@@ -214,7 +214,7 @@ def test_what_dead_writers_took_is_found_again(tmp_path: Path) -> None:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Two users with an index, one without, and somebody who removes files: sizes are right and the budget holds."""
+    """Two users with an index, one without, and a process that removes files: sizes are correct and the budget holds."""
 
     @initialize()
     def begin(self) -> None:
@@ -312,7 +312,7 @@ def test_encrypted_entries_are_not_described(tmp_path: Path) -> None:
 
 
 def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large eviction runs in several rounds, between which others have their turn."""
+    """A large eviction runs in several rounds, between which other processes have their turn."""
     size = 100 + len(HEAD)
     indexed(tmp_path)
     monkeypatch.setattr(eviction, "_MAX_PER_ROUND", 3)
@@ -326,7 +326,7 @@ def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_room_is_made_while_some_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a round: the process whose entry leaves little room makes more, and others go on with what is left."""
+    """No process waits for a round: the one whose entry leaves little room makes more, and others use the remaining room."""
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
     monkeypatch.setattr(eviction, "_LOW_FRACTION", 4)
@@ -372,7 +372,7 @@ def test_a_fault_while_room_is_made_early_costs_the_entry_nothing(tmp_path: Path
 
 
 def test_a_round_does_not_list_all_entries_while_others_change_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that cannot be noted as listed stays stale; the entries that are known make room all the same."""
+    """A folder that cannot be recorded as listed stays stale, but known entries can still be evicted."""
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=20 * size)
     other = opened(tmp_path)
@@ -386,7 +386,7 @@ def test_a_round_does_not_list_all_entries_while_others_change_the_index(tmp_pat
 
 
 def test_what_a_busy_index_misses_is_indexed_by_the_next_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders need not be listed: each user notes what it did."""
+    """The folders need not be listed, because each user remembers its own changes."""
     backend = indexed(tmp_path)
     monkeypatch.setattr(index.Index, "_refresh_folder", lambda *given, **more: pytest.fail("a folder was listed"))
     other = opened(tmp_path)

@@ -1,4 +1,4 @@
-"""Other inputs than token ids are part of a chunk's key or refused, and a cache is stored only under its own tokens."""
+"""Inputs other than token ids are part of a chunk's key or refused, and a cache is stored only under its own tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IMAGE = hashlib.sha256(b"an image").digest()
 
 
 def computed(tokens: int, ids: list[int] | None = None, *undetermined: tuple[str, int]) -> kvpack.Cache:
-    """A cache that knows what it was computed from."""
+    """Return a cache with recorded inputs."""
     inputs = Inputs(token_bytes(ids or []), tuple(text for text, _ in undetermined), tuple(start for _, start in undetermined))
     return dataclasses.replace(cache(tokens), inputs=inputs)
 

@@ -1,4 +1,4 @@
-"""Cold prefixes are computed once: the second worker waits for the first, a dead one costs a stated time, and None waits for nobody."""
+"""Cold prefixes are computed once: the second worker waits for the first, a dead one costs a bounded time, and None never waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST = cache(CHUNK * 5 + 5)
 
 @pytest.fixture(params=["folder", "Redis", "object store", "S3", "tiers"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., kvpack.Store]]:
-    """Opens a store at one place of each kind."""
+    """Return a function that opens a store at one location of each kind."""
 
     def at(place: Any, **fixed: Any) -> Callable[..., kvpack.Store]:
         return lambda **options: kvpack.Store(place, IDENTITY, **{"chunk": CHUNK, **fixed, **options})
@@ -148,7 +148,7 @@ def test_a_dead_process_frees_its_lease_of_a_folder_at_once(tmp_path: Path) -> N
 
 
 def test_a_lease_of_another_is_left_alone(tmp_path: Path) -> None:
-    """Released after it has expired, and another has it."""
+    """A lease is released after it has expired and another holder has it."""
     pytest.importorskip("redis")
     with redis_running(tmp_path) as server:
         stores = [kvpack.Store(server.url, IDENTITY, chunk=CHUNK, timeout=5) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A store beside others: other users, root, other PID namespaces, and whatever has an entry's name without being one."""
+"""A store with neighbors: other users, root, other PID namespaces, and objects with an entry's name that are not entries."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="acting as another user n
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Path]:
-    """A folder that every user can reach, for stores of several."""
+    """Return a folder that every user can access, for several users' stores."""
     with open_to_all(tmp_path):
         yield tmp_path
 
 
 class open_to_all:
-    """Lets every user pass the folders above ``path``, while it lasts."""
+    """Let every user traverse the folders above ``path`` within the context."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class open_to_all:
 
 
 class user:
-    """Everything inside is done as another user."""
+    """Run the block as another user."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -110,7 +110,7 @@ JUNK: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("what", JUNK)
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_what_is_no_entry_is_replaced_by_save(what: str, number: int, encrypted: bool, tmp_path: Path) -> None:
-    """Without a load before it, and wherever in the chain: ``save`` says stored only of what a load finds."""
+    """This works without a prior load, and anywhere in the chain: ``save`` reports only chunks that a load finds."""
     if encrypted:
         pytest.importorskip("cryptography")
     options = {"encryption": {"k": bytes(32)}} if encrypted else {}
@@ -290,7 +290,7 @@ def test_a_folder_of_another_user_is_read_with_care(shared: Path) -> None:
 
 @as_root
 def test_a_path_of_full_length_serves_who_may_not_write(shared: Path) -> None:
-    """An entry's path is the longest below a store: where that fits, everything does."""
+    """An entry's path is the longest below a store: if it fits, all others do."""
     longest = 4095 - len("/3/f/") - 64
     path = str(shared)
     while len(path) < longest:
@@ -317,7 +317,7 @@ def test_a_path_of_full_length_serves_who_may_not_write(shared: Path) -> None:
 
 @as_root
 def test_bad_values_in_a_folder_of_another_user_are_refused(shared: Path) -> None:
-    """NaN scales with right digests, which an owner of the folder may plant for who reads it."""
+    """An owner of the folder may plant NaN scales with correct digests."""
     folder, ids = folder_of(shared, ANOTHER), prompt(1)
     with user(ANOTHER):
         save(open_store(folder), ids)
@@ -388,7 +388,7 @@ def test_what_root_does_in_a_store_is_its_owners(shared: Path) -> None:
 
 @as_root
 def test_a_store_that_root_has_used_before_heals(shared: Path) -> None:
-    """A file that an earlier version left as root, which its owner may remove."""
+    """An earlier version, run as root, left a file that the owner may remove."""
     folder, ids = folder_of(shared, NOBODY, 0o700), prompt(2)
     with user(NOBODY):
         save(open_store(folder, max_bytes=10**6), ids)
@@ -480,7 +480,7 @@ def test_looking_sweeps_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.scenario
 def test_the_rules_above_are_seen_to_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that locks nothing loses what it writes while others open it."""
+    """A store without locks loses entries that it is writing while others open it."""
     monkeypatch.setattr("kvpack.store.eviction.sweep", lambda path, old: os.unlink(path) or True)
     with pytest.raises(AssertionError):
         test_writers_of_another_pid_namespace_lose_nothing(tmp_path)
@@ -511,7 +511,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_files_of_other_spellings_are_not_entries(spelling: str, tmp_path: Path) -> None:
-    """They are not counted, listed or evicted, and take nothing of the budget."""
+    """They are not counted, listed or evicted, and do not count toward the budget."""
     store, ids = open_store(tmp_path), prompt(2)
     whole = save(store, ids)
     entry = Path(entry_of(store, ids, 0))

@@ -1,4 +1,4 @@
-"""A backend of one's own takes one class and one row of the table of kinds, as CONTRIBUTING.md says."""
+"""A third-party backend takes one class and one row in the table of kinds, as CONTRIBUTING.md describes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _open(location: str, counters: Counters, form: Form, *, skip_sweep: bool) ->
 
 @pytest.fixture(autouse=True)
 def kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row that a new backend adds."""
+    """Return the row that a new backend adds."""
     row = locations.LocationKind("a toy", set(), ("toy://",), lambda location: str(location).startswith("toy://"), _open)
     monkeypatch.setattr(locations, "KINDS", [*locations.KINDS, row])
     monkeypatch.setattr(Toy, "shelves", {})

@@ -1,4 +1,4 @@
-"""The prefix store in an object store: on a real S3 protocol, whose server is killed, paused and lies, and in obstore's own stores."""
+"""The prefix store in an object store: over the S3 protocol, with a server that is killed, paused and lies, and in obstore's own stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shared() -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared: Server) -> Server:
-    """With nothing in it."""
+    """Return an empty server."""
     files = obstore.store.from_url("s3://bucket", config=shared.options, client_options={"allow_http": True})
     obstore.delete(files, [meta["path"] for batch in obstore.list(files) for meta in batch])
     return shared
@@ -41,7 +41,7 @@ def server(shared: Server) -> Server:
 
 @pytest.fixture(params=["s3", "local", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
-    """A location and the options that go with it."""
+    """Return a location and its options."""
     if request.param == "s3":
         server = request.getfixturevalue("server")
         return server.url, {"storage_options": server.options}

@@ -1,4 +1,4 @@
-"""Entries that somebody planted who may write at the location: none is served, none hides a good one for long, none takes memory."""
+"""Entries planted by someone who may write to the location: none is served, hides a good one for long, or takes much memory."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_what_is_no_map_of_keys_is_refused(tmp_path: Path) -> None:
 
 
 def planted_entry(store: kvpack.Store, cache: kvpack.Cache, ids: list[int], *, compress: bool = False) -> bytes:
-    """An entry of the store's first chunk of ``ids``, right in its key, model, recipe and digests, that holds ``cache``."""
+    """Return an entry of the store's first chunk of ``ids`` that contains ``cache``, with the right key, model, recipe and digests."""
     ((key, parent, part, digest), *_) = chunk_links(store.identity.digest, token_bytes(ids[:CHUNK]), CHUNK, [b""])
     named = replace(cache, model=store.identity.header_model, recipe=store.identity.recipe, inputs=None)
     data = b"".join(to_pieces(named, key, parent, part, digest))
@@ -317,7 +317,7 @@ def test_an_entry_of_another_shape_than_the_models_gives_way(shape: dict[str, in
 
 
 def test_max_entry_bytes_bounds_the_values_of_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An entry of few bytes per value is refused by what it decodes to, also by commands, and is not removed."""
+    """An entry with few bytes per value is refused because of its decoded size, also by commands, and is not removed."""
     store, ids = open_store(tmp_path / "store"), prompt(1)
     save(store, ids)
     path = Path(entry_of(store, ids, 0))
@@ -336,7 +336,7 @@ def test_max_entry_bytes_bounds_the_values_of_a_layer(tmp_path: Path, capsys: py
 
 
 def test_a_header_that_costs_far_more_than_its_entry_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a limit of this reader, and not damage: the entry stays."""
+    """This is a limit of this reader, not damage, so the entry stays."""
     store, ids = open_store(tmp_path / "store"), prompt(1)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 0))

@@ -1,4 +1,4 @@
-"""A store after a power loss at any moment: what was forced to the disk is there, and nothing that is there is wrong."""
+"""A store after a power loss at any moment: entries forced to disk exist, and no existing entry is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
 
 
 def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[RecordingOs, list[tuple[int, set[bytes]]]]:
-    """Steps of a store with eviction, and the keys that were saved after each number of steps and must not be evicted."""
+    """Return the steps of a store with eviction, and the keys that were saved after each step and must not be evicted."""
     system = RecordingOs(str(folder / "store"))
     promised = [(0, set[bytes]())]
     os.mkdir(folder / "store", 0o700)
@@ -59,7 +59,7 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) ->
 
 
 def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[int, int]:
-    """Lose power at many moments, in several ways each, and check the store; (crashes, entries that were refused)."""
+    """Lose power at many moments in several ways, and check the store; return the numbers of crashes and of refused entries."""
     system, promised = recorded(folder, monkeypatch, durable=durable)
     deletion = next(at for at, step in enumerate(system.steps) if step.what == "unlink" and "pins" not in step.path)
     count = refused = 0

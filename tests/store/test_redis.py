@@ -1,4 +1,4 @@
-"""The prefix store on a real Redis server, which is killed, paused and started again in the middle."""
+"""The prefix store on a real Redis server that is killed, paused and restarted during use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def entry_bytes(server: Server) -> int:
 
 
 def test_states_and_windows(server: Server) -> None:
-    """Both on a server: states are found by one request, and go before the chunks that they follow."""
+    """States and windows on a server: states are found with one request, and evicted before the chunks that they follow."""
     whole = stateful(8 * CHUNK + 5, ends(2, 5, 7))
     ids = prompt(8)
     identity = dataclasses.replace(STATEFUL, windows=(None, 40))
@@ -217,7 +217,7 @@ def test_what_is_no_entry_is_not_fetched(server: Server, monkeypatch: pytest.Mon
 
 
 def test_a_page_fetches_no_more_than_a_row(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even of a value that begins as a row does."""
+    """This holds even for a value that begins like a row."""
     geometry = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
     values = torch.randn(4, 2, 1, 1, 16, 32).bfloat16()
     pages = kvpack.pages.PageBuffer(geometry, values[:, 0], values[:, 1])

@@ -92,7 +92,7 @@ HARMS: dict[str, Callable[[Any], object]] = {
 
 
 def _forget(client: Any, key: bytes) -> None:
-    """Remove an entry as earlier versions do."""
+    """Remove an entry like an earlier version."""
     client.incrby(BYTES, -client.strlen(ENTRY + key))
     client.delete(ENTRY + key)
     client.zrem(USED, key)

@@ -1,4 +1,4 @@
-"""A Redis server whose names others change: a bad key hides no good one, and what is counted is counted again when it is lost."""
+"""A Redis server whose keys other programs change: a bad key hides no good one, and lost counts are counted again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def open_store(server: Server, **options: Any) -> kvpack.Store:
 
 
 def stored_bytes(client: Any) -> tuple[int, int]:
-    """Entries and their bytes, by the server's names."""
+    """Return the number of entries and their bytes, according to the server's keys."""
     sizes = [client.strlen(name) for name in client.scan_iter(match=ENTRY + b"*") if client.type(name) == b"string"]
     return len(sizes), sum(sizes)
 
@@ -184,7 +184,7 @@ def test_a_put_that_the_server_refuses_is_not_counted(shared: Server, client: An
 
 
 def count_slowly(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a count take many puts."""
+    """Make a count take many puts."""
     monkeypatch.setattr(redis_count, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(redis_count, "TIME_SHARE", 1)
     monkeypatch.setattr(redis_count, "NAMES_AT_ONCE", 10)
@@ -192,7 +192,7 @@ def count_slowly(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_of_many_names_is_counted_in_turns(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile, puts are stored if the server's memory shows that there is room."""
+    """Meanwhile, entries are stored if the server's memory shows that there is room."""
     count_slowly(client, monkeypatch)
     store = open_store(shared, max_bytes=10**10)
     for seed in range(50):
@@ -230,7 +230,7 @@ def test_a_put_in_several_requests_counts_once(shared: Server, client: Any, monk
 
 @pytest.mark.parametrize("harm", ["all is lost", "the sum is lost", "the uses are lost", "the sizes are lost", "the sum is junk"])
 def test_entries_are_exchanged_until_they_are_counted(harm: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget holds without a sum, no put waits for it, and no pinned entry goes."""
+    """The budget holds without a known sum, no put waits for it, and no pinned entry is evicted."""
     save(open_store(shared), prompt(1, seed=99))
     size = stored_bytes(client)[1]
     client.flushall()
@@ -276,7 +276,7 @@ def test_an_entry_that_is_larger_than_a_page_of_others_evicts_none(shared: Serve
 
 
 def test_two_writers_count_at_once(shared: Server, client: Any) -> None:
-    """Both count a server anew between each other's puts; the sum is right in the end."""
+    """Both count a server again in turns; the final sum is correct."""
     stores = [open_store(shared, max_bytes=10**6) for _ in range(2)]
     for seed in range(6):
         if seed % 2:
@@ -300,7 +300,7 @@ def test_an_entry_that_nobody_counted_is_counted_when_it_is_met(shared: Server, 
 
 
 def fill(client: Any, count: int) -> None:
-    """Entries of 64 bytes that no put made, counted, and used long ago."""
+    """Create counted entries of 64 bytes without a put, last used long ago."""
     keys = [number.to_bytes(32, "big") for number in range(count)]
     client.mset({ENTRY + key: b"kvpack" + bytes(58) for key in keys})
     client.zadd(USED, {key: 10**15 + number for number, key in enumerate(keys)})
@@ -310,7 +310,7 @@ def fill(client: Any, count: int) -> None:
 
 @pytest.fixture
 def in_pages(client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A few entries in every page: hashes and sets are not kept as one list."""
+    """Put a few entries into every page, because small hashes and sets are stored as one list."""
     before = {name: client.config_get(name)[name] for name in ("hash-max-listpack-entries", "zset-max-listpack-entries")}
     for name in before:
         client.config_set(name, 0)
@@ -326,7 +326,7 @@ def in_pages(client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("in_pages")
 @pytest.mark.parametrize("begin", ["first put", "collection"])
 def test_others_change_what_is_counted_between_two_pages(begin: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum is right at every page's end, counts nothing twice, and the bytes never exceed the budget."""
+    """The sum is correct at the end of every page, counts nothing twice, and the bytes never exceed the budget."""
     other, kept = open_store(shared), prompt(3)
     save(other, kept)
     fill(client, 200)
@@ -388,7 +388,7 @@ def test_later_counts_go_on_with_the_puts(shared: Server, client: Any, monkeypat
 
 @pytest.mark.usefixtures("in_pages")
 def test_a_program_that_does_not_follow_a_count_is_noticed(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older kvpack counts what it puts, and knows nothing of a count in pages."""
+    """An older kvpack counts its own puts, and does not know counts in pages."""
     fill(client, 60)
     real, pages = redis_client.Client.call, [0]
 
@@ -409,7 +409,7 @@ def test_a_program_that_does_not_follow_a_count_is_noticed(shared: Server, clien
 
 
 def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
-    """More than a page is evicted for one entry, and pinned entries, the oldest, are passed over."""
+    """More than a page is evicted for one entry; pinned entries, the oldest, are skipped."""
     fill(client, 2000)
     store, ids = open_store(shared, max_bytes=10**6), prompt(2)
     save(store, ids)
@@ -431,7 +431,7 @@ def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
 
 @pytest.mark.usefixtures("in_pages")
 def test_a_sum_that_only_kvpack_has_changed_is_not_counted_again(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that starts beside others does not wait for a count; after any other change it does."""
+    """A process that starts next to others does not wait for a count, unless there was any other change."""
     fill(client, 100)
     most = 10**6
     save(open_store(shared, max_bytes=most), prompt(1))

@@ -1,4 +1,4 @@
-"""Servers that are not Redis: whatever they answer is a counted miss, in bounded time and memory, and other protocols are named."""
+"""Servers that are not Redis: any reply is a counted miss, in bounded time and memory, and other protocols are named."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CALLS: dict[str, Callable[[kvpack.Store, list[int]], Any]] = {
 
 
 class Answering:
-    """A server that gives ``answer`` to each command, and OK while a connection begins."""
+    """A server that replies ``answer`` to each command, and OK while a connection is set up."""
 
     def __init__(self, answer: Callable[[bytes, socket.socket], None]) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -164,7 +164,7 @@ def test_a_server_of_another_protocol_is_named_at_opening(greeting: bytes, serve
 
 @pytest.mark.parametrize("first", [b"x", b"+OK", b"\x16"])
 def test_a_line_without_an_end_costs_little(first: bytes, serve: Callable[..., str]) -> None:
-    """A server of another protocol may send any number of bytes, as fast as they are read."""
+    """A server with another protocol may send any number of bytes, as fast as they are read."""
     sent = [0]
 
     def flood(_: bytes, connection: socket.socket) -> None:
@@ -259,7 +259,7 @@ def test_a_server_that_sends_a_byte_now_and_then_costs_the_timeout(serve: Callab
 
 
 def test_a_server_that_takes_a_byte_now_and_then_costs_the_timeout(serve: Callable[..., str]) -> None:
-    """A put of many parts, none of which takes longer than the timeout."""
+    """A put of many parts times out even if each part takes less than the timeout."""
     taken = [0]
 
     def sip(request: bytes, connection: socket.socket) -> None:

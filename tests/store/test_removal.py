@@ -39,7 +39,7 @@ def stores(tmp_path: Path) -> dict[str, kvpack.Store]:
 
 
 def left(stores: dict[str, kvpack.Store]) -> set[str]:
-    """The stores whose prefix is whole; the others' is gone."""
+    """Return the stores whose prefix is complete; the others must have none."""
     matched = {name: store.match(prompt(3)) for name, store in stores.items()}
     assert set(matched.values()) <= {0, 3 * CHUNK}
     return {name for name, tokens in matched.items() if tokens}
@@ -129,7 +129,7 @@ def test_a_recipe_that_an_older_entry_names_is_found(tmp_path: Path, capsys: pyt
 
 
 def test_pins_are_undone_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each pinned entry, which may be a request."""
+    """Pins are not undone per pinned entry, which could take one request each."""
     store = open_store(tmp_path / "store")
     save(store, prompt(9))
     for chunks in (3, 9):

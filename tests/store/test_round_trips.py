@@ -45,7 +45,7 @@ KEYS = [b"page %d" % number for number in range(PAGES)]
 
 
 class Server:
-    """A server, and the ``requests`` that clients of this process have sent it; a request has all commands of a pipeline."""
+    """A server and the number of ``requests`` from clients of this process; a pipeline is one request."""
 
     def __init__(self, url: str) -> None:
         self.url, self.requests = url, 0
@@ -161,7 +161,7 @@ def test_a_long_chain_is_noted_from_its_end(server: Server, monkeypatch: pytest.
 
 
 def test_a_long_chain_is_noted_once_and_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that notes a whole chain blocks all other clients, and so does one that notes it again with every part of a put."""
+    """A script that records the use of a whole chain blocks all other clients, and so does recording it again with every part of a put."""
     monkeypatch.setattr(redis_module, "_KEYS_AT_ONCE", 20)
     monkeypatch.setattr("kvpack.store.page_store.BATCH_ENTRIES", 8)
     given, _ = pages()
@@ -221,7 +221,7 @@ def test_an_entry_is_used_no_later_than_those_that_it_continues(server: Server, 
 
 
 def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many requests run at a time as may: each waits for the others, up to that number."""
+    """The maximum number of requests run concurrently: each waits for the others, up to that number."""
     obstore = pytest.importorskip("obstore")
     given, _ = pages(32)
     place = obstore.store.MemoryStore()
@@ -349,7 +349,7 @@ def test_listing_and_removing_ask_for_many_entries_at_once(server: Server, tmp_p
 
 
 def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The front of a page is all of it. What is too large, or empty, is not read."""
+    """The front of a page is the whole page. Entries that are too large, or empty, are not read."""
     monkeypatch.setattr(catalog_module, "_BYTES_AT_ONCE", 1000)
     parts: list[int] = []
 
@@ -367,7 +367,7 @@ def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.Monkey
 
 
 def test_an_entry_that_changes_while_it_is_read_is_missing_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its size was asked for before, and the entries after it are read all the same."""
+    """Its size was requested before, and the entries after it are still read."""
     ids = prompt(6)
     with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
         save(store, ids)

@@ -1,4 +1,4 @@
-"""Counting the entries of a directory: folders that did not change are not listed again."""
+"""Counting the entries of a directory: unchanged folders are not listed again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.store_caches import entries, open_store, prompt, save
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The folders that were listed."""
+    """Return a list that collects the listed folders."""
     found: list[str] = []
     original = folder.regular_files
     monkeypatch.setattr(folder, "regular_files", lambda path, counters: found.append(path) or original(path, counters))
@@ -21,7 +21,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def settle(root: Path) -> None:
-    """Let every folder have changed long ago."""
+    """Set the modification time of every folder to long ago."""
     for first, _, _ in os.walk(root):
         os.utime(first, ns=(10**18, 10**18))
 
@@ -44,7 +44,7 @@ def test_only_what_changed_is_listed(tmp_path: Path, listed: list[str]) -> None:
 
 
 def test_a_folder_that_has_just_changed_is_listed_again(tmp_path: Path, listed: list[str]) -> None:
-    """Within one tick of its clock it could change twice."""
+    """It could change twice within one clock tick."""
     store = open_store(tmp_path)
     save(store, prompt(1))
     (path,) = map(Path, entries(tmp_path))

@@ -1,4 +1,4 @@
-"""Models that keep states: a store resumes a prefix where it has the states after it."""
+"""Models with states: a store resumes a prefix at positions with stored states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(found: kvpack.Cache | None, whole: kvpack.Cache, position: int) -> Non
 
 
 def states_path(store: kvpack.Store, ids: list[int], chunks: int) -> Path:
-    """The path of the states after so many chunks."""
+    """Return the path of the states after this many chunks."""
     name = states_key(store.keys(ids)[chunks - 1]).hex()
     return Path(next(path for path in entries(store.location) if path.endswith(name)))
 
@@ -131,7 +131,7 @@ def test_a_damaged_chunk_ends_before_the_states_after_it(tmp_path: Path) -> None
 
 
 def moved(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
-    """Change the contents of an entry of states, and write it again with right digests."""
+    """Change the contents of an entry with states, and write it again with correct digests."""
 
     def changed(data: bytes) -> bytes:
         file = container.open_bytes(bytearray(data), where="entry")
@@ -193,14 +193,14 @@ def test_states_that_hold_tokens_or_other_sequences_are_refused(tmp_path: Path) 
 
 
 LOADED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 5), (5,), (4,), (3,), (2,), (1,), (0,)]
-"""Chunks, and those that states follow: the end, which nobody used, then the states before its middle, then those that were loaded."""
+"""Expected eviction order: the unused end, then the states before its middle, then the chunks and states that were loaded."""
 SAVED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 2), (4, 2), (3, 2), (2, 2), (2,), (1,), (0,)]
-"""From the end on: what is left can be resumed as long as any states are."""
+"""Expected eviction order from the end: the remaining part can be resumed as long as any states are left."""
 
 
 @pytest.mark.parametrize(("loads", "expected"), [(True, LOADED), (False, SAVED)], ids=["loaded", "saved"])
 def test_states_are_evicted_before_their_prefix(loads: bool, expected: list[tuple[int, ...]], tmp_path: Path) -> None:
-    """Every time that room is made, what is left is chunks from the first on, and states after some of them."""
+    """After every eviction, the remaining entries are the first chunks, and states after some of them."""
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, stateful(TOKENS, ends(2, 5, 7)))
         if loads:
@@ -224,7 +224,7 @@ def test_states_are_evicted_before_their_prefix(loads: bool, expected: list[tupl
 
 
 def test_a_prefix_that_is_saved_again_is_used(tmp_path: Path) -> None:
-    """All of its entries, the states in its middle too, are newer than those of another prefix."""
+    """All of its entries, including states in its middle, become newer than those of another prefix."""
     other = prompt(8, seed=3)
     with open_store(tmp_path, STATEFUL) as store:
         for ids in (IDS, other, IDS):

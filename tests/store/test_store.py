@@ -1,4 +1,4 @@
-"""The prefix store on a folder: what is saved is found under the same identity, and anything wrong is a miss."""
+"""The prefix store on a folder: saved prefixes are found under the same identity, and anything wrong is a miss."""
 
 from __future__ import annotations
 
@@ -463,7 +463,7 @@ def test_every_metric_has_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["le", "operation", "reason", "tier", "__name__"])
 def test_labels_that_metrics_have_are_refused(name: str, tmp_path: Path) -> None:
-    """One label twice makes the metrics of a whole process unreadable; some are there only after a fault."""
+    """A repeated label makes all metrics of a process unreadable; some occur only after a fault."""
     with pytest.raises(InvalidParameter, match=f"the name '{name}', which is reserved or already used by kvpack's metrics: choose another"):
         open_store(tmp_path).prometheus({name: "x"})
     with pytest.raises(InvalidParameter, match=f"the name '{name}'"):
@@ -521,7 +521,7 @@ def test_entries_that_match_a_template_are_parsed_once(tmp_path: Path, monkeypat
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3"])
 def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
-    """Bytes throughout the front, of its padding and of the payload, by the path that parses and by the one that compares."""
+    """Flips bits throughout the front, its padding and the payload, with the parsing reader and the template reader."""
     store = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe=recipe))
     ids = prompt(2)
     save(store, ids)
@@ -545,7 +545,7 @@ def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
 
 
 def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Path) -> None:
-    """An entry is hashed as the last shape of its size says, and the entry before it may bring another meanwhile."""
+    """An entry is hashed from the offset of the last template of its size, which the preceding entry may have replaced."""
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
     assert same(store.load(ids)[1], whole)
@@ -560,7 +560,7 @@ def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Pa
 
 
 def test_mappings_give_way_to_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has a number of mappings; what a store takes of them leaves it the rest."""
+    """A process has a limited number of mappings; a store uses only a part of them."""
     store, ids = open_store(tmp_path), prompt(6)
     whole = save(store, ids)
     before = len(mapping._MAPPED)

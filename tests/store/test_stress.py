@@ -1,4 +1,4 @@
-"""A short run of what tests/support/store_stress.py does at length, and any sequence of uses against a dict."""
+"""A short run of tests/support/store_stress.py, and any sequence of operations compared with a dict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.store_caches import CHUNK, cache, entry_of, open_store, prompt, sam
 pytestmark = pytest.mark.scenario
 
 CLOCKED: Any = (loading, store_module)
-"""Modules that note when an entry is used."""
+"""Modules that record when an entry is used."""
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 LONGEST = cache(CHUNK * 4 + 5)
 WHOLE = {(seed, chunks): LONGEST[:, : CHUNK * chunks + 5] for seed in range(3) for chunks in range(4)}
-"""The prompts share a chunk, so their caches hold the same values."""
+"""The prompts share a chunk, so their caches have the same values."""
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)

@@ -1,4 +1,4 @@
-"""A store of several tiers: what any of them has is found, faults of one are misses there, and each keeps its budget."""
+"""A store of several tiers: entries in any tier are found, a tier's faults are misses there, and each tier keeps its budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tiered(*locations: Any, identity: kvpack.Identity = IDENTITY, **options: Any
 
 
 def counts(store: kvpack.Store) -> list[int]:
-    """Entries of every tier."""
+    """Return the number of entries in every tier."""
     return [tier["entries"] for tier in store.stats()["tiers"]]
 
 
@@ -145,7 +145,7 @@ def test_junk_in_a_slow_tier_evicts_nothing_and_is_served_to_nobody(keys: dict[s
 
 
 def test_what_a_tier_refuses_is_asked_of_the_next_and_put_right(tmp_path: Path) -> None:
-    """Junk in the fastest tier hides nothing: not what is behind it in that tier, nor its copies in others."""
+    """Junk in the fastest tier hides neither later entries in that tier nor copies in other tiers."""
     ids = prompt(5)
     whole = save(tiered(tmp_path / "a", tmp_path / "b", tmp_path / "c"), ids)
     at = {name: open_store(tmp_path / name) for name in "abc"}
@@ -357,7 +357,7 @@ def test_what_was_damaged_in_two_tiers_is_there_once_it_is_stored_again(tmp_path
 
 
 class Failing:
-    """A backend whose next calls fail as one does whose system refuses: nothing found, nothing put."""
+    """A backend whose next calls fail as if the system refused: nothing is found or put."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -404,7 +404,7 @@ class TierMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def settle(self) -> None:
-        """Wait for what is queued, so that the model knows what is where."""
+        """Wait for queued entries, so that the model matches every tier."""
         if self.store._backend._write_back is not None:
             self.store._backend._write_back.close()
 
@@ -465,7 +465,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """The memory tier has lost its entries."""
+        """Restart the process: the memory tier has lost its entries."""
         self.failing[0].delete(sorted(self.there[0]))
         self.there[0].clear()
         self.bad = {(tier, key) for tier, key in self.bad if tier}
@@ -473,7 +473,7 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "there") and self.there[1] | self.there[2])
     @rule(tier=st.integers(1, 2), data=st.data(), damage=st.booleans())
     def harm(self, tier: int, data: st.DataObject, damage: bool) -> None:
-        """Damage an entry of a folder in the same way in every tier, or lose it."""
+        """Damage an entry in the same way in every tier, or remove it."""
         if not self.there[tier]:
             return
         key = data.draw(st.sampled_from(sorted(self.there[tier])))
@@ -498,7 +498,7 @@ class TierMachine(RuleBasedStateMachine):
 
 LONGEST = cache(CHUNK * 4 + 5)
 WHOLE = {(seed, chunks): LONGEST[:, : CHUNK * chunks + 5] for seed in range(2) for chunks in range(1, 4)}
-"""The prompts share a chunk, so their caches hold the same values."""
+"""The prompts share a chunk, so their caches have the same values."""
 
 TestTierMachine = TierMachine.TestCase
 TestTierMachine.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)

@@ -1,4 +1,4 @@
-"""Folders that the members of a trusted group share: Kubernetes' fsGroup, and several users of one machine."""
+"""Folders shared by members of a trusted group: Kubernetes' fsGroup, and several users on one machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several
 
 @contextmanager
 def member(user: int, group: int = GROUP) -> Iterator[None]:
-    """Everything inside is done as another user."""
+    """Run the block as another user."""
     os.setegid(group)
     os.seteuid(user)
     try:
@@ -38,7 +38,7 @@ def member(user: int, group: int = GROUP) -> Iterator[None]:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder as Kubernetes mounts a volume: root's, and writable by the group. pytest's folders are closed to other users."""
+    """Return a folder like a volume mounted by Kubernetes: owned by root and group-writable. pytest's folders are closed to other users."""
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
         home.chmod(0o711)
@@ -116,7 +116,7 @@ def test_a_use_of_anothers_entries_is_noted(shared: Path) -> None:
 
 @as_root
 def test_what_kubernetes_does_to_a_volume_is_no_harm(shared: Path) -> None:
-    """At a start of a pod with fsGroup everything gets the group, and may be written by it."""
+    """When a pod with fsGroup starts, all files get the group and become group-writable."""
     folder = shared / "store"
     with member(ALICE):
         whole = save(open_store(folder), IDS)
@@ -176,7 +176,7 @@ def test_a_folder_is_made_for_the_group_and_read_as_copies(tmp_path: Path) -> No
 
 
 def str_of(group: int) -> str | int:
-    """The name of a group, if it has one."""
+    """Return the name of a group, if it has one."""
     grp = pytest.importorskip("grp")
     try:
         return str(grp.getgrgid(group).gr_name)

@@ -1,4 +1,4 @@
-"""Entries that nobody has used for their ``ttl`` expire, on folders, object stores and Redis; those of stores without one do not."""
+"""Entries unused for their ``ttl`` expire in folders, object stores and Redis; entries of stores without one do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER = replace(IDENTITY, tenant="another")
 
 
 def pass_by(folder: Path, seconds: int) -> None:
-    """Let every entry have been used that many seconds earlier."""
+    """Set the last use of every entry to that many seconds earlier."""
     for path in entries(folder):
         status = os.stat(path)
         os.utime(path, ns=(status.st_atime_ns - seconds * 10**9, status.st_mtime_ns - seconds * 10**9))
@@ -132,7 +132,7 @@ def test_a_tier_has_its_own(tmp_path: Path) -> None:
 
 
 class Objects:
-    """An object store in memory, and a clock."""
+    """An in-memory object store with a settable clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.location = pytest.importorskip("obstore").store.MemoryStore()

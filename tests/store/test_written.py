@@ -1,4 +1,4 @@
-"""Stores of earlier kvpack: their entries are found with the values recorded then, or are counted misses of another identity."""
+"""Stores of earlier kvpack versions: entries are found with the recorded values, or counted as misses of another identity."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOLERANCE = 2**-18
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """A copy that only this user may change, whatever the checkout's modes are."""
+    """Return a copy that only this user may change, regardless of the checkout's modes."""
     shutil.copytree(folder, to, copy_function=shutil.copyfile)
     for path in [to, *to.rglob("*")]:
         path.chmod(0o700 if path.is_dir() else 0o600)
@@ -117,7 +117,7 @@ def test_rows_of_pages_hold_their_values(name: str) -> None:
 
 
 def test_an_old_store_is_collected_and_evicted(tmp_path: Path) -> None:
-    """Entries that no identity finds any more are still counted, listed and evicted."""
+    """Entries that no identity finds anymore are still counted, listed and evicted."""
     folder = copied(STORE, tmp_path / "store")
     identity = kvpack.Identity("other", "raw")
     with kvpack.Store(folder, identity, chunk=CHUNK, max_bytes=1) as store:

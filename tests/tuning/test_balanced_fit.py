@@ -1,4 +1,4 @@
-"""Balanced frames of a calibration: what they are made of, and what they are worth."""
+"""Balanced frames of a calibration: their computation and their benefit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack calibrate: bases of the demo's model, by whole and interrupted calibrations, and what they are worth."""
+"""kvpack calibrate: bases of the demo's model, by complete and interrupted calibrations, and their benefit."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_basis_knows_its_model(basis: Path) -> None:
 
 @pytest.fixture(scope="module")
 def of_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a checkpoint in bfloat16 with its basis."""
+    """Return the folder of a bfloat16 checkpoint with its basis."""
     folder = tmp_path_factory.mktemp("bf16")
     small_llama(vocab_size=257).to(torch.bfloat16).save_pretrained(folder)
     calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.Settings(tokens=32, scored_tokens=8, windows=1, scope="none"))
@@ -215,7 +215,7 @@ def test_a_model_that_transformers_does_not_load_is_refused(tmp_path: Path) -> N
 
 
 def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
-    """The basis of an architecture of the zoo, whose model is in ``folder``."""
+    """Return the basis of an architecture of the zoo, whose model is in ``folder``."""
     model_of(name, vocab_size=257, **sizes).save_pretrained(folder)
     calibrate.run(str(folder), None, str(folder / "x.kvbasis"), calibrate.Settings(tokens=32, scored_tokens=8, windows=1))
     return folder / "x.kvbasis"
@@ -292,7 +292,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
 
 @pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.MIN_COST), (".frames", frames_fit.MIN_COST)])
 def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
-    """Gradients of rows and frames, although those of one layer are almost zero."""
+    """Rows and frames have gradients, although those of one layer are almost zero."""
     generator = torch.Generator().manual_seed(0)
     found = Statistics("x", 1)
     for name, size in (("0.k", 1.0), ("1.k", 1e-9), ("0.v", 1.0), ("1.v", 0.01)):
@@ -319,7 +319,7 @@ def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
 
 
 def test_larger_keys_and_smaller_queries_change_nothing() -> None:
-    """Scores are the same, so errors of the coded frame are, too: what is added to costs is so for every channel by itself."""
+    """Scores are unchanged, so errors in the coded frame are, too: the term added to costs is proportional for every channel."""
     generator = torch.Generator().manual_seed(0)
     found, scaled = Statistics("x", 1), Statistics("x", 1)
     sizes = torch.tensor([1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
@@ -369,7 +369,7 @@ def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
 
 
 def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first ones, and those of low norm of each layer's keys, on both sides; all others have their share."""
+    """The first tokens, and those whose keys in a layer have a low norm, are left out on both sides; all others count."""
     generator = torch.Generator().manual_seed(0)
     pairs = [tuple(torch.randn(2, 1, 2, 200, 8, generator=generator) + 3) for _ in range(2)]
     low = {0: [60, 150], 1: [170]}

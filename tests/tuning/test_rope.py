@@ -1,4 +1,4 @@
-"""RoPE of every type is found from single tokens, and keys that depend on positions in another way are refused."""
+"""RoPE of any type is determined from single tokens, and keys that depend on positions in another way are refused."""
 
 from __future__ import annotations
 

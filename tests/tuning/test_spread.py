@@ -1,4 +1,4 @@
-"""Statistics of keys over the positions of a context, from windows that begin at position 0."""
+"""Statistics of keys over all positions of a context, from windows that begin at position 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS, DIM = 512, 8
 
 
 def keys(first: int, seed: int = 1) -> torch.Tensor:
-    """Keys ``[1, 2, token, dim]`` of one distribution before RoPE, at the positions from ``first`` on."""
+    """Return keys ``[1, 2, token, dim]`` with the same distribution before RoPE, at the positions from ``first`` on."""
     x = torch.randn(1, 2, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
     return ROPE.rotate(x * torch.tensor([4, 3, 2, 1, 1, 2, 1, 1.0]) + torch.tensor([1, 0, 2, 3, 0, 0, 1, 0.0]), first)
 

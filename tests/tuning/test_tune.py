@@ -1,4 +1,4 @@
-"""kvpack tune: budgets kept, losses that can be measured again, the sensitive layer found, and an honest comparison."""
+"""kvpack tune: budgets hold, losses are reproducible, the sensitive layer is found, and the comparison is fair."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_the_hull(points: list[tuple[int, int]]) -> None:
 
 
 class Prices:
-    """Bytes that add up, without files."""
+    """Sizes that add up, without files."""
 
     def __init__(self, sizes: Any) -> None:
         self.sizes = self.packed = sizes
@@ -386,7 +386,7 @@ def test_greedy_is_near_the_optimum(points: list[list[tuple[int, int]]], more: i
 
 
 def scripted(layers: int, loss: Any, *, bytes_: Any = None, budget: int = 10**9) -> Any:
-    """A search whose losses are a function of the recipe; codecs are scalar:b=1 to 4, of 1 to 4 bytes."""
+    """Return a search whose losses are a function of the recipe; codecs are scalar:b=1 to 4, of 1 to 4 bytes."""
     prices = Prices({(layer, side): {f"scalar:b={b}": b for b in range(1, 5)} for layer in range(layers) for side in "kv"})
 
     def measured(text: str) -> Loss:

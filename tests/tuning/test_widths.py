@@ -1,4 +1,4 @@
-"""kvpack tune --widths: one measurement per layer and side, and widths by what it costs."""
+"""kvpack tune --widths: one measurement per layer and side, and widths derived from the losses."""
 
 from __future__ import annotations
 

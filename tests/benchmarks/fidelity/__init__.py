@@ -28,7 +28,7 @@ PAPERS = {
     "turboangle": ("TurboAngle", turboangle.SECTIONS),
     "oscar": ("OScaR", oscar.SECTIONS),
 }
-"""Papers by name, each with the functions that return its rows."""
+"""The functions that return each paper's rows, by the paper's name."""
 
 LARGEST_SEED = 2**32 - 1
 
@@ -36,7 +36,7 @@ LARGEST_SEED = 2**32 - 1
 def run(papers: Sequence[str] = (), settings: Settings | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
     """Measure the figures of ``papers`` (keys of PAPERS; empty for all) and return JSON values.
 
-    Two runs with one seed and one number of threads give the same report. Raises InvalidParameter for a seed out of range.
+    Two runs with the same seed and number of threads give the same report. Raises InvalidParameter for a seed out of range.
     """
     settings = settings or Settings()
     if not 0 <= settings.seed <= LARGEST_SEED:

@@ -1,4 +1,4 @@
-"""HQMQ: the bits of Tables 2, 12 and 21, how much seeds matter, and the ablation of Appendix Q on synthetic keys."""
+"""HQMQ: the bits of Tables 2, 12 and 21, the effect of seeds, and the ablation of Appendix Q on synthetic keys."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _additive(settings: Settings) -> list[Row]:
 
 
 def additive(x: torch.Tensor, entries: int, radius_bits: int, seed: int, *, unit: bool) -> torch.Tensor:
-    """Float32 ``[token, dim]`` as HQMQ decodes it, with c1[i] + c2[j] in place of the product of two quaternions (App. Q)."""
+    """Return float32 ``[token, dim]`` as HQMQ decodes it, with c1[i] + c2[j] in place of the product of two quaternions (App. Q)."""
     quaternions = torch.from_numpy(unit_quaternions(seed, 2 * entries)).to(torch.float32)
     sums = (quaternions[:entries, None] + quaternions[entries:]).flatten(0, 1)
     if unit:

@@ -1,4 +1,4 @@
-"""The measurements behind every figure: the codecs themselves, on the streams that a file would hold."""
+"""The measurements behind every figure: the codecs themselves, on streams as in a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 DIM = 128
-"""The head dim of all figures that name no other."""
+"""Head dim of all figures that do not name another."""
 
 _RATE_HEADS = 8
 _RATE_TOKENS = 256
@@ -29,37 +29,37 @@ _QJL_SEEDS = 1 << 60
 
 @dataclass(frozen=True)
 class Settings:
-    """``seed`` of all random draws; ``quick`` takes the smaller of two sizes everywhere."""
+    """Settings of the measurements: ``seed`` of all random draws; with ``quick``, the smaller of two sizes is used everywhere."""
 
     seed: int = 0
     quick: bool = False
 
     def size(self, full: int, quick: int) -> int:
-        """The size in use."""
+        """Return the size in use."""
         return quick if self.quick else full
 
     def draw(self, number: int) -> int:
-        """The seed of draw ``number``, for keys and for rotations."""
+        """Return the seed of draw ``number``, for keys and for rotations."""
         return self.seed << 20 | number
 
     def generator(self, number: int) -> torch.Generator:
-        """The generator of draw ``number``."""
+        """Return the generator of draw ``number``."""
         return torch.Generator().manual_seed(self.draw(number))
 
 
 def codec(words: str, dim: int = DIM, side: str = "k") -> Codec:
-    """The codec that a recipe would give ``side`` for ``words``, such as "scalar:b=2,norm=fp32", with the papers' rule of norms."""
+    """Return the codec for ``side`` with the options ``words``, such as "scalar:b=2,norm=fp32", and the papers' norm rule."""
     return parse_recipe(f"kv={words},norm_rule=norm").codec(0, 1, side, dim)
 
 
 def seeded(words: str, settings: Settings, number: int) -> str:
-    """``words`` with the seeds of draw ``number`` for the codec's rotation and for that of a qjl sidecar."""
+    """Return ``words`` with the seeds of draw ``number`` for the rotations of the codec and of a qjl sidecar."""
     seed = settings.draw(number)
     return f"{words},seed={seed}" + (f",qjl_seed={_QJL_SEEDS | seed}" if ",qjl=" in words else "")
 
 
 def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
-    """Float32 ``[..., token, dim]`` encoded to packed streams and decoded; leading axes are heads."""
+    """Return float32 ``[..., token, dim]`` after encoding to packed streams and decoding; leading axes are heads."""
     four = x.reshape(1, -1, *x.shape[-2:])
     chosen = codec(words, x.shape[-1])
     return chosen.decode(encode(chosen, four, words)).view_as(x)
@@ -67,35 +67,35 @@ def decoded(words: str, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rate:
-    """Bits per value, by stream: as ``stored`` and, for code streams, as if every alphabet packed without loss."""
+    """Bits per value of each stream: as ``stored`` and, for code streams, as if every alphabet were packed without loss."""
 
     stored: Mapping[str, float]
     alphabets: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """The bits of all streams as stored."""
+        """Bits of all streams as stored."""
         return sum(self.stored.values())
 
     @property
     def codes(self) -> float:
-        """The bits of the code streams as stored."""
+        """Bits of the code streams as stored."""
         return sum(bits for name, bits in self.stored.items() if name in self.alphabets)
 
     @property
     def counted(self) -> float:
-        """Bits as papers count them: logarithms of the alphabets, and everything else as stored."""
+        """Bits as papers count them: logarithms of the alphabets for codes, and all other streams as stored."""
         return sum(self.alphabets.values()) + self.total - self.codes
 
 
 @cache
 def rate(chosen: Codec) -> Rate:
-    """The rate for 8 heads of 256 Gaussian tokens."""
+    """Return the rate for 8 heads of 256 Gaussian tokens."""
     return rate_of(chosen, torch.randn(1, _RATE_HEADS, _RATE_TOKENS, chosen.dim, generator=torch.Generator().manual_seed(0)))
 
 
 def rate_of(chosen: Codec, x: torch.Tensor) -> Rate:
-    """The rate from the bytes of the streams that ``x`` ``[batch, head, token, dim]`` encodes to."""
+    """Return the rate from the bytes of the streams that encode ``x`` ``[batch, head, token, dim]``."""
     stored: Counter[str] = Counter()
     for name, stream in encode(chosen, x, "the benchmark's keys").items():
         stored[name.split(".")[0]] += 8 * stream.nbytes
@@ -105,7 +105,7 @@ def rate_of(chosen: Codec, x: torch.Tensor) -> Rate:
 
 
 def mean_square_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The mean squared error per value."""
+    """Return the mean squared error per value."""
     return (x - y).square().mean(dtype=torch.float64).item()
 
 
@@ -119,7 +119,7 @@ class Errors(NamedTuple):
 
 
 def errors(words: str, settings: Settings, seeds: int, keys: int, queries: int) -> Errors:
-    """Errors of ``words`` on isotropic Gaussian keys and queries, every seed with a rotation of its own."""
+    """Return the errors of ``words`` on isotropic Gaussian keys and queries, with a different rotation for every seed."""
     found = []
     for number in range(seeds):
         generator = settings.generator(number)

@@ -102,7 +102,7 @@ _NEEDLES = {
 
 
 def _needle(settings: Settings) -> list[Row]:
-    """Mean softmax mass on one planted key among Gaussian distractors (Sec. 4.1); the needles of a seed share its distractors."""
+    """Return the mean softmax mass on one planted key among Gaussian distractors (Sec. 4.1). The needles of a seed share distractors."""
     seeds = settings.size(32, 4)
     masses = dict.fromkeys(_NEEDLES, 0.0)
     for number in range(seeds):

@@ -1,4 +1,4 @@
-"""OScaR: the effect of unbalanced token norms on groups of tokens, of its two steps against it, and the bits of its rivals."""
+"""OScaR: the effect of unbalanced token norms on groups of tokens, of its two remedies, and the bits of competing methods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _VALUES_NOTE = (
 
 
 def _with_low_norms(tokens: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[1, head, token, dim]`` whose channels are normal around a mean, and which tokens lack that mean and are small."""
+    """Return keys ``[1, head, token, dim]`` with normal channels around a mean, and a mask of small tokens without that mean."""
     generator = settings.generator(0)
     x = torch.randn(1, _HEADS, tokens, DIM, generator=generator)
     low = torch.arange(tokens) % _GROUP == 0
@@ -53,7 +53,7 @@ def _with_low_norms(tokens: int, settings: Settings) -> tuple[torch.Tensor, torc
 
 
 def _imbalance(settings: Settings) -> list[Row]:
-    """Table 2, left: groups with a token of low norm, and the same groups without it."""
+    """Return rows for Table 2, left: groups with a token of low norm, and the same groups without it."""
     x, low = _with_low_norms(settings.size(4096, 1024), settings)
     # A group of 31 tokens, filled up with the last one: its minimum and maximum are those of the 31.
     without = x[:, :, ~low].view(1, _HEADS, -1, _GROUP - 1, DIM)
@@ -87,7 +87,7 @@ _TABLE_9_NOTE = (
 
 
 def _steps(settings: Settings) -> list[Row]:
-    """Table 9: token scaling amplifies tokens without outlier channels, unless the rotation has spread the outliers before."""
+    """Return rows for Table 9: token scaling amplifies tokens without outlier channels, unless a rotation has spread the outliers."""
     generator = settings.generator(0)
     x = torch.randn(1, _HEADS, settings.size(4096, 1024), DIM, generator=generator)
     large = torch.arange(x.shape[2]) % 4 != 0
@@ -107,7 +107,7 @@ _STEP_GROWTH = 50.0
 
 
 def _artifact(settings: Settings) -> list[Row]:
-    """App. I, the example in numbers: the effect of scaling both tokens to one norm on the steps of the first three channels."""
+    """Return rows for the example in App. I: the effect of scaling both tokens to the same norm on the steps of three channels."""
     x = torch.tensor(_TOKENS).view(1, 1, 2, 4)
     chosen = codec(f"group:b=2,g={_GROUP},axis=token,token_scale=fp32", 4)
     step = encode(chosen, x, "App. I")["scales"][0, 0, 0, 0, 0].item()

@@ -1,4 +1,4 @@
-"""One figure of a paper next to the figure measured here, and a verdict."""
+"""A figure from a paper next to the figure measured here, and the verdict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TOLERANCE = 0.02
-"""The largest relative deviation of a measured figure from the published one."""
+"""Maximum relative deviation of a measured figure from the published one."""
 
 _RELATIONS = {">": operator.gt, "<": operator.lt}
 
@@ -17,8 +17,8 @@ _RELATIONS = {">": operator.gt, "<": operator.lt}
 class Row:
     """A figure ``name`` of ``table``, as ``measured`` and as ``published``.
 
-    ``relation`` is the paper's claim: "=" the published value, ">" more or "<" less than it.
-    If a known reason leads elsewhere, ``note`` states it in one line and ``expected`` is the range that it leads to.
+    ``relation`` is the paper's claim: "=" the published value, ">" more or "<" less than it. If the figures differ for a known reason,
+    ``note`` states it in one line, and ``expected`` is the resulting range.
     """
 
     table: str
@@ -31,12 +31,12 @@ class Row:
 
     @property
     def deviation(self) -> float | None:
-        """The relative deviation of the measured from the published value; None for a relation."""
+        """Relative deviation of the measured from the published value; None for a relation."""
         return self.measured / self.published - 1 if self.relation == "=" else None
 
     @property
     def verdict(self) -> str:
-        """within (the tolerance), holds (a relation), explained (in the expected range, not within), or differs."""
+        """The verdict: within (the tolerance), holds (a relation), explained (only within the expected range), or differs."""
         if self.deviation is not None and abs(self.deviation) <= TOLERANCE:
             return "within"
         if self.relation in _RELATIONS and _RELATIONS[self.relation](self.measured, self.published):
@@ -46,7 +46,7 @@ class Row:
         return "differs"
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON values; a number that is not finite, which JSON cannot hold, is None."""
+        """Return the row as JSON values; a number that is not finite, which JSON cannot represent, is None."""
         return {
             "table": self.table,
             "name": self.name,
@@ -61,7 +61,7 @@ class Row:
 
 
 def around(value: float) -> tuple[float, float]:
-    """The range within the tolerance of ``value``."""
+    """Return the range within the tolerance of ``value``."""
     return value * (1 - TOLERANCE), value * (1 + TOLERANCE)
 
 

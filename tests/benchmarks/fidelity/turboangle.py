@@ -1,4 +1,4 @@
-"""TurboAngle: its rates, by bins and by model, and how uniform the angles are."""
+"""TurboAngle: its rates, by bins and by model, and the uniformity of angles."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _STORED_NOTE = "a file holds a token's least and largest norm with 16 bits each,
 
 
 def _mean(recipe: str, layers: int, dim: int, bits: Callable[[Angle], float]) -> float:
-    """The mean of ``bits`` over the codecs that ``recipe`` gives both sides of all layers."""
+    """Return the mean of ``bits`` over the codecs of ``recipe`` for both sides of all layers."""
     parsed = parse_recipe(recipe)
     found = [bits(cast("Angle", parsed.codec(layer, layers, side, dim))) for layer in range(layers) for side in "kv"]
     return sum(found) / len(found)
@@ -61,7 +61,7 @@ def _angle_bits(chosen: Angle) -> float:
 
 
 def _counted(dtype: str) -> Callable[[Angle], float]:
-    """Bits as the paper counts them, with a token's range of norms in ``dtype``."""
+    """Return bits as the paper counts them, with a token's range of norms in ``dtype``."""
     return lambda chosen: rate(replace(chosen, range=dtype)).counted
 
 
@@ -126,7 +126,7 @@ _KEYS: dict[str, tuple[int, str]] = {
 
 
 def _uniformity(settings: Settings) -> list[Row]:
-    """Sec. 2: angles after the rotation are uniform, and all bins equally used; the mean over rotations."""
+    """Return rows for Sec. 2: angles after the rotation are uniform, and all bins equally used, averaged over rotations."""
     rows = []
     for label, (dim, outliers) in _KEYS.items():
         x = torch.randn(1, 1, settings.size(4096, 1024), dim, generator=settings.generator(0))
@@ -141,7 +141,7 @@ def _uniformity(settings: Settings) -> list[Row]:
 
 
 def _bins_in_use(x: torch.Tensor, seed: int) -> float:
-    """Two to the power of the entropy in bits of the bins of ``x``: their number if all are equally frequent, otherwise less."""
+    """Return 2 to the power of the entropy in bits of the bins of ``x``: their number if all are equally frequent, otherwise less."""
     chosen = codec(f"angle:n={_EQUAL_BINS},norm=fp32,seed={seed}", x.shape[-1])
     bins = chosen.digits(encode(chosen, x, "the benchmark's keys"))[0]
     share = torch.bincount(bins.flatten(), minlength=_EQUAL_BINS).double() / bins.numel()

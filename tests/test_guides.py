@@ -107,12 +107,13 @@ def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: p
     (tmp_path / "spec").symlink_to(ROOT / "spec")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    # One of them registers a codec in a module of its own.
+    # One of them registers codecs in modules of its own.
     known = dict(formats.CODECS)
     try:
         run_examples(FOLDER / f"{guide}.md")
     finally:
-        sys.modules.pop("ternary", None)
+        for name in ("acme", "ternary"):
+            sys.modules.pop(name, None)
         formats.CODECS.clear()
         formats.CODECS.update(known)
 

@@ -228,7 +228,7 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     return f"{model_label(report)}, {report['precision']}, {report['text']}: {sizes_text(report['settings'])}", columns, rows
 
 
-_LIMITS = ((0.002, "hardly any token changes"), (0.02, "some tokens change, so test your own task first"))
+_LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test your own task first"))
 """Upper limits of the KL divergence, and what they mean. About sqrt(KL / 2) of the sampled tokens change, by Pinsker's inequality."""
 
 
@@ -252,7 +252,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if losing:
         lines.append(f"{', '.join(losing)}: significantly fewer needles than with the uncompressed cache.")
     if good:
-        lines.append(f"Verdict: {good[-1]} is good enough: the smallest recipe here that changes hardly any token.")
+        lines.append(f"Verdict: {good[-1]} is good enough: the smallest recipe here that changes few tokens.")
     else:
         lines.append("Verdict: none of these recipes is good enough untested: try kvpack-4 or fp8. lossless changes nothing.")
     if len(report["uncompressed"]["windows"]) == 1:

@@ -73,8 +73,8 @@ def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
 def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
     """Return how badly each token fits the scales it shares, float32 ``[batch, token]``. Above 1, it fits too badly.
 
-    ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists what shares a scale: ``HEADS``,
-    ``TOKENS`` or both.
+    ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists the kinds of shared scales:
+    ``HEADS``, ``TOKENS`` or both.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
     return result if TOKENS not in shared else torch.maximum(result, widening_factors(norms, shared) / GROUP_RATIO)

@@ -12,7 +12,7 @@ from support.touched import ROOT, changed_files, needed_by
 
 
 def sources() -> list[str]:
-    """Every Python file of the checkout that git does not ignore."""
+    """Return every Python file of the checkout that git does not ignore."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout of git")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]

@@ -123,7 +123,7 @@ class Frame(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a layer that lie in one segment of the keys and one of the values."""
+    """Consecutive tokens of a layer that are in one segment of the keys and one of the values."""
 
     first: int
     tokens: int

@@ -33,7 +33,7 @@ class _DescribedPart(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Tokens ``[start, stop)`` that lie in one part of the keys and one part of the values."""
+    """Tokens ``[start, stop)`` that are in one part of the keys and one part of the values."""
 
     start: int
     stop: int

@@ -27,7 +27,7 @@ APART, NEIGHBORS = 1, 2
 class PageMeans(NamedTuple):
     """Constants for pages of ``tokens`` tokens that share a mean key of ``dim`` channels with ``bits`` bits each.
 
-    ``streams`` are those of the codes and of the scales. ``whole`` is True if each warp's tile lies in one page.
+    ``streams`` are those of the codes and of the scales. ``whole`` is True if each warp's tile is within one page.
     """
 
     tokens: int
@@ -74,7 +74,7 @@ class Tiles:
     tokens: int = 32
     """Minimum number of tokens in a warp's tile."""
     whole_groups: int = 1
-    """Number of tokens per token group; a tile that begins at a multiple of it, and is not larger, lies in one token group."""
+    """Number of tokens per token group; a tile that begins at a multiple of it, and is not larger, is within one token group."""
     most_tokens: int = 32
     """Maximum number of tokens in a warp's tile, limited by registers; higher if tokens share scales or have few."""
     loads_ahead: bool = False

@@ -27,8 +27,8 @@ class BoundLoader(NamedTuple):
     """A codec's loader (``tiles.Tiles``) bound to the streams of one launch.
 
     ``widths`` are the columns of each tile, and ``stream_widths`` is the argument of ``bitfields.load_column_fields``. ``whole`` is True if
-    each warp's tile always lies in one token group. There are ``tables`` tables of ``table_values`` values each, which sequences and heads
-    use in turn. ``columns`` counts the columns of all tiles, and of the ``offset`` if there is one.
+    each warp's tile is always within one token group. There are ``tables`` tables of ``table_values`` values each, which sequences and
+    heads use in turn. ``columns`` counts the columns of all tiles, and of the ``offset`` if there is one.
     """
 
     load: Any

@@ -107,8 +107,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure recipes (None: the defaults of each part) and return a report as JSON values.
 
-    ``sweep`` adds contexts of many lengths and, with ``out``, a picture of them. Raises InvalidParameter, also if there is no CUDA device,
-    and WriteFailed.
+    ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. Raises InvalidParameter, also if there is no CUDA device, and
+    WriteFailed.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():

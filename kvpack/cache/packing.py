@@ -300,7 +300,7 @@ def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codec
 
 
 class _Kind(NamedTuple):
-    """What layers that are encoded together have in common. ``most`` is their maximum number."""
+    """The common properties of layers that are encoded together. ``most`` is the maximum number of such layers."""
 
     most: int
     skipped: int

@@ -42,7 +42,7 @@ _MAX_READERS = 14
 _MIN_DIRECT_READERS = 8
 """Minimum number of threads that read past the page cache, because a disk is fastest with many requests."""
 _MAX_CHECKERS = 16
-"""Maximum number of threads that also check what they read."""
+"""Maximum number of threads that also check the bytes that they read."""
 _MAX_WAITING_READS = 2
 """Number of reads that have memory but no Python thread yet."""
 

@@ -42,7 +42,7 @@ _RECORDED = "kvpack-recorded"
 _OBSERVED = "kvpack-observed"
 
 _OTHER_WEIGHTS = ("s_aux", "position_bias")
-"""Options of attention, besides queries, keys and masks, that affect its weights."""
+"""Options of attention, other than queries, keys and masks, that affect its weights."""
 
 
 @dataclass(frozen=True)

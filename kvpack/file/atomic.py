@@ -24,7 +24,7 @@ TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
 """Prefix and suffix of an unfinished file's name."""
 LOCKED_SUFFIX = "-locked.tmp"
-"""Suffix of an unfinished file whose writer holds an exclusive ``flock`` on it. If it is not locked, the writer has died."""
+"""Suffix of an unfinished file on which its writer has an exclusive ``flock``. If it is not locked, the writer has died."""
 
 _ATTEMPTS = 100
 """Maximum number of attempts of a writer to create its file: a sweep may remove the new file before it is locked."""

@@ -61,7 +61,7 @@ class HasSides(Protocol):
     """A layer in a basis file."""
 
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
-        """Yield ("k", keys) and ("v", values), omitting what is absent."""
+        """Yield ("k", keys) and ("v", values), omitting absent ones."""
         ...
 
 

@@ -122,7 +122,7 @@ class LayerEntry:
             raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}")
 
     def sides(self) -> Iterator[tuple[str, SideEntry]]:
-        """Yield ("k", keys) and ("v", values), omitting what is absent."""
+        """Yield ("k", keys) and ("v", values), omitting absent ones."""
         if self.k is not None:
             yield "k", self.k
         if self.v is not None:

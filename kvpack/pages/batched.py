@@ -187,7 +187,7 @@ def _halve_means(
 ) -> torch.Tensor:
     """Encode the layers of pages with tokens that have ``lost`` precision again, with half means, into ``encoded``.
 
-    The parameters are those of ``_encode`` and its results. Returns what tokens lose then.
+    The parameters are those of ``_encode`` and its results. Returns the remaining losses of tokens.
     """
     if lane.halved_codec is None or not (lost[0] > 1).any():
         return lost

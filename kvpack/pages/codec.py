@@ -92,10 +92,9 @@ class PageCodec:
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
         """Encode the pages in ``slots`` to ``rows``; return, for each page, None or the error for which it has no row.
 
-        ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``; what follows a row in its
-        buffer is left as it is. ``keys`` are the engine's names of the pages, of any bytes. The row of a page with an error does not
-        begin as a row.
-        Raises InvalidParameter and OutOfBounds for arguments that fit no page.
+        ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``; bytes after a row in its buffer
+        are left unchanged. ``keys`` are the engine's names of the pages, of any bytes. The row of a page with an error does not begin as a
+        row. Raises InvalidParameter and OutOfBounds for arguments that fit no page.
         """
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 

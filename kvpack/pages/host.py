@@ -54,7 +54,7 @@ class RowPlan(NamedTuple):
 
 
 class HostPages:
-    """The implementation of ``PageCodec`` for pages in host memory, with ``threads`` threads of its own."""
+    """The implementation of ``PageCodec`` for pages in host memory, with its own ``threads`` threads."""
 
     def __init__(self, plan: RowPlan, threads: int, left_out: LeftOutTokens) -> None:
         self._plan, self._threads, self._left_out = plan, threads, left_out

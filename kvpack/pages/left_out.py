@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LeftOutTokens:
-    """A counter of tokens that should have been kept raw, but for which their page had no room. Safe to use from any thread.
+    """A counter of tokens that should have been kept raw, but for which a page had no room. Safe to use from any thread.
 
     A token of low norm is harmless: only its own error grows. A token is ``costly`` if tokens or heads that share scales with it lose
     precision, because its norm is high or a shared scale does not fit it, or if it loses precision itself because a map, a mean or its own

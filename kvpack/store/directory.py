@@ -259,7 +259,10 @@ class Directory(SingleTierBackend):
         return entries, size
 
     def described(self, also: str | None = None) -> Described | None:
-        """Return what the index knows; None without an up-to-date index."""
+        """Return the totals in the index by descriptive text; None without a current index.
+
+        Also returns the entries without a text, or with a text of kind ``also``.
+        """
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
         if known is None:
             return None

@@ -76,20 +76,20 @@ class HeaderTemplate:
 
 
 class HeaderTemplates(Generic[Known]):
-    """A few templates of the files of chunks that were read before, each with what the caller knows about such files."""
+    """A few templates of the files of chunks that were read before, each with the caller's information about such files."""
 
     def __init__(self) -> None:
         self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Known]]] = {}
         self._count = 0
 
     def add(self, file: File, feature: str, known: Known) -> None:
-        """Remember what is ``known`` about an open file, which has been checked, with ``feature``."""
+        """Add a template of an open file with ``feature``, which has been checked, and the caller's information ``known``."""
         if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
             self._count += 1
             self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), known))
 
     def match(self, data: memoryview) -> tuple[Known, int, bytes] | None:
-        """Return what is known about files like ``data``, and the start and the feature of ``data``; None if no template matches."""
+        """Return the information stored for files like ``data``, and the start and the feature of ``data``; None if no template matches."""
         text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
         for template, known in self._templates.get(_layout(len(data), text), ()):
             if (found := template.match(data)) is not None:

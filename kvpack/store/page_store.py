@@ -77,7 +77,7 @@ class PageStore:
 
     Args:
         location: As for ``Store``.
-        identity: What the values depend on in addition to the keys. A recipe with the codec klt needs its basis:
+        identity: Everything that the values depend on, except the keys. A recipe with the codec klt needs its basis:
             ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
         geometry: Layers, heads, tokens, dims and dtype of a page.
         threads: Number of threads that encode and decode.

@@ -61,7 +61,7 @@ class Store:
             server (redis://, rediss://, unix://); an object store, by URL (s3://, gs://, az://) or as an object of ``obstore.store``; or
             a list of these as *tiers*, fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``. A ``Tier`` gives a
             location options of its own. Hits in a slower tier are verified and copied up; saves go to every tier.
-        identity: What the values depend on besides the tokens. The basis of its recipe is stored before the first chunk; without
+        identity: Everything that the values depend on, except the tokens. The basis of its recipe is stored before the first chunk; without
             one, the store's own is used, and if the store has none, nothing is loaded or saved.
         chunk: Tokens per chunk, a multiple of the recipe's token groups.
         lease: Seconds for which a ``load`` that does not find the whole prefix leases the first missing chunk, so that several workers
@@ -149,8 +149,8 @@ class Store:
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
         """Return the keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
 
-        ``inputs`` names what chunks depend on besides token ids, such as images or embeddings: for every chunk a digest of at most
-        64 bytes, b"" if its ids determine it. A digest is part of the chunk's key, and so of all later keys. Every method takes it so.
+        ``inputs`` names everything else that chunks depend on, such as images or embeddings: for every chunk a digest of at most 64 bytes,
+        b"" if its ids determine it. A digest is part of the chunk's key, and so of all later keys. Every method takes it so.
         """
         return chunk_keys(self._root, token_bytes(token_ids), self.chunk, inputs)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 8
 _POSITIONS = (1, 5, 331)
-"""Positions besides 0 at which tokens are read."""
+"""Positions other than 0 at which tokens are read."""
 
 TOLERANCE = 1e-3
 """Maximum error of a key that is rotated from position 0 to another, relative to the key."""

@@ -28,7 +28,7 @@ EXCHANGES = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation with its measured loss and its role in the search (``what``)."""
+    """An allocation with its measured loss and a description of its role in the search (``what``)."""
 
     what: str
     allocation: Allocation

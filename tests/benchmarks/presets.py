@@ -1,7 +1,7 @@
 """make bench-presets: the losses and sizes of kvpack's own presets, relative to the papers' recipes in the same windows.
 
-A window has ``TOKENS`` tokens that are packed and ``SCORE`` that are scored, as ``kvpack bench quality`` does it. Its results are a file,
-so that windows are measured by several processes, or one after another, and those that are there are not measured again.
+A window has ``TOKENS`` packed tokens and ``SCORE`` scored ones, as in ``kvpack bench quality``. The results of each window are saved to a
+file, so that several processes can measure windows, and existing results are not measured again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo: a complete run of one recipe, and what its reader must not do."""
+"""The demo: a complete run of one recipe, and restrictions on its reader."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ def test_ids_are_little_endian_words() -> None:
 
 
 def with_adapters() -> Any:
-    """A model with the LoRA adapters "default", which is active, and "b"."""
+    """Return a model with the LoRA adapters "default", which is active, and "b"."""
     torch.manual_seed(0)
     settings = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=2, init_lora_weights=False)
     with warnings.catch_warnings():

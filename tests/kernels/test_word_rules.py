@@ -45,7 +45,7 @@ def sides_of(recipe: str) -> list[Side]:
 
 @pytest.fixture(autouse=True)
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, CPU tensors use the kernels, too; with a device, caches are packed on the CPU."""
+    """Run kernels on CPU tensors in the interpreter, too. With a device, caches are packed on the CPU."""
     if INTERPRETED:
         monkeypatch.setenv(dispatch.VARIABLE, "triton")
 

@@ -70,7 +70,7 @@ OF_LATENTS = [
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """On the CPU, the interpreter runs if it is enabled; otherwise, the host path does."""
+    """Use the interpreter on the CPU if it is enabled; otherwise, the host path."""
     if INTERPRETED:
         monkeypatch.setenv("KVPACK_KERNELS", "triton")
     return lambda: monkeypatch.setenv("KVPACK_KERNELS", "")

@@ -32,7 +32,7 @@ open_store = partial(store_caches.open_store, identity=EVEN)
 
 @pytest.fixture(autouse=True, params=["listed", "indexed"])
 def _index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with few entries is listed; make the index start early, as in a large folder."""
+    """Use an index from few entries on, as in a large folder; small folders are otherwise listed."""
     if request.param == "listed":
         return
     real = directory.Directory.put

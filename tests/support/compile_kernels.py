@@ -68,7 +68,7 @@ _REGISTERS = 0x2F
 
 
 class NoDevice:
-    """Stands in for the driver that Triton's compiler queries."""
+    """A stub of the driver that Triton's compiler queries."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

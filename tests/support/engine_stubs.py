@@ -32,7 +32,7 @@ def import_over(monkeypatch: pytest.MonkeyPatch, modules: Mapping[str, Mapping[s
 
 
 class Stats:
-    """Stands in for vLLM's OffloadingConnectorStats."""
+    """A stub of vLLM's OffloadingConnectorStats."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[tuple[str, ...], Any]] = {}
@@ -76,7 +76,7 @@ def check_defined(stats: Stats, definitions: Mapping[str, Any]) -> None:
 
 
 class Metric:
-    """Stands in for a metric of prometheus_client, and stores the values of each label."""
+    """A stub of a prometheus_client metric, which stores the values of each label."""
 
     def __init__(self, name: str, meaning: str, labels: list[str], **options: Any) -> None:
         self.name, self.names, self.values = name, labels, {}

@@ -227,7 +227,7 @@ def _orders(generator: Generator, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _flags(generator: Generator, shape: tuple[int, ...], every: int) -> torch.Tensor:
-    """Return int32 flags of ``shape``, of which one in ``every`` is 1 and the others are 0."""
+    """Return int32 flags of ``shape``: one in ``every`` is 1, and the others are 0."""
     count = torch.Size(shape).numel()
     ones = [int(every > 0 and generator.word() % every == 0) for _ in range(count)]
     return torch.tensor(ones, dtype=torch.int32).view(shape)

@@ -37,7 +37,7 @@ def codecs(k: str, v: str, dims: tuple[int, int]) -> tuple[Codec, Codec]:
 
 
 def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> PackedRun:
-    """Return a page of random digits with ordinary norms and scales, of which some norms are zero and some negative."""
+    """Return a page of random digits with ordinary norms and scales; some norms are zero and some negative."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(codec, CodecWithSidecars):
         page = random_page(codec.codec, batch, heads, tokens, seed)

@@ -30,7 +30,7 @@ ENTRY_READERS = ("c", "javascript")
 """Readers whose programs also read store entries."""
 
 FRAME_RULE, FRAME_SECTION = "container-21", "container.md, zstd"
-"""The rule about malformed Zstandard frames, of which decoders may accept different ones, as readers and the second decoder name it."""
+"""Name of the rule about malformed Zstandard frames, by readers and by the second decoder. Decoders may accept different frames."""
 
 
 class Answer(NamedTuple):

@@ -12,7 +12,7 @@ Table = list[dict[str, str]]
 
 
 def section(page: Path, heading: str) -> str:
-    """Return the text under ``heading``, whatever its level, up to the next heading of the same or a higher level."""
+    """Return the text under ``heading``, of any level, up to the next heading of the same or a higher level."""
     lines = page.read_text(encoding="utf-8").split("\n")
     first = next(i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(heading)}", line))
     level = lines[first].split(" ")[0]

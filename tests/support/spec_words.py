@@ -20,7 +20,7 @@ def words(document: Path) -> int:
 
 
 def is_informative(document: Path) -> bool:
-    """Return True if ``document`` states no rules of its own: the list of rules, and documents marked as informative."""
+    """Return True if ``document`` states no rules itself: the list of rules, and documents marked as informative."""
     return document == RULES or document.read_text(encoding="utf-8").split("\n")[2].startswith("*Informative.*")
 
 

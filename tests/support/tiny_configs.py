@@ -118,7 +118,7 @@ _LEFT_OUT = {
     "per_layer_config",
     "transformers_version",
 }
-"""Settings that a configuration derives by itself."""
+"""Settings that a configuration derives from others."""
 
 
 def _small(name: str, value: Any) -> Any:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
 )
-"""The metadata names under which a cache keeps what its file contains besides tokens, keys and values."""
+"""Metadata names under which a cache stores the file's other contents, in addition to tokens, keys and values."""
 _MAX_POSITION = 2**31 - 1
 _KINDS = " keys beside values of "
 """The separator between the types of keys and of values in the dtype of a cache with quantized ones."""

@@ -179,7 +179,9 @@ class Record:
         return Inputs(token_ids, notes, starts, tuple(rows), tuple(self._hidden_ranges()), first=0, count=self.tokens)
 
     def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
-        """Describe the hidden tokens that a pass of ``tokens`` tokens with this attention mask would see, and what to do; None without any.
+        """Describe the hidden tokens that a pass of ``tokens`` tokens with this mask would see, and suggest a mask.
+
+        Returns None where it would see none.
 
         Tokens hidden by masks of single tokens are known once the masks are read.
         """

@@ -1,4 +1,4 @@
-"""One process of vLLM on the CPU with kvpack's tier: ``python vllm_process.py MODEL STORE RECIPE`` prints what it generated and loaded."""
+"""One process of vLLM on the CPU with kvpack's tier: ``python vllm_process.py MODEL STORE RECIPE`` prints its output and loaded tokens."""
 
 from __future__ import annotations
 

@@ -30,9 +30,11 @@ types: $(INSTALLED)
 # The files with tests marked kernels, which the second run interprets.
 KERNEL_TESTS = $(shell grep -lr "pytest.mark.kernels" tests --include="test_*.py")
 
-# Tests are given out in the order of the files, so that one worker makes what the tests of a file share. Compiled Python files are
-# written even where the environment says not to: every worker, and every process that a test starts, would compile them again.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2 --dist worksteal
+# Compiled Python files are written even where the environment says not to: every process would compile them again.
+export PYTHONDONTWRITEBYTECODE =
+
+# Tests are given out in the order of the files, so that one worker makes what the tests of a file share.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses 2 --dist worksteal
 
 unit: $(INSTALLED)
 	$(PYTEST) -m "not scenario"
@@ -190,11 +192,12 @@ sanitized-tests:
 	$(BIN)/python -P -m pytest -o "pythonpath=build/sanitized . tests" --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \
 		-k "no_word or any_call or any_side or any_group or any_codec or any_chunks or streams_of_formats or any_number_of_bytes or flags_that or thousand or kind_of_float or any_strides or any_bytes or flipped_bit or counts_of or runs_of"
 
+# Tests import a quarter of the packages' 14,000 modules, which are compiled when they are first imported.
 # pip first, for --group (25.1), and setuptools: the package is then built without a second, unpinned download of it.
 # setuptools compares object files with C sources only, so files of an earlier build go: a header may have changed.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) $(wildcard kernels/cpu/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) pip setuptools
 	rm -rf build/lib* build/temp*
-	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --group docs --group fuzz --group test --editable '.[bench,transformers]'
+	$(PIP) install --no-compile --constraint $(CONSTRAINTS) --no-build-isolation --group docs --group fuzz --group test --editable '.[bench,transformers]'
 	touch $@

@@ -67,7 +67,7 @@ class Environment:
         site = folder / below.relative_to(ROOT / ".venv")
         site.joinpath("below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
         pip = [BIN / "python", "-m", "pip", "--disable-pip-version-check", "--python", self.python]
-        subprocess.run([*pip, "install", "--quiet", "--upgrade", *self.requirements], check=True)
+        subprocess.run([*pip, "install", "--quiet", "--no-compile", "--upgrade", *self.requirements], check=True)
 
     def versions(self, names: list[str]) -> list[str]:
         """The version of each package that a process of this environment finds."""

@@ -1,10 +1,10 @@
-"""Run tests with the oldest and the newest dependencies that pyproject.toml allows, and print a table of what ran.
+"""Run tests with the oldest and the newest dependencies that pyproject.toml allows, and print a table of versions and results.
 
-The fast part, which `.ci/run` runs, keeps the PyTorch of .venv and runs a part of the tests. `make versions` runs the whole
-(`--whole`): the oldest and the newest PyTorch, all tests, and the interpreter's tests with every minor Triton.
+`.ci/run` runs the fast part, which keeps the PyTorch of .venv and runs some of the tests. `make versions` runs everything (`--whole`): the
+oldest and the newest PyTorch, all tests, and the interpreter's tests with every minor Triton.
 
-An environment lies in build/versions over the packages of .venv, and hides those of which it has another version.
-The exit code is 1 when an environment cannot be installed or a test fails.
+Each environment is a folder in build/versions. It uses the packages of .venv except those that it installs in another version. The exit
+code is 1 when an environment cannot be installed or a test fails.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ TESTS = (
     "test_recipes.py",
     "test_encryption.py",
 )
-"""The fast part: every codec's bytes and values, caches of models, and the packages of extras."""
+"""Test files of the fast part: every codec's bytes and values, models' caches, and the packages that extras install."""
 COMPILED = "tests/kernels/test_compiling.py"
 DEFAULT_COMPILED = f"{COMPILED}::test_the_default_recipe_compiles"
-"""The recipes that Triton's compiler is tried on with every Triton, and in the fast part."""
+"""The compilation test that the fast part runs. With ``--whole``, all tests in ``COMPILED`` run with every Triton version."""
 KERNELS = "decode_the_pages_of_a_cache or batches_and_heads or many_short_pages or pack_and_append"
-"""The fast part in Triton's interpreter: attention, decoding and encoding."""
+"""pytest's ``-k`` expression for the kernel tests of the fast part: attention, decoding and encoding in Triton's interpreter."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Packages over those of .venv, and what runs with them."""
+    """A virtual environment on top of .venv, and the tests to run in it."""
 
     name: str
     requirements: tuple[str, ...]
@@ -60,7 +60,7 @@ class Environment:
         return ENVIRONMENTS / self.name / "bin" / "python"
 
     def install(self) -> None:
-        """Raises CalledProcessError where the requirements cannot be installed together."""
+        """Create the environment. Raises CalledProcessError if its requirements cannot be installed together."""
         folder = ENVIRONMENTS / self.name
         subprocess.run([BIN / "python", "-m", "venv", "--without-pip", folder], check=True)
         below = next((ROOT / ".venv" / "lib").glob("python3*/site-packages"))
@@ -70,12 +70,12 @@ class Environment:
         subprocess.run([*pip, "install", "--quiet", "--no-compile", "--upgrade", *self.requirements], check=True)
 
     def versions(self, names: list[str]) -> list[str]:
-        """The version of each package that a process of this environment finds."""
+        """Return the version of each package in ``names`` that this environment imports."""
         code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
         return subprocess.run([self.python, "-c", code, *names], check=True, capture_output=True, text=True).stdout.split()
 
     def run(self) -> tuple[str, str]:
-        """What pytest says last of the tests on PyTorch operations, and of those of the kernels in Triton's interpreter."""
+        """Run the tests. Returns pytest's summaries of the tests of PyTorch operations and of the kernel tests in Triton's interpreter."""
         files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if self.tests == "whole" or path.name in TESTS]
         if self.tests == "part":
             files.append(DEFAULT_COMPILED)
@@ -90,7 +90,7 @@ class Environment:
         )
 
     def _pytest(self, arguments: list[str], **variables: str) -> str:
-        # A release of another age warns of what it will change; that is no failure here.
+        # Older and newer releases warn of deprecations; these are not failures here.
         options = ["--quiet", "-p", "no:cacheprovider", "-W", "default"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         command = [self.python, "-m", "pytest", *options, *arguments]
@@ -105,7 +105,7 @@ class Environment:
 
 
 def ranges() -> dict[str, str]:
-    """The oldest version allowed of every dependency of kvpack and of its extras."""
+    """Return the oldest allowed version of every dependency, including those of extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *(one for extra in EXTRAS for one in project["optional-dependencies"][extra])]
     found = {}
@@ -116,7 +116,7 @@ def ranges() -> dict[str, str]:
 
 
 def environments(whole: bool) -> list[Environment]:
-    """The environments of the fast part, or of the whole."""
+    """Return the environments of the fast part, or those of ``--whole`` if ``whole`` is True."""
     floors = ranges()
     torch = floors.pop("torch")
     oldest, newest = tuple(f"{name}=={version}" for name, version in floors.items()), tuple(floors)
@@ -126,7 +126,7 @@ def environments(whole: bool) -> list[Environment]:
             Environment("newest", (*newest, "triton")),
         ]
     return [
-        # This PyTorch brings a Triton that is too old for the kernels.
+        # This PyTorch requires a Triton that is too old for the kernels.
         Environment("oldest", (*oldest, f"torch=={torch}"), tests="whole", kernels="none"),
         Environment("newest", (*newest, "torch"), tests="whole"),
         *(Environment(f"triton-{version}", (f"triton=={version}.*",), tests="compiled", kernels="whole") for version in TRITONS),
@@ -134,7 +134,7 @@ def environments(whole: bool) -> list[Environment]:
 
 
 def table(columns: list[list[str]]) -> str:
-    """Lines with one cell per column, padded to the widest."""
+    """Format columns of equal length as a text table with aligned cells."""
     widths = [max(map(len, column)) for column in columns]
     rows = zip(*columns, strict=True)
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -142,8 +142,8 @@ def table(columns: list[list[str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--whole", action="store_true", help="all environments and all tests: gigabytes of PyTorch, about an hour")
-    parser.add_argument("--only", metavar="NAME", help="this environment alone")
+    parser.add_argument("--whole", action="store_true", help="run all tests in all environments (about an hour and gigabytes)")
+    parser.add_argument("--only", metavar="NAME", help="run only this environment")
     arguments = parser.parse_args()
     shutil.rmtree(ENVIRONMENTS, ignore_errors=True)
     names = ["torch", "triton", *sorted(set(ranges()) - {"torch"})]
@@ -154,7 +154,7 @@ def main() -> int:
         environment.install()
         return [environment.name, python, *environment.versions(names), *environment.run()]
 
-    # Two at a time, each in one process: one is tested while the other's packages are fetched.
+    # Two environments at a time, so that one is tested while packages of the other are downloaded.
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(column, (one for one in environments(arguments.whole) if arguments.only in (None, one.name))):
             failed |= any(cell.startswith("FAILED") for cell in found)

@@ -1,4 +1,4 @@
-"""Check that wheels have at most 2 MB besides the demo's model: python .ci/wheel_size.py WHEEL..."""
+"""Check that wheels without the demo's model are at most 2 MB large: ``python .ci/wheel_size.py WHEEL...``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT = 2_000_000
 
 
 def size(path: str | os.PathLike[str]) -> int:
-    """Return the bytes of the wheel ``path`` without those of the demo's model, as compressed there."""
+    """Return the number of bytes of the wheel ``path`` without its compressed demo model."""
     with zipfile.ZipFile(path) as wheel:
         return os.path.getsize(path) - wheel.getinfo(MODEL).compress_size
 

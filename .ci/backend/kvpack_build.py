@@ -1,11 +1,11 @@
-"""setuptools' build backend, with what it lacks for kvpack.
+"""setuptools' build backend, extended to restore links and to make the C library optional.
 
-The package reaches formats/, kernels/ and what `kvpack view` serves by links in kvpack/. pip unpacks a zip of the sources with text files
-in their place, each with the path that its link pointed to. They become links again before setuptools looks for packages.
+The package includes formats/, kernels/ and the files that `kvpack view` serves through symbolic links in kvpack/. pip unpacks them from a
+zip as text files that contain the links' targets. They are turned back into links before setuptools looks for packages.
 
-The C library is optional. A wheel without it is tagged py3-none-any, so that no cache serves it in place of a compiled one.
-Debug information, five sixths of the library, is left out unless CFLAGS is set, and its symbols, on Linux, unless LDFLAGS is. A compiled
-wheel is compressed as well as zlib can. The C files are compiled beside each other.
+The C library is optional. A wheel without it is tagged py3-none-any, so that pip's cache does not offer it instead of a compiled wheel.
+Debug information, which is five sixths of the library's size, is omitted unless CFLAGS is set. On Linux, symbols are stripped unless
+LDFLAGS is set. A compiled wheel is compressed at zlib's highest level. The C files are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _compile = CCompiler.compile
 
 
 def _compile_at_once(self: CCompiler, sources: list[str], *args: Any, **options: Any) -> list[str]:
-    """Compile each file in a thread; raises as for one after another."""
+    """Compile the files in parallel threads. Raises the same errors as sequential compilation."""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         return [name for names in pool.map(lambda source: _compile(self, [source], *args, **options), sources) for name in names]
 
@@ -61,7 +61,7 @@ CCompiler.compile = _compile_at_once
 
 
 def _restore_links() -> None:
-    """Turn the text files that stand for links back into links. Raises RuntimeError if a folder is missing."""
+    """Turn text files that contain the targets of links back into links. Raises RuntimeError if a folder is missing."""
     for name, target in LINKS.items():
         path = Path(name)
         if path.is_file() and path.read_text(encoding="utf-8").strip() == target:
@@ -73,7 +73,7 @@ def _restore_links() -> None:
 
 
 def _compress(path: Path) -> None:
-    """Compress the members of the wheel ``path`` anew, as well as zlib can."""
+    """Recompress the members of the wheel ``path`` at zlib's highest level."""
     with zipfile.ZipFile(path) as wheel:
         members = [(member, wheel.read(member)) for member in wheel.infolist()]
     with zipfile.ZipFile(path, "w") as wheel:
@@ -94,7 +94,7 @@ def build_wheel(wheel_directory: str, *args: Any) -> str:
         _compress(path)
         return name
     path.unlink()
-    # setuptools builds once per process.
+    # setuptools can only build once per process.
     done = subprocess.run([sys.executable, "-c", _BUILD_WITHOUT_LIBRARY, wheel_directory], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()[-1]
 

@@ -1,7 +1,7 @@
 """Build the guides, the reference and the specification as HTML: ``python .ci/docs/build.py build/docs``.
 
-Pages are copied to one folder first, each to the place that it has in the repository, so that links between them hold.
-Every warning is an error: a link that leads nowhere, a name that is not documented, a docstring that is no reStructuredText.
+Pages are first copied to a temporary folder with the same layout as the repository, so that links between them work. Every warning is an
+error, for example about a broken link, an undocumented name or a docstring with invalid reStructuredText.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sphinx.cmd.build import main
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LINKED = ("formats", "kernels", "kvpack", "spec")
-"""Folders of pages, and what these link to."""
+"""Folders with pages, and with files that pages link to."""
 PAGES = ("CHANGELOG.md", "README.md")
-"""Pages at the top of the repository: the index shows parts of the README."""
+"""Pages in the root of the repository. The index includes parts of the README."""
 
 
 def build(out: str) -> int:

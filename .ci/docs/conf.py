@@ -1,4 +1,4 @@
-"""The settings of Sphinx for the guides, the reference and the specification (build.py)."""
+"""Sphinx's settings for the guides, the reference and the specification, which build.py builds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ html_title = f"kvpack {release}"
 html_theme = "furo"
 html_copy_source = False
 html_show_copyright = False
-# Quotation marks in docstrings are those of code.
+# Quotation marks in docstrings belong to code.
 smartquotes = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -33,9 +33,9 @@ include_patterns = [
     "kernels/cpu/README.md",
     "kvpack/integrations/*/README.md",
 ]
-# Links such as container.md#json-header are to headings, and are checked.
+# Create anchors for headings, so that links such as container.md#json-header are checked.
 myst_heading_anchors = 4
-# Links to folders of the repository lead nowhere here.
+# The HTML has no pages for these folders, which pages link to.
 FOLDERS = (
     *("codecs", "vectors", "row-vectors", "store-vectors"),
     *("decoder", "../decoder", "spec/decoder", "../../spec/decoder"),
@@ -54,17 +54,17 @@ ACCESSIBLE = {
     "<pre>": '<pre tabindex="0">',
     '<div class="table-wrapper': '<div tabindex="0" class="table-wrapper',
 }
-"""What screen readers and keyboards need and Sphinx leaves out: levels of headings, and code and tables that scroll without a mouse."""
+"""Replacements in Sphinx's HTML for accessibility: levels of headings, and code and tables that can be scrolled with the keyboard."""
 
 
 def make_accessible(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Complete the HTML of a page and of its navigation."""
+    """Apply ``ACCESSIBLE`` to the HTML of a page and of its navigation."""
     for part in ("body", "furo_navigation_tree"):
         for written, complete in ACCESSIBLE.items():
             context[part] = context.get(part, "").replace(written, complete)
 
 
 def setup(app: Sphinx) -> None:
-    """Register the language of the blocks of the specification that tests parse, and complete pages after the theme."""
+    """Register ``example``, the language of code blocks that tests parse, and make pages accessible after the theme has rendered them."""
     app.add_lexer("example", TextLexer)
     app.connect("html-page-context", make_accessible, priority=900)

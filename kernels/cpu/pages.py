@@ -69,7 +69,7 @@ class Encoder:
     def run(self, values: PageValues, row: int, threads: int, errors: int = 0) -> bool:
         """Encode ``values`` to the packed row at address ``row``; return False if ``formats/`` must encode or reject some values.
 
-        ``errors``, unless 0, is the address of those of ``encode.encode``, one after another for all layers. Raises MemoryError.
+        ``errors``, unless 0, is the address of the ``errors`` of ``encode.encode`` for all layers, concatenated. Raises MemoryError.
         """
         call = library.EncodeArguments.from_buffer_copy(self._call)
         call.x = library.Stream(*values)
@@ -81,7 +81,7 @@ class Encoder:
 
 
 class LargeErrors:
-    """A check of ``layers`` layers of an encoded page, ``stride`` bytes apart in its packed row, for tokens of a large own error."""
+    """A check for tokens with large errors in ``layers`` layers of an encoded page, ``stride`` bytes apart in its packed row."""
 
     def __init__(self, codec: Codec, layers: int, heads: int, tokens: int, streams: Mapping[str, StreamLocation], stride: int) -> None:
         source = encode.scales_of_errors(codec, codec.summary.error_spread)

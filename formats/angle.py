@@ -10,14 +10,16 @@ from functools import lru_cache
 from math import log2, pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, check_choice, check_fields, check_range, stored_norm
+from .base import MAX_DIM
 from .columns import Columns, default_fields, factors_of_two, is_power_of_two, next_power_of_two, row_bytes
 from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
 from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
+from .parameter_checks import Fields, check_choice, check_fields, check_range
 from .rotation import KINDS
+from .streams import Layout, stored_norm
 from .tables import MAX_CACHED_TABLES, cache_per_device
 
 if TYPE_CHECKING:

@@ -1,53 +1,37 @@
-"""The base class of all codecs, with the layouts and encoders that codecs return.
+"""The base class of all codecs.
 
 Ids are permanent: a codec id never changes its meaning, and equal ids and parameters decode the same bytes (spec/README.md, Versioning).
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from operator import mul
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+from .codec_summary import CodecSummary
 from .columns import Columns
-from .errors import InvalidParameter, OutOfRange
 from .head_norms import norms_per_head
-from .lazy import numpy, torch
+from .lazy import torch
 from .rotation import Rotation, rotation_of
+from .runs import RunEncoder
+from .streams import EntryStreams, Layout
 from .tables import BoundedCache
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
+    from .runs import Run
     from .value_blocks import Array
 
 SidecarType = TypeVar("SidecarType")
-
-HALF_LIMIT = 65520.0
-"""The smallest number that rounds to infinity in binary16. The largest finite binary16 is 65504."""
-
-DTYPE_BYTES = {"U8": 1, "U16": 2, "F16": 2, "BF16": 2, "F32": 4}
-"""Bytes per value of each stored dtype, by safetensors name."""
-NUMPY_DTYPES = {"U8": "u1", "U16": "<u2", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
-"""NumPy dtype of each stored dtype. Bfloat16 is read as unsigned integers."""
-
-NORMS = {"fp16": "F16", "fp32": "F32"}
-"""Stored dtypes of norms and factors, by parameter value."""
 
 MAX_DIM = 1024
 
 _PACKING_PARAMETERS = {"arrangement", "fields"}
 """Parameters that determine how codes are packed, but not the codes themselves."""
-
-Fields = tuple[tuple[str, int], ...]
-"""Number of fields per column (F in the specification) for each code stream, in stream order."""
 
 PayloadRule = Callable[["Mapping[str, Array]", str], None]
 """A check of the stored streams of one layer's keys or values: arrays by name, and a location for messages. Raises InvalidPayload."""
@@ -57,100 +41,6 @@ RunRule = Callable[["Mapping[str, Array]", Sequence[int], int, str], None]
 
 Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 """A function that unpacks the planes of a code stream into digits, like ``Columns.unpack``."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Dtype and shape of one stored stream.
-
-    Attributes:
-        dtype: Stored dtype by its safetensors name: U8, U16, F16, BF16 or F32.
-        shape: ``[batch, kv_head or 1, row, ...]``.
-        tokens_per_row: Number of consecutive tokens that one row covers.
-        per: The unit that a row belongs to: ``"token"`` (``tokens_per_row`` tokens), ``"run"`` (a whole run), or ``"entry"`` (the number of
-            rows for ``tokens_per_row`` tokens depends on stored flags or counts; see ``Codec.entries``).
-        batch_axis: Axis of the sequences. None if the first axis is 1 for any batch size: rows are then entries, ordered by token and
-            sequence.
-
-    Source: spec/container.md, Layers.
-
-    >>> kvpack.formats.base.Layout("F16", (1, 8, 1000)).strides
-    (8000, 1000, 1)
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    tokens_per_row: int = 1
-    per: str = "token"
-    batch_axis: int | None = 0
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides of a contiguous array of this shape, in values."""
-        return _strides(self.shape)
-
-    def array(self, data: memoryview) -> numpy.ndarray[Any, Any]:
-        """View stored bytes as a NumPy array of this shape.
-
-        Args:
-            data: The stored bytes, little-endian.
-
-        Returns:
-            A view of ``data`` with the dtype that ``NUMPY_DTYPES`` names; bfloat16 as unsigned integers.
-        """
-        array: numpy.ndarray[Any, Any] = numpy.frombuffer(data, NUMPY_DTYPES[self.dtype]).reshape(self.shape)
-        return array
-
-
-@lru_cache(maxsize=256)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(accumulate((max(1, size) for size in reversed(shape[1:])), mul, initial=1))[::-1]
-
-
-@dataclass(frozen=True)
-class Run:
-    """The tokens to encode as one run, for codecs that must see all tokens before they encode the first.
-
-    Attributes:
-        shape: ``(batch, kv_head, token, dim)``.
-        device: Device of the values.
-        blocks: Returns a new iterator over the values, finite float32 ``[batch, kv_head, token, dim]`` in token order.
-        position: Position of the first token in its sequence, if known.
-        norms: Norms of the layer's keys in each head, float32 ``[batch, kv_head, token]``, if known.
-        whole: Like ``blocks``, but before page vectors are subtracted. None if no page vectors are subtracted.
-
-    >>> x = torch.randn(1, 2, 10, 64)
-    >>> run = kvpack.formats.base.Run((1, 2, 10, 64), x.device, lambda: iter([x]))
-    >>> [block.shape[2] for block in run.blocks()]
-    [10]
-    """
-
-    shape: tuple[int, int, int, int]
-    device: torch.device
-    blocks: Callable[[], Iterator[torch.Tensor]]
-    position: int | None = None
-    norms: torch.Tensor | None = None
-    whole: Callable[[], Iterator[torch.Tensor]] | None = None
-
-
-@dataclass(frozen=True)
-class RunEncoder:
-    """Encoder of one run, returned by ``Codec.begin``.
-
-    Attributes:
-        streams: The streams with one row per run.
-        encode: ``encode(block, start)`` returns the other streams of a block, finite float32 ``[batch, kv_head, token, dim]``. The number
-            of its first token, ``start``, is a multiple of ``Codec.token_group``.
-
-    >>> codec = kvpack.pack(past, "k=group:b=2;v=group:b=2;raw=0")[0].k.codec
-    >>> x = torch.randn(1, 2, 64, 64)
-    >>> run = kvpack.formats.base.Run((1, 2, 64, 64), x.device, lambda: iter([x]))
-    >>> list(codec.begin(run, None).encode(x, 0))
-    ['codes.0', 'scales']
-    """
-
-    streams: Mapping[str, torch.Tensor]
-    encode: Callable[[torch.Tensor, int], dict[str, torch.Tensor]]
 
 
 class _Checks(NamedTuple):
@@ -166,63 +56,6 @@ class _Checks(NamedTuple):
     run_rules: tuple[RunRule, ...]
     chunk_rules: tuple[PayloadRule, ...]
     batch_stream: str
-
-
-class CodecSummary(NamedTuple):
-    """Properties of a codec that are read for every layer.
-
-    ``entries`` are the names of the streams with one row per entry. ``has_run_rows`` is True if any stream has one row per run.
-    """
-
-    features: frozenset[str]
-    bases_needed: frozenset[bytes]
-    token_group: int
-    fixed_heads: int | None
-    entries: tuple[str, ...]
-    has_run_rows: bool
-    keys_only: bool
-    exact_dtype: str | None
-    shared_scales: frozenset[str]
-    changes_norms: bool
-    error_spread: float
-    direction_spread: float
-    min_error: float
-    spreads_channels: bool
-
-
-class EntryStreams:
-    """Interface of codecs and sidecars for streams with one row per entry. By default, there are no such streams."""
-
-    @property
-    def bases_needed(self) -> frozenset[bytes]:
-        """SHA-256 of each basis that a reader needs to decode the values."""
-        return frozenset()
-
-    def default_entry_counts(self, batch: int, heads: int, tokens: int) -> dict[str, int]:
-        """Return the number of rows of each stream with one row per entry, in a run of ``tokens`` ordinary tokens."""
-        return {}
-
-    def entries(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of rows per token and sequence of each stream with one row per entry: integers ``[token, batch]``.
-
-        If an entry covers ``tokens_per_row`` tokens, it counts once for all of them: integers ``[row, batch]``.
-        """
-        return {}
-
-    def entry_tokens(self, streams: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the token number of each used entry, int64 and ascending, for each stream whose entries store token numbers."""
-        return {}
-
-    def shift_tokens(self, streams: Mapping[str, torch.Tensor], tokens: int | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` with token numbers increased by ``tokens``, which may be int64 ``[entry]``.
-
-        Unused entries are dropped.
-        """
-        return {}
-
-    def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``, in that order."""
-        return {}
 
 
 class Codec(EntryStreams, ABC):
@@ -644,106 +477,3 @@ class PlainCodec(Codec):
         Only codecs with a nonzero ``error_spread`` implement it.
         """
         raise NotImplementedError(self.id)
-
-
-def check_range(codec: str, name: str, value: int, low: int, high: int) -> None:
-    """Check that an integer parameter of a codec is within its range.
-
-    Args:
-        codec: Codec id, for the message.
-        name: Parameter name, for the message.
-        value: The parameter.
-        low: Smallest allowed value.
-        high: Largest allowed value.
-
-    Raises:
-        InvalidParameter: The value is out of range.
-
-    >>> kvpack.formats.base.check_range("group", "bits", 9, 1, 8)
-    Traceback (most recent call last):
-    ...
-    kvpack.errors.InvalidParameter: codec group: bits is 9, expected 1 to 8
-    """
-    if not low <= value <= high:
-        raise InvalidParameter(f"codec {codec}: {name} is {value}, expected {low} to {high}")
-
-
-def check_choice(codec: str, name: str, value: str | int, choices: tuple[str, ...] | tuple[int, ...]) -> None:
-    """Check that a parameter of a codec has one of the known values.
-
-    Args:
-        codec: Codec id, for the message.
-        name: Parameter name, for the message.
-        value: The parameter.
-        choices: The allowed values.
-
-    Raises:
-        InvalidParameter: The value is not one of ``choices``.
-
-    >>> kvpack.formats.base.check_choice("group", "axis", "head", ("token", "channel"))
-    Traceback (most recent call last):
-    ...
-    kvpack.errors.InvalidParameter: codec group: axis is 'head', expected one of token, channel
-    """
-    if value not in choices:
-        raise InvalidParameter(f"codec {codec}: {name} is {value!r}, expected one of {', '.join(map(str, choices))}")
-
-
-def check_fields(codec: str, fields: Fields, expected: tuple[str, ...]) -> None:
-    """Check that the parameter ``fields`` of a codec names its code streams in order.
-
-    Args:
-        codec: Codec id, for the message.
-        fields: Pairs of a stream name and its number of fields per column.
-        expected: The stream names.
-
-    Raises:
-        InvalidParameter: A name is missing, unknown or out of order.
-
-    >>> kvpack.formats.base.check_fields("group", (("code", 8),), ("codes",))
-    Traceback (most recent call last):
-    ...
-    kvpack.errors.InvalidParameter: codec group: fields names the streams code, expected codes
-    """
-    names = tuple(name for name, _ in fields)
-    if names != expected:
-        raise InvalidParameter(f"codec {codec}: fields names the streams {', '.join(names) or 'none'}, expected {', '.join(expected)}")
-
-
-def check_magnitudes(codec: str, name: str, table: bytes, length: int) -> None:
-    """Raise InvalidParameter unless ``table``, a parameter of a codec, has ``length`` binary32 values within [0, 1] that ascend strictly.
-    """
-    if len(table) != 4 * length:
-        raise InvalidParameter(f"codec {codec}: {name} has {len(table)} bytes, expected {4 * length} for {length} binary32 values")
-    values = struct.unpack(f"<{length}f", table)
-    if not all(0 <= value <= 1 for value in values) or any(low >= high for low, high in pairwise(values)):
-        raise InvalidParameter(f"codec {codec}: {name} must ascend strictly within [0, 1], found {values}")
-
-
-def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
-    """Round norms or scales to their stored dtype.
-
-    Args:
-        values: Floating-point tensor of any shape.
-        dtype: Stored dtype, "F16" or "F32".
-        name: Name of a value, for the message.
-
-    Returns:
-        The rounded values in the same shape: float16 or float32.
-
-    Raises:
-        OutOfRange: A value does not fit. The message contains its position, the value and the limit.
-
-    >>> kvpack.formats.base.stored_norm(torch.tensor([1.0001]), "F16", "norm")
-    tensor([1.], dtype=torch.float16)
-    """
-    half = dtype == "F16"
-    # One pass over the unrounded values: 65520 and above would round to infinity.
-    if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
-        at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
-        raise OutOfRange(
-            f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest "
-            f"{'binary16 is 65504' if half else 'binary32 is 3.40282e+38'}: "
-            "scale the input, or choose fp32 norms or a raw codec"
-        )
-    return values.to(torch.float16 if half else torch.float32)

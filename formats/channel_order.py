@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import Layout
 from .block_rotation import read_block_size
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .sidecar import ValueMap, parse_choice
+from .streams import Layout
 from .value_blocks import first_index, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Run
     from .options import Options
+    from .runs import Run
     from .value_blocks import Array
 
 STREAM = "channel_order"

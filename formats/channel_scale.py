@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import NORMS, Layout
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import functional, numpy, torch
 from .sidecar import ValueMap, parse_choice
+from .streams import NORMS, Layout
 from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-    from .base import Run
     from .options import Options
+    from .runs import Run
     from .value_blocks import Array
 
 STREAM = "channel_scale"

@@ -6,18 +6,21 @@ import dataclasses
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import Codec, Fields, PlainCodec, RunEncoder, check_choice, check_range
+from .base import Codec, PlainCodec
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import torch
 from .norm_rule import error_spread, usual_error
+from .parameter_checks import Fields, check_choice, check_range
+from .runs import RunEncoder
 from .tables import MAX_CACHED_TABLES
 from .token_norms import norm_features
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from .base import Layout, Run
     from .options import Options
+    from .runs import Run
+    from .streams import Layout
 
 OPTIONAL = {"optional": True}
 """Metadata of a parameter that is stored only if it differs from its default."""

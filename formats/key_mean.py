@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import Layout, stored_norm
 from .errors import InvalidParameter
 from .lazy import torch
 from .sidecar import PageVector, RunStep, parse_map
+from .streams import Layout, stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Run
     from .options import Options
     from .rotation import Rotation
+    from .runs import Run
 
 CODES, SCALE = "key_mean", "key_mean_scale"
 

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_fields
+from .base import MAX_DIM
 from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, missing_basis, row_count, run_columns, run_count
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
+from .parameter_checks import Fields, check_fields
 from .products import product
+from .runs import Run, RunEncoder
+from .streams import NORMS, Layout
 from .tables import MAX_CACHED_TABLES
 from .value_blocks import row_blocks
 

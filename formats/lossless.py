@@ -11,13 +11,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from . import rans
-from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields
+from .base import MAX_DIM
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily, in_range, one_of
 from .lazy import numpy, torch
+from .parameter_checks import Fields, check_fields
 from .rans_checks import check_ends, check_states
 from .raw import round_to_dtype
+from .runs import Run, RunEncoder
+from .streams import Layout
 from .tables import MAX_CACHED_TABLES
 from .value_blocks import first_index, read_values, row_blocks, take_rows, value_blocks
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, Run, RunEncoder, check_choice, check_fields, stored_norm
+from .base import MAX_DIM
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload
 from .family import CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
+from .parameter_checks import Fields, check_choice, check_fields
+from .runs import Run, RunEncoder
+from .streams import NORMS, Layout, stored_norm
 from .tables import MAX_CACHED_TABLES, cache_per_device
 from .value_blocks import first_index, value_blocks
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, check_fields, check_magnitudes
+from .base import MAX_DIM
 from .columns import Columns, default_fields, reduce_rows
 from .encoding_blocks import encode_by_rows
 from .errors import InvalidPayload
@@ -19,8 +19,10 @@ from .lazy import functional, numpy, torch
 from .lloyd_max import direction_table, triplet_norm_table
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .octahedral_search import ROUNDINGS, codebook, codebook_directions, midpoints, nearest_level
+from .parameter_checks import Fields, check_fields, check_magnitudes
 from .products import product
 from .rotation import KINDS, Rotation
+from .streams import Layout
 from .tables import MAX_CACHED_TABLES, cache_per_device
 from .token_norms import TOKEN_NORMS, decode_norms, encode_norms
 from .value_blocks import arrays_in_memory, first_index, row_blocks

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import MAX_DIM, Layout, check_range
+from .base import MAX_DIM
 from .errors import InvalidType
 from .family import CodecFamily
 from .lazy import torch
+from .parameter_checks import check_range
+from .streams import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

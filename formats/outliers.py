@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
-from .base import HALF_LIMIT, Layout
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .lazy import numpy, torch
 from .sidecar import FramePart, RunStep, parse_map
+from .streams import HALF_LIMIT, Layout
 from .value_blocks import check_finite, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Run
     from .options import Options
+    from .runs import Run
     from .value_blocks import Array
 
 FLAGS, VALUES = "outlier_flags", "outliers"

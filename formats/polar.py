@@ -12,7 +12,7 @@ from itertools import groupby, islice, pairwise
 from math import pi
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, NORMS, Fields, Layout, check_fields, stored_norm
+from .base import MAX_DIM
 from .columns import Columns, default_fields
 from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
@@ -21,7 +21,9 @@ from .lazy import functional, torch
 from .lloyd_max import polar_angle_table
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
+from .parameter_checks import Fields, check_fields
 from .rotation import KINDS
+from .streams import NORMS, Layout, stored_norm
 from .tables import MAX_CACHED_TABLES, cache_per_device
 
 if TYPE_CHECKING:

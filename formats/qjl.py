@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import NORMS, Layout, check_choice, check_range, stored_norm
 from .columns import Columns, default_fields
 from .errors import InvalidParameter
 from .lazy import torch
+from .parameter_checks import check_choice, check_range
 from .rotation import Rotation, rotation_of
 from .sidecar import ResidualSketch, parse_map
+from .streams import NORMS, Layout, stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Fields, Layout, Run, RunEncoder, check_fields, stored_norm
+from .base import MAX_DIM
 from .columns import MAX_BASE, Columns, default_fields, factors_of_two, next_power_of_two, row_bytes
 from .encoding_blocks import encode_in_blocks
 from .errors import InvalidParameter
@@ -18,8 +18,11 @@ from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .generator import unit_quaternions
 from .lazy import functional, torch
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
+from .parameter_checks import Fields, check_fields
 from .quaternion_search import UNITS, Search
 from .rotation import KINDS, Rotation, rotation_of
+from .runs import Run, RunEncoder
+from .streams import Layout, stored_norm
 from .tables import MAX_CACHED_TABLES, cache_per_device
 
 if TYPE_CHECKING:

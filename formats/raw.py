@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Layout
+from .base import MAX_DIM
 from .errors import OutOfRange
 from .family import CodecFamily, in_range, one_of
 from .lazy import torch
+from .streams import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import Layout
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .head_norms import (
     drop_crowded_pages,
@@ -27,13 +26,15 @@ from .head_norms import (
 from .lazy import numpy, torch
 from .raw import DTYPES, TORCH_DTYPE_NAMES
 from .sidecar import RunStep, WholeTokens
+from .streams import Layout
 from .value_blocks import BLOCK_VALUES, read_values, row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .base import Codec, Run
+    from .base import Codec
     from .options import Options
+    from .runs import Run
     from .value_blocks import Array
 
 POSITIONS, VALUES = "raw_positions", "raw_values"

@@ -8,19 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import Layout
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import numpy, torch
 from .raw import DTYPES
 from .raw_positions import gather_raw_values, replace_tokens
 from .sidecar import RunStep, WholeTokens
+from .streams import Layout
 from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Codec, Run
+    from .base import Codec
     from .options import Options
+    from .runs import Run
     from .value_blocks import Array
 
 FLAGS, VALUES = "raw_token_flags", "raw_tokens"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from .base import MAX_DIM, Fields, Layout, check_fields, check_magnitudes, check_range
+from .base import MAX_DIM
 from .columns import Columns, default_fields
 from .encoding_blocks import encode_by_rows
 from .errors import InvalidParameter
@@ -19,7 +19,9 @@ from .lazy import torch
 from .lloyd_max import coordinate_table
 from .norm_rule import NORM_RULES, normalize_rows, read_norm_rule, unbiased_norm
 from .octahedral_search import midpoints, nearest_level
+from .parameter_checks import Fields, check_fields, check_magnitudes, check_range
 from .rotation import KINDS
+from .streams import Layout
 from .tables import MAX_CACHED_TABLES, cache_per_device
 from .token_norms import TOKEN_NORMS, decode_norms, encode_norms
 

@@ -17,9 +17,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .base import EntryStreams
 from .errors import InvalidParameter
 from .raw import DTYPES
+from .streams import EntryStreams
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from .base import Codec, Layout, Run
+    from .base import Codec
     from .options import Options
     from .rotation import Rotation
+    from .runs import Run
+    from .streams import Layout
     from .value_blocks import Array
 
 

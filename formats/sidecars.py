@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .arguments import prefix_errors
 from .balanced import Balanced
-from .base import Codec, Run, RunEncoder
+from .base import Codec
 from .batch import take_rows
 from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
 from .lazy import torch
 from .raw_positions import RawPositions
+from .runs import Run, RunEncoder
 from .sidecar import FramePart, PageVector, ResidualSketch, Sidecar, ValueMap, WholeTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .base import Layout, PayloadRule, PlainCodec, RunRule, Unpacker
+    from .base import PayloadRule, PlainCodec, RunRule, Unpacker
     from .rotation import Rotation
     from .sidecar import RunStep
+    from .streams import Layout
     from .value_blocks import Array
 
     Streams = Mapping[str, torch.Tensor]

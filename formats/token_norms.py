@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .base import HALF_LIMIT, NORMS, stored_norm
 from .errors import OutOfRange
 from .lazy import torch
+from .streams import HALF_LIMIT, NORMS, stored_norm
 from .tables import cache_per_device
 
 LOG8 = "log8"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
-from .base import MAX_DIM, Layout, Run, RunEncoder
+from .base import MAX_DIM
 from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, in_range, one_of
@@ -19,6 +19,8 @@ from .frames import MAX_LEVEL, SCALES_PER_OCTAVE
 from .lazy import numpy, torch
 from .products import product
 from .rans_checks import check_ends, check_states
+from .runs import Run, RunEncoder
+from .streams import Layout
 from .transform_chunks import (
     ChunkList,
     Symbols,

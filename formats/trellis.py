@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import MAX_DIM, Layout
+from .base import MAX_DIM
 from .columns import Columns
 from .encoding_blocks import encode_by_rows
 from .errors import InvalidParameter
@@ -22,6 +22,7 @@ from .family import ENCODER_ONLY, SEED, CodecFamily, in_range, one_of
 from .lazy import torch
 from .norm_rule import NORM_RULES, normalize_rows, read_norm_rule, unbiased_norm
 from .rotation import KINDS
+from .streams import Layout
 from .tables import cache_per_device
 from .token_norms import TOKEN_NORMS, decode_norms, encode_norms
 

@@ -19,9 +19,10 @@ from support.caches import random_pairs
 from support.klt_bases import random_basis
 
 CODEC_NAMES = (
-    "base.Codec", "base.Layout", "base.Run", "base.RunEncoder", "base.check_choice", "base.check_fields", "base.check_range",
-    "base.stored_norm", "codec_class", "codec_from_params", "columns.Columns", "columns.default_fields", "create_codec",
-    "encoding_blocks.encode_by_rows", "family.CodecFamily", "options.Options", "rotation.Rotation",
+    "base.Codec", "codec_class", "codec_from_params", "columns.Columns", "columns.default_fields", "create_codec",
+    "encoding_blocks.encode_by_rows", "family.CodecFamily", "options.Options", "parameter_checks.check_choice",
+    "parameter_checks.check_fields", "parameter_checks.check_range", "rotation.Rotation", "runs.Run", "runs.RunEncoder",
+    "streams.Layout", "streams.stored_norm",
 )  # fmt: skip
 """Names of ``kvpack.formats`` in the API reference."""
 OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE

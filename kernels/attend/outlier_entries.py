@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.outliers import CHUNK, Outliers
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.streams import HALF_LIMIT
 from kvpack.kernels.decode import decode
 from kvpack.kernels.loaders.outlier_patches import GRANULE
 from kvpack.kernels.loaders.outliers import BOUNDS, PLACES, POWER, VALUES, pack_entries

@@ -13,7 +13,7 @@ import struct
 import triton
 from triton import language as tl
 
-from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.streams import DTYPE_BYTES
 from kvpack.formats.token_norms import MIN_LOG2, STEPS_PER_OCTAVE, TOKEN_NORMS
 
 from .bitfields import load_per_token

@@ -14,7 +14,6 @@ import torch
 
 from kvpack.formats.angle import NORMS as ANGLE_NORMS
 from kvpack.formats.angle import Angle, bin_directions
-from kvpack.formats.base import NORMS
 from kvpack.formats.basis import RUN_COLUMNS
 from kvpack.formats.columns import is_power_of_two, next_power_of_two
 from kvpack.formats.group import TOKEN_SCALE_DTYPES, Group
@@ -35,6 +34,7 @@ from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
 from kvpack.formats.scalar import Scalar, signed_values
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.streams import NORMS
 from kvpack.formats.token_norms import LOG8, TOKEN_NORMS, log8_bounds, log8_values
 from kvpack.formats.trellis import Trellis, window_values
 

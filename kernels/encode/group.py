@@ -14,9 +14,9 @@ import triton
 from triton import language as tl
 
 from kvpack.formats import scale_range
-from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import SMALLEST_HALF
+from kvpack.formats.streams import HALF_LIMIT
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
 from .columns import MIN_AXIS, WARPS, Term

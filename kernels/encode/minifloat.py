@@ -10,9 +10,9 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.base import HALF_LIMIT
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.minifloat import exponent_carry, floor_log2, max_quotient, run_scales
+from kvpack.formats.streams import HALF_LIMIT
 from kvpack.kernels.bitpack.minifloats import e4m3_as_f16
 
 from .columns import MIN_AXIS, Term

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from triton import language as tl
 
-from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.columns import is_power_of_two
 from kvpack.formats.group import TOKEN_SCALE_DTYPES
+from kvpack.formats.streams import DTYPE_BYTES
 from kvpack.kernels.bitpack.bitfields import expand_planes, load_per_token, load_planes, step_position, step_words
 from kvpack.kernels.bitpack.f16_tiles import affine, affine_column, middle_code, split_scales
 from kvpack.kernels.bitpack.streams import Stream, plane_streams

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
     from kvpack.file.header import Contents, Header
     from kvpack.file.metadata import Value
-    from kvpack.formats.base import Layout
+    from kvpack.formats.streams import Layout
 
     from .cache import Cache
     from .device_copy import Bus

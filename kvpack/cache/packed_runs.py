@@ -23,7 +23,8 @@ from kvpack.runtime.modes import float32_no_grad
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from kvpack.formats.base import Codec, Layout
+    from kvpack.formats.base import Codec
+    from kvpack.formats.streams import Layout
 
     Streams = Mapping[str, torch.Tensor]
     Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]

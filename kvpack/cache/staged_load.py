@@ -18,7 +18,7 @@ from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.file.header import layout_bytes
 from kvpack.file.payload import Span
 from kvpack.formats.arguments import prefix_errors
-from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.streams import DTYPE_BYTES
 
 from . import staged_reads
 from .layer import Layer, slice_layer

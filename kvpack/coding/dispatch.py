@@ -16,10 +16,10 @@ import xxhash
 
 from kvpack.file import row
 from kvpack.formats import head_norms, rans
-from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.lossless import Lossless
+from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
 
 from . import triton_version

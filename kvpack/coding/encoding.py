@@ -12,12 +12,12 @@ import torch
 
 from kvpack.errors import RoundedWarning
 from kvpack.formats.arguments import prefix_errors
-from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.head_norms import drop_crowded_pages, exceeds_median, measure_fit_errors
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import VALUES, RawPositions, add_poorly_fitting, replace_tokens
+from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from kvpack.formats.base import Layout
+    from kvpack.formats.streams import Layout
     from kvpack.formats.value_blocks import Array
 
     from .atomic import Progress

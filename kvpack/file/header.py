@@ -14,12 +14,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvpack.formats.balanced import Balanced
-from kvpack.formats.base import DTYPE_BYTES, Codec, Layout
+from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.group import TOKEN_SCALE_FEATURE
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.streams import DTYPE_BYTES, Layout
 from kvpack.formats.token_norms import LOG_NORMS_FEATURE as LOG_NORMS_FEATURE
 
 from . import basis, hidden_tokens, layer_positions, layer_states, position_offsets

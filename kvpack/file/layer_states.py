@@ -8,8 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, LimitExceeded
+from kvpack.formats.streams import Layout
 
 from .checks import Rule, check
 from .limits import MAX_BATCH, MAX_BINARY_BYTES, MAX_TOKENS

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from kvpack.formats.base import DTYPE_BYTES, NUMPY_DTYPES
 from kvpack.formats.errors import InvalidPayload
 from kvpack.formats.lazy import numpy
+from kvpack.formats.streams import DTYPE_BYTES, NUMPY_DTYPES
 
 from .front import check_digest, check_hash
 from .header import layout_bytes
@@ -20,7 +20,7 @@ from .zstd import decompress_frame
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpack.formats.base import Layout
+    from kvpack.formats.streams import Layout
     from kvpack.formats.value_blocks import Array
 
     from .front import Front

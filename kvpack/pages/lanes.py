@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
     from kvpack.file.header import Contents
     from kvpack.file.row import RowLayout
-    from kvpack.formats.base import Codec, Layout
+    from kvpack.formats.base import Codec
+    from kvpack.formats.streams import Layout
 
     from .buffer import PageBuffer
     from .geometry import PageGeometry

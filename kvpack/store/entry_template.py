@@ -16,8 +16,8 @@ from kvpack.cache.layer import Layer
 from kvpack.cache.packed_runs import PackedRun
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
-from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.raw_positions import POSITIONS, VALUES
+from kvpack.formats.streams import DTYPE_BYTES
 from kvpack.runtime.modes import float32_no_grad
 
 from .header_template import HeaderTemplate

@@ -14,10 +14,10 @@ from benchmarks.__main__ import main, parser
 from benchmarks.fidelity import hqmq, octopus
 from benchmarks.fidelity.measure import codec, rate
 from benchmarks.fidelity.rows import Row, around
-from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.scalar import Scalar
+from kvpack.formats.streams import Layout
 
 # The values of some papers have large tokens.
 pytestmark = pytest.mark.filterwarnings("ignore:.*which share")

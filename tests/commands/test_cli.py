@@ -106,7 +106,7 @@ MODULE = '''
 from dataclasses import dataclass
 
 from kvpack.formats import CODECS, CodecFamily
-from kvpack.formats.base import Layout
+from kvpack.formats.streams import Layout
 
 
 @dataclass(frozen=True)

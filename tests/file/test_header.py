@@ -21,9 +21,9 @@ from kvpack.file.front import pack_header, parse_header
 from kvpack.file.header import Contents, Header, LayerEntry, SideEntry, TensorEntry, features_of, layout_bytes, side_tensors
 from kvpack.file.header_scan import unknown_features
 from kvpack.file.limits import MAX_BINARY_BYTES, MAX_HEADER_BYTES, MAX_NAMES, MAX_STRING_BYTES, MAX_TOKENS
-from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnknownCodec, UnsupportedVersion
 from kvpack.formats.key_mean import KeyMean
+from kvpack.formats.streams import Layout
 from support.small_files import KINDS, contents, header_map, side
 from support.strategies import CASES, codecs, create
 

@@ -18,8 +18,8 @@ from torch.testing import assert_close
 from kvpack.cache import files
 from kvpack.file import container
 from kvpack.file.footprint import CONSTANT_BYTES, FREE_BYTES, RUN_BYTES
-from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import LimitExceeded, OutOfBounds
+from kvpack.formats.streams import DTYPE_BYTES
 from support.file_parts import compressed, file_of, random_side
 from support.parts import Parts
 from support.strategies import create

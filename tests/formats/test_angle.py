@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpack.formats.angle import Angle
-from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.options import Options
+from kvpack.formats.streams import DTYPE_BYTES
 from support.strategies import CASES, CONTENTS, contents, create
 from support.worked_examples import example, example_codec, example_streams
 

@@ -10,13 +10,15 @@ import torch
 
 import kvpack
 from kvpack.formats import codec_from_params, create_codec
-from kvpack.formats.base import Codec, Layout, Run
+from kvpack.formats.base import Codec
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.errors import InvalidParameter, InvalidPayload
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import hadamard
+from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.streams import Layout
 
 WORDS = {"b": "2", "axis": "channel", "block_rotation": "32", "channel_order": "u8"}
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvpack.formats.base import Fields
 from kvpack.formats.errors import InvalidParameter
+from kvpack.formats.parameter_checks import Fields
 from support.toy_codec import Largest
 
 

@@ -12,9 +12,10 @@ import torch
 
 import kvpack
 from kvpack.formats import CODECS
-from kvpack.formats.base import Layout, Run, RunEncoder
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.family import in_range
+from kvpack.formats.runs import Run, RunEncoder
+from kvpack.formats.streams import Layout
 from support import toy_codec
 from support.toy_codec import Largest
 

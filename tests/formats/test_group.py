@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.formats.base import DTYPE_BYTES, Layout
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.group import AXES, CENTERS, GROUP_SIZES, TOKEN_SCALES, Group
+from kvpack.formats.streams import DTYPE_BYTES, Layout
 from support.strategies import check_round_trip, codecs, contents, create, tensors
 
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvpack.formats import CODECS
-from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.options import Options
+from kvpack.formats.streams import Layout
 
 
 def test_bytes_are_kept() -> None:

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.lloyd_max import CELLS, polar_angle_masses, polar_angle_table
 from kvpack.formats.options import Options
 from kvpack.formats.polar import Polar
+from kvpack.formats.streams import DTYPE_BYTES
 from support.strategies import CONTENTS, check_round_trip, contents
 from support.worked_examples import example, example_params
 

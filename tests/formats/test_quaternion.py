@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpack.formats import quaternion_search
-from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.generator import unit_quaternions
 from kvpack.formats.options import Options
 from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.quaternion_search import Grid, Search
+from kvpack.formats.streams import DTYPE_BYTES
 from support.strategies import CONTENTS, check_round_trip, contents
 from support.worked_examples import example, example_codec, example_streams
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpack.formats.base import Layout
 from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.raw import Raw
+from kvpack.formats.streams import Layout
 from support.strategies import check_round_trip, codecs, create, tensors
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpack.coding.recipes import Recipe
-from kvpack.formats.base import DTYPE_BYTES
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.lloyd_max import coordinate_table
 from kvpack.formats.options import Options
 from kvpack.formats.scalar import SCALES, Scalar
+from kvpack.formats.streams import DTYPE_BYTES
 from support.strategies import CONTENTS, check_round_trip, contents, create
 
 SPEC = Path(__file__).parents[2] / "spec" / "codecs" / "scalar.md"

@@ -10,9 +10,10 @@ import torch
 
 import kvpack
 from kvpack.formats import scale_range
-from kvpack.formats.base import DTYPE_BYTES, Layout, Run
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.group import AXES, Group
+from kvpack.formats.runs import Run
+from kvpack.formats.streams import DTYPE_BYTES, Layout
 from support.caches import random_pairs
 from support.strategies import check_round_trip, contents, create
 

@@ -12,12 +12,13 @@ import torch
 import kvpack
 from kvpack.cache.side import Side
 from kvpack.formats import codec_from_params, create_codec
-from kvpack.formats.base import Codec, Run
+from kvpack.formats.base import Codec
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.qjl import Qjl
+from kvpack.formats.runs import Run
 from support.sidecar_recipes import RECIPES, attention, relative_error
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import kvpack
 from kvpack.coding import dispatch
-from kvpack.formats.base import Run
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfRange
 from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.octahedral_search import codebook_directions
+from kvpack.formats.runs import Run
 from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu.library import THREADS

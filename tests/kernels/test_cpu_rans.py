@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.coding import dispatch
 from kvpack.formats import rans
-from kvpack.formats.base import Run
 from kvpack.formats.lossless import Lossless
+from kvpack.formats.runs import Run
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu import lossless as cpu_lossless
 from support.lossless_streams import DTYPES

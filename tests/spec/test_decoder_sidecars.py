@@ -15,7 +15,6 @@ from kvpack.file import container
 from kvpack.file.header import Contents, LayerEntry
 from kvpack.formats import SIDECARS, codec_from_params
 from kvpack.formats.balanced import FRAMES
-from kvpack.formats.base import DTYPE_BYTES, NORMS
 from kvpack.formats.basis import DIGEST_BYTES, MAX_LAYER
 from kvpack.formats.channel_order import DTYPES as ORDER_DTYPES
 from kvpack.formats.key_mean import BITS, PAGE_SIZES, KeyMean
@@ -24,6 +23,7 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.streams import DTYPE_BYTES, NORMS
 from support.decoded_alike import assert_within
 from support.second_decoder import decoder
 from support.sidecar_bounds import QJL_WORST

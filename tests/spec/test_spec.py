@@ -16,12 +16,13 @@ import xxhash
 from hypothesis import given
 
 from kvpack.formats import CODECS, rans
-from kvpack.formats.base import DTYPE_BYTES, MAX_DIM, Codec
+from kvpack.formats.base import MAX_DIM, Codec
 from kvpack.formats.columns import MAX_BASE, MAX_COLUMN_BYTES, MAX_COLUMN_VALUES, MAX_FIELDS, Columns, default_fields
 from kvpack.formats.generator import Generator, signs, unit_quaternions
 from kvpack.formats.group import AXES, GROUP_SIZES, SCALE_DTYPES, TOKEN_SCALES
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.rotation import KINDS, hadamard
+from kvpack.formats.streams import DTYPE_BYTES
 from support.error_bounds import ROTATION_TOLERANCE
 from support.spec_pages import SPEC, Table, section, table, tables
 from support.spec_words import MAX_INFORMATIVE, MAX_NORMATIVE, counts

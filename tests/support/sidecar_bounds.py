@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.formats.balanced import Balanced
-from kvpack.formats.base import Run
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
@@ -18,6 +17,7 @@ from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.raw_positions import RawPositions, add_poorly_fitting, replace_tokens
 from kvpack.formats.raw_tokens import RawTokens
+from kvpack.formats.runs import Run
 from support.error_bounds import ROTATION_TOLERANCE
 
 if TYPE_CHECKING:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from kvpack.formats.base import MAX_DIM, Fields, Layout, check_fields, stored_norm
+from kvpack.formats.base import MAX_DIM
 from kvpack.formats.columns import Columns, default_fields
 from kvpack.formats.family import CodecFamily, in_range
+from kvpack.formats.parameter_checks import Fields, check_fields
+from kvpack.formats.streams import Layout, stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

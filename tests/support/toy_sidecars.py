@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from kvpack.formats.base import Layout, stored_norm
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.sidecar import FramePart, RunStep, ValueMap, parse_choice
+from kvpack.formats.streams import Layout, stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpack.formats.base import Run
     from kvpack.formats.options import Options
+    from kvpack.formats.runs import Run
 
 
 @dataclass(frozen=True)

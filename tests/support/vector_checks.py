@@ -13,7 +13,7 @@ import kvpack
 from kvpack.coding.bases import Basis
 from kvpack.coding.basis_sources import with_bases
 from kvpack.file import container
-from kvpack.formats.base import DTYPE_BYTES
+from kvpack.formats.streams import DTYPE_BYTES
 from spec.generate.vector_files import FOLDER, bases, manifest
 from support.second_decoder import decoder, decompress
 

@@ -50,12 +50,32 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
             yield at([kvpack.Tier("memory://", max_bytes=10**7), tmp_path / "slow"])
 
 
-def worker(store: kvpack.Store, ids: list[int], whole: kvpack.Cache, computed: list[int], begun: threading.Event) -> kvpack.Cache:
+def when_refused(store: kvpack.Store, then: Callable[[], object]) -> None:
+    """Call ``then`` whenever another holds a lease that ``store`` asks for."""
+    take = store._backend.take_lease
+
+    def tell(key: bytes, seconds: float) -> Any:
+        lease = take(key, seconds)
+        if lease is None:
+            then()
+        return lease
+
+    store._backend.take_lease = tell  # type: ignore[method-assign]
+
+
+def worker(
+    store: kvpack.Store,
+    ids: list[int],
+    whole: kvpack.Cache,
+    computed: list[int],
+    loaded: Callable[[], object],
+    compute: Callable[[], object],
+) -> kvpack.Cache:
     """Process a prompt as a server does."""
     n, found = store.load(ids)
-    begun.set()
+    loaded()
     if n < len(ids) // CHUNK * CHUNK:
-        time.sleep(0.3)
+        compute()
         computed.append(n)
         store.save(ids, whole)
         return whole
@@ -64,14 +84,16 @@ def worker(store: kvpack.Store, ids: list[int], whole: kvpack.Cache, computed: l
 
 
 def two_workers(opened: Callable[..., kvpack.Store], lease: float | None, ids: list[int]) -> tuple[list[int], list[kvpack.Store]]:
+    """The first worker computes until the second waits for it or computes too."""
     # Prompts share their first chunks, and so their values.
     whole, computed = LONGEST[:, : len(ids)], []
     stores = [opened(lease=lease) for _ in range(2)]
-    begun = threading.Event()
-    first = threading.Thread(target=worker, args=(stores[0], ids, whole, computed, begun))
+    begun, asked = threading.Event(), threading.Event()
+    when_refused(stores[1], asked.set)
+    first = threading.Thread(target=worker, args=(stores[0], ids, whole, computed, begun.set, lambda: asked.wait(60)))
     first.start()
     assert begun.wait(60)
-    found = worker(stores[1], ids, whole, computed, threading.Event())
+    found = worker(stores[1], ids, whole, computed, asked.set, lambda: None)
     first.join()
     assert same(found, whole)
     return computed, stores
@@ -138,7 +160,7 @@ def test_a_dead_process_frees_its_lease_of_a_folder_at_once(tmp_path: Path) -> N
     child.start()
     assert ready.get(timeout=60) == 0
     store = kvpack.Store(tmp_path / "store", IDENTITY, chunk=CHUNK, lease=600.0)
-    threading.Timer(0.3, os.kill, (child.pid, signal.SIGKILL)).start()
+    when_refused(store, lambda: os.kill(child.pid, signal.SIGKILL))
     assert store.load(ids) == (0, None)
     assert store.counters()["lease_waits"] == 1
     whole = save(store, ids)

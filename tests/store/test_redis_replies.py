@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -298,7 +299,10 @@ def test_an_endless_answer_is_cut_off(serve: Callable[..., str], monkeypatch: py
     assert set(store.counters()["faults"]) == {"match ConnectionError"} or "match OSError" in store.counters()["faults"]
 
 
-def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
+def test_a_long_answer_takes_the_time_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(redis_client, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
     class Slow:
         def __init__(self) -> None:
             self.timeout: float | None = 1.0
@@ -310,7 +314,7 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
             return self.timeout
 
         def recv(self, count: int) -> bytes:
-            time.sleep(0.02)
+            now[0] += 0.02
             return (b"$9\r\n" + bytes(count))[:count]
 
     found = redis_client._Exchange(Slow(), 0.05, 2**30)
@@ -318,7 +322,7 @@ def test_a_long_answer_takes_the_time_of_its_bytes() -> None:
         assert len(found.recv(2**19)) == 2**19
     found.begin()
     assert found.recv(1) == b"$"
-    time.sleep(0.1)
+    now[0] += 0.1
     with pytest.raises(TimeoutError, match="a reply, of which 1 bytes have arrived, took more than"):
         found.recv(1)
 

@@ -15,6 +15,7 @@ from kvpack.formats.errors import KvpackError
 from kvpack.runtime.modes import float32_no_grad
 from kvpack.runtime.threads import WorkerThreads
 
+from .bound_lanes import BoundLane
 from .lanes import Lane, check_values
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class HostPages:
     ) -> list[Outcome]:
         """Encode pages to ``targets``. Errors name the slots ``names`` (default: ``slots``)."""
         plan = self._plan
-        lanes = [lane.of(pages) for lane in plan.lanes]
+        lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 
         def encode(number: int, threads: int) -> Outcome:
             row = targets[number][: plan.layout.nbytes]
@@ -104,7 +105,7 @@ class HostPages:
     ) -> list[Outcome]:
         """Check each row, and decode the valid ones into their slots. Return the error of each row; None for a decoded one."""
         plan = self._plan
-        lanes = [lane.of(pages) for lane in plan.lanes]
+        lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 
         def decode(number: int, threads: int) -> Outcome:
             row = sources[number]

@@ -1,0 +1,404 @@
+"""Lanes bound to the memory of an engine: they encode its pages to rows, and decode rows to its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy
+import torch
+
+from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.side import Side
+from kvpack.coding import dispatch
+from kvpack.coding.dispatch import TokenSizes
+from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
+from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses, may_lose_precision, run_fits, sample_step
+from kvpack.formats.errors import OutOfRange
+from kvpack.formats.head_norms import norms_per_head
+from kvpack.formats.opaque import Opaque
+from kvpack.formats.raw import DTYPES as RAW_DTYPES
+from kvpack.formats.raw import Raw
+from kvpack.formats.raw_positions import (
+    POSITIONS,
+    VALUES,
+    RawPositions,
+    choose_slot_tokens,
+    count_left_out,
+    encode_positions,
+    gather_raw_values,
+    replace_tokens,
+    slot_mask,
+)
+
+from .lanes import address_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvpack.formats.base import Codec
+    from kvpack.formats.streams import Layout
+
+    from .buffer import PageBuffer
+    from .lanes import Lane
+
+
+Counts = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+_NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
+
+
+class _RowStreams(Mapping[str, torch.Tensor]):
+    """The streams of a lane's layers in a row, which are joined as sequences of a batch when one is read."""
+
+    def __init__(self, lane: Lane, row: memoryview) -> None:
+        self._lane, self._row = lane, row
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        lane, layout = self._lane, self._lane.layouts[name]
+        # Copy, because a row's streams are not contiguous across layers.
+        values = torch.from_numpy(numpy.ascontiguousarray(lane.stream_bytes(self._row, name))).view(TORCH_DTYPES[layout.dtype])
+        return values.view(lane.count, *layout.shape[1:])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lane.plain_codec.row_layouts)
+
+    def __len__(self) -> int:
+        return len(self._lane.plain_codec.row_layouts)
+
+
+class BoundLane:
+    """A lane bound to the memory of one engine, with everything that does not depend on a slot."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        tensors: Sequence[torch.Tensor],
+        keys: Sequence[torch.Tensor],
+        encoders: Any = None,
+        decoders: Any = None,
+        large_errors: Any = None,
+        choosers: Any = None,
+    ) -> None:
+        self._lane, self._tensors, self._keys, self._encoders, self._decoders = lane, tensors, keys, encoders, decoders
+        self._large_errors = large_errors
+        self._choosers = choosers
+        self._stretches: list[tuple[int, int, int, int, tuple[int, int, int]]] = []
+        if not _has_contiguous_channels(tensors):
+            self._encoders = self._decoders = None
+        elif encoders or decoders:
+            self._stretches = _stretches(tensors)
+        self._stretches_of_keys = [] if choosers is None else _stretches(keys)
+
+    @classmethod
+    def of(cls, lane: Lane, pages: PageBuffer) -> Self:
+        """Bind ``lane`` to the memory ``pages``, computing everything that does not depend on a slot."""
+        tensors, keys = (pages.sides[side][lane.first : lane.first + lane.count] for side in (lane.side, "k"))
+        if not dispatch.uses_c(pages.device) or isinstance(lane.codec, Opaque | Raw) or lane.geometry.dtype not in RAW_DTYPES:
+            return cls(lane, tensors, keys)
+        return cls(lane, tensors, keys, *_c_functions(lane), _choosers(lane, keys))
+
+    def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
+        """Encode the page in ``slot``; return the counts of raw tokens without room, int64 ``[2]``, as in ``count_left_out``."""
+        raw, watched = self._lane.raw, self._lane.raw_rule
+        chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
+        used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
+        # Replace a raw token only if it shares scales with others.
+        rest = (
+            {number: self._without_raw(slot, number, tokens) for number, tokens in used.items()}
+            if self._lane.plain_codec.token_group > 1
+            else {}
+        )
+        sizes = self._encode(slot, row, threads, rest)
+        fit_errors = self._fit_errors(slot, row, sizes, used)
+        if fit_errors is not None:
+            more = self._with_poorly_fitting(used, fit_errors)
+            if changed := {number for number, tokens in more.items() if len(tokens) > len(used.get(number, ()))}:
+                used = more
+                rest |= {number: self._without_raw(slot, number, used[number]) for number in changed}
+                sizes = self._encode(slot, row, threads, rest)
+            kept = self._mask(used)
+            if self._lane.halved_codec is not None and ((fit_errors[0] > 1) & ~kept).any():
+                fit_errors = self._halve_means(slot, row, self._lane.halved_codec, sizes, kept, rest, fit_errors)
+            # The same token may both lack room and fit badly.
+            wanted = self._wanted(watched, slot)[1] if watched is not None and left_out.any() else torch.zeros_like(kept).expand(2, -1, -1)
+            left_out = count_left_out(wanted, kept, fit_errors).numpy()
+        if raw is None:
+            return left_out
+        for name in (POSITIONS, VALUES):
+            self._lane.stream_bytes(row, name)[:] = 0
+        for number, tokens in used.items():
+            self._store_raw(raw, slot, row, number, tokens)
+        return left_out
+
+    def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
+        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and the counts without a slot,
+        ``[2]``."""
+        if self._choosers is not None:
+            result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
+            return numpy.concatenate([chosen for chosen, _ in result]), numpy.concatenate([left_out for _, left_out in result]).sum(0)
+        token, wanted = self._wanted(raw, slot)
+        tokens = self._lane.geometry.tokens
+        left_out = count_left_out(wanted, slot_mask(token, tokens))
+        return token.masked_fill(token == tokens, -1).numpy(), left_out.numpy()
+
+    def _wanted(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``choose_slot_tokens`` of all layers of the page in ``slot``."""
+        lane, codec = self._lane, self._lane.plain_codec
+        dtype, fit_errors = lane.geometry.computed_dtype, None
+        if lane.shared:
+            layers = enumerate(self._tensors, lane.first)
+            fit_errors = torch.cat(
+                [scale_fit_errors(codec, x[slot].to(dtype)[None], lane.shared, f"layers[{n}].{lane.side}") for n, x in layers]
+            )
+        norms = torch.cat([norms_per_head(x[slot].to(dtype)[None]) for x in self._keys])
+        return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
+
+    def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
+
+        ``sizes`` are those that ``_encode`` returned. The result is that of ``excess_losses``, ``[2, layer, token]``.
+        """
+        lane = self._lane
+        if not lane.may_lose_precision:
+            return None
+        if self._large_errors is not None and not self._large_errors.run(address_of(row)):
+            return None
+        streams = _RowStreams(lane, row)
+        # The exact computation needs a copy of the page.
+        if not may_lose_precision(lane.plain_codec, streams, sizes, self._tensors[0].device):
+            least = lane.plain_codec.min_sizes(streams)
+            step, dtype = sample_step(lane.geometry.tokens), lane.geometry.computed_dtype
+            sample = () if least is None else [tensor[slot, :, ::step].to(dtype)[None] for tensor in self._tensors]
+            if least is None or run_fits(torch.cat(sample), least):
+                return None
+        return self._exact_fit_errors(slot, streams, sizes, self._mask(used))
+
+    def _exact_fit_errors(self, slot: int, streams: _RowStreams, sizes: TokenSizes, kept: torch.Tensor) -> torch.Tensor | None:
+        x = torch.cat([tensor[slot].to(self._lane.geometry.computed_dtype)[None] for tensor in self._tensors])
+        return excess_losses(EncodedRun(self._lane.plain_codec, x, streams, cache(partial(dispatch.norms, x)), sizes, kept))
+
+    def _mask(self, used: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return a mask of the tokens ``used``, bool ``[layer, token]``."""
+        result = torch.zeros(self._lane.count, self._lane.geometry.tokens, dtype=torch.bool, device="cpu")
+        for number, tokens in used.items():
+            result[number, tokens] = True
+        return result
+
+    def _halve_means(
+        self,
+        slot: int,
+        row: memoryview,
+        halved: Codec,
+        sizes: TokenSizes,
+        kept: torch.Tensor,
+        rest: Mapping[int, torch.Tensor],
+        fit_errors: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Encode layers with ``fit_errors`` that are not ``kept`` again, with ``halved`` means; return the remaining fit errors."""
+        for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
+            for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
+                if target is not None and source is not None:
+                    target[number] = source[0]
+        return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
+
+    def _with_poorly_fitting(self, used: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Add the worst ``fit_errors`` for which there is room to the ``used`` tokens."""
+        result = dict(used)
+        for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
+            own = used.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
+            room = max(0, self._lane.slots - len(own))
+            worst = fit_errors[0, number].argsort(descending=True)[: min(room, int((fit_errors[0, number] > 1).sum()))]
+            if len(worst):
+                result[number] = torch.cat([own, worst]).sort().values
+        return result
+
+    def _without_raw(self, slot: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return layer ``number`` of the page in ``slot`` without its raw ``tokens``, ``[1, kv_head, token, dim]``."""
+        x = self._tensors[number][slot].to(self._lane.geometry.computed_dtype)[None]
+        chosen = torch.zeros(1, x.shape[2], dtype=torch.bool, device=x.device)
+        chosen[0, tokens] = True
+        return replace_tokens(x, tokens, torch.zeros_like(tokens), chosen, self._lane.plain_codec.token_group)
+
+    def _store_raw(self, raw: RawPositions, slot: int, row: memoryview, number: int, tokens: torch.Tensor) -> None:
+        lane, streams = self._lane, self._streams(row, number)
+        x, none = self._tensors[number][slot].to(lane.geometry.computed_dtype)[None], torch.zeros_like(tokens)
+        try:
+            values = gather_raw_values(x, tokens, none, raw.dtype, "choose a wider raw_dtype")
+        except OutOfRange as error:
+            raise OutOfRange(f"layers[{lane.first + number}].{lane.side}: {error}") from None
+        streams[POSITIONS][0, 0, : len(tokens)] = encode_positions(tokens, none)
+        streams[VALUES][0, 0, : len(tokens)] = values
+
+    def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> TokenSizes:
+        """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``.
+
+        Returns the sizes of the layers' tokens as those of a batch.
+        """
+        lane = self._lane
+        if self._encoders is not None and not rest:
+            address = address_of(row)
+            shape = lane.count, lane.geometry.heads, lane.geometry.tokens
+            errors = torch.from_numpy(numpy.empty(shape, numpy.float32)) if lane.plain_codec.summary.direction_spread else None
+            if all(self._run_encoder(stretch, slot, address, threads, errors) for stretch in self._stretches):
+                return TokenSizes(errors=errors)
+        result = [self._encode_layer(slot, row, number, rest, lane.plain_codec) for number in range(lane.count)]
+        return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
+
+    def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
+        """Encode layer ``number``, or that of ``rest``, with ``codec``, and return the sizes of its tokens."""
+        lane, streams = self._lane, self._streams(row, number)
+        x, sizes = rest[number][0] if number in rest else self._tensors[number][slot], TokenSizes()
+        if isinstance(codec, Opaque):
+            streams["bytes"].copy_(x.view(torch.uint8)[None])
+        elif isinstance(codec, Raw) and RAW_DTYPES[codec.dtype] == _stored_name(x.dtype):
+            streams["values"].copy_(x[None])
+        else:
+            x = x.to(lane.geometry.computed_dtype)[None]
+            sizes = allocate_sizes(codec, x)
+            for name, stream in encode_all(codec, x, f"layers[{lane.first + number}].{lane.side}", sizes=sizes).items():
+                streams[name].copy_(stream)
+        return sizes
+
+    def decode(self, row: memoryview, slot: int, threads: int) -> None:
+        """Decode a checked row to ``slot``. Raises MemoryError."""
+        if self._decoders is not None:
+            address = address_of(row)
+            for stretch in self._stretches:
+                self._run_decoder(stretch, slot, address, threads)
+            self._put_raw(slot, row)
+            return
+        lane = self._lane
+        for number, tensor in enumerate(self._tensors):
+            target, streams = tensor[slot], self._streams(row, number)
+            if isinstance(lane.codec, Opaque):
+                result, target = streams["bytes"][0], target.view(torch.uint8)
+            elif isinstance(lane.codec, Raw):
+                result = streams["values"][0]
+            else:
+                empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
+                plain = {name: streams[name] for name in lane.plain_codec.row_layouts}
+                side = Side(lane.plain_codec, (PackedRun(lane.plain_codec, lane.geometry.tokens, plain),), empty, 0)
+                result = side.unpack(lane.geometry.computed_dtype)[0]
+            if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
+                limit = torch.finfo(target.dtype).max
+                result = result.clamp(-limit, limit)
+            # Only inference mode may write to memory that the engine created in inference mode.
+            with torch.inference_mode():
+                target.copy_(result)
+        self._put_raw(slot, row)
+
+    def _put_raw(self, slot: int, row: memoryview) -> None:
+        """Overwrite the decoded values of raw tokens with their exact values."""
+        raw = self._lane.raw
+        if raw is None:
+            return
+        with torch.inference_mode():
+            # A slot in use has a nonzero byte.
+            for number in numpy.flatnonzero(self._lane.stream_bytes(row, POSITIONS).any(1)).tolist():
+                tensor, streams = self._tensors[number], self._streams(row, number)
+                token, _ = raw.token_positions(streams)
+                # Rows may be invalid even if their checksum is right, so check the positions.
+                inside = token < self._lane.geometry.tokens
+                values = raw.kept_values(streams)[inside].transpose(0, 1)
+                if tensor.dtype.itemsize == 1:
+                    limit = torch.finfo(tensor.dtype).max
+                    values = values.clamp(-limit, limit)
+                tensor[slot][:, token[inside]] = values.to(tensor.dtype)
+
+    def _streams(self, row: memoryview, number: int) -> dict[str, torch.Tensor]:
+        """Return views of the streams of layer ``number`` of the lane in a row."""
+        result = {}
+        for name, layout in self._lane.layouts.items():
+            begin, end = (place + number * self._lane.stride for place in self._lane.places[name])
+            result[name] = _tensor(row[begin:end], layout)
+        return result
+
+    def _values(self, stretch: tuple[int, int, int, int, tuple[int, int, int]], slot: int) -> Any:
+        from kvpack.kernels.cpu.pages import PageValues
+
+        _, _, address, per_slot, strides = stretch
+        return PageValues(address + slot * per_slot, *strides)
+
+    def _run_encoder(self, stretch: Any, slot: int, address: int, threads: int, errors: torch.Tensor | None) -> bool:
+        at = 0 if errors is None else errors[stretch[0]].data_ptr()
+        result: bool = self._encoders[stretch[1]].run(self._values(stretch, slot), address + stretch[0] * self._lane.stride, threads, at)
+        return result
+
+    def _run_decoder(self, stretch: Any, slot: int, address: int, threads: int) -> None:
+        self._decoders[stretch[1]].run(address + stretch[0] * self._lane.stride, self._values(stretch, slot), threads)
+
+
+def _has_contiguous_channels(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if the channels of all tensors are contiguous."""
+    return all(x.stride(3) == 1 or x.shape[3] == 1 for x in tensors)
+
+
+def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int, tuple[int, int, int]]]:
+    """Return (first layer, layers, address, bytes per slot, bytes per layer, head and token) of evenly spaced layers.
+
+    If possible, all layers form one stretch.
+    """
+    size = tensors[0].element_size()
+    strides = {tuple(stride * size for stride in x.stride()[:3]) for x in tensors}
+    addresses = [x.data_ptr() for x in tensors]
+    steps = {second - first for first, second in pairwise(addresses)}
+    if len(strides) == 1 and len(steps) <= 1:
+        ((slot, head, token),) = strides
+        return [(0, len(tensors), addresses[0], slot, (steps.pop() if steps else 0, head, token))]
+    result = []
+    for number, x in enumerate(tensors):
+        slot, head, token = (stride * size for stride in x.stride()[:3])
+        result.append((number, 1, addresses[number], slot, (0, head, token)))
+    return result
+
+
+def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
+    """Return the C encoder and decoder for one layer, and those for all layers together, and the check of all layers for large errors.
+
+    They are None if C does not support the codec.
+    """
+    from kvpack.kernels.cpu import pages
+
+    geometry, codec = lane.geometry, lane.plain_codec
+    dtype, heads, tokens = geometry.computed_dtype, geometry.heads, geometry.tokens
+    streams = pages.stream_locations(codec, heads, tokens, {name: begin for name, (begin, _) in lane.places.items()})
+    counts = {1, lane.count}
+    arguments = {count: (codec, count, heads, tokens, dtype, streams, lane.stride) for count in counts}
+    encoders = {n: pages.Encoder(*arguments[n]) for n in counts} if pages.supports_encoding(codec, dtype) else None
+    decoders = {n: pages.Decoder(*arguments[n]) for n in counts} if pages.supports_decoding(codec, dtype) else None
+    large_errors = (
+        pages.LargeErrors(codec, lane.count, heads, tokens, streams, lane.stride) if pages.finds_large_errors(codec) else None
+    )
+    return encoders, decoders, large_errors
+
+
+def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
+    """Return the C functions that choose the raw tokens of one layer, and of all layers together.
+
+    They are None if C does not choose, or if there are no raw tokens.
+    """
+    from kvpack.kernels.cpu import encode, pages
+
+    geometry = lane.geometry
+    shared = lane.shared
+    # C computes norms only of original keys; other codecs with shared scales need the norms passed.
+    needs_norms = shared and (lane.side != "k" or lane.plain_codec.changes_norms)
+    if lane.raw_rule is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
+        return None
+    shape = geometry.heads, geometry.tokens, geometry.dims["k"], geometry.computed_dtype, lane.plain_codec.token_group, lane.slots
+    return {n: pages.RawTokenChooser(lane.raw_rule, n, *shape, shared) for n in {1, lane.count}}
+
+
+def _tensor(data: memoryview, layout: Layout) -> torch.Tensor:
+    # PyTorch warns about read-only buffers, but these tensors are never written.
+    array = numpy.frombuffer(data, numpy.uint8)
+    if data.readonly:
+        array = array.copy()
+    return torch.from_numpy(array).view(TORCH_DTYPES[layout.dtype]).view(layout.shape)
+
+
+def _stored_name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}.get(dtype, "")

@@ -29,6 +29,7 @@ from .raw_tokens import RawTokens
 from .scalar import Scalar
 from .sidecar import ResidualSketch
 from .sidecars import CodecWithSidecars
+from .streams import Layout as Layout
 from .transform import Transform
 from .trellis import Trellis
 

@@ -105,8 +105,7 @@ def test_inspect_names_the_preset_of_a_recipe(tmp_path: Path, capsys: pytest.Cap
 MODULE = '''
 from dataclasses import dataclass
 
-from kvpack.formats import CODECS, CodecFamily
-from kvpack.formats.streams import Layout
+from kvpack.formats import CODECS, CodecFamily, Layout
 
 
 @dataclass(frozen=True)

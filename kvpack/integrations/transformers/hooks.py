@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -14,14 +13,14 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
 from kvpack.cache.packing import dense_states
-from kvpack.cache_names import NAMES, cache_in, output_cache
+from kvpack.cache_names import cache_in, output_cache
 from kvpack.formats.errors import InvalidParameter
 
 from . import compiled as compiled_calls
 from .changes import modules_of
 from .computed import ComputedChecksums
+from .generate_calls import caches_in, pass_trackers, refuse_pickled_model, unwatch_generate, watch_generate
 from .passes import Pass, named_arguments
-from .plain import remember_copies
 from .record import Record
 from .sources import EncoderCalls, check_sources, parts_in
 
@@ -58,7 +57,7 @@ class Hooks:
         for decoder in parts_in(inside, "get_decoder"):
             if not isinstance(decoder, PreTrainedModel):
                 handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
-        watched = [weakref.ref(module) for module in inside if _watch_generate(module)]
+        watched = [weakref.ref(module) for module in inside if watch_generate(module)]
         weakref.finalize(self, _remove, handles, watched)
 
     def __deepcopy__(self, memo: object) -> Hooks:
@@ -101,14 +100,6 @@ class _HooksReference:
         """Return the digests of an encoder's input for a decoder's call; None for any other call."""
         hooks = self._hooks()
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
-
-
-def refuse_pickled_model() -> NoReturn:
-    """Raise InvalidParameter, because the model has hooks of a KvpackCache or of ``recording``."""
-    raise InvalidParameter(
-        "the model is watched by a KvpackCache or recording(), which pickle cannot hold: call release() on the cache first, or end its "
-        "with block, then save the model; torch.save(model.state_dict(), path) works at any time"
-    )
 
 
 def _before(hooks: _HooksReference, number: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -213,7 +204,7 @@ class Recording:
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any]) -> None:
         past = cache_in(arguments)
-        for cache in _parts(past) if self._passes.is_idle else ():
+        for cache in caches_in(past) if self._passes.is_idle else ():
             record, computed = self._record_of_cache(cache)
             if record.tokens and not (computed.unchanged(cache) and _tokens(cache) == record.tokens):
                 _update_record(record, computed, cache, _tokens(cache))
@@ -230,7 +221,7 @@ class Recording:
             past = output_cache(output)
         if ended is None:
             return
-        for cache in _parts(past):
+        for cache in caches_in(past):
             record, computed = self._record_of_cache(cache)
             tokens = _tokens(cache)
             if tokens < record.tokens:
@@ -310,18 +301,6 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
     return (module for module in modules_of(model) if isinstance(module, PreTrainedModel))
 
 
-def pass_trackers(past: Any) -> list[Any]:
-    """Return the pass trackers of the KvpackCaches in ``past``."""
-    return [cache.passes for cache in _kvpack_caches(past)]
-
-
-def _parts(past: Any) -> list[TransformersCache]:
-    """Return the caches of keys and values in ``past``."""
-    if isinstance(past, EncoderDecoderCache):
-        return [past.self_attention_cache, past.cross_attention_cache]
-    return [past] if isinstance(past, TransformersCache) else []
-
-
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
     """Return the ``CompiledCalls`` of a pass's only KvpackCache; None if the pass is not supported in compiled code."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
@@ -357,160 +336,10 @@ def _update_record(record: Record, computed: ComputedChecksums, cache: Transform
         computed.add(cache, tokens)
 
 
-def _watch_generate(model: PreTrainedModel) -> bool:
-    """Wrap methods of ``model`` so that caches get all token ids passed to ``generate``. Forward passes get only those after the cache."""
-    if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
-        return False
-    for method in _WATCHED:
-        if hasattr(type(model), method.name):
-            setattr(model, method.name, method(model))
-    return True
-
-
-class _WatchedMethod:
-    """A wrapper of the method ``name`` of ``model`` that reports calls to its KvpackCaches. Copies of the model get their own."""
-
-    name: str
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._owner = weakref.ref(model)
-        # generate inspects the signature.
-        self.__signature__ = inspect.signature(getattr(type(model), self.name).__get__(model))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = memo.get(id(self._owner()))
-        if copied is None:
-            return self
-        remember_copies(memo)
-        return type(self)(copied)
-
-    def __reduce__(self) -> NoReturn:
-        refuse_pickled_model()
-
-    def _live_model(self) -> PreTrainedModel:
-        alive = self._owner()
-        assert alive is not None
-        return alive
-
-
-class _WatchedPrepareInputs(_WatchedMethod):
-    """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences to match their rows.
-
-    If a model leaves the cache out to compute all tokens again, because its RoPE has other frequencies from this token on, they are
-    computed into the cache.
-    """
-
-    name = "prepare_inputs_for_generation"
-
-    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        alive, past = self._live_model(), cache_in(kwargs)
-        for passes in _passes_over_tokens(past):
-            passes.check_generate(alive, input_ids, kwargs)
-        if kwargs.get("is_first_iteration", False):
-            for cache in _kvpack_caches(past):
-                cache.expand(input_ids.shape[0])
-        prepared = type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
-        caches = _kvpack_caches(past)
-        if caches and isinstance(prepared, dict) and cache_in(prepared) is None:
-            for cache in caches:
-                cache.begin_again(type(alive).__name__)
-            prepared[next(name for name in NAMES if kwargs.get(name) is past)] = past
-        return prepared
-
-
-class _WatchedPrefill(_WatchedMethod):
-    """A wrapper of ``_prefill`` that checks all token ids first, because ``_prefill`` may pass a prompt on chunk by chunk."""
-
-    name = "_prefill"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alive = self._live_model()
-        bound = self.__signature__.bind(*args, **kwargs).arguments
-        ids, config, arguments = bound["input_ids"], bound["generation_config"], bound["model_kwargs"]
-        with ExitStack() as chunks:
-            if config.prefill_chunk_size is not None:
-                for passes in _passes_over_tokens(cache_in(arguments)):
-                    chunks.enter_context(passes.check_chunks(ids, arguments, getattr(config, "_mask_length", -1)))
-            return type(alive)._prefill(alive, *args, **kwargs)
-
-
-class _WhisperSegments(_WatchedMethod):
-    """A wrapper of ``generate_with_fallback``, which Whisper calls for each segment of a recording with the same cache.
-
-    It empties the cache before each segment, because segments do not depend on each other.
-    """
-
-    name = "generate_with_fallback"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        alive = self._live_model()
-        bound = self.__signature__.bind(*args, **kwargs).arguments
-        past = cache_in(bound["kwargs"])
-        if _passes_over_tokens(past):
-            if len(bound["temperatures"]) > 1:
-                raise InvalidParameter(
-                    "generate may compute the segment again for each temperature, and the cache would still hold the tokens of the first "
-                    "attempt: pass one temperature, or leave the cache out"
-                )
-            if bool(bound["seek"].any()):
-                past.reset()
-        return type(alive).generate_with_fallback(alive, *args, **kwargs)
-
-
-class _WatchedPreparePositions(_WatchedMethod):
-    """A wrapper of ``_prepare_position_ids_for_generation`` that continues from the cache and not from the model's previous prompt."""
-
-    name = "_prepare_position_ids_for_generation"
-
-    def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
-        alive = self._live_model()
-        for passes in _passes_over_tokens(cache_in(model_kwargs)):
-            passes.prepare_positions({"inputs": inputs_tensor, **model_kwargs})
-        return type(alive)._prepare_position_ids_for_generation(alive, inputs_tensor, model_kwargs)
-
-
-class _WatchedPrepareCache(_WatchedMethod):
-    """A wrapper of ``_prepare_cache_for_generation`` that restores the caller's cache.
-
-    Some models replace an encoder-decoder cache with their own.
-    """
-
-    name = "_prepare_cache_for_generation"
-
-    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        alive, past = self._live_model(), cache_in(model_kwargs)
-        prepare = type(alive)._prepare_cache_for_generation
-        if not isinstance(past, EncoderDecoderCache) or not hasattr(past.cross_attention_cache, "passes"):
-            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
-        # Mark the cache as updated, so that transformers does not replace it.
-        updated, past.is_updated = past.is_updated, {0: True}
-        try:
-            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
-        finally:
-            past.is_updated = updated
-
-
-_WATCHED = (_WatchedPrepareInputs, _WatchedPreparePositions, _WatchedPrepareCache, _WatchedPrefill, _WhisperSegments)
-
-
-def _kvpack_caches(past: Any) -> list[Any]:
-    """Return the KvpackCaches of ``past``."""
-    return [cache for cache in _parts(past) if hasattr(cache, "passes")]
-
-
-def _passes_over_tokens(past: Any) -> list[Any]:
-    """Return ``pass_trackers`` for the cache with the tokens of ``generate``.
-
-    In an encoder-decoder cache, the other half is the encoder's.
-    """
-    return pass_trackers(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
-
-
 def _remove(handles: list[Any], watched: list[weakref.ref[Any]]) -> None:
     for handle in handles:
         handle.remove()
     for owner in watched:
         model = owner()
         if model is not None:
-            for method in _WATCHED:
-                vars(model).pop(method.name, None)
+            unwatch_generate(model)

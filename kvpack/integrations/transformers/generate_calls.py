@@ -1,0 +1,194 @@
+"""Wrappers of the methods of a model that ``generate`` calls, which report the calls to the model's KvpackCaches."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+
+from kvpack.cache_names import NAMES, cache_in
+from kvpack.formats.errors import InvalidParameter
+
+from .plain import remember_copies
+
+if TYPE_CHECKING:
+    import torch
+
+
+def watch_generate(model: PreTrainedModel) -> bool:
+    """Wrap methods of ``model`` so that caches get all token ids passed to ``generate``. Forward passes get only those after the cache."""
+    if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
+        return False
+    for method in _WATCHED:
+        if hasattr(type(model), method.name):
+            setattr(model, method.name, method(model))
+    return True
+
+
+def unwatch_generate(model: PreTrainedModel) -> None:
+    """Remove the wrappers that ``watch_generate`` added to ``model``."""
+    for method in _WATCHED:
+        vars(model).pop(method.name, None)
+
+
+def pass_trackers(past: Any) -> list[Any]:
+    """Return the pass trackers of the KvpackCaches in ``past``."""
+    return [cache.passes for cache in _kvpack_caches(past)]
+
+
+def caches_in(past: Any) -> list[TransformersCache]:
+    """Return the caches of keys and values in ``past``."""
+    if isinstance(past, EncoderDecoderCache):
+        return [past.self_attention_cache, past.cross_attention_cache]
+    return [past] if isinstance(past, TransformersCache) else []
+
+
+def _kvpack_caches(past: Any) -> list[Any]:
+    """Return the KvpackCaches of ``past``."""
+    return [cache for cache in caches_in(past) if hasattr(cache, "passes")]
+
+
+def _passes_over_tokens(past: Any) -> list[Any]:
+    """Return ``pass_trackers`` for the cache with the tokens of ``generate``.
+
+    In an encoder-decoder cache, the other half is the encoder's.
+    """
+    return pass_trackers(past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past)
+
+
+def refuse_pickled_model() -> NoReturn:
+    """Raise InvalidParameter, because the model has hooks of a KvpackCache or of ``recording``."""
+    raise InvalidParameter(
+        "the model is watched by a KvpackCache or recording(), which pickle cannot hold: call release() on the cache first, or end its "
+        "with block, then save the model; torch.save(model.state_dict(), path) works at any time"
+    )
+
+
+class _WatchedMethod:
+    """A wrapper of the method ``name`` of ``model`` that reports calls to its KvpackCaches. Copies of the model get their own."""
+
+    name: str
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._owner = weakref.ref(model)
+        # generate inspects the signature.
+        self.__signature__ = inspect.signature(getattr(type(model), self.name).__get__(model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo.get(id(self._owner()))
+        if copied is None:
+            return self
+        remember_copies(memo)
+        return type(self)(copied)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickled_model()
+
+    def _live_model(self) -> PreTrainedModel:
+        alive = self._owner()
+        assert alive is not None
+        return alive
+
+
+class _WatchedPrepareInputs(_WatchedMethod):
+    """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences to match their rows.
+
+    If a model leaves the cache out to compute all tokens again, because its RoPE has other frequencies from this token on, they are
+    computed into the cache.
+    """
+
+    name = "prepare_inputs_for_generation"
+
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        alive, past = self._live_model(), cache_in(kwargs)
+        for passes in _passes_over_tokens(past):
+            passes.check_generate(alive, input_ids, kwargs)
+        if kwargs.get("is_first_iteration", False):
+            for cache in _kvpack_caches(past):
+                cache.expand(input_ids.shape[0])
+        prepared = type(alive).prepare_inputs_for_generation(alive, input_ids, *args, **kwargs)
+        caches = _kvpack_caches(past)
+        if caches and isinstance(prepared, dict) and cache_in(prepared) is None:
+            for cache in caches:
+                cache.begin_again(type(alive).__name__)
+            prepared[next(name for name in NAMES if kwargs.get(name) is past)] = past
+        return prepared
+
+
+class _WatchedPrefill(_WatchedMethod):
+    """A wrapper of ``_prefill`` that checks all token ids first, because ``_prefill`` may pass a prompt on chunk by chunk."""
+
+    name = "_prefill"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        alive = self._live_model()
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        ids, config, arguments = bound["input_ids"], bound["generation_config"], bound["model_kwargs"]
+        with ExitStack() as chunks:
+            if config.prefill_chunk_size is not None:
+                for passes in _passes_over_tokens(cache_in(arguments)):
+                    chunks.enter_context(passes.check_chunks(ids, arguments, getattr(config, "_mask_length", -1)))
+            return type(alive)._prefill(alive, *args, **kwargs)
+
+
+class _WhisperSegments(_WatchedMethod):
+    """A wrapper of ``generate_with_fallback``, which Whisper calls for each segment of a recording with the same cache.
+
+    It empties the cache before each segment, because segments do not depend on each other.
+    """
+
+    name = "generate_with_fallback"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        alive = self._live_model()
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        past = cache_in(bound["kwargs"])
+        if _passes_over_tokens(past):
+            if len(bound["temperatures"]) > 1:
+                raise InvalidParameter(
+                    "generate may compute the segment again for each temperature, and the cache would still hold the tokens of the first "
+                    "attempt: pass one temperature, or leave the cache out"
+                )
+            if bool(bound["seek"].any()):
+                past.reset()
+        return type(alive).generate_with_fallback(alive, *args, **kwargs)
+
+
+class _WatchedPreparePositions(_WatchedMethod):
+    """A wrapper of ``_prepare_position_ids_for_generation`` that continues from the cache and not from the model's previous prompt."""
+
+    name = "_prepare_position_ids_for_generation"
+
+    def __call__(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        alive = self._live_model()
+        for passes in _passes_over_tokens(cache_in(model_kwargs)):
+            passes.prepare_positions({"inputs": inputs_tensor, **model_kwargs})
+        return type(alive)._prepare_position_ids_for_generation(alive, inputs_tensor, model_kwargs)
+
+
+class _WatchedPrepareCache(_WatchedMethod):
+    """A wrapper of ``_prepare_cache_for_generation`` that restores the caller's cache.
+
+    Some models replace an encoder-decoder cache with their own.
+    """
+
+    name = "_prepare_cache_for_generation"
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        alive, past = self._live_model(), cache_in(model_kwargs)
+        prepare = type(alive)._prepare_cache_for_generation
+        if not isinstance(past, EncoderDecoderCache) or not hasattr(past.cross_attention_cache, "passes"):
+            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
+        # Mark the cache as updated, so that transformers does not replace it.
+        updated, past.is_updated = past.is_updated, {0: True}
+        try:
+            return prepare(alive, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            past.is_updated = updated
+
+
+_WATCHED = (_WatchedPrepareInputs, _WatchedPreparePositions, _WatchedPrepareCache, _WatchedPrefill, _WhisperSegments)

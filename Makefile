@@ -165,7 +165,7 @@ gpu-compile: $(INSTALLED)
 
 # Every tile loader, on any words, the sidecars and the lookups, under the checkers of memory accesses and of races.
 SANITIZED_TESTS = $(addprefix tests/kernels/test_,attention.py sidecars.py shared_table.py)
-SANITIZED = no_word_reads_outside or unequal_lengths or octopus-qjl-2 or int-4-med3 or more_outliers or factors_of_any_size or any_word_finds
+SANITIZED = no_word_reads_beyond or different_lengths or octopus-qjl-2 or int-4-med3 or more_outliers or factors_of_any_size or any_word_finds
 
 gpu-sanitize: $(INSTALLED)
 	for tool in memcheck racecheck; do \
@@ -190,7 +190,7 @@ sanitized-tests:
 	export LD_PRELOAD="$(CHECKERS)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized OMP_NUM_THREADS=1; \
 	$(BIN)/python -P -c "from kvpack.kernels.cpu import library as l; assert 'sanitized' in l.library()._name" && \
 	$(BIN)/python -P -m pytest -o "pythonpath=build/sanitized . tests" --quiet --numprocesses 2 $(wildcard tests/kernels/test_cpu_*.py) tests/runtime/test_reader.py tests/pages/test_page_codec.py \
-		-k "no_word or any_call or any_side or any_group or any_codec or any_chunks or streams_of_formats or any_number_of_bytes or flags_that or thousand or kind_of_float or any_strides or any_bytes or flipped_bit or counts_of or runs_of"
+		-k "no_word or any_call or any_side or groups_are or every_codec or chunks_are or streams_equal or any_number_of_bytes or flags_changed or thousand or floats_are or calls_write or checksums_read or any_strides or arbitrary_bytes or flipped_bit or word_counts or lossless_runs"
 
 # Tests import a quarter of the packages' 14,000 modules, which are compiled when they are first imported.
 # pip first, for --group (25.1), and setuptools: the package is then built without a second, unpinned download of it.

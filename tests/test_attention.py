@@ -111,7 +111,7 @@ def test_a_window_reads_only_the_pages_it_sees(monkeypatch: pytest.MonkeyPatch) 
     assert min(start for start, _ in seen) == 2000 - 2 - 10 + 1
 
 
-def test_bfloat16_queries_keep_their_dtype() -> None:
+def test_bfloat16_queries_give_bfloat16_results() -> None:
     cache = kvpack.pack(random_pairs(1, 40), "kivi-4")
     out = kvpack.attend(torch.randn(1, 2, 1, 64).to(torch.bfloat16), cache[0])
     assert out.dtype == torch.bfloat16
@@ -193,7 +193,7 @@ def test_sink_logits_and_sequences_of_unequal_lengths(causal: bool, window: int 
 @pytest.mark.parametrize("q_len", [1, 5, 300])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 20), (False, None)])
 @pytest.mark.parametrize("recipe", ["kivi-4;tail=32", "octopus-3"])
-def test_padding_before_sequences_is_not_seen(
+def test_padding_before_sequences_is_not_attended(
     recipe: str, causal: bool, window: int | None, q_len: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
@@ -217,7 +217,7 @@ def test_padding_before_sequences_is_not_seen(
     torch.testing.assert_close(alone.to(torch.float64), plain, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_starts_count_the_tokens_that_a_layer_has_skipped() -> None:
+def test_starts_include_tokens_that_a_layer_skipped() -> None:
     cache = kvpack.pack(random_pairs(1, 150, batch=2), "raw")
     layer = Layer(*(side.slice(40, 150) for side in cache[0].sides.values()), skipped=40)
     q = torch.randn(2, 4, 3, 64)
@@ -228,7 +228,7 @@ def test_starts_count_the_tokens_that_a_layer_has_skipped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
 @pytest.mark.parametrize("name", ["starts", "lengths"])
-def test_counts_of_tokens_have_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
+def test_token_counts_may_have_any_integer_dtype(name: str, dtype: torch.dtype) -> None:
     """This includes a dtype that cannot represent the layer's number of tokens."""
     k = torch.randn(2, 1, 300, 32, generator=torch.Generator().manual_seed(0))
     layer, q = kvpack.pack([(k, k)], "raw")[0], k[:, :, -1:]
@@ -236,7 +236,7 @@ def test_counts_of_tokens_have_any_integer_dtype(name: str, dtype: torch.dtype) 
     assert torch.equal(kvpack.attend(q, layer, **given), kvpack.attend(q, layer, **{name: [5, 100]}))
 
 
-def test_lengths_of_all_tokens_change_nothing() -> None:
+def test_lengths_that_include_all_tokens_change_nothing() -> None:
     cache = kvpack.pack(random_pairs(1, 150, batch=2), "kivi-4")
     q = torch.randn(2, 4, 3, 64)
     torch.testing.assert_close(kvpack.attend(q, cache[0], lengths=[150, 150]), kvpack.attend(q, cache[0]))

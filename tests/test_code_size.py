@@ -19,7 +19,7 @@ from support import code_size
         ("f(\n    1,\n\n    2,\n)\n", 4),
     ],
 )
-def test_blank_lines_comments_and_docstrings_are_not_python_code(source: str, lines: int) -> None:
+def test_blank_lines_comments_and_docstrings_do_not_count_as_python_code(source: str, lines: int) -> None:
     assert code_size.python_lines(source) == lines
 
 
@@ -30,7 +30,7 @@ def test_blank_lines_comments_and_docstrings_are_not_python_code(source: str, li
         ('char *s = "/* text */";\nint y; /* a\nb */ int z;\n', 3),
     ],
 )
-def test_blank_lines_and_comments_are_not_c_code(source: str, lines: int) -> None:
+def test_blank_lines_and_comments_do_not_count_as_c_code(source: str, lines: int) -> None:
     assert code_size.c_lines(source) == lines
 
 

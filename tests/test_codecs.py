@@ -23,7 +23,7 @@ from kvpack.formats import CODECS
     ],
     ids=["two codecs", "sidecars", "integers", "a side replaced", "layers"],
 )
-def test_a_recipe_of_codecs_is_that_of_its_text(given: dict[str, Any], text: str) -> None:
+def test_a_recipe_made_of_codecs_equals_one_made_of_text(given: dict[str, Any], text: str) -> None:
     made = Recipe(**given)
     assert made == Recipe(text)
     assert made.text == made.canonical == Recipe(text).canonical
@@ -56,13 +56,13 @@ def test_every_codec_has_a_class() -> None:
         (lambda: Recipe(), "a recipe must be text, such as 'kvpack-3', but got a NoneType"),
     ],
 )
-def test_what_is_refused(make: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         make()
     assert message in str(refused.value)
 
 
-def test_layers_are_a_map() -> None:
+def test_layers_are_given_as_a_map() -> None:
     with pytest.raises(InvalidParameter, match=r"layers is 'k=raw', expected a map such as"):
         Recipe(kv=Raw(), layers="k=raw")  # type: ignore[arg-type]
 

@@ -57,7 +57,7 @@ def pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", kvpack.__all__)
-def test_the_examples_of_a_public_name_run(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_public_names_run(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"kvpack": kvpack, "torch": torch, "past": pairs()}
     if name in NEEDS_A_MODEL:
         pytest.importorskip("transformers")
@@ -71,7 +71,7 @@ def test_the_examples_of_a_public_name_run(name: str, folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
-def test_the_examples_of_the_codec_reference_run(name: str) -> None:
+def test_examples_of_the_codec_reference_run(name: str) -> None:
     text = inspect.getdoc(attrgetter(name)(kvpack.formats)) or ""
     run_examples(text, {"kvpack": kvpack, "torch": torch, "past": pairs()}, f"formats.{name}")
 

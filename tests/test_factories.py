@@ -63,7 +63,7 @@ def test_tensors_name_their_device_and_dtype(path: str) -> None:
     assert _left_open((ROOT / path).read_text()) == []
 
 
-def test_what_is_left_open_is_found() -> None:
+def test_omitted_arguments_are_found() -> None:
     assert _left_open("torch.zeros(3)") == ["line 1: torch.zeros without device and dtype"]
     assert _left_open("@cache_per_device\ndef made() -> torch.Tensor:\n    return torch.eye(3)") == ["line 3: torch.eye without dtype"]
     assert _left_open("torch.arange(3, device=x.device)") == []

@@ -141,7 +141,7 @@ def test_every_part_has_a_floor() -> None:
     assert {part(module) for module in sources()} - {"kvpack"} == {name for names in FLOORS for name in names}
 
 
-def test_nothing_knows_what_is_above_it() -> None:
+def test_no_part_imports_from_a_higher_floor() -> None:
     """The only exception is the package itself, whose table of public names refers to all modules."""
     imports = [(module, target) for module, targets in graph().items() if module != "kvpack" for target in targets]
     assert sorted(f"{module} imports {target}" for module, target in imports if trespasses(module, target)) == []
@@ -162,7 +162,7 @@ def test_every_folder_of_kernels_has_a_level() -> None:
     assert {f"kvpack.kernels.{name}" for name in KERNEL_LEVELS if "." in name} <= set(sources())
 
 
-def test_kernels_know_only_levels_below() -> None:
+def test_kernels_import_only_lower_levels() -> None:
     upward = []
     for module, targets in graph().items():
         for target in targets:
@@ -172,14 +172,14 @@ def test_kernels_know_only_levels_below() -> None:
     assert upward == []
 
 
-def test_the_c_kernels_and_the_others_know_nothing_of_each_other() -> None:
+def test_c_kernels_and_triton_kernels_are_independent() -> None:
     kernels, in_c = "kvpack.kernels.", "kvpack.kernels.cpu."
     imports = [(module, target) for module, targets in graph().items() for target in targets if module.startswith(kernels)]
     among = [(module, target) for module, target in imports if target.startswith(kernels)]
     assert [f"{module} imports {target}" for module, target in among if module.startswith(in_c) != target.startswith(in_c)] == []
 
 
-def test_nothing_imports_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     assert circles({module: targets for module, targets in graph().items() if module != "kvpack"}) == []
 
 
@@ -191,7 +191,7 @@ def test_nothing_imports_in_a_circle() -> None:
         ("if TYPE_CHECKING:\n    import kvpack.cache.side", "kvpack.cache.side"),
     ],
 )
-def test_imports_are_seen_wherever_they_are(source: str, found: str) -> None:
+def test_imports_are_found_anywhere_in_a_file(source: str, found: str) -> None:
     assert imported("kvpack.coding.encoding", source, set(sources())) == {found}
     assert trespasses("kvpack.coding.encoding", found)
     assert trespasses("kvpack.kernels.attend.plan", found)
@@ -199,13 +199,13 @@ def test_imports_are_seen_wherever_they_are(source: str, found: str) -> None:
     assert trespasses("kvpack.attention", "kvpack")
 
 
-def test_levels_are_told_apart() -> None:
+def test_levels_are_distinguished() -> None:
     names = ("bitpack.columns", "decode.rows", "decode.decode", "tiles.work", "decode.tiles", "attend.plan", "cpu.library")
     levels = [kernel_level(f"kvpack.kernels.{name}") for name in names]
     assert levels[-1] is None
     assert levels[:-1] == sorted({level for level in levels if level is not None})
 
 
-def test_circles_are_seen() -> None:
+def test_cycles_are_found() -> None:
     modules = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}, "f": {"g"}, "g": {"f"}}
     assert circles(modules) == [["a", "b", "c"], ["f", "g"]]

@@ -315,7 +315,7 @@ CLASSES = (
 )
 
 
-def test_every_public_function_is_tried() -> None:
+def test_every_public_function_is_tested() -> None:
     errors = {name for name in kvpack.__all__ if isinstance(getattr(kvpack, name), type) and issubclass(getattr(kvpack, name), Exception)}
     functions = {name for name in set(kvpack.__all__) - errors if callable(getattr(kvpack, name))}
     assert functions - {name.partition(".")[0] for name in CALLS} == set()

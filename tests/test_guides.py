@@ -83,7 +83,7 @@ def fits(value: Any, form: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(form, value) is not None
 
 
-def test_the_compose_file_starts_what_the_guide_does() -> None:
+def test_the_compose_file_starts_the_services_of_the_guide() -> None:
     yaml = pytest.importorskip("yaml")
     compose = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
     assert fits(compose, COMPOSE)
@@ -102,7 +102,7 @@ def test_the_compose_file_starts_what_the_guide_does() -> None:
 @pytest.mark.scenario
 @pytest.mark.usefixtures("chat_model")
 @pytest.mark.parametrize("guide", [pytest.param(guide, marks=MARKS.get(guide, ())) for guide in EXAMPLES])
-def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guides_examples_print_what_it_shows(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A guide that reads the conformance vectors finds them as in a clone of the repository.
     (tmp_path / "spec").symlink_to(ROOT / "spec")
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_a_guide_prints_what_it_shows(guide: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("path", [*(FOLDER / f"{guide}.md" for guide in EXAMPLES), ROOT / "README.md"], ids=lambda path: path.stem)
-def test_examples_name_no_argument_that_warns(path: Path) -> None:
+def test_examples_use_no_argument_that_warns(path: Path) -> None:
     """transformers 5.24 warns about the older argument name for caches, and earlier versions do not have the newer one."""
     for block in blocks(path):
         if block.language == "python":
@@ -128,7 +128,7 @@ def test_examples_name_no_argument_that_warns(path: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.skipif(not (real_model.model_folder() / "config.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
-def test_the_guide_to_chats_runs_with_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chat_guide_runs_with_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "HuggingFaceTB").mkdir()
     (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model.model_folder())
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_the_guide_to_chats_runs_with_its_own_model(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("guide", [*GUIDES, "README"])
-def test_links_of_a_guide_lead_somewhere(guide: str) -> None:
+def test_links_of_a_guide_are_valid(guide: str) -> None:
     text = (FOLDER / f"{guide}.md").read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)]+)\)", text):
         if "://" not in link:
@@ -150,13 +150,13 @@ def _rows(columns: int) -> dict[str, list[str]]:
     return {name: cells for name, cells in rows if len(cells) == columns - 1}
 
 
-def test_the_tables_are_there() -> None:
+def test_tables_are_present() -> None:
     assert len(_rows(4)) >= 8
     assert set(_rows(3)) == set(formats.CODECS)
 
 
 @pytest.mark.parametrize("preset", _rows(4))
-def test_the_bits_are_honest(preset: str) -> None:
+def test_bits_in_guides_are_correct(preset: str) -> None:
     source, nominal, stored = _rows(4)[preset]
     assert source == PUBLISHED[preset].source
     nominal_bits, stored_bits = rates(Recipe(preset), layers=32, heads=8, tokens=4096, dim=128)

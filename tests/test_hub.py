@@ -32,7 +32,7 @@ def test_a_name_is_found_in_the_cache(cache: Path) -> None:
     assert Identity.of(load_model(NAME), "octopus-4").model == NAME
 
 
-def test_identities_of_engines_take_a_name(cache: Path) -> None:
+def test_identities_of_engines_accept_a_name(cache: Path) -> None:
     snapshot = hub_cache.add(cache, NAME)
     identity = Identity.of_engine(NAME, "octopus-4", **ENGINE)
     assert identity == Identity.of_engine(snapshot, "octopus-4", **ENGINE)
@@ -44,14 +44,14 @@ def test_identities_of_engines_take_a_name(cache: Path) -> None:
         Identity.of_engine(NAME, "octopus-4", **ENGINE, revision="6" * 40)
 
 
-def test_commands_take_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub_cache.add(cache, NAME)
     assert cli.main(["bench", "io", "--model", NAME, "--tokens", "64", "--repeats", "1", "--recipe", "octopus-4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", [NAME, "gpt2"])
-def test_a_model_that_is_not_there_names_the_command(cache: Path, name: str) -> None:
+def test_the_error_for_a_missing_model_names_the_command(cache: Path, name: str) -> None:
     with pytest.raises(MissingFile, match=f"{name}: is not a folder .* download it with 'hf download {name}' on"):
         model_folder(name)
     assert cli.main(["tune", "--bits", "3", "--model", name]) == 3
@@ -63,7 +63,7 @@ def test_other_paths_are_not_looked_up(cache: Path, name: str) -> None:
         model_folder(name)
 
 
-def test_a_folder_without_a_configuration_is_no_name(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_configuration_is_not_a_model(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
     hub_cache.add(cache, "gpt2")
@@ -72,13 +72,13 @@ def test_a_folder_without_a_configuration_is_no_name(cache: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_half_a_model_in_the_cache_is_none(cache: Path, missing: str) -> None:
+def test_an_incomplete_model_in_the_cache_is_ignored(cache: Path, missing: str) -> None:
     (hub_cache.add(cache, NAME) / missing).unlink()
     with pytest.raises(MissingFile, match=f"hf download {NAME}"):
         model_folder(NAME)
 
 
-def test_all_files_of_an_index_have_to_be_there(cache: Path) -> None:
+def test_all_files_in_an_index_must_exist(cache: Path) -> None:
     snapshot = hub_cache.add(cache, NAME)
     index = snapshot / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
@@ -88,7 +88,7 @@ def test_all_files_of_an_index_have_to_be_there(cache: Path) -> None:
     assert model_folder(NAME) == snapshot
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_asked_only_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 3)
     timeouts: list[float] = []

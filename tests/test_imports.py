@@ -126,7 +126,7 @@ def test_verifying_any_codec_needs_no_torch() -> None:
     )
 
 
-def test_a_heavy_import_is_seen() -> None:
+def test_a_heavy_import_is_noticed() -> None:
     with pytest.raises(AssertionError, match="rich"):
         assert_light("import rich")
 
@@ -150,7 +150,7 @@ def test_formats_import_torch_lazily(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_no_bytes_become_code(path: Path) -> None:
+def test_loading_never_executes_code(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     # formats/ lie outside the package.
     assert offences(tree) == MEASURED.get(path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else "", [])
@@ -189,7 +189,7 @@ def test_public_names_come_from_a_constant_table(package: Any) -> None:
         ("builtins.compile(s)", "builtins.compile"),
     ],
 )
-def test_the_gate_sees_what_it_forbids(source: str, found: str) -> None:
+def test_forbidden_code_is_noticed(source: str, found: str) -> None:
     assert found in offences(ast.parse(source))
     assert dynamic_imports(ast.parse("from importlib import import_module\nimport_module(name)")) == 1
     assert dynamic_imports(ast.parse("importlib.util.spec_from_file_location(a, b)")) == 1

@@ -21,7 +21,7 @@ def test_a_folder_is_filled_once(tmp_path_factory: pytest.TempPathFactory) -> No
     assert [(path / "a").read_text(encoding="utf-8") for path in found] == ["1", "1"]
 
 
-def test_a_folder_that_could_not_be_filled_is_tried_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_folder_that_could_not_be_filled_is_retried(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(ZeroDivisionError):
         once.folder(tmp_path_factory, "tried-again", lambda folder: 1 / 0)
     assert list(once.folder(tmp_path_factory, "tried-again", lambda folder: None).iterdir()) == []

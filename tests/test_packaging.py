@@ -78,7 +78,7 @@ def _below(folder: str) -> list[str]:
     ]
 
 
-def test_the_package_reaches_its_parts_by_relative_links() -> None:
+def test_the_package_includes_its_parts_through_relative_links() -> None:
     """Editors and type checkers follow these links; a path set at run time would be invisible to them."""
     assert {name: os.readlink(ROOT / name) for name in LINKS} == LINKS
     assert PROJECT["build-system"]["backend-path"] == [".ci/backend"]
@@ -92,7 +92,7 @@ def _names_without_library(source: Path, out: Path) -> set[str]:
 
 
 @pytest.mark.scenario
-def test_the_sdist_holds_the_parts_once_and_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_the_sdist_contains_each_part_once_and_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     done = _build(_sources(tmp_path / "source"), "sdist", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def test_sources_whose_links_became_text_files_build_the_same_wheel(wheel: zipfi
     assert _names_without_library(source, tmp_path) == {*wheel.namelist()} - {LIBRARY}
 
 
-def test_sources_without_a_part_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_sources_with_a_missing_part_are_refused_with_instructions(tmp_path: Path) -> None:
     source = _sources(tmp_path)
     (source / "kvpack/formats").unlink()
     done = _build(source, "wheel", tmp_path)
@@ -133,7 +133,7 @@ kvpack.lod("prompt.kvpack")
 
 
 @pytest.mark.scenario
-def test_a_type_checker_finds_misspelled_names_of_the_checkout(tmp_path: Path) -> None:
+def test_a_type_checker_finds_misspelled_names_in_the_checkout(tmp_path: Path) -> None:
     (tmp_path / "misspelled.py").write_text(MISSPELLED)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", "misspelled.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
@@ -157,7 +157,7 @@ READ_BY_OTHER_PROGRAMS = {"kvpack/javascript/row.js", "kvpack/javascript/store.j
 
 
 @pytest.mark.scenario
-def test_the_wheel_holds_every_module_and_what_a_run_reads(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_contains_all_modules_and_runtime_files(wheel: zipfile.ZipFile) -> None:
     sources = set(_below("kvpack"))
     for link, target in LINKS.items():
         folder = target.removeprefix("../")
@@ -174,7 +174,7 @@ def test_the_wheel_holds_every_module_and_what_a_run_reads(wheel: zipfile.ZipFil
 
 
 @pytest.mark.scenario
-def test_the_wheel_has_at_most_two_megabytes_besides_the_demo_s_model(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_the_wheel_has_at_most_two_megabytes_besides_the_demos_model(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """The test uses the checkout's library, which -O3 makes larger than the wheel's."""
     whole = WHEEL_SIZE["size"](str(wheel.filename))
     if LIBRARY in wheel.namelist():
@@ -185,7 +185,7 @@ def test_the_wheel_has_at_most_two_megabytes_besides_the_demo_s_model(wheel: zip
 
 
 @pytest.mark.scenario
-def test_the_wheel_runs_from_a_neutral_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_the_wheel_runs_from_an_unrelated_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
     script = "import kvpack, kvpack.formats.group, sys; print(kvpack.__file__, kvpack.formats.__file__); assert 'torch' not in sys.modules"
     # -P keeps the folder of the test run, and an installed kvpack, from answering instead.
@@ -207,7 +207,7 @@ print([issubclass(one.category, KvpackWarning) for one in found], kvpack.backend
 
 
 @pytest.mark.scenario
-def test_a_wheel_built_without_a_compiler_attends_by_torch_and_says_so_once(
+def test_a_wheel_built_without_a_compiler_uses_torch_and_says_so_once(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     without = _built(tmp_path_factory, tmp_path, CC="no-such-compiler")
@@ -245,7 +245,7 @@ print(tuple(out.shape), bool(out.isfinite().all()))
 
 
 @pytest.mark.scenario
-def test_the_wheel_alone_inspects_verifies_packs_attends_and_demonstrates(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_inspects_verifies_packs_attends_and_demonstrates(installed: Path, tmp_path: Path) -> None:
     def run(command: str, *arguments: str | Path) -> str:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run([installed / command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -264,7 +264,7 @@ def test_the_wheel_alone_inspects_verifies_packs_attends_and_demonstrates(instal
     assert report["files"][0]["right"] == 5
 
 
-def test_the_folder_kernels_is_no_package() -> None:
+def test_the_folder_kernels_is_not_importable() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
@@ -275,7 +275,7 @@ def test_links_lead_to_files(name: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_one_version_everywhere() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited is not None
     assert PROJECT["project"]["version"] == kvpack.__version__ == cited[1]
@@ -291,7 +291,7 @@ def test_everything_installed_is_pinned() -> None:
     assert asked <= pinned
 
 
-def test_the_versions_that_are_run_are_those_that_are_allowed() -> None:
+def test_tested_versions_are_those_allowed() -> None:
     versions = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
     assert versions["ranges"]()["torch"]
     assert versions["OLDEST_TRITON"] == versions["TRITONS"][0] == ".".join(map(str, triton_version.OLDEST))
@@ -299,7 +299,7 @@ def test_the_versions_that_are_run_are_those_that_are_allowed() -> None:
     assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= set(versions["TESTS"])
 
 
-def test_no_file_names_a_folder_of_a_machine() -> None:
+def test_no_file_mentions_a_local_folder() -> None:
     names = ("pyproject.toml", "Makefile", "MANIFEST.in", "README.md", "CHANGELOG.md", "SECURITY.md")
     for name in (*names, ".ci/run", ".ci/constraints.txt", ".ci/versions.py"):
         assert not re.search(r"(?<![\w.:/])/(home|root|tmp|work|opt|usr)\b", (ROOT / name).read_text()), name

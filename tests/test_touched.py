@@ -20,7 +20,7 @@ def sources() -> list[str]:
     return [file for file in listed if (ROOT / file).exists()]
 
 
-def test_every_source_has_tests_that_exist_or_is_run_by_make() -> None:
+def test_every_source_has_existing_tests_or_is_run_by_make() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for file in sources():
         assert needed_by(file) or file in makefile, f"{file}: nothing runs it"
@@ -61,20 +61,20 @@ def test_paths(file: str, expected: set[str]) -> None:
     assert needed_by(file) == expected
 
 
-def test_kernels_need_the_tests_of_their_language() -> None:
+def test_kernels_require_the_tests_of_their_language() -> None:
     of_c, of_triton = needed_by("kernels/cpu/group.h"), needed_by("kernels/loaders/group.py")
     assert "tests/kernels/test_cpu_attend.py" in of_c
     assert "tests/kernels/test_attention.py" in of_triton
     assert not of_c & of_triton
 
 
-def test_a_module_of_support_needs_all_that_import_it() -> None:
+def test_a_support_module_requires_all_tests_that_import_it() -> None:
     found = needed_by("tests/support/second_decoder.py")
     assert "tests/spec/test_decoder.py" in found
     assert "tests/spec/test_vectors.py" in found, "it imports the module through vector_checks"
 
 
-def test_changes_are_those_since_main_and_those_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_include_those_since_main_and_uncommitted_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> None:
         subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@localhost", *words], cwd=tmp_path, check=True, capture_output=True)
 

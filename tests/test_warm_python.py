@@ -31,7 +31,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("arguments", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_runs_as_in_python(arguments: list[str], tmp_path: Path) -> None:
+def test_a_program_runs_as_in_a_new_process(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys, helper\nprint(__name__, sys.argv, helper.VALUE)\n")
     (tmp_path / "helper.py").write_text("VALUE = 5\n")
     environment = {"NAME": "value", "PATH": os.environ["PATH"]}
@@ -49,7 +49,7 @@ def test_an_exception_is_shown() -> None:
     assert done.stderr.endswith('File "<string>", line 2, in <module>\nZeroDivisionError: division by zero\n')
 
 
-def test_modules_are_there_and_no_state_is_shared() -> None:
+def test_modules_are_preloaded_and_no_state_is_shared() -> None:
     code = "import random, sys; print('torch' in sys.modules, 'json.tool' in sys.modules, random.random()); sys.modules.clear()"
     outputs = [subprocess.run([warm_python.python("json.tool"), "-c", code], capture_output=True, text=True).stdout for _ in range(2)]
     assert [output.split()[:2] for output in outputs] == [["True", "True"]] * 2
@@ -70,7 +70,7 @@ def test_a_program_ends_with_the_process_that_waits_for_it() -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_the_command_is_kvpack() -> None:
+def test_the_kvpack_command_is_available() -> None:
     done = subprocess.run([warm_python.commands() / "kvpack", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("kvpack ")

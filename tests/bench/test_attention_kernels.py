@@ -35,7 +35,7 @@ def test_unknown_shapes_are_refused(text: str, message: str) -> None:
         kernels.parse_shape(text)
 
 
-def test_a_synthetic_basis_has_the_widths_that_its_name_gives() -> None:
+def test_synthetic_basis_has_widths_from_its_name() -> None:
     k, v = (torch.randn(1, 2, 32, dim) for dim in (128, 40))
     layer = synthetic_basis.pack(k, v, "klt=83211000:5710")
     assert layer.k is not None
@@ -46,7 +46,7 @@ def test_a_synthetic_basis_has_the_widths_that_its_name_gives() -> None:
             synthetic_basis.check(recipe)
 
 
-def test_layers_of_klt_have_the_bits_that_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_klt_layers_have_the_requested_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(synthetic_basis.LAYERS) < set(kernels.RECIPES)
     measured = {"bytes": 1000, "seconds": 1e-3, "whole_seconds": 1e-3, "gb_per_s": 1.0, "of_floor": 2.0, "of_bf16": 0.5}
     measured |= {"eager_seconds": 2e-3, "eager_of_bf16": 4.0, "error": 1e-4, "unpack_seconds": 1e-3}
@@ -60,7 +60,7 @@ def test_layers_of_klt_have_the_bits_that_are_told(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("scope", ["head", "layer"])
-def test_a_synthetic_basis_of_transform_takes_the_bits_that_its_name_gives(scope: str) -> None:
+def test_synthetic_transform_basis_has_bits_from_its_name(scope: str) -> None:
     k, v = (torch.randn(1, 2, 512, dim, generator=torch.Generator().manual_seed(dim)) for dim in (128, 40))
     layer = synthetic_basis.pack(k, v, f"transform=0.6:{scope}")
     for side in layer.sides.values():
@@ -75,13 +75,13 @@ def test_a_synthetic_basis_of_transform_takes_the_bits_that_its_name_gives(scope
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels"]) == InvalidParameter.exit_code
     assert "needs a CUDA device, but PyTorch finds none" in capsys.readouterr().err
 
 
 @pytest.mark.scenario
-def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
+def test_plot_of_a_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
         {"recipe": "SDPA flash", "whole_seconds": 1e-5, "of_bf16": 1.0, "error": None},
@@ -94,7 +94,7 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
     assert text.startswith("<?xml")
 
 
-def test_a_recipe_without_a_kernel_is_shown_as_decoded_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_without_a_kernel_are_marked_as_decoded_first(capsys: pytest.CaptureFixture[str]) -> None:
     measured = {"bytes": 1000, "seconds": 1e-3, "whole_seconds": 1e-3, "gb_per_s": 1.0, "of_floor": 2.0, "of_bf16": 3.0}
     measured |= {"eager_seconds": 2e-3, "eager_of_bf16": 4.0}
     rows = [
@@ -110,7 +110,7 @@ def test_a_recipe_without_a_kernel_is_shown_as_decoded_first(capsys: pytest.Capt
 
 
 @pytest.mark.cuda
-def test_a_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_small_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ["bench", "kernels", "--shape", "1x4x2x64x2048", "--recipe", "kivi-4", "--only", "attention", "--json"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)

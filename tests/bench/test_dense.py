@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("way", dense.FORMATS, ids=[way.name for way in dense.FORMATS])
-def test_a_way_returns_what_it_was_given(way: dense.DenseFormat, tmp_path: Path) -> None:
+def test_a_format_returns_the_values_that_it_was_given(way: dense.DenseFormat, tmp_path: Path) -> None:
     tensors = {f"{layer}.{side}": torch.randn(1, 2, 33, 16).to(torch.bfloat16) for layer in range(2) for side in "kv"}
     way.write(tensors, str(tmp_path / "file"))
     found = way.read(str(tmp_path / "file"))

@@ -30,7 +30,7 @@ def found(model: Any) -> kvpack.bench.evaluate.Evaluation:
 
 
 @pytest.mark.scenario
-def test_results_are_those_of_bench_quality(found: kvpack.bench.evaluate.Evaluation) -> None:
+def test_results_equal_those_of_bench_quality(found: kvpack.bench.evaluate.Evaluation) -> None:
     settings = quality.Settings(**SIZES, needles=0)
     expected = quality.run(None, None, ["octopus-3", "kivi-2"], settings, reference="fp8")
     for mine, theirs in zip(found.rows, expected["recipes"], strict=True):
@@ -55,7 +55,7 @@ class _Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_it_is_a_table_as_html_and_as_text(found: kvpack.bench.evaluate.Evaluation) -> None:
+def test_results_are_shown_as_html_and_text_tables(found: kvpack.bench.evaluate.Evaluation) -> None:
     cells = _Cells()
     cells.feed(found._repr_html_())
     head, *rows = cells.rows
@@ -71,7 +71,7 @@ def test_it_is_a_table_as_html_and_as_text(found: kvpack.bench.evaluate.Evaluati
     assert "<script>" not in odd._repr_html_()
 
 
-def test_uncompressed_bits_are_those_of_the_models_dtype(model: Any, found: kvpack.bench.evaluate.Evaluation) -> None:
+def test_uncompressed_bits_use_the_models_dtype(model: Any, found: kvpack.bench.evaluate.Evaluation) -> None:
     half = copy.deepcopy(model).to(torch.bfloat16)
     sizes = SIZES | {"tokens": 64, "scored_tokens": 16, "windows": 1}
     reports = (found, kvpack.evaluate(half, None, TEXT, "kivi-2", reference=None, **sizes))
@@ -79,7 +79,7 @@ def test_uncompressed_bits_are_those_of_the_models_dtype(model: Any, found: kvpa
     assert [row[1] for row in rows] == ["32.00", "16.00"]
 
 
-def test_the_model_stays_as_it_was(model: Any) -> None:
+def test_the_model_is_left_unchanged(model: Any) -> None:
     steps: list[tuple[int, int]] = []
     kvpack.evaluate(model, None, [TEXT, "short", TEXT[600:]], "kivi-2", reference=None, **SIZES, progress=lambda *step: steps.append(step))
     assert steps[-1] == (4, 4) == (len(steps), 4)
@@ -121,7 +121,7 @@ def test_wrong_arguments_are_refused(model: Any, change: dict[str, Any], error: 
         kvpack.evaluate(given.pop("model"), None, given.pop("texts"), given.pop("recipes"), **given)
 
 
-def test_a_model_in_training_is_refused(model: Any) -> None:
+def test_a_model_in_training_mode_is_refused(model: Any) -> None:
     model.train()
     try:
         with pytest.raises(InvalidParameter, match=r"in training mode, .*call model\.eval\(\)"):

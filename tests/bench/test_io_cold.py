@@ -29,7 +29,7 @@ def measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str,
     return rows
 
 
-def test_rows_are_beside_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_rows_of_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     dropped: list[str] = []
     monkeypatch.setattr(io_cold, "drop_from_page_cache", dropped.append)
     fio = tmp_path / "fio"
@@ -49,7 +49,7 @@ def test_rows_are_beside_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "no engine" in capsys.readouterr().err
 
 
-def test_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_works_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(io_cold, "drop_from_page_cache", lambda _: None)
     monkeypatch.setattr(io_cold.shutil, "which", lambda _: None)
     rows = measured(tmp_path, capsys)
@@ -59,12 +59,12 @@ def test_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device of this name may be there")
-def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "io", "--cold", "--synthetic", "1x1x1x64x64", "--device", "cuda:5"]) == 2
     assert "device is 'cuda:5'" in capsys.readouterr().err
 
 
-def test_a_file_that_stays_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_stays_in_the_page_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(bytes(10_000))
     monkeypatch.setattr(io_cold, "is_cold", lambda *_: False)
     with pytest.raises(InvalidParameter, match="its files stay in memory: pass --folder with a folder on a disk"):

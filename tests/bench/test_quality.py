@@ -80,7 +80,7 @@ def tiny_model(**more: Any) -> Any:
     return Qwen2ForCausalLM(Qwen2Config(**{**TINY, "head_dim": 32, "vocab_size": 50, **more})).eval()
 
 
-def test_the_uncompressed_perplexity_is_that_of_one_pass_without_a_cache(report: Any, model: Any) -> None:
+def test_uncompressed_perplexity_equals_that_of_one_pass_without_a_cache(report: Any, model: Any) -> None:
     model.set_attn_implementation("sdpa")
     losses = []
     for window in report["uncompressed"]["windows"]:
@@ -97,7 +97,7 @@ def test_windows_do_not_overlap(report: Any) -> None:
     assert 0 <= first <= first + 512 <= second <= len(demo_text()) - 512
 
 
-def test_bf16_changes_next_to_nothing_and_2_bits_a_lot(report: Any) -> None:
+def test_bf16_changes_almost_nothing_and_2_bits_change_a_lot(report: Any) -> None:
     rows = by_recipe(report)
     assert [row["recipe"] for row in report["recipes"]] == ["bf16", "kv=group:b=8,g=32", "kivi-2"]
     assert abs(rows["bf16"]["log_perplexity_difference"]) < 2e-3
@@ -110,7 +110,7 @@ def test_bf16_changes_next_to_nothing_and_2_bits_a_lot(report: Any) -> None:
     assert rows["kivi-2"]["needles"]["right"] < report["uncompressed"]["needles"]["right"] <= rows["bf16"]["needles"]["right"]
 
 
-def test_a_row_sums_up_its_windows(report: Any) -> None:
+def test_a_row_summarizes_its_windows(report: Any) -> None:
     exact = [window["log_perplexity"] for window in report["uncompressed"]["windows"]]
     for row in report["recipes"]:
         losses = [window["log_perplexity"] for window in row["windows"]]
@@ -148,7 +148,7 @@ def test_passes_that_fit_the_raw_tail_see_packed_tokens(model: Any, exact: windo
     assert divergence(96) < 0.5 * alone
 
 
-def test_same_choices_are_those_of_the_most_probable_token(exact: windows.UncompressedResult) -> None:
+def test_same_choice_counts_most_probable_tokens(exact: windows.UncompressedResult) -> None:
     found = exact.log_probabilities.clone()
     # The first choice becomes the last in 24 of 96 positions.
     found[torch.arange(24), found[:24].argmax(-1)] = -1e3
@@ -170,14 +170,14 @@ def test_ratios_to_the_reference_are_paired_by_window() -> None:
     assert [row["of_reference"] for row in rows] == [None, None]
 
 
-def test_the_reference_is_measured_too() -> None:
+def test_the_reference_is_measured() -> None:
     found = quality.run(None, None, ["kivi-2"], quality.Settings(tokens=128, scored_tokens=16, windows=2, needles=0), reference="fp8")
     rows = by_recipe(found)
     assert set(rows) == {"kivi-2", "fp8"}
     assert rows["kivi-2"]["of_reference"]["ratio"] > 1 == rows["fp8"]["of_reference"]["ratio"]
 
 
-def test_the_past_forgotten_is_the_other_end_of_the_scale(report: Any, model: Any, exact: windows.UncompressedResult) -> None:
+def test_forgetting_the_past_is_the_upper_bound_of_errors(report: Any, model: Any, exact: windows.UncompressedResult) -> None:
     forgotten = report["forgotten"]
     assert forgotten["kl_divergence"] > max(row["kl_divergence"] for row in report["recipes"])
     assert forgotten["kl_divergence"] == pytest.approx(sum(window["kl_divergence"] for window in forgotten["windows"]) / 2)
@@ -197,7 +197,7 @@ def test_the_past_forgotten_is_the_other_end_of_the_scale(report: Any, model: An
     assert windows.read_forgotten(model, exact).kl_divergence == pytest.approx(float(expected) / 96, rel=1e-3)
 
 
-def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
+def test_bytes_are_those_of_a_file_with_the_window(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
     path = tmp_path / "window.kvpack"
     measured = windows.measure(model, exact, "octopus-3", str(path))
     assert measured.bytes == path.stat().st_size
@@ -207,7 +207,7 @@ def test_the_bytes_are_those_of_a_file_of_the_whole_window(exact: windows.Uncomp
     assert all(side.tail.shape[2] == 0 for layer in cache for side in layer.sides.values())
 
 
-def test_the_model_reads_what_the_file_holds(
+def test_the_model_reads_the_values_stored_in_the_file(
     exact: windows.UncompressedResult, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = windows.measure(model, exact, "kivi-4", str(tmp_path / "a"))
@@ -219,7 +219,7 @@ def test_the_model_reads_what_the_file_holds(
     assert min(coarse.attention_error) > 2 * max(plain.attention_error)
 
 
-def test_the_errors_against_dense_attention(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
+def test_errors_against_dense_attention(exact: windows.UncompressedResult, model: Any, tmp_path: Path) -> None:
     measured = windows.measure(model, exact, "kivi-2", str(tmp_path / "window"))
     packed = [kvpack.pack((k[:, :, :320], v[:, :, :320]), "kivi-2")[0].append(k[:, :, 320:], v[:, :, 320:]) for k, v in exact.pairs]
     mask = torch.ones(96, 416, dtype=torch.bool).tril(320)
@@ -244,7 +244,7 @@ def test_divergence() -> None:
     assert windows._divergence(p.log().float(), q.log().float()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_seed_one_result(report: Any) -> None:
+def test_the_same_seed_gives_the_same_result(report: Any) -> None:
     assert without_times(quality.run(None, None, RECIPES, SETTINGS)) == without_times(report)
     other = quality.run(None, None, ["bf16"], quality.Settings(tokens=256, scored_tokens=8, windows=2, needles=0, seed=1))
     assert [window["start"] for window in other["uncompressed"]["windows"]] != starts(2500, 256, 2, 0)
@@ -262,7 +262,7 @@ def test_one_window_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "One window is only a first look" in shown
 
 
-def test_the_verdict_takes_the_smallest_recipe_that_changes_few_tokens_of_any_text() -> None:
+def test_verdict_is_the_smallest_recipe_that_changes_few_tokens_of_every_text() -> None:
     def row(recipe: str, divergence: float, right: int = 90) -> dict[str, Any]:
         interval = None if divergence > 0.1 else [0.0, divergence]
         needles = {"right": right, "asked": 100, "interval": [right / 100 - 0.1, right / 100 + 0.1]}
@@ -278,7 +278,7 @@ def test_the_verdict_takes_the_smallest_recipe_that_changes_few_tokens_of_any_te
     assert "none of these recipes" in summary.verdict({**report, "recipes": recipes[2:]})[-1]
 
 
-def test_preliminary_results_are_printed_as_they_come(tmp_path: Path) -> None:
+def test_preliminary_results_are_printed_immediately(tmp_path: Path) -> None:
     settings = quality.Settings(tokens=1024, windows=2, needles=1, scored_tokens=16, generated=4)
     lines: list[str] = []
     quality.run(None, None, ["kivi-2"], settings, reference="fp8", show_line=lines.append)
@@ -327,7 +327,7 @@ def test_planting_a_pass_key(depth: float) -> None:
     assert len(value) == 6
 
 
-def test_an_answer_is_right_when_every_token_is_the_first_choice() -> None:
+def test_an_answer_is_correct_if_every_token_is_the_first_choice() -> None:
     value = b"8J2K9XPL"
 
     class Answering:
@@ -355,7 +355,7 @@ def test_recall_by_depth_and_length() -> None:
     assert [(part["tokens"], part["right"], part["asked"]) for part in found["by_length"]] == [(100, 1, 2), (200, 2, 2)]
 
 
-def test_a_generated_text_is_that_of_single_steps(model: Any, tmp_path: Path) -> None:
+def test_generated_text_equals_that_of_single_steps(model: Any, tmp_path: Path) -> None:
     prompt = torch.tensor([[256, *demo_text()[:63]]])
     exact = generated.generate(model, prompt, 40, seed=3)
     assert exact.tokens.shape == (1, 104)
@@ -377,13 +377,13 @@ def test_a_generated_text_is_that_of_single_steps(model: Any, tmp_path: Path) ->
     assert generated.measure_generation(model, exact, "bf16", str(tmp_path / "a"), 8, seed=4).changed > 0.1
 
 
-def test_drawn_tokens_are_as_frequent_as_predicted() -> None:
+def test_sampled_tokens_are_as_frequent_as_predicted() -> None:
     predicted, numbers = torch.tensor([0.1, 0.6, 0.3]).log()[None], torch.Generator().manual_seed(0)
     drawn = torch.tensor([int(generated._sample_token(predicted, numbers)) for _ in range(3000)])
     assert (drawn.bincount() / 3000).tolist() == pytest.approx([0.1, 0.6, 0.3], abs=0.03)
 
 
-def test_moved_keys_compute_the_same_function_and_cost_coarse_codecs_more() -> None:
+def test_moved_keys_keep_the_function_and_hurt_coarse_codecs() -> None:
     sizes = quality.Settings(tokens=256, scored_tokens=32, windows=2, needles=0)
     plain = quality.run(None, None, ["kv=scalar:b=3"], sizes)
     moved = quality.run(None, None, ["kv=scalar:b=3"], quality.Settings(**{**vars(sizes), "offset": 10.0}))
@@ -393,7 +393,7 @@ def test_moved_keys_compute_the_same_function_and_cost_coarse_codecs_more() -> N
     assert moved["recipes"][0]["kl_divergence"] > 2 * plain["recipes"][0]["kl_divergence"]
 
 
-def test_moved_keys_are_in_every_cache_of_the_model(model: Any) -> None:
+def test_moved_keys_reach_every_cache_of_the_model(model: Any) -> None:
     tokens = torch.tensor([[256, *demo_text()[:99]]])
     before = windows.prefill(model, tokens)
     try:
@@ -413,7 +413,7 @@ def test_moved_keys_are_in_every_cache_of_the_model(model: Any) -> None:
         torch.testing.assert_close(layer.keys, moved, rtol=1e-3, atol=1e-3)
 
 
-def test_no_scored_text_shares_a_passage_with_the_one_that_calibrates() -> None:
+def test_scored_texts_share_no_passage_with_calibration_texts() -> None:
     folder = resources.files("kvpack.bench") / "texts"
     words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in ("calibration", quality.TEXT, *quality.OTHERS)}
     passages = {name: {tuple(found[first : first + 12]) for first in range(len(found) - 11)} for name, found in words.items()}
@@ -425,7 +425,7 @@ def test_no_scored_text_shares_a_passage_with_the_one_that_calibrates() -> None:
     assert not passages["prose"] & passages["long"]
 
 
-def test_a_model_reads_kvpacks_own_texts_and_is_told_apart_by_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_kvpacks_texts_is_recognized_by_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Without a tokenizer tokens are bytes.
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=257, max_position_embeddings=300)).save_pretrained(tmp_path / "m")
@@ -447,7 +447,7 @@ def test_a_model_reads_kvpacks_own_texts_and_is_told_apart_by_them(tmp_path: Pat
     assert "20 tokens that the uncompressed model generated" in shown
 
 
-def test_a_device_must_be_there_and_an_offset_be_finite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_and_offset_are_checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "quality", "--model", "demo", "--device", "cuda"]) == 2
     assert "--device is cuda, but PyTorch finds no CUDA device" in capsys.readouterr().err
@@ -455,7 +455,7 @@ def test_a_device_must_be_there_and_an_offset_be_finite(monkeypatch: pytest.Monk
     assert "--offset is inf" in capsys.readouterr().err
 
 
-def test_the_twin_has_outliers_and_the_same_function() -> None:
+def test_the_twin_has_outliers_and_computes_the_same_function() -> None:
     sample = torch.arange(40)[None] % 50
     plain, twin = tiny_model(), tiny_model()
     for network in (plain, twin):
@@ -485,7 +485,7 @@ def test_the_twin_of_a_model_that_normalizes_keys_is_refused() -> None:
         make_twin(torch.nn.Linear(2, 2), 30.0, torch.arange(40)[None], 0)
 
 
-def test_a_model_with_a_tokenizer(tmp_path: Path) -> None:
+def test_model_with_a_tokenizer(tmp_path: Path) -> None:
     words = {"<s>": 0, "<unk>": 1, **{f"w{number}": number + 2 for number in range(48)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -504,7 +504,7 @@ def test_a_model_with_a_tokenizer(tmp_path: Path) -> None:
         quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, needles=1))
 
 
-def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_that_cannot_read_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model().save_pretrained(tmp_path)
     assert cli.main(["bench", "quality", "--model", str(tmp_path)]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
@@ -529,7 +529,7 @@ def test_a_model_that_cannot_take_bytes(tmp_path: Path, capsys: pytest.CaptureFi
     ],
     ids=["tokens", "more tokens", "score", "windows", "needles", "room", "step", "twin", "recipe", "model", "text", "out"],
 )
-def test_what_is_refused(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quality", "--model", "demo", "--generate", "0", *words]) == code
     assert capsys.readouterr().err.startswith(f"kvpack: {message}")
 
@@ -540,7 +540,7 @@ def test_default_recipes() -> None:
 
 
 @pytest.mark.scenario
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tokens", "400", "--score", "32", "--windows", "2", "--needles", "1", "--generate", "40"]
     words = ["bench", "quality", "--model", "demo", *sizes, "--recipe", "kivi-2", "--twin", "8"]
     assert cli.main([*words, "--json", "--out", str(tmp_path)]) == 0
@@ -571,7 +571,7 @@ def rows_of(divergences: dict[float, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_front_goes_through_significant_differences_only() -> None:
+def test_the_front_uses_only_significant_differences() -> None:
     scatter = [0.9, 1.0, 1.1, 1.0]
     rows = rows_of(
         {
@@ -591,7 +591,7 @@ def test_the_front_goes_through_significant_differences_only() -> None:
     assert [row["bits_per_value"] for row in rows if row["on_front"]] == [2.0, 3.0, 16.0]
 
 
-def test_one_window_has_a_front_of_its_figures() -> None:
+def test_front_of_one_window_uses_its_values() -> None:
     rows = rows_of({2.0: [1.0], 3.0: [1.1], 4.0: [0.9], 16.0: [0.0]})
     summary.mark_pareto_front(rows)
     assert [row["on_front"] for row in rows] == [True, False, True, True]
@@ -616,7 +616,7 @@ def cluttered(spread: float) -> Any:
     return {**kind, "settings": settings, "forgotten": {"kl_divergence": 0.1}, "recipes": rows}
 
 
-def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_is_planted_in_the_middle_of_the_packed_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     read, exactly = [], quality.read_uncompressed
     monkeypatch.setattr(
         quality, "read_uncompressed", lambda model, tokens, scored_tokens: read.append(tokens) or exactly(model, tokens, scored_tokens)
@@ -637,7 +637,7 @@ def test_a_token_is_put_in_the_middle_of_the_packed_part(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 3.0], ids=["one line", "narrow", "wide"])
-def test_the_picture_names_every_recipe_and_keeps_intervals_inside(spread: float) -> None:
+def test_the_plot_labels_every_recipe_and_contains_all_intervals(spread: float) -> None:
     figure = quality_plot.figure(cluttered(spread))
     figure.draw_without_rendering()
     (axes,), renderer = figure.axes, figure.canvas.get_renderer()
@@ -656,7 +656,7 @@ def test_the_picture_names_every_recipe_and_keeps_intervals_inside(spread: float
     assert all(low * 0.999 <= y <= high * 1.001 for y in ends)
 
 
-def test_narrow_axes_have_the_names_next_to_the_points() -> None:
+def test_narrow_plots_have_labels_next_to_the_points() -> None:
     report = cluttered(0.05)
     for number, row in enumerate(report["recipes"]):
         row.update(bits_per_value=2.0**number, kl_divergence=10.0**-number)
@@ -672,7 +672,7 @@ def test_narrow_axes_have_the_names_next_to_the_points() -> None:
     assert len(sides) == 12
 
 
-def test_every_codec_has_a_colour_of_its_own() -> None:
+def test_every_codec_has_its_own_color() -> None:
     assert set(quality_plot.STYLES) == set(CODECS)
     colors = [color for color, _ in (*quality_plot.STYLES.values(), quality_plot.OTHER)]
     assert len(set(colors)) == len(colors)
@@ -680,7 +680,7 @@ def test_every_codec_has_a_colour_of_its_own() -> None:
 
 
 @pytest.mark.scenario
-def test_one_report_one_picture(tmp_path: Path) -> None:
+def test_one_report_gives_one_plot(tmp_path: Path) -> None:
     for name in ("a", "b"):
         quality_plot.draw(cluttered(0.05), tmp_path / name)
     for suffix in (".png", ".svg"):
@@ -688,7 +688,7 @@ def test_one_report_one_picture(tmp_path: Path) -> None:
     assert "recipe-11" in (tmp_path / "a.svg").read_text()
 
 
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_works_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["bench", "quality", "--model", "demo", "--out", str(tmp_path)]) == 3
     assert capsys.readouterr().err == "kvpack: the picture needs matplotlib: pip install 'kvpack[bench]'\n"

@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kvpack" / real_model.NAME
 
 
-def test_a_missing_model_says_how_to_get_it(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_a_missing_model_explains_how_to_get_it(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quality"]) == 3
     told = capsys.readouterr().err
     assert str(cache) in told
@@ -28,7 +28,7 @@ def test_a_missing_model_says_how_to_get_it(cache: Path, capsys: pytest.CaptureF
     assert "--model DIR" in told
 
 
-def test_it_is_found_in_the_cache_or_by_the_variable(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_found_in_the_cache_or_by_the_variable(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir(parents=True)
     (cache / "config.json").write_text("{}")
     assert real_model.folder() == cache
@@ -42,7 +42,7 @@ def test_it_is_found_in_the_cache_or_by_the_variable(cache: Path, tmp_path: Path
     assert real_model.folder() == tmp_path / "other"
 
 
-def test_the_basis_is_made_beside_the_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_basis_is_created_once_next_to_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
     assert real_model.basis() is None
@@ -58,7 +58,7 @@ def test_the_basis_is_made_beside_the_model_once(cache: Path, monkeypatch: pytes
     assert len(calls) == 1
 
 
-def test_a_basis_of_code_is_asked_for_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_basis_is_selected_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
     cache.mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_a_basis_of_code_is_asked_for_by_name(cache: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("other", ["--model demo", "--twin 30", "--offset 5", "--basis x.kvbasis"])
-def test_a_basis_of_code_is_of_the_default_model(cache: Path, capsys: pytest.CaptureFixture[str], other: str) -> None:
+def test_code_basis_belongs_to_the_default_model(cache: Path, capsys: pytest.CaptureFixture[str], other: str) -> None:
     cache.mkdir(parents=True)
     (cache / "config.json").write_text("{}")
     assert cli.main(["bench", "quality", "--calibrated-on", "code", *other.split()]) == 2
@@ -93,18 +93,18 @@ def test_a_basis_of_code_is_of_the_default_model(cache: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("words", [["code"], ["--calibrate-on"], ["--calibrate-on", "poems"]], ids=" ".join)
-def test_other_words_show_what_is_expected(cache: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_errors_for_unknown_words_list_the_expected_ones(cache: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert real_model.main(words) == 2
     assert "[--calibrate-on {prose,code}]" in capsys.readouterr().err
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_other_contents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"GGUF")
     with pytest.raises(InvalidParameter, match=f"expected {real_model._SHA256}"):
         real_model.check(tmp_path / "file")
 
 
-def test_fetching_installs_nothing_and_leaves_nothing_of_a_failure(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetching_installs_nothing_and_cleans_up_after_failures(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
 
     def fail(words: list[str], env: dict[str, str], check: bool) -> Any:

@@ -20,7 +20,7 @@ from kvpack.models import transformers_library
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of a device are large")
 
 
-def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_rows_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     saved = []
     save = kvpack.save
     monkeypatch.setattr(kvpack, "save", lambda cache, path: (saved.append(cache.model), save(cache, path)))
@@ -57,7 +57,7 @@ def test_rows_are_beside_those_of_transformers(tmp_path: Path, monkeypatch: pyte
     ]  # fmt: skip
 
 
-def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_cache_becomes_a_row_without_ending_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a device, but without CUDA graphs."""
     monkeypatch.setattr(serve, "GENERATED", 2)
     monkeypatch.setattr(serve, "TIMED_STEPS", 1)
@@ -86,7 +86,7 @@ def test_a_cache_that_fails_is_a_line_and_not_the_end(monkeypatch: pytest.Monkey
     assert row.rstrip().endswith("does not fit")
 
 
-def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_interleaved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a device, but without CUDA graphs."""
     monkeypatch.setattr(serve_turns, "TURNS", 3)
     model = serve.random_model("small", 1, "cpu", None)
@@ -118,7 +118,7 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "alone: the model without a cache" in printed
 
 
-def test_steps_of_a_model_alone_compute_all_but_attention() -> None:
+def test_model_only_steps_compute_everything_except_attention() -> None:
     model = serve.random_model("small", 2, "cpu", None)
     steps = serve_turns.steps_without_cache(serve_cpu.with_plain_attention(model), 40)
     token = torch.tensor([[5]])
@@ -131,7 +131,7 @@ def test_steps_of_a_model_alone_compute_all_but_attention() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_first_token_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_first_token_becomes_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> None:
         raise ValueError("the file is gone\nand more")
 
@@ -149,7 +149,7 @@ def test_a_first_token_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, cap
     assert "40 + 8, octopus-3: ValueError: the file is gone" in capsys.readouterr().out
 
 
-def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shape_is_read_from_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliding-window layers contain their window, and every pass has positions after all tokens."""
     monkeypatch.setattr(serve_cpu, "STEPS", 2)
     _, settings = serve.SHAPES["small"]
@@ -176,7 +176,7 @@ def test_the_shape_of_a_configuration(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("given", [None, "fp16"])
-def test_the_dtype_is_that_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+def test_dtype_is_read_from_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(serve_cpu, "STEPS", 2)
     _, settings = serve.SHAPES["small"]
     transformers_library().LlamaConfig(**settings, dtype="float32").save_pretrained(tmp_path)
@@ -186,7 +186,7 @@ def test_the_dtype_is_that_of_the_configuration(tmp_path: Path, monkeypatch: pyt
     assert report["decode"][0]["cache_bytes"] == 2 * heads * dim * 40 * (2 if given else 4)
 
 
-def test_the_model_of_the_dynamic_cache_is_free_of_kvpack() -> None:
+def test_the_dynamic_cache_uses_a_model_without_kvpack() -> None:
     """It shares the weights, but not hooks and attention."""
     model = serve.random_model("small", 1, "cpu", None)
     plain = serve_cpu.with_plain_attention(model)
@@ -199,7 +199,7 @@ def test_the_model_of_the_dynamic_cache_is_free_of_kvpack() -> None:
         assert mine is own
 
 
-def test_a_dtype_that_is_not_known() -> None:
+def test_unknown_dtype_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="dtype is 'float32', expected one of bf16, fp16, fp32"):
         serve.run("small", None, None, None, None, None, None, dtype="float32")
 
@@ -212,7 +212,7 @@ def test_layers_without_attention_are_refused(tmp_path: Path) -> None:
         serve.run(str(tmp_path), None, None, None, None, None, None)
 
 
-def test_every_shape_but_the_hybrids_has_layers_that_can_be_drawn() -> None:
+def test_every_shape_except_hybrids_has_layers_that_can_be_drawn() -> None:
     hybrids = {"qwen3.5-9b", "small-hybrid"}
     for shape in hybrids:
         with pytest.raises(InvalidParameter, match=r"linear_attention; .*: use make bench-resume in a clone of kvpack"):
@@ -224,6 +224,6 @@ def test_every_shape_but_the_hybrids_has_layers_that_can_be_drawn() -> None:
     assert kept[:7] == [1023] * 5 + [4096, 1023]
 
 
-def test_a_shape_that_is_not_known() -> None:
+def test_unknown_shape_is_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"shape is 'large', expected one of llama-3-8b, .*, or the path of a config\.json"):
         serve.run("large", None, None, None, None, None, None)

@@ -24,7 +24,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--layers", "2", "--chunks", "2", "--entries", "5", "--entries", "20", "--repeats", "2", "--folder", str(tmp_path)]
     assert cli.main(["bench", "store", "--recipe", "kivi-4", "--json", *words]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -49,7 +49,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["layers", "chunks", "repeats"])
-def test_numbers_that_measure_nothing_are_refused(name: str) -> None:
+def test_useless_numbers_are_refused(name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"--{name} is 0"):
         store.run(**{name: 0})
     with pytest.raises(InvalidParameter, match="--entries is -1"):
@@ -77,7 +77,7 @@ def test_a_location_is_filled_and_measured(tmp_path: Path, capsys: pytest.Captur
     assert "use an empty location, or the recipe that it was filled with" in capsys.readouterr().err
 
 
-def test_rows_that_there_are_not_are_refused(tmp_path: Path) -> None:
+def test_unknown_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="--row is 'x', expected one of match"):
         store_scale.run(str(tmp_path), 200, rows=["x"])
     with pytest.raises(InvalidParameter, match="--recipe is 'octopus-3', which does not encode chunks of 16 tokens: use bf16"):

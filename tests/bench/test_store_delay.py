@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_calls_of_a_distant_server_are_compared(
+def test_delayed_server_calls_are_compared(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(store_delay.PAGES, kind, 8)
@@ -54,7 +54,7 @@ def test_calls_of_a_distant_server_are_compared(
     assert all(value >= delay for value in calls)
 
 
-def test_round_trips_are_among_the_rows_of_a_server_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trips_are_in_the_default_rows_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
     monkeypatch.setattr(store_scale, "ROWS", ("match", store_scale.ROUND_TRIPS))
     monkeypatch.setattr(store_scale, "LOOKUPS", 2)
@@ -80,13 +80,13 @@ def test_round_trips_are_among_the_rows_of_a_server_by_default(tmp_path: Path, m
         ("s3://b/p", None, "AWS_ENDPOINT_URL is ''"),
     ],
 )
-def test_what_has_no_distance_is_refused(location: str, ms: float | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locations_without_a_server_are_refused(location: str, ms: float | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(store_delay.ENDPOINT, raising=False)
     with pytest.raises(InvalidParameter, match=message):
         store_scale.run(location, 200, rows=["round-trips"], delay_ms=ms)
 
 
 @pytest.mark.parametrize("option", ["row", "delay"])
-def test_options_of_a_location_need_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_location_options_require_a_location(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "store", f"--{option}", "5"]) == 2
     assert f"--{option} is set without --location" in capsys.readouterr().err

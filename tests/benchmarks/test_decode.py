@@ -19,7 +19,7 @@ SHAPES = {(0, "k"): (2, 16), (0, "v"): (2, 16)}
 
 
 @pytest.mark.parametrize("scope", ["head", "layer"])
-def test_decoding_is_timed_beside_its_products(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decoding_is_timed_along_with_its_products(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.kvbasis"
     path.write_bytes(random_basis(SHAPES, 1, scopes=dict.fromkeys(SHAPES, scope)))
     words = ["decode", "--basis", str(path), "--tokens", "300", "--bits", "4", "--repeats", "1"]

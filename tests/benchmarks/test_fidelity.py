@@ -39,7 +39,7 @@ def figures(report: Any, paper: str, table: str) -> dict[str, Any]:
 
 
 @pytest.mark.scenario
-def test_no_figure_differs_for_an_unknown_reason(report: Any) -> None:
+def test_every_difference_from_a_paper_has_a_reason(report: Any) -> None:
     assert [row for row in report["rows"] if row["verdict"] == "differs"] == []
     assert report["verdicts"]["within"] > 150
     assert all(row["note"] for row in report["rows"] if row["verdict"] == "explained")
@@ -87,12 +87,12 @@ def test_table_1_has_every_system(report: Any) -> None:
         ("OScaR", "HQMQ Table 3", 6),
     ],
 )
-def test_tables_have_their_figures(report: Any, paper: str, table: str, count: int) -> None:
+def test_tables_have_their_numbers(report: Any, paper: str, table: str, count: int) -> None:
     assert len(figures(report, paper, table)) >= count
 
 
 @pytest.mark.scenario
-def test_known_figures(report: Any) -> None:
+def test_known_numbers(report: Any) -> None:
     """Check some published figures, to detect tables that were copied incorrectly."""
     assert figures(report, "OCTOPUS", "Table 1")["b = 3, OCTOPUS: MSE"]["published"] == 0.0260
     assert figures(report, "OCTOPUS", "Needle")["b = 2, fp32: mass"]["published"] == 0.960
@@ -123,7 +123,7 @@ def test_verdicts(measured: float, relation: str, expected: tuple[float, float] 
     assert row.as_json()["measured"] == (None if math.isnan(measured) else measured)
 
 
-def test_a_broken_codec_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_codec_is_detected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A decoder that is off by a tenth affects every figure of its systems and no others."""
     right = Scalar.decode_frame
     monkeypatch.setattr(Scalar, "decode_frame", lambda self, streams: 1.1 * right(self, streams))
@@ -136,7 +136,7 @@ def test_a_broken_codec_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "differs" in capsys.readouterr().out
 
 
-def test_a_correction_that_does_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_useless_correction_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qjl, "correction", lambda self, streams: torch.zeros(*streams["qjl_norm"].shape, self.dim))
     rows = octopus.SECTIONS[0](QUICK)
     differing = {row.name for row in rows if row.verdict == "differs"}
@@ -144,7 +144,7 @@ def test_a_correction_that_does_nothing_shows(monkeypatch: pytest.MonkeyPatch) -
     assert differing == {"b = 2, OCTOPUS-QJL: inner-product error"}
 
 
-def test_bits_are_those_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_computed_from_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = codec("scalar:b=3")
     assert rate(chosen).total == 3.125
     assert (rate(chosen).codes, rate(chosen).counted) == (3.0, 3.125)
@@ -153,7 +153,7 @@ def test_bits_are_those_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rate(wider).total == 3.25
 
 
-def test_the_additive_codebook_is_searched_whole() -> None:
+def test_the_additive_codebook_is_searched_exhaustively() -> None:
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     one = hqmq.additive(x, 4, 8, 5, unit=False)
     chunks = x.view(-1, 4)
@@ -169,7 +169,7 @@ def refuse(name: str) -> NoReturn:
 
 
 @pytest.mark.scenario
-def test_json_is_strict_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_strict_and_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for _ in range(2):
         assert main(["fidelity", "--only", "oscar", "--quick", "--seed", "7", "--json"]) == 0
@@ -203,6 +203,6 @@ def test_seeds_out_of_range_are_refused(seed: int) -> None:
         fidelity.run(settings=fidelity.Settings(seed))
 
 
-def test_other_seeds_draw_other_keys() -> None:
+def test_different_seeds_draw_different_keys() -> None:
     first, second = (fidelity.Settings(seed).generator(0) for seed in (0, 1))
     assert not torch.equal(torch.randn(8, generator=first), torch.randn(8, generator=second))

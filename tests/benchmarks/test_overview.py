@@ -34,7 +34,7 @@ def _texts(path: Path) -> list[str]:
     return sorted(re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text(encoding="utf-8")))
 
 
-def test_the_speeds_are_those_of_the_table() -> None:
+def test_speeds_are_those_of_the_table() -> None:
     text = (ROOT / "kernels" / "README.md").read_text(encoding="utf-8").split("\n## Speed\n")[1].split("\n### ")[0]
     table = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `?([^|`]+)`?[^|]*? \| ([\d. |]+) \|$", text, re.MULTILINE)}
     report = _report("kernels")
@@ -46,7 +46,7 @@ def test_the_speeds_are_those_of_the_table() -> None:
         assert ratios == {name: table[name][column] for name in ratios}
 
 
-def test_the_committed_picture_is_that_of_the_reports(folder: Path) -> None:
+def test_committed_plot_matches_the_reports(folder: Path) -> None:
     (folder / "overview.svg").unlink()
     assert overview.run(str(folder)) == str(folder / "overview.svg")
     drawn = _texts(folder / "overview.svg")
@@ -56,7 +56,7 @@ def test_the_committed_picture_is_that_of_the_reports(folder: Path) -> None:
     assert (MEASURED / "overview.svg").stat().st_size < 100_000
 
 
-def test_the_command_prints_where_the_picture_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_path_of_the_plot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overview", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"picture": str(folder / "overview.svg")}
 
@@ -68,13 +68,13 @@ def test_a_missing_report_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"recipes": []}'])
-def test_other_contents_are_refused(folder: Path, text: str) -> None:
+def test_invalid_reports_are_refused(folder: Path, text: str) -> None:
     (folder / "quality.json").write_text(text)
     with pytest.raises(InvalidParameter, match=r"quality\.json: is no .*kvpack bench quality --out"):
         overview.run(str(folder))
 
 
-def test_a_sweep_without_the_drawn_recipes_is_refused(folder: Path) -> None:
+def test_a_sweep_without_the_plotted_recipes_is_refused(folder: Path) -> None:
     report = _report("kernels")
     report["sweep"] = [shape for shape in report["sweep"] if shape["tokens"] != overview.SHORT_TOKENS]
     (folder / "kernels.json").write_text(json.dumps(report))

@@ -28,13 +28,13 @@ def test_the_report_compares_jobs_with_the_kernels(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_a_missing_device_is_named() -> None:
     with pytest.raises(InvalidParameter, match="--device is cuda, and PyTorch sees no CUDA device"):
         device_pages.run(1)
 
 
 @pytest.mark.cuda
-def test_the_report_of_a_device_compares_jobs_with_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_device_report_compares_jobs_with_a_copy(capsys: pytest.CaptureFixture[str]) -> None:
     report = device_pages.run(2, ["kivi-4", "latents: k=octahedral:b=4;v=raw"])
     names = ("encode", "decode", "encode_in_a_row", "decode_in_a_row")
     for row in report["rows"]:

@@ -49,7 +49,7 @@ def test_every_row_is_a_recipe() -> None:
             assert row.average - 1 / 8 < sum(bits) / 8 <= row.average
 
 
-def test_a_text_without_room_is_refused(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("short")
     with pytest.raises(InvalidParameter, match="has 5 tokens, and a window has"):

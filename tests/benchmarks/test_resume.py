@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of
 
 
 @pytest.mark.scenario
-def test_rows_of_a_hybrid_and_of_sliding_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_hybrid_and_of_a_sliding_window_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["resume", "--prefix", "768", "--every", "256", "--recipe", "bf16", "--recipe", "octopus-3"]
     assert main([*given, "--folder", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -42,7 +42,7 @@ def test_rows_of_a_hybrid_and_of_sliding_windows(tmp_path: Path, capsys: pytest.
     assert not list(tmp_path.iterdir())
 
 
-def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The table shows speed relative to computing, and errors as lines."""
     row = {"shape": "large", "layers": 2, "dtype": "bfloat16", "tokens": 1024, "suffix": 32, "error": None}
     hit = {"load_seconds": 0.25, "bytes_per_token": 1000.0, "state_bytes_per_token": 10.0, "loaded_bytes": 5000}
@@ -68,6 +68,6 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         ({"shapes": ["large"]}, "shape is 'large', expected one of llama-3-8b"),
     ],
 )
-def test_what_measures_nothing_is_refused(given: dict[str, object], message: str) -> None:
+def test_useless_settings_are_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         resume.run(**given)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from benchmarks.__main__ import main
 from kvpack.formats.errors import InvalidParameter
 
 
-def test_the_report_and_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "--repeats", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["model"] == "tinylm"
@@ -27,7 +27,7 @@ def test_the_report_and_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "seconds for 140 GB, extrapolated" in printed
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_unmeasurable_settings_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="--model and --shape both name the model"):
         weights.run("x", "small", "cpu")
     if not torch.cuda.is_available():

@@ -34,7 +34,7 @@ def test_pack_and_unpack(recipe: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["octopus-3", "kvpack-2", "kivi-2", "fp8", "kv=scalar:b=3"])
-def test_layers_are_packed_as_each_by_itself(recipe: str) -> None:
+def test_layers_packed_together_equal_layers_packed_alone(recipe: str) -> None:
     """Layers of equal shape are encoded together, each with its own raw tokens. The last one has a different shape."""
     pairs = [*random_pairs(4, 300, batch=2, dims=(64, 64)), *random_pairs(1, 200, batch=2, dims=(64, 64))]
     for number, (k, v) in enumerate(pairs):
@@ -52,7 +52,7 @@ def test_layers_are_packed_as_each_by_itself(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_prefix_decodes_to_the_prefix(recipe: str) -> None:
+def test_a_prefix_decodes_to_the_first_values(recipe: str) -> None:
     cache = kvpack.pack(random_pairs(2, 150), recipe)
     for tokens in (0, 1, 32, 33, 128, 149, 150):
         for cut, whole in zip(dense(cache[:, :tokens]), dense(cache), strict=True):
@@ -60,7 +60,7 @@ def test_a_prefix_decodes_to_the_prefix(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_slice_decodes_to_the_slice(recipe: str, tmp_path: Path) -> None:
+def test_a_slice_decodes_to_its_values(recipe: str, tmp_path: Path) -> None:
     pairs = random_pairs(2, 300)
     whole = kvpack.pack([(k[:, :, :96], v[:, :, :96]) for k, v in pairs], recipe, start=5)
     whole = whole.append([(k[:, :, 96:], v[:, :, 96:]) for k, v in pairs])
@@ -78,7 +78,7 @@ def test_a_slice_decodes_to_the_slice(recipe: str, tmp_path: Path) -> None:
     assert part.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr(), "a slice shares the bytes"
 
 
-def test_a_slice_begins_where_a_token_group_does() -> None:
+def test_slices_start_at_token_groups() -> None:
     cache = kvpack.pack(random_pairs(2, 100), "kivi-2").append(random_pairs(2, 64))
     assert [page.tokens for page in cache[0].k.runs] == [100, 64]
     assert cache[:, 100:164].tokens == 64
@@ -109,7 +109,7 @@ def test_append_encodes_each_token_once(recipe: str) -> None:
     assert len(cache[0].k.runs) <= 12
 
 
-def test_append_grows_the_tail_raw_until_the_window() -> None:
+def test_append_grows_the_raw_tail_up_to_the_window() -> None:
     pairs = random_pairs(1, 200)
     cache = kvpack.pack([(k[:, :, :70], v[:, :, :70]) for k, v in pairs], "kivi-4;tail=64")
     assert [side.tail.shape[2] for side in cache[0].sides.values()] == [6, 6]
@@ -133,7 +133,7 @@ def test_concat_of_consecutive_pages(recipe: str) -> None:
     assert torch.equal(joined[0].k.merged().unpack(), joined[0].k.unpack())
 
 
-def test_concat_refuses_what_does_not_continue() -> None:
+def test_concat_refuses_caches_that_are_not_consecutive() -> None:
     pairs = random_pairs(1, 64)
     a, b = kvpack.pack(pairs, "kivi-2"), kvpack.pack(pairs, "kivi-2", start=64)
     with pytest.raises(InvalidParameter, match=r"tokens \[0:64\] are followed by tokens \[0:64\]"):
@@ -161,14 +161,14 @@ def test_concat_refuses_a_layer_without_its_oldest_tokens() -> None:
         kvpack.concat([first, replace(first, start=64)])
 
 
-def test_a_cache_is_not_pickled() -> None:
+def test_a_cache_cannot_be_pickled() -> None:
     cache = kvpack.pack(random_pairs(1, 4), "kivi-2")
     for value, name in ((cache, "Cache"), (cache[0], "Layer")):
         with pytest.raises(InvalidParameter, match=rf"a packed {name} cannot be pickled: write it with kvpack\.save\(cache, path\)"):
             torch.save(value, io.BytesIO())
 
 
-def test_a_live_cache_is_not_pickled() -> None:
+def test_a_live_cache_cannot_be_pickled() -> None:
     with pytest.raises(InvalidParameter, match=r"neither a LiveCache nor .* can be pickled: save live\.freeze"):
         torch.save(kvpack.LiveCache("kivi-2", layers=1), io.BytesIO())
 
@@ -181,7 +181,7 @@ def test_caches_compare_by_identity_and_copy_as_themselves() -> None:
     assert (cache[0] == other[0], cache[0].k == other[0].k, cache[0].k.runs == other[0].k.runs) == (False,) * 3
 
 
-def test_a_tail_holds_no_value_beyond_its_dtype() -> None:
+def test_a_tail_has_no_values_beyond_the_range_of_its_dtype() -> None:
     k, v = (x.to(torch.float16) for x in random_pairs(1, 40)[0])
     cache = kvpack.pack([(k, v)], "kivi-2;tail=64")
     assert cache.append([(k[:, :, :1].float(), v[:, :, :1].float())])[0].k.tail.dtype == torch.float16
@@ -195,7 +195,7 @@ def test_a_tail_holds_no_value_beyond_its_dtype() -> None:
 
 @pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3;tail=32", "octopus-3;raw=2,0.95", "octopus-3-scaled", "int-4-med3", "fp32"])
 @pytest.mark.parametrize("before", ["kv=group:b=3,g=32;tail=128", "kv=octahedral:b=2"])
-def test_convert_in_parts_makes_the_same_streams(before: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converting_in_parts_gives_the_same_streams(before: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvpack.pack(random_pairs(1, 300), before).append(random_pairs(1, 40))
     whole = cache.convert(recipe)
     monkeypatch.setattr(conversion, "VALUES_AT_ONCE", 1)
@@ -210,7 +210,7 @@ def test_convert_in_parts_makes_the_same_streams(before: str, recipe: str, monke
 
 
 @pytest.mark.parametrize("codec", ["group:b=4", "octahedral:b=3", "raw"])
-def test_convert_to_another_window_leaves_the_tail_that_pack_leaves(codec: str) -> None:
+def test_convert_to_another_window_leaves_the_same_tail_as_pack(codec: str) -> None:
     pairs = random_pairs(2, 250)
     for before, after in ((128, 0), (128, 64), (64, 128)):
         cache = kvpack.pack(pairs, f"kv={codec};tail={before}").convert(f"kv={codec};tail={after}")
@@ -236,7 +236,7 @@ def test_convert_to_the_same_recipe_encodes_the_tail() -> None:
     assert (longer.tokens, longer[0].k.tail.shape[2]) == (298, 2)
 
 
-def test_convert_keeps_what_already_fits() -> None:
+def test_convert_keeps_values_that_already_fit() -> None:
     cache = kvpack.pack(random_pairs(2, 96), "kivi-2")
     same = cache.convert("kivi-2;layers=1:k=group:b=4")
     assert same[0].k.runs[0].streams["codes.0"].data_ptr() == cache[0].k.runs[0].streams["codes.0"].data_ptr()
@@ -249,7 +249,7 @@ def test_convert_keeps_what_already_fits() -> None:
     "codec",
     ["octahedral:b=3", "octahedral:b=2", "quaternion:s=24,r=3", "quaternion:s=5,r=8", "angle:n=48,norm=log4", "angle:n=56"],
 )
-def test_convert_to_another_arrangement_loses_nothing(codec: str) -> None:
+def test_convert_to_another_arrangement_is_lossless(codec: str) -> None:
     dense_cache = kvpack.pack(random_pairs(1, 70), f"kv={codec}")
     direct = dense_cache.convert(f"kv={codec},arrangement=direct")
     assert direct[0].k.codec.params()["arrangement"] == "direct"
@@ -260,14 +260,14 @@ def test_convert_to_another_arrangement_loses_nothing(codec: str) -> None:
         assert torch.equal(back[0].k.runs[0].streams[name], stream), name
 
 
-def test_codecs_that_differ_in_more_than_packing_are_encoded_anew() -> None:
+def test_codecs_that_differ_in_more_than_packing_are_reencoded() -> None:
     side = kvpack.pack(random_pairs(1, 70), "kv=octahedral:b=3")[0].k
     assert side.codec.same_codes(kvpack.Recipe("kv=octahedral:b=3,arrangement=direct").codec(0, 1, "k", 64))
     for other in ("octahedral:b=3,seed=1", "octahedral:b=2", "quaternion:s=24,r=3", "octahedral:b=3,norm=fp32"):
         assert not side.codec.same_codes(kvpack.Recipe(f"kv={other}").codec(0, 1, "k", 64))
 
 
-def test_layers_may_differ_and_a_side_may_be_missing() -> None:
+def test_layers_may_differ_and_sides_may_be_missing() -> None:
     (k, v), (k2, v2) = random_pairs(2, 40)
     cache = kvpack.pack([(k, v), (k2[:, :1, :33], v2[:, :1, :33]), (k, None), (None, v)], "kivi-2")
     assert [layer.tokens for layer in cache] == [40, 33, 40, 40]
@@ -322,7 +322,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_refused_by_name(name: str) -> None:
+def test_errors_name_the_bad_input(name: str) -> None:
     past, error, message = BAD_INPUT[name]
     with pytest.raises(error, match=message):
         kvpack.pack(past, "octopus-3")
@@ -339,14 +339,14 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
     ],
     ids=["negative start", "large start", "number", "surrogate", "long recipe"],
 )
-def test_what_no_file_can_hold_is_refused_when_packed(options: dict[str, Any], message: str) -> None:
+def test_values_that_no_file_can_store_are_refused_when_packed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.pack([(X, X)], **{"recipe": "kivi-2"} | options)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "bf16"])
-def test_non_finite_values_are_refused_with_their_place(recipe: str, value: float) -> None:
+def test_errors_give_the_position_of_non_finite_values(recipe: str, value: float) -> None:
     k, v = random_pairs(3, 40)[0]
     bad = v.clone()
     bad[0, 1, 17, 5] = value
@@ -367,7 +367,7 @@ def test_non_finite_values_never_reach_a_raw_tail() -> None:
     assert kvpack.pack([(k, bad)], "bf16;tail=64").tokens == 70, "raw keeps any value"
 
 
-def test_objects_describe_themselves_in_a_line() -> None:
+def test_reprs_fit_on_one_line() -> None:
     cache = kvpack.pack(random_pairs(2, 70), "octopus-3;tail=64", model={"name": "m"}, start=3)
     recipe = "k=octahedral:b=3,mean=32,mean_bits=4,norm=log8;v=group:b=3;raw=4,0.6,4;tail=64"
     assert repr(cache) == f"Cache('{recipe}', 2 layers, tokens [3:73], model {{'name': 'm'}})"
@@ -377,7 +377,7 @@ def test_objects_describe_themselves_in_a_line() -> None:
     assert repr(cache[0].k.runs) == "(PackedRun(octahedral, 64 tokens),)"
 
 
-def test_a_norm_beyond_its_width_is_refused() -> None:
+def test_a_norm_beyond_the_range_of_its_dtype_is_refused() -> None:
     k, v = random_pairs(1, 40)[0]
     with pytest.raises(OutOfRange, match=r"layers\[0\].k, tokens 0 to 39: .*65504"):
         kvpack.pack([(k * 1e6, v)], "k=octahedral:b=3;v=group:b=3")
@@ -394,7 +394,7 @@ def test_indices_out_of_range_are_refused(index: object) -> None:
         cache[index]
 
 
-def test_indices_may_be_of_any_integer_type() -> None:
+def test_indices_may_have_any_integer_type() -> None:
     cache = kvpack.pack(random_pairs(2, 8), "kivi-2", start=numpy.int64(3))
     assert cache[numpy.int64(1)] is cache[1]
     assert cache[:, : numpy.int64(5)].tokens == 5
@@ -403,12 +403,12 @@ def test_indices_may_be_of_any_integer_type() -> None:
         kvpack.pack(random_pairs(2, 8), "kivi-2", start=1.5)
 
 
-def test_values_are_unpacked_to_floating_point_only() -> None:
+def test_values_are_unpacked_only_to_floating_point() -> None:
     with pytest.raises(InvalidType, match=r"torch.int8 cannot represent"):
         kvpack.pack(random_pairs(1, 8), "kivi-2").unpack(torch.int8)
 
 
-def test_append_refuses_what_does_not_continue_and_keeps_the_cache() -> None:
+def test_append_refuses_mismatched_values_and_keeps_the_cache() -> None:
     pairs = random_pairs(1, 40)
     cache = kvpack.pack(pairs, "kivi-2")
     before = dense(cache)
@@ -440,7 +440,7 @@ def test_prefix_then_append_continues(tokens: int, cut: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["kivi-2;tail=32", "octopus-3-scaled", "ott-2", "lossless", "bf16", "int-4-med3"])
-def test_a_side_unpacks_into_given_memory(recipe: str) -> None:
+def test_a_side_unpacks_into_a_given_tensor(recipe: str) -> None:
     cache = kvpack.pack(random_pairs(1, 100), recipe)
     for side in cache[0].sides.values():
         batch, heads, tokens, dim = side.batch, side.heads, side.tokens, side.dim
@@ -452,7 +452,7 @@ def test_a_side_unpacks_into_given_memory(recipe: str) -> None:
             assert int(room.isnan().sum()) in (room.numel(), room.numel() - out.numel())
 
 
-def test_memory_that_does_not_fit_is_refused() -> None:
+def test_unsuitable_output_tensors_are_refused() -> None:
     side = kvpack.pack(random_pairs(1, 100), "kivi-2")[0].k
     assert side is not None
     for out, error, message in (

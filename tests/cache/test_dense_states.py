@@ -83,7 +83,7 @@ def filled(model: Any, tokens: int, cache: Any = None) -> Any:
 
 @pytest.mark.parametrize("tokens", [WINDOW - 4, WINDOW, 50])
 @pytest.mark.parametrize("name", SLIDING)
-def test_of_a_sliding_window_the_newest_tokens_are_packed_as_such(name: str, tokens: int) -> None:
+def test_the_newest_tokens_of_a_sliding_window_are_packed(name: str, tokens: int) -> None:
     model = small_model(name, sliding_window=WINDOW, **SLIDING[name])
     whole, cache = filled(model, tokens, DynamicCache()), filled(model, tokens)
     packed = kvpack.pack(cache, "kv=raw:dtype=fp32")
@@ -99,7 +99,7 @@ def test_of_a_sliding_window_the_newest_tokens_are_packed_as_such(name: str, tok
 
 @pytest.mark.parametrize("tokens", [WINDOW - 4, WINDOW, 50])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
-def test_of_a_static_cache_the_filled_part_is_packed_at_its_positions(name: str, tokens: int) -> None:
+def test_the_filled_part_of_a_static_cache_is_packed_at_its_positions(name: str, tokens: int) -> None:
     model = small_model(name, sliding_window=WINDOW, **SLIDING[name])
     whole, cache = filled(model, tokens, DynamicCache()), filled(model, tokens, StaticCache(config=model.config, max_cache_len=64))
     packed = kvpack.pack(cache, "kv=raw:dtype=fp32")
@@ -110,7 +110,7 @@ def test_of_a_static_cache_the_filled_part_is_packed_at_its_positions(name: str,
         torch.testing.assert_close(layer.unpack(torch.float32)[0], every.keys[:, :, tokens - held :], rtol=1e-4, atol=1e-5)
 
 
-def test_a_store_takes_no_layer_that_dropped_tokens(tmp_path: Any) -> None:
+def test_a_store_refuses_layers_that_dropped_tokens(tmp_path: Any) -> None:
     model = small_model("Mistral", sliding_window=WINDOW)
     cache, ids = filled(model, 70), token_ids(70)
     store = kvpack.Store(tmp_path, kvpack.Identity("model", "raw", weights="w"), chunk=8)
@@ -124,7 +124,7 @@ def test_a_store_takes_no_layer_that_dropped_tokens(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_states_of_layers_are_kept(name: str) -> None:
+def test_layer_states_are_kept(name: str) -> None:
     options, layer, kinds = STATES[name]
     model = small_model(name, **options)
     cache = model(token_ids(12), use_cache=True).past_key_values
@@ -134,13 +134,13 @@ def test_the_states_of_layers_are_kept(name: str) -> None:
         assert torch.equal(packed[layer].states[f"{kind}.0"], getattr(cache.layers[layer], f"{kind}_states")[0])
 
 
-def test_a_cache_with_other_states_is_refused_by_name() -> None:
+def test_unknown_states_are_refused_by_name() -> None:
     cache = small_model("MiniMax", **LINEAR, num_local_experts=2)(token_ids(12), use_cache=True).past_key_values
     with pytest.raises(InvalidParameter, match="the cache is a MiniMaxCache: its linear_cache"):
         kvpack.pack(cache, "raw")
 
 
-def test_layers_that_share_the_keys_of_others_are_without_sides() -> None:
+def test_layers_that_share_keys_have_no_sides() -> None:
     options: dict[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "laurel_rank": 4, "head_dim": 16}
     options |= SIZES | {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "sliding_window": WINDOW, "activation_sparsity_pattern": None}
     config = transformers.Gemma3nTextConfig(**options)
@@ -150,7 +150,7 @@ def test_layers_that_share_the_keys_of_others_are_without_sides() -> None:
     assert [(list(layer.sides), layer.skipped) for layer in kvpack.pack(cache, "raw")] == [(["k", "v"], 5), (["k", "v"], 5), ([], 0)]
 
 
-def test_of_an_encoder_decoder_cache_each_half_is_packed() -> None:
+def test_both_halves_of_an_encoder_decoder_cache_are_packed() -> None:
     options = {"d_model": 32, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 50, "decoder_start_token_id": 0}
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**options)).eval()
@@ -223,20 +223,20 @@ class Unknown:
     ],
     ids=["indexed", "static indexed", "indexed without an index", "tensor", "nested", "object", "slot", "unknown class"],
 )
-def test_a_layer_that_holds_more_is_refused_by_name(layer: Any, message: str) -> None:
+def test_a_layer_with_unknown_tensors_is_refused_by_name(layer: Any, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.pack(with_layer(layer), "raw")
 
 
 @pytest.mark.parametrize("seen", [7, 9])
-def test_a_layer_of_an_unknown_class_holds_what_it_has_seen(seen: int) -> None:
+def test_a_layer_of_an_unknown_class_must_contain_all_tokens_that_it_saw(seen: int) -> None:
     with pytest.raises(InvalidParameter, match=rf"layers\[1\]: a Unknown that has seen {seen} tokens contains the keys of 8"):
         kvpack.pack(with_layer(Unknown(seen, is_sliding=True)), "raw")
     assert [layer.tokens for layer in kvpack.pack(with_layer(Unknown(8)), "raw")] == [8, 8]
     assert kvpack.pack(with_layer(WithMore({"settings": (1, "a", None, torch.float32)})), "raw").tokens == 8
 
 
-def test_caches_of_other_kinds_are_refused_by_name() -> None:
+def test_unknown_kinds_of_caches_are_refused_by_name() -> None:
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.LlamaForCausalLM(config).eval()
     for cache, message in (
@@ -255,12 +255,12 @@ def test_caches_of_other_kinds_are_refused_by_name() -> None:
         kvpack.pack(object(), "raw")
 
 
-def test_layers_that_have_not_seen_the_same_tokens_are_refused() -> None:
+def test_layers_that_saw_different_numbers_of_tokens_are_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"different numbers of tokens \(layers\[0\] 8 and layers\[1\] 5\)"):
         kvpack.pack(with_layer(DynamicLayer(), tokens=5), "raw")
 
 
-def test_a_layer_without_tokens_among_others_is_without_sides() -> None:
+def test_an_empty_layer_among_others_has_no_sides() -> None:
     cache = with_layer(DynamicLayer())
     cache.layers.insert(1, DynamicLayer())
     cache.layers.append(DynamicLayer())

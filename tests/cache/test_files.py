@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_loaded_is_what_was_saved(recipe: str, compress: bool, tmp_path: Path) -> None:
+def test_loaded_caches_equal_saved_ones(recipe: str, compress: bool, tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(2, 100, batch=2, dims=(64, 96)), recipe, model={"name": "test", "revision": "1"}, start=7)
     cache = cache.append(random_pairs(2, 41, batch=2, dims=(64, 96), seed=1))
     size = kvpack.save(cache, tmp_path / "a.kvpack", compress=compress)
@@ -43,7 +43,7 @@ def test_what_is_loaded_is_what_was_saved(recipe: str, compress: bool, tmp_path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_official_library_opens_every_file(recipe: str, tmp_path: Path) -> None:
+def test_the_official_safetensors_library_opens_every_file(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(2, 70), recipe)
     kvpack.save(cache, tmp_path / "a.kvpack")
     tensors = safetensors.torch.load_file(tmp_path / "a.kvpack")
@@ -86,7 +86,7 @@ def test_saving_over_the_mapped_file_keeps_the_loaded_cache(tmp_path: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
 
 
-def test_bits_a_value_count_the_whole_file(tmp_path: Path) -> None:
+def test_bits_per_value_include_the_whole_file(tmp_path: Path) -> None:
     for tokens in (1, 64, 1000):
         cache = kvpack.pack(random_pairs(2, tokens), "octopus-3")
         size = kvpack.save(cache, tmp_path / "a.kvpack")
@@ -107,7 +107,7 @@ def test_any_flipped_bit_is_refused(data: st.DataObject, recipe: str, tmp_path: 
         kvpack.load(path)
 
 
-def test_what_is_not_a_file_of_ours_is_refused(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a"
     with pytest.raises(MissingFile, match=str(path)):
         kvpack.load(path)

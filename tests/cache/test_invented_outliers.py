@@ -117,7 +117,7 @@ CASES = [(recipe, way) for number, recipe in enumerate(RECIPES) for way in ("pac
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "way"), CASES)
-def test_no_token_has_twice_the_usual_error_unnoticed(recipe: str, way: str) -> None:
+def test_tokens_with_twice_the_usual_error_are_noticed(recipe: str, way: str) -> None:
     number = RECIPES.index(recipe)
     dim, dtype = (64, 128, 256)[number % 3], (torch.bfloat16, torch.float32, torch.float16)[number % 3]
     pair = ordinary(dim, dtype)

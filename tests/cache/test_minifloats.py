@@ -75,7 +75,7 @@ def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_an_engine_keeps_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_an_engines_values_are_restored_bit_for_bit(name: str, tmp_path: Path) -> None:
     sides, expected = zip(*(engine_side(name, seed) for seed in (1, 2)), strict=True)
     k, v = (kvpack.pages.Minifloats(**arguments) for arguments in sides)
     cache = kvpack.Cache((kvpack.Layer(k.side(), v.side()),), "engine")
@@ -93,7 +93,7 @@ def test_what_an_engine_keeps_comes_back_bit_for_bit(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_it_is_attended_and_goes_on(name: str) -> None:
+def test_imported_values_are_attended_and_extended(name: str) -> None:
     (k, k_values), (v, v_values) = engine_side(name, 1), engine_side(name, 2)
     layer = kvpack.Layer(kvpack.pages.Minifloats(**k).side(), kvpack.pages.Minifloats(**v).side())
     q = torch.randn(BATCH, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(3))
@@ -113,7 +113,7 @@ RECIPES = {"fp8 tensor": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "nvfp4": "nv
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
+def test_pack_accepts_imported_values_if_the_recipe_has_their_format(name: str) -> None:
     (k, expected), (v, _) = engine_side(name, 1), engine_side(name, 2)
     pair = (kvpack.pages.Minifloats(**k), kvpack.pages.Minifloats(**v))
     for given in ([pair], pair):
@@ -126,7 +126,7 @@ def test_pack_takes_it_if_the_recipe_is_of_its_format(name: str) -> None:
         kvpack.pack([(pair[0], torch.zeros(BATCH, HEADS, TOKENS + 1, DIM))], RECIPES[name])
 
 
-def test_bytes_are_taken_by_the_name_of_their_element() -> None:
+def test_bytes_are_accepted_with_the_name_of_their_element() -> None:
     arguments, expected = engine_side("fp8 tensor", 1)
     given = kvpack.pages.Minifloats(arguments["elements"].view(torch.uint8), arguments["scales"], element="e4m3")
     assert torch.equal(given.side().unpack(torch.float32), expected.to(torch.float32))
@@ -142,7 +142,7 @@ def test_bytes_are_taken_by_the_name_of_their_element() -> None:
         assert torch.equal(kvpack.pages.Minifloats(**mxfp4).side().unpack(torch.float32), expected.to(torch.float32))
 
 
-def test_strided_elements_are_taken() -> None:
+def test_strided_elements_are_accepted() -> None:
     """Engines store tokens before heads, and keys next to values."""
     arguments, expected = engine_side("fp8 token", 1)
     pages = torch.empty(BATCH, TOKENS, HEADS, 2, DIM, dtype=torch.uint8)
@@ -151,14 +151,14 @@ def test_strided_elements_are_taken() -> None:
     assert torch.equal(kvpack.pages.Minifloats(elements, arguments["scales"]).side().unpack(torch.float32), expected.to(torch.float32))
 
 
-def test_one_token_is_per_token_if_it_says_so() -> None:
+def test_one_scale_is_per_token_if_declared_so() -> None:
     elements = torch.ones(1, 2, 1, 8).to(torch.float8_e4m3fn)
     scales = torch.tensor([[[2.0], [3.0]]])
     assert kvpack.pages.Minifloats(elements, scales).codec.granularity == "head"
     assert kvpack.pages.Minifloats(elements, scales, granularity="token").codec.granularity == "token"
 
 
-def test_runs_of_several_scales_are_given_in_slices() -> None:
+def test_runs_with_several_scales_are_given_as_slices() -> None:
     arguments, _ = engine_side("fp8 tensor", 1)
     side = kvpack.pages.Minifloats(**arguments).side().append(1000 * random_values(2)[:, :, :4])
     with pytest.raises(InvalidParameter, match="2 runs with different scales, the first of 37 tokens: slice"):
@@ -228,12 +228,12 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
     ],
     ids=lambda case: str(case)[:40] if isinstance(case, str) else "",
 )
-def test_what_cannot_be_stored_is_refused_by_name(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_values_that_cannot_be_stored_are_refused_by_name(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         kvpack.pages.Minifloats(**arguments)
 
 
-def test_an_odd_head_dim_of_e2m1_has_no_bytes_of_two() -> None:
+def test_an_odd_head_dim_cannot_be_given_as_pairs_of_e2m1() -> None:
     side = kvpack.pack([(random_values(1, 33), None)], "nvfp4;raw=0")[0].k
     with pytest.raises(InvalidParameter, match="the head dim is 33, but must be even for e2m1"):
         kvpack.pages.Minifloats.of(side)

@@ -22,7 +22,7 @@ def pairs(factor: float, channel: int = 5, tokens: int = 300) -> list[tuple[torc
 
 
 @pytest.mark.parametrize("recipe", ["octopus-4", "kv=scalar:b=4", "k=group:b=4,g=32,rotation=hadamard;v=raw"])
-def test_a_channel_far_above_the_others_is_named(recipe: str) -> None:
+def test_a_very_large_channel_is_named(recipe: str) -> None:
     message = (
         r"layers\[2\].k: channel (5|37) of head 1 is \d{3} times as large as the median channel, as in the keys of 1 of 3 layers"
         r"\. .* add channel_scale=fp16 to the codec of keys"
@@ -34,13 +34,13 @@ def test_a_channel_far_above_the_others_is_named(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["octopus-3-scaled", "k=scalar:b=4,channel_scale=fp16;v=scalar:b=4", "kivi-4", "raw", "fp8"])
-def test_recipes_that_take_such_channels_say_nothing(recipe: str) -> None:
+def test_recipes_that_handle_large_channels_do_not_warn(recipe: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvpack.pack(pairs(300.0), recipe)
 
 
-def test_the_remedy_works() -> None:
+def test_the_suggested_remedy_works() -> None:
     given = pairs(300.0)
     with pytest.warns(kvpack.KvpackWarning, match="channel_scale=fp16"):
         plain = kvpack.pack(given, "kv=scalar:b=4")
@@ -51,7 +51,7 @@ def test_the_remedy_works() -> None:
     assert errors[1] < errors[0] / 10
 
 
-def test_what_is_ordinary_says_nothing() -> None:
+def test_ordinary_values_do_not_warn() -> None:
     """No warning for channels of 20 times the median, single tokens, and heads that are mostly zero."""
     given = pairs(20.0)
     given[0][0][:, 0, 7, 3] = 1e4

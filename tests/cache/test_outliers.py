@@ -57,7 +57,7 @@ def relative(found: torch.Tensor, given: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("value", [100.0, 7e4])
-def test_a_shared_token_scale_names_the_token_and_what_to_do(value: float) -> None:
+def test_warning_about_a_shared_token_scale_names_the_token_and_a_remedy(value: float) -> None:
     text = (
         r"layers\[0\].k: in 1 of 600 tokens, one head .* token 9 of sequence 1, head 1 makes the scale .* times too large for another. "
         r"To avoid this, write token_scale=fp16-per-head in the recipe, .*, or add raw=4,0.6,4,"
@@ -71,7 +71,7 @@ def test_a_shared_token_scale_names_the_token_and_what_to_do(value: float) -> No
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("value", [100.0, 1e3, 7e4])
 @pytest.mark.parametrize("recipe", [RAW, "octopus-3", "octopus-3-scaled", "turboquant-3-scaled", "oscar-2", "oscar-2-scaled", "kivi-2"])
-def test_an_outlier_costs_neither_other_tokens_nor_other_heads(recipe: str, value: float) -> None:
+def test_an_outlier_affects_neither_other_tokens_nor_other_heads(recipe: str, value: float) -> None:
     k, v = pair(value)
     decoded, _ = kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32)
     assert decoded is not None
@@ -84,7 +84,7 @@ def test_an_outlier_costs_neither_other_tokens_nor_other_heads(recipe: str, valu
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("ratio", [1.4, 1.7, 2.0, 3.0, 3.9])
 @pytest.mark.parametrize("recipe", ["oscar-2", "oscar-2-u8", "oscar-2-g128", PER_HEAD, f"{SHARED};raw=0,0,4", "kivi-2"])
-def test_a_dominant_head_costs_the_other_heads_of_its_token_nothing(recipe: str, ratio: float) -> None:
+def test_a_dominant_head_does_not_affect_the_other_heads_of_its_token(recipe: str, ratio: float) -> None:
     k = dominated(ratio)
     decoded, _ = kvpack.pack([(k, k)], recipe)[0].unpack(torch.float32)
     assert decoded is not None
@@ -141,7 +141,7 @@ def far_from_the_others(factor: float) -> torch.Tensor:
         "k=group:b=3,axis=channel,mean=32,channel_scale=fp16;v=raw;raw=4,0.6,4",
     ],
 )
-def test_a_token_that_maps_and_means_do_not_fit_is_raw_or_named(recipe: str, factor: float) -> None:
+def test_a_token_that_fits_neither_maps_nor_means_is_raw_or_named(recipe: str, factor: float) -> None:
     k = far_from_the_others(factor)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,7 +170,7 @@ def test_a_token_that_maps_and_means_do_not_fit_is_raw_or_named(recipe: str, fac
         "octahedral:b=3,qjl=fp16",
     ],
 )
-def test_a_token_whose_direction_its_codec_fits_badly_is_raw_or_named(recipe: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_with_a_large_direction_error_is_raw_or_named(recipe: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored numbers do not show it: a rotation that concentrates a token in one coordinate preserves its norm."""
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     ordinary = torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(4))
@@ -193,7 +193,7 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_raw_or_named(recipe: st
 
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("recipe", ["octahedral:b=4", "scalar:b=2", "polar:b=4", "scalar:b=3,mean=32"])
-def test_tokens_beside_decoded_ones_are_ordinary(recipe: str) -> None:
+def test_tokens_next_to_decoded_ones_are_ordinary(recipe: str) -> None:
     """Tokens that the codec has decoded are encoded again without error, as when a cache with a raw tail is converted."""
     x = torch.randn(1, HEADS, 60, 64, generator=torch.Generator().manual_seed(0))
     decoded = kvpack.pack([(x, x)], f"k={recipe};v=raw")[0].unpack(torch.float32)[0]
@@ -217,7 +217,7 @@ def test_a_token_far_from_the_mean_of_its_page_is_raw(kernels: str, tokens: int,
     assert side.runs[0].streams["raw_positions"].to(torch.int64)[0, 0, :, [0, 3]].tolist()[8:] == [[101, 1]]
 
 
-def test_many_tokens_that_a_mean_does_not_fit_are_named_and_not_raw() -> None:
+def test_many_tokens_far_from_the_mean_are_named_but_not_raw() -> None:
     """Ordinary pages of real models have some tokens with twice the usual error, which cause no warning."""
     k = 3 + torch.randn(1, HEADS, 300, 64, generator=torch.Generator().manual_seed(0))
     k[0, 1, 100:105, 9] = 45
@@ -251,7 +251,7 @@ def test_few_tokens_and_zeros_fit_maps_and_means(recipe: str, tokens: int) -> No
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("heads", [slice(2, 3), slice(None)], ids=["one head", "all heads"])
 @pytest.mark.parametrize("ratio", [2.3, 3.0, 3.9, 1000.0])
-def test_a_large_token_costs_its_group_little(ratio: float, heads: slice) -> None:
+def test_a_large_token_hardly_affects_its_group(ratio: float, heads: slice) -> None:
     k = dominated(1.0)
     k[:, heads, 9] *= ratio
     decoded, _ = kvpack.pack([(k, k)], "kivi-2")[0].unpack(torch.float32)
@@ -259,7 +259,7 @@ def test_a_large_token_costs_its_group_little(ratio: float, heads: slice) -> Non
     assert relative(decoded[0, 2, 10:32], k[0, 2, 10:32]) < 1.1 * relative(decoded[0, 2, 32:], k[0, 2, 32:])
 
 
-def test_a_group_names_its_large_token_without_raw_tokens() -> None:
+def test_a_group_without_raw_tokens_names_its_large_token() -> None:
     k = dominated(1.0)
     k[:, 2, 9] *= 3
     text = r"k: in 1 of 300 tokens, one head is so large that other tokens, .* token 9 .*, head 2 is 2\.\d+ times as large"
@@ -278,7 +278,7 @@ def test_a_group_names_its_large_token_without_raw_tokens() -> None:
 
 
 @pytest.mark.usefixtures("no_warnings")
-def test_a_dominant_head_costs_other_tokens_of_its_group_little() -> None:
+def test_a_dominant_head_hardly_affects_other_tokens_of_its_group() -> None:
     """KIVI has no token scale, so the head whose norm is large in one token has larger steps for the 31 other tokens."""
     k = dominated(2.5)
     decoded, _ = kvpack.pack([(k, k)], "kivi-2")[0].unpack(torch.float32)
@@ -289,7 +289,7 @@ def test_a_dominant_head_costs_other_tokens_of_its_group_little() -> None:
 
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize(("recipe", "value"), [("kvpack-2", 1e4), ("kvpack-2", 7e4), ("octopus-3", 1e6), ("turboquant-2.5", 1e6)])
-def test_values_that_no_norm_can_hold_are_raw_where_they_are_few(recipe: str, value: float) -> None:
+def test_a_few_values_beyond_the_range_of_norms_are_raw(recipe: str, value: float) -> None:
     k, v = pair(1.0)
     v[1, 1, 9, 3] = value
     layer = kvpack.pack([(k, v)], recipe)[0]
@@ -303,7 +303,7 @@ def test_values_that_no_norm_can_hold_are_raw_where_they_are_few(recipe: str, va
         kvpack.pack([(k, v)], recipe)
 
 
-def test_many_tokens_with_a_dominant_head_are_named_and_not_raw() -> None:
+def test_many_tokens_with_a_dominant_head_are_named_but_not_raw() -> None:
     tokens = tuple(range(9, 89, 10))
     k = dominated(2.5, tokens)
     text = r"in 8 of 300 tokens, .* head 2 makes the scale 2\.\d+ times too large .*token_scale=fp16-per-head in the recipe, .* a scale$"
@@ -318,7 +318,7 @@ def test_many_tokens_with_a_dominant_head_are_named_and_not_raw() -> None:
     assert relative(decoded[:, :, tokens], k[:, :, tokens]) < 1.1 * relative(decoded, k)
 
 
-def test_layers_are_named_together() -> None:
+def test_one_warning_names_all_layers() -> None:
     k = dominated(3.0)
     with pytest.warns(KvpackWarning, match=r"layers\[2\].k: in 1 of 300 .*another; the same is true of tokens in 1 more") as caught:
         kvpack.pack([(dominated(2.0), k), (dominated(1.0), k), (k, k)], SHARED)
@@ -341,14 +341,14 @@ def updated(k: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("grow", [appended, converted, updated])
-def test_whatever_encodes_keys_warns_once(grow: Callable[[torch.Tensor], None]) -> None:
+def test_every_encoding_function_warns_once(grow: Callable[[torch.Tensor], None]) -> None:
     with pytest.warns(KvpackWarning, match=r"k: in 1 of \d+ tokens") as caught:
         grow(dominated(3.0))
     assert len(caught) == 1
 
 
 @pytest.mark.usefixtures("no_warnings")
-def test_a_token_that_is_large_in_all_heads_is_what_the_scale_is_for() -> None:
+def test_a_token_that_is_large_in_all_heads_fits_the_scale() -> None:
     k, v = pair(1.0)
     k[1, :, 9] *= 500
     kvpack.pack([(k, v)], SHARED)
@@ -356,7 +356,7 @@ def test_a_token_that_is_large_in_all_heads_is_what_the_scale_is_for() -> None:
 
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("tokens", [0, 1, 2, 40, 300])
-def test_ordinary_keys_and_keys_of_zeros_warn_of_nothing(tokens: int) -> None:
+def test_ordinary_keys_and_zero_keys_do_not_warn(tokens: int) -> None:
     x = torch.randn(2, 3, tokens, 64, generator=torch.Generator().manual_seed(0))
     x *= torch.tensor([1.0, 30.0, 0.1])[:, None, None]
     kvpack.pack([(x, x)], SHARED)
@@ -364,7 +364,7 @@ def test_ordinary_keys_and_keys_of_zeros_warn_of_nothing(tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("no_warnings")
-def test_keys_of_a_real_model_warn_of_nothing_and_few_are_raw() -> None:
+def test_keys_of_a_real_model_do_not_warn_and_few_are_raw() -> None:
     """Tests all presets that share scales; the raw tokens of other presets are determined by the same keys."""
     real = [(k, v) for k, v, _ in layers()]
     shared = [name for name, preset in PUBLISHED.items() if "token_scale" in preset.recipe]
@@ -388,7 +388,7 @@ RUNS = ["fp8", "nvfp4", "kivi-2-u8", "kv=minifloat:element=e4m3,per=head;raw=4,0
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["values", "keys"])
 @pytest.mark.parametrize("recipe", RUNS)
-def test_a_value_that_a_scale_of_the_run_does_not_fit_is_raw_or_named(recipe: str, swapped: bool) -> None:
+def test_a_value_that_does_not_fit_the_run_scale_is_raw_or_named(recipe: str, swapped: bool) -> None:
     given, usual = (pair[::-1] if swapped else pair for pair in (with_value(1e6), with_value(1.0)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -406,7 +406,7 @@ def test_a_value_that_a_scale_of_the_run_does_not_fit_is_raw_or_named(recipe: st
             kvpack.pack([given], f"{recipe.removesuffix(';raw=4,0.6,4')};raw=0")
 
 
-def test_many_values_that_a_scale_of_the_run_does_not_fit_are_named_and_not_raw() -> None:
+def test_many_values_that_do_not_fit_the_run_scale_are_named_but_not_raw() -> None:
     given = with_value(2e5, tuple(range(130, 140)))
     with pytest.warns(KvpackWarning, match=r"layers\[0\].v: in 10 of 600 tokens") as caught:
         cache = kvpack.pack([given], "fp8")
@@ -419,7 +419,7 @@ def test_many_values_that_a_scale_of_the_run_does_not_fit_are_named_and_not_raw(
 
 
 @pytest.mark.usefixtures("no_warnings")
-def test_appended_values_that_a_scale_of_the_run_does_not_fit_are_raw() -> None:
+def test_appended_values_that_do_not_fit_the_run_scale_are_raw() -> None:
     cache, (k, v) = kvpack.pack([with_value(1.0)], "fp8"), with_value(2e5)
     side = cache.append([(k, v)])[0].v
     assert side is not None
@@ -429,7 +429,7 @@ def test_appended_values_that_a_scale_of_the_run_does_not_fit_are_raw() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["int-2", "int-3", "int-4", "kv=group:b=4,g=128,axis=channel,mean=32;raw=4,0.6,4"])
-def test_a_token_whose_group_its_channel_widens_is_raw_or_named(recipe: str) -> None:
+def test_a_token_that_widens_the_group_of_a_channel_is_raw_or_named(recipe: str) -> None:
     recipe = recipe.replace("kv=group", "v=group:b=4,g=128,axis=channel;k=group") if "mean" in recipe else recipe
     given = with_value(20.0, dim=128)
     with warnings.catch_warnings():
@@ -445,7 +445,7 @@ def test_a_token_whose_group_its_channel_widens_is_raw_or_named(recipe: str) -> 
 
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize(("recipe", "value"), [("mxfp8", 1000.0), ("mxfp8", 500.0), ("mxfp4", 500.0), ("mxfp4", 15.9)])
-def test_a_token_whose_block_has_a_value_above_the_largest_element_keeps_its_precision(recipe: str, value: float) -> None:
+def test_a_token_with_a_value_above_the_largest_element_keeps_its_precision(recipe: str, value: float) -> None:
     """OCP MX's own scale would clip the value, which is up to twice 2^8 (or 2^2) scales."""
     given = with_value(value)
     layer = kvpack.pack([given], recipe)[0]
@@ -456,7 +456,7 @@ def test_a_token_whose_block_has_a_value_above_the_largest_element_keeps_its_pre
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 128, 300])
-def test_c_finds_sizes_far_above_the_usual_as_pytorch_does(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_finds_unusually_large_sizes_like_pytorch(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(tokens)
     found = []
     for number in range(60):
@@ -485,7 +485,7 @@ def test_c_finds_sizes_far_above_the_usual_as_pytorch_does(tokens: int, monkeypa
     ],
 )
 @pytest.mark.parametrize("tokens", [4, 300])
-def test_c_finds_large_scales_as_pytorch_does(recipe: str, dim: int, tokens: int) -> None:
+def test_c_finds_large_scales_like_pytorch(recipe: str, dim: int, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     found = []
     for number in range(24):

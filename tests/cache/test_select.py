@@ -96,7 +96,7 @@ def same(found: kvpack.Cache, expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("name", "chosen_by"), list(zip(RECIPES, itertools.cycle(CHOICES), strict=False)))
-def test_the_values_of_the_rows_chosen_stay_bit_for_bit(name: str, chosen_by: str, tmp_path: Path) -> None:
+def test_values_of_selected_rows_are_unchanged_bit_for_bit(name: str, chosen_by: str, tmp_path: Path) -> None:
     whole, choice = packed(name), CHOICES[chosen_by]
     expected = [x[choice] for x in values_of(name)]
     chosen = whole.select(choice)
@@ -115,7 +115,7 @@ def test_the_values_of_the_rows_chosen_stay_bit_for_bit(name: str, chosen_by: st
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_appended_after_is_what_is_appended_before(name: str) -> None:
+def test_appending_after_and_before_selection_agree(name: str) -> None:
     whole, new, choice = packed(name), pairs(name, 70, 5), [2, 0, 2]
     grown = whole.select(choice).append([(k[choice], v[choice]) for k, v in new])
     assert same(grown[:, :96], [x[choice, :, :96] for x in values_of(name)])
@@ -127,7 +127,7 @@ def test_what_is_appended_after_is_what_is_appended_before(name: str) -> None:
         assert same(grown, expected)
 
 
-def test_the_recipes_hold_every_codec_and_every_stream_without_a_batch_axis() -> None:
+def test_recipes_cover_every_codec_and_every_stream_without_a_batch_axis() -> None:
     sides = [side for name in RECIPES for layer in packed(name) for side in layer.sides.values()]
     assert {side.codec.id for side in sides} == set(CODECS)
     without = set()
@@ -156,7 +156,7 @@ def test_entries_keep_the_order_of_the_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["raw tokens", "all"])
-def test_side_layer_and_cache_select_alike_and_leave_the_original_as_it_was(name: str) -> None:
+def test_side_layer_and_cache_select_alike_and_leave_the_original_unchanged(name: str) -> None:
     whole = packed(name)
     before = [x.clone() for x in values(whole)]
     k, v = whole[0].select([1, 0]).unpack(torch.float32)
@@ -172,17 +172,17 @@ def test_side_layer_and_cache_select_alike_and_leave_the_original_as_it_was(name
     [torch.tensor([2, 0]), torch.tensor([2, 0], dtype=torch.int32), np.array([2, 0]), (2, 0), iter([2, 0]), [np.int64(2), torch.tensor(0)]],
     ids=["tensor", "int32", "numpy", "tuple", "iterator", "scalars"],
 )
-def test_indices_of_any_integer_kind(indices: Any) -> None:
+def test_indices_of_any_integer_dtype(indices: Any) -> None:
     assert same(packed("all").select(indices), [x[[2, 0]] for x in values(packed("all"))])
 
 
-def test_a_slice_of_a_page_is_selected() -> None:
+def test_a_slice_of_a_page_can_be_selected() -> None:
     whole = packed("all")
     part = whole[:, 32:70].select([2, 2, 0])
     assert same(part, [x[[2, 2, 0], :, 32:70] for x in values(whole)])
 
 
-def test_under_inference_mode_and_autocast() -> None:
+def test_works_in_inference_mode_and_autocast() -> None:
     with torch.inference_mode(), torch.autocast("cpu"):
         chosen = packed("all").select([1, 0])
     assert not any(stream.is_inference() for page in chosen[0].k.runs for stream in page.streams.values())
@@ -190,7 +190,7 @@ def test_under_inference_mode_and_autocast() -> None:
 
 
 @pytest.mark.parametrize("indices", [[-1], [0, 3], torch.tensor([0, 7])], ids=str)
-def test_rows_that_the_batch_lacks_are_refused(indices: Any) -> None:
+def test_rows_outside_the_batch_are_refused(indices: Any) -> None:
     row = int(indices[-1])
     with pytest.raises(OutOfBounds, match=rf"^layers\[0\]: sequence {row} was requested from a batch of 3, expected a number from 0 to 2$"):
         packed("all").select(indices)
@@ -209,12 +209,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("indices", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_no_list_of_rows_is_refused(indices: Any, message: str) -> None:
+def test_invalid_lists_of_rows_are_refused(indices: Any, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         packed("all").select(indices)
 
 
-def test_a_side_of_no_tokens_is_decoded_at_once_whatever_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_side_is_decoded_quickly_for_any_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A header may declare any number of sequences and heads if no token has a value."""
     side = Side(create("raw", 16, dtype="fp16"), (), torch.empty(65536, 65536, 0, 16, dtype=torch.bfloat16), 0)
     monkeypatch.setattr(Side, "select", None)

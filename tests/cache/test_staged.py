@@ -53,7 +53,7 @@ def same(a: Cache, b: Cache) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_loaded_to_a_device_is_what_the_cpu_loads(recipe: str, compress: bool, tmp_path: Path) -> None:
+def test_device_loads_equal_cpu_loads(recipe: str, compress: bool, tmp_path: Path) -> None:
     kvpack.save(cache_of(recipe), tmp_path / "a.kvpack", compress=compress)
     bus, pieces, layers = LateBus(), [], []
     found = files.read_to(bus, container.open_file(tmp_path / "a.kvpack"), progress=lambda *counts: pieces.append(counts))
@@ -63,7 +63,7 @@ def test_what_is_loaded_to_a_device_is_what_the_cpu_loads(recipe: str, compress:
     assert layers == [(done, len(found)) for done in range(1, len(found) + 1)]
 
 
-def test_progress_of_a_part_counts_its_own(tmp_path: Path) -> None:
+def test_progress_of_a_part_counts_only_the_part(tmp_path: Path) -> None:
     kvpack.save(cache_of(RECIPES[0], 3), tmp_path / "a.kvpack")
     pieces, layers = [], []
     options = {"layers": [2, 0], "tokens": 64}
@@ -76,7 +76,7 @@ def test_progress_of_a_part_counts_its_own(tmp_path: Path) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 23])
-def test_what_is_saved_from_a_device_is_what_the_cpu_saves(recipe: str, piece_bytes: int, tmp_path: Path) -> None:
+def test_device_saves_equal_cpu_saves(recipe: str, piece_bytes: int, tmp_path: Path) -> None:
     cache, bus = cache_of(recipe, 3), LateBus()
     cache = cache[:, :64] if recipe == "bf16" else cache
     kvpack.save(cache, tmp_path / "a")
@@ -137,7 +137,7 @@ def test_staging_memory_is_bounded_and_reused(tmp_path: Path) -> None:
     assert asked[0] <= min(staged_reads.STAGING_BYTES, 26 * largest)
 
 
-def test_a_layer_is_one_buffer_whose_streams_begin_at_multiples_of_64(tmp_path: Path) -> None:
+def test_each_layer_is_one_buffer_with_streams_aligned_to_64_bytes(tmp_path: Path) -> None:
     kvpack.save(cache_of("kivi-2"), tmp_path / "a")
     for layer in files.read_to(HostBus(), container.open_file(tmp_path / "a")):
         tensors = [tensor for side in layer.sides.values() for tensor in (*side.stored_streams()[0].values(), side.tail)]
@@ -155,7 +155,7 @@ def outcome(load: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
-def test_damage_is_refused_with_the_words_of_the_cpu(compress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_gives_the_same_error_as_on_the_cpu(compress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "PIECE_BYTES", 1000)
     path = tmp_path / "a"
     kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2"), path, compress=compress)
@@ -170,7 +170,7 @@ def test_damage_is_refused_with_the_words_of_the_cpu(compress: bool, tmp_path: P
     assert refused > len(data) // 211 // 2
 
 
-def test_the_first_error_of_the_file_is_raised(tmp_path: Path) -> None:
+def test_the_first_error_in_the_file_is_raised(tmp_path: Path) -> None:
     path = tmp_path / "a"
     kvpack.save(cache_of("kivi-2", layers=8), path)
     with container.open_file(path) as file:
@@ -183,7 +183,7 @@ def test_the_first_error_of_the_file_is_raised(tmp_path: Path) -> None:
         files.read_to(LateBus(), container.open_file(path))
 
 
-def test_values_that_no_writer_makes_are_refused(tmp_path: Path) -> None:
+def test_values_that_no_writer_produces_are_refused(tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(2, 40), "kivi-2")
     contents, arrays = files.file_arguments(cache)
     arrays["1.v.scales"].view("<f2")[5] = float("nan")
@@ -195,7 +195,7 @@ def test_values_that_no_writer_makes_are_refused(tmp_path: Path) -> None:
     assert str(staged.value) == str(mapped.value)
 
 
-def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path) -> None:
+def test_a_file_truncated_after_opening_is_reported_as_truncated(tmp_path: Path) -> None:
     path = tmp_path / "a"
     kvpack.save(cache_of(), path)
     file = container.open_file(path)
@@ -204,7 +204,7 @@ def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path) -> 
         files.read_to(LateBus(), file)
 
 
-def test_later_changes_of_the_file_change_nothing(tmp_path: Path) -> None:
+def test_later_changes_to_the_file_have_no_effect(tmp_path: Path) -> None:
     path = tmp_path / "a"
     cache = cache_of()
     kvpack.save(cache, path)
@@ -214,7 +214,7 @@ def test_later_changes_of_the_file_change_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
 
 
-def test_no_thread_is_left_when_loading_fails(tmp_path: Path) -> None:
+def test_no_thread_remains_after_a_failed_load(tmp_path: Path) -> None:
     kvpack.save(cache_of(layers=12), tmp_path / "a")
     bus, threads = LateBus(), threading.active_count()
     file = container.open_file(tmp_path / "a")
@@ -227,7 +227,7 @@ def test_no_thread_is_left_when_loading_fails(tmp_path: Path) -> None:
     assert (bus.closed, threading.active_count()) == (True, threads)
 
 
-def test_a_device_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_missing_device_is_refused(tmp_path: Path) -> None:
     kvpack.save(cache_of(layers=1), tmp_path / "a")
     count = torch.cuda.device_count()
     with pytest.raises(InvalidParameter, match=f"device is 'cuda:{count}', but the number of CUDA devices is {count}"):
@@ -255,7 +255,7 @@ PART_RECIPES = ["kivi-2", "octopus-3", "bf16", "k=group:b=2,g=32,raw_tokens=fp16
 @pytest.mark.scenario
 @pytest.mark.parametrize("part", PARTS, ids=str)
 @pytest.mark.parametrize("recipe", PART_RECIPES)
-def test_a_part_of_a_file_is_that_part_of_the_cache(recipe: str, part: dict[str, Any], tmp_path: Path) -> None:
+def test_loading_part_of_a_file_gives_that_part_of_the_cache(recipe: str, part: dict[str, Any], tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(5, 141, batch=2, dims=(64, 96)), recipe, start=7, inputs=kvpack.Inputs(bytes(4 * 141)))
     kvpack.save(cache, tmp_path / "a")
     layers, tokens = part.get("layers"), part.get("tokens", 141)
@@ -273,7 +273,7 @@ def test_a_part_of_a_file_is_that_part_of_the_cache(recipe: str, part: dict[str,
     same(kvpack.load(tmp_path / "b"), saved)
 
 
-def test_only_the_layers_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_the_requested_layers_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a"
     kvpack.save(cache_of(layers=3), path)
     with container.open_file(path) as file:
@@ -309,7 +309,7 @@ def test_only_the_layers_asked_for_are_read(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_part_that_the_file_lacks_is_refused(part: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_a_part_outside_the_file_is_refused(part: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
     kvpack.save(cache_of("kivi-2"), tmp_path / "a")
     with pytest.raises(error, match=message) as mapped:
         kvpack.load(tmp_path / "a", **part)
@@ -346,7 +346,7 @@ def pieces_of(data: dict[str, memoryview], size: int, released: list[str]) -> It
             yield Piece(name, view[at : at + size], lambda name=name: released.append(name))  # type: ignore[misc]
 
 
-def test_every_piece_is_released_and_the_file_is_that_of_container_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pieces_are_released_and_the_file_equals_that_of_container_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents, data = contents_and_data()
     container.write(tmp_path / "a", contents, data)
     real = os.pwrite
@@ -358,7 +358,7 @@ def test_every_piece_is_released_and_the_file_is_that_of_container_write(tmp_pat
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "missing"])
-def test_pieces_that_are_not_a_tensor_are_refused(change: str, tmp_path: Path) -> None:
+def test_pieces_that_are_no_tensors_are_refused(change: str, tmp_path: Path) -> None:
     contents, data = contents_and_data()
     name = list(data)[1]
     data[name] = {"cut": data[name][:-1], "longer": memoryview(bytes(data[name]) + b"1"), "missing": memoryview(b"")}[change]
@@ -420,7 +420,7 @@ def spanned(tmp_path: Path) -> tuple[container.File, list[staged_reads.StagedCop
 
 @pytest.mark.skipif(library() is None, reason="the C library was not built")
 @pytest.mark.parametrize("way", ["cached", "cold", "refused", "failing"])
-def test_cold_files_are_read_past_the_page_cache(
+def test_cold_files_bypass_the_page_cache(
     way: str, spanned: tuple[container.File, list[staged_reads.StagedCopy], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If direct reads are refused or fail, the page cache yields the same bytes."""

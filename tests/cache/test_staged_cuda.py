@@ -35,7 +35,7 @@ def long_cache(recipe: str, tokens: int = 8192, layers: int = 8) -> Cache:
 
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_file_to_the_device_and_back_is_the_same(recipe: str, compress: bool, tmp_path: Path) -> None:
+def test_a_round_trip_through_a_file_is_exact(recipe: str, compress: bool, tmp_path: Path) -> None:
     cache = kvpack.pack(random_pairs(3, 200, batch=2, dims=(64, 96)), recipe)
     kvpack.save(cache, tmp_path / "a", compress=compress)
     there = kvpack.load(tmp_path / "a", device="cuda")
@@ -45,7 +45,7 @@ def test_a_file_to_the_device_and_back_is_the_same(recipe: str, compress: bool, 
     assert (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes()
 
 
-def test_loads_and_saves_that_follow_one_another_at_once(tmp_path: Path) -> None:
+def test_loads_and_saves_in_quick_succession(tmp_path: Path) -> None:
     """The memory of one load is freed and reused by the next while copies may be running; nothing waits for the device in between."""
     caches = {recipe: long_cache(recipe) for recipe in ("octopus-3", "k=group:b=4;v=group:b=4")}
     for number, cache in enumerate(caches.values()):
@@ -61,7 +61,7 @@ def test_loads_and_saves_that_follow_one_another_at_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2"])
-def test_a_cold_file_is_read_past_the_page_cache(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_file_bypasses_the_page_cache(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is read into whole blocks of pinned memory, from which the same bytes are copied."""
     kvpack.save(long_cache(recipe), tmp_path / "a")
     expected = bytes_of(kvpack.load(tmp_path / "a"))
@@ -75,7 +75,7 @@ def test_a_cold_file_is_read_past_the_page_cache(recipe: str, tmp_path: Path, mo
     assert len(opened) == 3
 
 
-def test_a_load_on_another_stream(tmp_path: Path) -> None:
+def test_load_on_another_stream(tmp_path: Path) -> None:
     kvpack.save(long_cache("octopus-3"), tmp_path / "a")
     expected = bytes_of(kvpack.load(tmp_path / "a"))
     stream = torch.cuda.Stream()
@@ -85,7 +85,7 @@ def test_a_load_on_another_stream(tmp_path: Path) -> None:
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_damaged_file_is_refused_and_the_device_goes_on(tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_without_breaking_the_device(tmp_path: Path) -> None:
     kvpack.save(long_cache("octopus-3"), tmp_path / "a")
     good = kvpack.load(tmp_path / "a", device="cuda")
     data = bytearray((tmp_path / "a").read_bytes())

@@ -79,7 +79,7 @@ def test_all_dtypes_of_the_official_writer_are_read(tmp_path: Path) -> None:
         ({"a": of(end=2**70, shape=(2**39, 2**31))}, b""),
     ],
 )
-def test_other_files_are_refused(header: Any, body: bytes, tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(header: Any, body: bytes, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter):
         read(written(tmp_path / "in", header, body))
 
@@ -99,14 +99,14 @@ def test_sizes_are_bounded(header: Any, body: bytes, message: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, 3000, 5000])
-def test_a_file_that_is_cut_while_it_is_read_is_refused(left: int, tmp_path: Path) -> None:
+def test_a_file_truncated_during_reading_is_refused(left: int, tmp_path: Path) -> None:
     path = tmp_path / "in.safetensors"
     save_file({"a": torch.zeros(500), "b": torch.zeros(1000)}, path)
     with pytest.raises(Truncated, match=r"in\.safetensors: had 6\d\d\d bytes when it was opened, but ended at byte"):
         tensor_files.read(str(path), lambda *_: os.truncate(path, left))
 
 
-def test_a_file_may_be_cut_after_it_was_read(tmp_path: Path) -> None:
+def test_a_file_may_be_truncated_after_reading(tmp_path: Path) -> None:
     """Access to a mapping would kill the process."""
     path = tmp_path / "in.safetensors"
     save_file({"a": torch.ones(100_000)}, path)
@@ -115,7 +115,7 @@ def test_a_file_may_be_cut_after_it_was_read(tmp_path: Path) -> None:
     assert tensor.sum() == 100_000
 
 
-def test_pack_refuses_a_file_that_is_cut_meanwhile(
+def test_pack_refuses_a_file_truncated_during_packing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "in.safetensors"
@@ -132,7 +132,7 @@ def test_pack_refuses_a_file_that_is_cut_meanwhile(
     assert not (tmp_path / "out").exists()
 
 
-def test_pack_refuses_more_layers_than_a_cache_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_refuses_more_layers_than_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each layer that the metadata names would take memory, even without a tensor."""
     path = tmp_path / "in.safetensors"
     note = json.dumps({"start": {"range": 0, "layers": [0] * 5000}, "model": {}})

@@ -163,7 +163,9 @@ CALLS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize(("call", "error", "message"), CALLS.values(), ids=CALLS)
-def test_a_mistake_is_told(call: Callable[[], Any], error: type[KvpackError], message: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_mistakes_give_helpful_errors(
+    call: Callable[[], Any], error: type[KvpackError], message: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message) as raised:
         call()
@@ -172,7 +174,7 @@ def test_a_mistake_is_told(call: Callable[[], Any], error: type[KvpackError], me
     assert not list(tmp_path.iterdir()), "it left a file"
 
 
-def test_a_cache_is_as_unchangeable_as_any_frozen_object() -> None:
+def test_a_cache_is_immutable() -> None:
     for thing in (CACHE, CACHE[0]):
         for name in ("layers", "other", "_is_user_defined"):
             with pytest.raises(FrozenInstanceError):
@@ -210,7 +212,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("kind", "codes"), [("missing", {3}), ("folder", {3}), ("nul\0", {3}), ("nonsense", {1, 2}), ("empty", {1, 2})])
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_command_on_what_is_no_file_of_its_own(
+def test_a_command_refuses_files_of_other_formats(
     words: list[str], kind: str, codes: set[int], places: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if words[0] == "bench" and codes != {3}:
@@ -228,7 +230,7 @@ def test_a_command_on_what_is_no_file_of_its_own(
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_command_on_a_fifo_or_a_device_ends(words: list[str], places: dict[str, Path]) -> None:
+def test_a_command_does_not_hang_on_a_fifo_or_device(words: list[str], places: dict[str, Path]) -> None:
     os.mkfifo(places["folder"] / "fifo")
     for path in (str(places["folder"] / "fifo"), "/dev/zero"):
         names = {"IN": path, **{name: str(place) for name, place in places.items()}, "@IN": f"@{path}"}
@@ -240,7 +242,7 @@ def test_a_command_on_a_fifo_or_a_device_ends(words: list[str], places: dict[str
         assert codes == [3]
 
 
-def test_a_dense_file_of_a_long_or_deep_header_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_file_with_a_long_or_deep_header_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "in"
     deep = b'{"0.k":' + b"[" * 100_000
     for front, message in (
@@ -255,7 +257,7 @@ def test_a_dense_file_of_a_long_or_deep_header_is_refused(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("recipe", ["nonsense", "", "kv=", "kv=group", "k=raw", "layers=9:kv=raw;kv=raw"])
-def test_a_command_with_a_wrong_recipe(recipe: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_refuses_a_wrong_recipe(recipe: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["convert", places["GOOD"], places["OUT"], recipe], ["recipes", recipe]):
         assert cli.main([str(word) for word in words]) == 2
         out, err = capsys.readouterr()

@@ -70,7 +70,7 @@ def good(folder: Path) -> Basis:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_hides_nothing_and_costs_nothing(name: str, folder: Path, good: Basis) -> None:
+def test_a_bad_file_in_the_folder_is_harmless(name: str, folder: Path, good: Basis) -> None:
     BAD[name](folder / "a.kvbasis")
     missing = bytes(32)
     tracemalloc.start()
@@ -86,27 +86,27 @@ def test_a_bad_file_hides_nothing_and_costs_nothing(name: str, folder: Path, goo
         assert find(folder, good.digest).digest == good.digest
 
 
-def test_files_of_other_names_are_not_opened(folder: Path, good: Basis) -> None:
+def test_files_with_other_names_are_not_opened(folder: Path, good: Basis) -> None:
     for name in ("a.kvpack", "b.kvbasis.progress", ".c.kvbasis~", "kvbasis"):
         BAD["text"](folder / name)
     assert find(folder, good.digest).digest == good.digest
 
 
-def test_a_name_that_is_no_text(folder: Path, good: Basis) -> None:
+def test_non_string_names_are_refused(folder: Path, good: Basis) -> None:
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.kvbasis")).write_bytes(b"x")
     with pytest.warns(KvpackWarning, match="was skipped"):
         assert find(folder, good.digest).digest == good.digest
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_may_not_be_read(folder: Path, good: Basis) -> None:
+def test_an_unreadable_folder_is_reported(folder: Path, good: Basis) -> None:
     folder.chmod(0)
     with pytest.raises(MissingFile, match="as a folder of bases: Permission denied"):
         find(folder, good.digest)
     folder.chmod(0o700)
 
 
-def test_a_folder_that_the_system_refuses(folder: Path, good: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_opened_is_reported(folder: Path, good: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
@@ -116,7 +116,7 @@ def test_a_folder_that_the_system_refuses(folder: Path, good: Basis, monkeypatch
 
 
 @pytest.mark.parametrize(("name", "error"), [("5 GiB of nothing", LimitExceeded), ("2 GiB of nothing", NotKvpack), ("a FIFO", MissingFile)])
-def test_a_bad_file_that_is_named_is_refused_before_it_is_read(
+def test_a_bad_file_given_by_name_is_refused_before_it_is_read(
     name: str, error: type[KvpackError], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.kvbasis"
@@ -152,7 +152,7 @@ def test_the_process_grows_by_less_than_64_mib(folder: Path, good: Basis) -> Non
     assert int(done.stdout) < 64 * 1024
 
 
-def test_bits_that_are_no_numbers_are_refused(good: Basis) -> None:
+def test_non_numeric_bits_are_refused(good: Basis) -> None:
     for bits in ("2", None, float("nan"), float("inf"), -1, 0, 9, [2]):
         with pytest.raises(InvalidParameter, match=r"bits is .*, expected 0\.25 to 8 bits per value"):
             good.widths(bits)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_every_block_once_in_threads_of_their_own() -> None:
+def test_every_block_runs_once_in_its_own_thread() -> None:
     seen, threads, inside = [], set(), []
 
     def work(start: int, stop: int) -> None:
@@ -47,7 +47,7 @@ def test_every_block_once_in_threads_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_an_error_is_raised_and_the_threads_are_given_back() -> None:
+def test_an_error_is_raised_and_threads_are_returned() -> None:
     def work(start: int, stop: int) -> None:
         if start == 3:
             raise ValueError("block 3")
@@ -58,7 +58,7 @@ def test_an_error_is_raised_and_the_threads_are_given_back() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_users_at_the_same_time_each_keep_their_threads() -> None:
+def test_concurrent_users_have_separate_threads() -> None:
     first_is_inside, second_is_inside, first_is_out = threading.Event(), threading.Event(), threading.Event()
     after = {}
 
@@ -94,7 +94,7 @@ def test_users_at_the_same_time_each_keep_their_threads() -> None:
 @pytest.mark.scenario
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inference_mode_does_not_affect_tensors(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     # A tile holds 96 tokens of two heads of 64 channels, or 64 in groups of tokens.
     monkeypatch.setattr("kvpack.cache.side.TILE_VALUES", 96 * 2 * 64)
@@ -113,7 +113,7 @@ def test_inference_mode_reaches_no_tensor(recipe: str, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("tokens", [40, 300], ids=["one block", "several blocks"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_cache_has_no_gradients(recipe: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(1, tokens)]
     cache = kvpack.pack(pairs, recipe).append(pairs)
@@ -124,7 +124,7 @@ def test_a_packed_cache_keeps_no_gradients(recipe: str, tokens: int, monkeypatch
 @pytest.mark.scenario
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_blocks_and_threads_change_no_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_threads_do_not_change_codes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What earlier tests searched decides which of two searches quaternions take, and near ties may then differ.
     monkeypatch.setattr(quaternion_search, "_GRID_BREAK_EVEN", 0)
     pairs = random_pairs(1, 300, dims=(64, 96))

@@ -40,7 +40,7 @@ def test_keys_are_in_the_frames_of_the_basis() -> None:
     assert [rule.codec_id for rule in trellis.rules] == ["trellis", "trellis"]
 
 
-def test_places_that_lose_more_have_more_bits() -> None:
+def test_layers_with_larger_losses_get_more_bits() -> None:
     recipe = kvpack.Recipe("kvpack-2", basis(LOSING))
     found = {(layer, side): recipe.codec(layer, LAYERS, side, 64).family.bits for layer in range(LAYERS) for side in "kv"}  # type: ignore[attr-defined]
     assert sum(found.values()) == 2 * len(found)
@@ -65,7 +65,7 @@ def test_tables_of_short_codes_are_small(name: str, states: int) -> None:
         assert {len(codec.table) for codec in codecs if codec.id == "trellis"} == {2 * states}  # type: ignore[attr-defined]
 
 
-def test_widths_have_the_average_that_is_asked_for() -> None:
+def test_widths_have_the_requested_average() -> None:
     losses = {(layer, side): 4.0 ** -layer for layer in range(6) for side in "kv"}
     for average in (1, 2, 5, MAX_WIDTH):
         found = widths(losses, average)
@@ -74,12 +74,12 @@ def test_widths_have_the_average_that_is_asked_for() -> None:
     assert widths({}, 3) == {}
 
 
-def test_places_without_a_measured_loss_are_not_starved() -> None:
+def test_layers_without_a_measured_loss_get_enough_bits() -> None:
     losses = {(layer, "k"): 0.0 if layer % 2 else 0.001 for layer in range(8)}
     assert set(widths(losses, 3).values()) == {2, 4}
 
 
-def test_norms_of_keys_are_finer_beside_fine_codes() -> None:
+def test_key_norms_are_finer_with_fine_codes() -> None:
     norms = {}
     for name, own in KVPACK_PRESETS.items():
         rules = {rule.sides: dict(rule.words) for rule in kvpack.Recipe(name).rules}
@@ -94,13 +94,13 @@ def test_norms_of_keys_are_finer_beside_fine_codes() -> None:
 
 
 @pytest.mark.parametrize("losses", ["1,2,3", "1,2,3,x", "1,2,3,-1", "1,2,3,1e400"])
-def test_losses_that_are_none_are_refused(losses: str) -> None:
+def test_invalid_losses_are_refused(losses: str) -> None:
     with pytest.raises(InvalidHeader, match=r"model.losses.k is .*, expected 4 numbers such as"):
         kvpack.Recipe("kvpack-2", basis({LOSSES.format(side="k"): losses}))
 
 
 @pytest.mark.parametrize("name", KVPACK_PRESETS)
-def test_a_basis_given_at_any_time_makes_the_same_cache(name: str, tmp_path: Path) -> None:
+def test_a_basis_given_at_any_time_gives_the_same_cache(name: str, tmp_path: Path) -> None:
     given, pairs = basis(LOSING), random_pairs(LAYERS, 40)
     path, plain, framed = tmp_path / "x.kvbasis", tmp_path / "plain.kvpack", tmp_path / "framed.kvpack"
     path.write_bytes(given.data)
@@ -121,6 +121,6 @@ def test_a_basis_without_frames_changes_nothing() -> None:
     assert kvpack.Recipe("kvpack-2", found) == kvpack.Recipe("kvpack-2")
 
 
-def test_a_basis_that_no_clause_uses_is_refused_where_it_was() -> None:
+def test_an_unused_basis_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="does not use one: omit basis"):
         recipe_with_basis("octopus-3", "x.kvbasis", None)

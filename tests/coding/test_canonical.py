@@ -102,7 +102,7 @@ DIGEST = "ab" * 32
         ),
     ],
 )
-def test_every_spelling_has_one_text(canonical: str, spellings: list[str]) -> None:
+def test_equivalent_spellings_have_the_same_text(canonical: str, spellings: list[str]) -> None:
     for spelling in [canonical, *spellings]:
         assert Recipe(spelling).text == Recipe(spelling).canonical == canonical, spelling
     assert {Recipe(spelling) for spelling in spellings} == {Recipe(canonical)}
@@ -134,13 +134,13 @@ def test_every_spelling_has_one_text(canonical: str, spellings: list[str]) -> No
         ("klt-2", f"kv=klt:basis={DIGEST}"),
     ],
 )
-def test_recipes_that_differ_keep_their_texts(first: str, second: str) -> None:
+def test_different_recipes_have_different_texts(first: str, second: str) -> None:
     assert Recipe(first).text != Recipe(second).text
     assert Recipe(first) != Recipe(second)
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *(f"octopus-3;{name}" for name in ADDITIONS), "klt-1.75", "transform-0.6"])
-def test_no_name_of_a_preset_is_recorded(name: str) -> None:
+def test_preset_names_are_not_recorded(name: str) -> None:
     text = Recipe(name).text
     assert name not in text.split(";")
     assert all("=" in clause for clause in text.split(";"))
@@ -216,7 +216,7 @@ def codecs(recipe: Recipe, layers: int, dim: int) -> Any:
 
 
 @given(recipes())
-def test_the_canonical_text_is_a_recipe_of_the_same_codecs(recipe: Recipe) -> None:
+def test_the_canonical_text_gives_the_same_codecs(recipe: Recipe) -> None:
     again = Recipe(recipe.text)
     assert again.text == recipe.text
     assert again.window == recipe.window
@@ -226,7 +226,7 @@ def test_the_canonical_text_is_a_recipe_of_the_same_codecs(recipe: Recipe) -> No
 
 
 @given(recipes(), st.randoms(use_true_random=False))
-def test_orders_that_do_not_matter_have_one_text(recipe: Recipe, random: Any) -> None:
+def test_clauses_in_any_irrelevant_order_have_the_same_text(recipe: Recipe, random: Any) -> None:
     """Clauses may be written one layer and side at a time, in any order, with options in any order, and after other codecs."""
     layers, written = 9, []
     for layer in range(layers):
@@ -254,7 +254,7 @@ def test_texts_fit_headers() -> None:
     assert len(Recipe(f"kivi-2;{every}").text) < MAX_STRING_BYTES / 4
 
 
-def test_names_that_were_recorded_keep_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_names_keep_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(RECORDED) <= {*PUBLISHED, *ADDITIONS}
     assert Recipe.from_recorded("octopus-4").canonical == "k=octahedral:b=4;v=group:b=4"
     assert Recipe.from_recorded("octopus-3;boundary-1;tail=32").canonical == "k=octahedral:b=3;v=group:b=3;layers=0,-1:k=raw;tail=32"

@@ -36,7 +36,7 @@ def pairs(tokens: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tuple(torch.randn(1, 2, tokens, 64, generator=generator) for _ in "kv") for _ in range(3)]  # type: ignore[misc]
 
 
-def test_the_options_that_steer() -> None:
+def test_encoder_options() -> None:
     assert ENCODER_OPTIONS["octahedral"] == {"rounding", "norm_rule"}
     assert ENCODER_OPTIONS["scalar"] == {"rounding", "norm_rule"}
     assert ENCODER_OPTIONS["group"] == {"centre", "norm_rule"}
@@ -44,7 +44,7 @@ def test_the_options_that_steer() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_appended_to_a_loaded_cache_is_encoded_as_before(recipe: str, tmp_path: Path) -> None:
+def test_tokens_appended_to_a_loaded_cache_are_encoded_as_before(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(32, 0), recipe)
     kvpack.save(cache, tmp_path / "x.kvpack")
     loaded = kvpack.load(tmp_path / "x.kvpack")
@@ -53,7 +53,7 @@ def test_what_is_appended_to_a_loaded_cache_is_encoded_as_before(recipe: str, tm
     assert (tmp_path / "kept.kvpack").read_bytes() == (tmp_path / "loaded.kvpack").read_bytes()
 
 
-def test_a_conversion_that_keeps_codes_goes_on_as_the_new_recipe_says(tmp_path: Path) -> None:
+def test_a_conversion_that_keeps_codes_uses_the_new_encoder_options(tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(32, 0), "kv=octahedral:b=2,norm_rule=norm").convert("kv=octahedral:b=2")
     kvpack.save(cache, tmp_path / "x.kvpack")
     loaded = kvpack.load(tmp_path / "x.kvpack")
@@ -69,7 +69,7 @@ def choice(codec: Codec) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *PUBLISHED, "octopus-2;raw=9;layers=1:v=scalar:b=2,raw_low_norm=0.5"])
-def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
+def test_codecs_from_a_header_get_the_recipes_encoder_options(recipe: str) -> None:
     parsed = Recipe(PUBLISHED[recipe].recipe if recipe in PUBLISHED else recipe)
     for layer in range(4):
         for side in "kv":
@@ -96,12 +96,12 @@ def test_a_headers_codec_gets_the_options_of_the_recipe(recipe: str) -> None:
         "k=scalar:b=3;raw=4,x",
     ],
 )
-def test_other_texts_change_nothing(text: str) -> None:
+def test_unrelated_texts_change_nothing(text: str) -> None:
     codec: Any = Recipe("kv=scalar:b=3").codec(0, 1, "k", 64)
     assert with_encoder_options(codec, text, 0, 1, "k") is codec
 
 
 @given(st.text(alphabet="kv=:;,-0123456789scalargroupnorm_rule unbiasedlayers"))
-def test_any_text_is_survived(text: str) -> None:
+def test_any_text_is_tolerated(text: str) -> None:
     codec = Recipe("kv=scalar:b=3").codec(0, 1, "k", 64)
     assert with_encoder_options(codec, f"{text};k=scalar:b=3,norm_rule=norm", 0, 1, "k") == codec

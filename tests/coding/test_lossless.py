@@ -45,7 +45,7 @@ def test_lossless_recipes_keep_every_bit(dtype: torch.dtype, recipe: str, tmp_pa
             assert equal_bits(found, torch.cat([x, new], 2))
 
 
-def test_raw_takes_the_dtype_of_each_side() -> None:
+def test_raw_stores_the_dtype_of_each_side() -> None:
     k, v = values(torch.float32), values(torch.bfloat16)
     cache = kvpack.pack([(k, v), (v, None)], "raw")
     assert [side.codec.dtype for layer in cache for side in layer.sides.values()] == ["fp32", "bf16", "bf16"]
@@ -67,14 +67,14 @@ def test_raw_takes_the_dtype_of_each_side() -> None:
         ("octopus-3;boundary-1", ()),
     ],
 )
-def test_what_a_recipe_keeps(recipe: str, lossless: tuple[str, ...]) -> None:
+def test_what_recipes_preserve(recipe: str, lossless: tuple[str, ...]) -> None:
     assert Recipe(recipe).lossless(3) == lossless
 
 
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [("bf16", torch.float32), ("bf16", torch.float16), ("fp16", torch.float32), ("fp16", torch.bfloat16)]
 )
-def test_values_that_are_rounded_are_told(recipe: str, dtype: torch.dtype) -> None:
+def test_rounding_is_reported(recipe: str, dtype: torch.dtype) -> None:
     x = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     if (recipe, dtype) == ("fp16", torch.bfloat16):
         x *= 2.0**-20
@@ -89,7 +89,7 @@ def test_values_that_are_rounded_are_told(recipe: str, dtype: torch.dtype) -> No
     assert torch.equal(cache[0].unpack(torch.float32)[0], torch.cat([x, x], 2).to(RAW_DTYPES[recipe]).float())
 
 
-def test_values_that_fit_are_not_told(recwarn: pytest.WarningsRecorder) -> None:
+def test_values_that_fit_are_not_reported(recwarn: pytest.WarningsRecorder) -> None:
     x = torch.randn(1, 2, 40, 16).to(torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         kvpack.pack([(x.to(dtype), x.to(dtype))], "bf16").append([(x, x)])
@@ -98,7 +98,7 @@ def test_values_that_fit_are_not_told(recwarn: pytest.WarningsRecorder) -> None:
     assert not recwarn.list
 
 
-def test_it_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
+def test_rounding_is_reported_once(recwarn: pytest.WarningsRecorder) -> None:
     warnings.simplefilter("default")
     for seed in range(3):
         kvpack.pack([(torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16))] * (seed + 1), "bf16")
@@ -109,7 +109,7 @@ def test_it_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["raw", "raw;tail=64", "bf16", "bf16;tail=64"])
-def test_a_raw_side_that_kept_every_value_refuses_to_round(recipe: str) -> None:
+def test_a_raw_side_that_was_lossless_refuses_to_round(recipe: str) -> None:
     x = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache = kvpack.pack([(x.to(torch.bfloat16), x.to(torch.bfloat16))], recipe)
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_a_raw_side_that_kept_every_value_refuses_to_round(recipe: str) -> None:
 
 @pytest.mark.parametrize("held", BITS, ids=str)
 @pytest.mark.parametrize("given", BITS, ids=str)
-def test_a_tail_before_a_lossy_codec_takes_the_wider_dtype(held: torch.dtype, given: torch.dtype, tmp_path: Path) -> None:
+def test_a_tail_before_a_lossy_codec_has_the_wider_dtype(held: torch.dtype, given: torch.dtype, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     first, new = (torch.randn(1, 2, tokens, 32, generator=generator).to(dtype) for tokens, dtype in ((40, held), (9, given)))
     cache = kvpack.pack([(first, first)], "kivi-2;tail=64").append([(new, new)])
@@ -133,7 +133,7 @@ def test_a_tail_before_a_lossy_codec_takes_the_wider_dtype(held: torch.dtype, gi
         assert torch.equal(one[0].unpack(torch.float32)[0], torch.cat([first.float(), new.float()], 2))
 
 
-def test_converting_decoded_values_keeps_them() -> None:
+def test_converting_decoded_values_is_lossless() -> None:
     x = torch.randn(1, 2, 70, 64).to(torch.bfloat16)
     lossy = kvpack.pack([(x, x)], "octopus-3")
     decoded = lossy[0].unpack(torch.float32)
@@ -146,7 +146,7 @@ def test_converting_decoded_values_keeps_them() -> None:
     assert lossy.convert("raw")[0].k.codec.dtype == "fp32"
 
 
-def test_the_command_tells_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_rounding_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"0.k": torch.randn(1, 2, 5, 64), "0.v": torch.randn(1, 2, 5, 64)}, tmp_path / "in")
     with warnings.catch_warnings():
         warnings.simplefilter("default")

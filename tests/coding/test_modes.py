@@ -83,6 +83,6 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_change_no_byte(mode: str, digests: dict[str, dict[str, str]]) -> None:
+def test_modes_do_not_change_the_bytes(mode: str, digests: dict[str, dict[str, str]]) -> None:
     assert len(digests["none"]) == 16
     assert digests[mode] == digests["none"]

@@ -45,7 +45,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 @pytest.mark.parametrize("model", MIXED_KV)
-def test_mixed_kv_presets_are_those_of_the_paper(model: str) -> None:
+def test_mixed_kv_presets_match_the_paper(model: str) -> None:
     layers, angle_bits, boosted, bins, dim = MIXED_KV[model]
     preset = PUBLISHED[f"mixedkv-{model}"]
     assert (preset.layers, preset.dim) == (layers, dim)
@@ -60,7 +60,7 @@ def test_mixed_kv_presets_are_those_of_the_paper(model: str) -> None:
     assert total / layers == pytest.approx(angle_bits, abs=0.005)
 
 
-def test_there_is_a_preset_for_every_model_of_the_paper() -> None:
+def test_every_model_of_the_paper_has_a_preset() -> None:
     assert {name.removeprefix("mixedkv-") for name in PUBLISHED if name.startswith("mixedkv-")} == set(MIXED_KV)
 
 
@@ -83,7 +83,7 @@ def test_keys_of_group_presets(name: str, params: dict[str, Any], window: int) -
 WITH_MEANS = ("octopus-", "turboquant-2", "turboquant-3", "turboquant-4", "turboquant-qjl-", "polarquant-", "hqmq-")
 
 
-def test_presets_add_means_norms_and_raw_tokens_to_the_methods_of_papers() -> None:
+def test_presets_extend_the_methods_of_papers() -> None:
     added = {"key_mean": {"tokens": 32, "bits": 4}, "norm": "log8"}
     names = [name for name in RECORDED if name.startswith(WITH_MEANS)]
     assert len(names) >= 40
@@ -108,13 +108,13 @@ def test_symmetric_presets_have_centers_of_zero() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["oscar-2;boundary-1;tail=32", "mixedkv-tinyllama-1.1b;layers=4-21:kv=raw"])
-def test_rates_are_those_of_a_packed_cache(recipe: str) -> None:
+def test_rates_equal_those_of_a_packed_cache(recipe: str) -> None:
     layers = 22
     cache = kvpack.pack(random_pairs(layers, 75), recipe)
     assert rates(Recipe(recipe), layers, 2, 75, 64) == pytest.approx((cache.nominal_bits, cache.bits_per_value))
 
 
-def test_rates_refuse_what_no_cache_can_be() -> None:
+def test_rates_refuse_impossible_shapes() -> None:
     with pytest.raises(OutOfBounds, match=r"names layer \d+, but the cache has only 4 layers"):
         rates(Recipe("mixedkv-phi-1.5"), 4, 1, 1, 64)
     with pytest.raises(InvalidParameter, match="no Hadamard rotation of head dim 72"):
@@ -153,7 +153,7 @@ def test_the_command_lists_presets_and_additions(capsys: pytest.CaptureFixture[s
         assert f" {name} " in text
 
 
-def test_the_command_prices_any_recipe_at_any_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_computes_rates_of_any_recipe_and_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = "kivi-2;boundary-1"
     (row,) = json.loads(run(capsys, recipe, "--layers", 4, "--heads", 2, "--tokens", 64, "--dim", 80, "--json"))["recipes"]
     assert (row["layers"], row["heads"], row["tokens"], row["dim"]) == (4, 2, 64, 80)
@@ -166,7 +166,7 @@ def test_the_command_prices_any_recipe_at_any_shape(capsys: pytest.CaptureFixtur
     assert (from_file["recipe"], from_file["bits_per_value"]) == (Recipe(recipe).text, row["bits_per_value"])
 
 
-def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_computes_rates_with_a_basis(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Bits per value for the shape of the preset's model, so that recipes can be compared."""
     shapes = {(layer, side): (2, 32) for layer in range(3) for side in "kv"}
     path, uneven = tmp_path / "x.kvbasis", tmp_path / "uneven.kvbasis"
@@ -186,7 +186,7 @@ def test_the_command_prices_recipes_by_a_basis(capsys: pytest.CaptureFixture[str
         assert re.search(message, capsys.readouterr().err)
 
 
-def test_presets_for_a_head_dim_without_a_rotation_are_named() -> None:
+def test_presets_unsuitable_for_a_head_dim_without_a_rotation_are_named() -> None:
     x = torch.randn(1, 1, 40, 72)
     for make in (lambda: kvpack.pack([(x, x)], "octopus-3"), lambda: kvpack.pack([(x, x)], "kivi-2").convert("octopus-3")):
         with pytest.raises(InvalidParameter, match=r"no Hadamard .* head dim 72.*; presets that support head dim 72 are ") as raised:
@@ -199,7 +199,7 @@ def test_presets_for_a_head_dim_without_a_rotation_are_named() -> None:
 
 
 @pytest.mark.scenario
-def test_presets_that_cannot_take_a_shape_are_listed_without_bits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_that_do_not_support_a_shape_are_listed_without_bits(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in json.loads(run(capsys, "--dim", 72, "--layers", 4, "--json"))["recipes"]}
     assert rows["kivi-2"]["bits_per_value"] is not None
     assert rows["octopus-3"]["bits_per_value"] is rows["mixedkv-phi-1.5"]["nominal_bits"] is None
@@ -215,12 +215,12 @@ def test_presets_that_cannot_take_a_shape_are_listed_without_bits(capsys: pytest
         (["octopus-9"], "did you mean octopus-"),
     ],
 )
-def test_what_the_command_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_invalid_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_turboquant_baseline_of_four_bits_is_as_good_as_its_groups_are_small() -> None:
+def test_the_4_bit_turboquant_preset_improves_with_smaller_groups() -> None:
     x = torch.randn(1, 2, 256, 128, generator=torch.Generator().manual_seed(1))
     errors = {}
     for name in ("turboquant-sym3-g4", "turboquant-sym4-g4", "int-4"):

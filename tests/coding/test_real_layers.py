@@ -126,7 +126,7 @@ def decoded(recipe: str, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(k, v) for k, v in found if k is not None and v is not None]
 
 
-def test_the_layers_have_a_sink_and_so_have_those_with_a_planted_one() -> None:
+def test_layers_have_a_real_or_planted_sink() -> None:
     for name, found in cases().items():
         place = sink_of(name)
         for case in found:
@@ -139,7 +139,7 @@ def test_the_layers_have_a_sink_and_so_have_those_with_a_planted_one() -> None:
                 torch.testing.assert_close(heads, torch.full((9,), 0.5), atol=1e-3, rtol=0)
 
 
-def test_every_recipe_that_is_measured_is_bound() -> None:
+def test_every_measured_recipe_has_a_bound() -> None:
     assert set(RECIPES) - {"bf16"} <= BOUNDS.keys()
     assert set(CALIBRATED) <= BOUNDS.keys()
 
@@ -152,7 +152,7 @@ def error(case: Sunk, k: torch.Tensor, v: torch.Tensor) -> float:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", BOUNDS)
-def test_the_attention_output(recipe: str) -> None:
+def test_attention_output(recipe: str) -> None:
     errors = [error(case, k, v) for case, (k, v) in zip(cases()["real"], decoded(recipe, "real"), strict=True)]
     assert max(errors) < BOUNDS[recipe], errors
 
@@ -160,7 +160,7 @@ def test_the_attention_output(recipe: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", cases())
 @pytest.mark.parametrize("recipe", BOUNDS)
-def test_a_sink_does_not_rule_the_error(recipe: str, name: str) -> None:
+def test_a_sink_does_not_dominate_the_error(recipe: str, name: str) -> None:
     place = sink_of(name)
     ratios = []
     for case, (k, v) in zip(cases()[name], decoded(recipe, name), strict=True):
@@ -180,7 +180,7 @@ def test_the_error_of_a_token_is_below_its_energy(recipe: str) -> None:
             assert (ratios < 1).double().mean() >= 0.999
 
 
-def test_factors_by_means_lower_the_error_of_scores() -> None:
+def test_factors_from_means_reduce_the_error_of_scores() -> None:
     """Without a basis, the factors are derived from keys only."""
     keys = "k=scalar:b=3,norm=log8,mean=128{};v=raw;raw=4,0.6,4"
     for k, v, q in layers():
@@ -194,7 +194,7 @@ def test_factors_by_means_lower_the_error_of_scores() -> None:
         assert errors[1] < 0.85 * errors[0]
 
 
-def test_means_of_fewer_keys_lower_the_error_of_scores() -> None:
+def test_means_of_fewer_keys_reduce_the_error_of_scores() -> None:
     """With means of fewer keys, less of the keys remains, so large channels stand out more and stay unscaled."""
     for k, v, q in layers():
         errors = []
@@ -207,7 +207,7 @@ def test_means_of_fewer_keys_lower_the_error_of_scores() -> None:
         assert errors[1] < 0.9 * errors[0]
 
 
-def test_scores_survive_large_channels_that_queries_make_up_for() -> None:
+def test_scores_tolerate_large_channels_with_small_queries() -> None:
     """Any two RoPE pairs, including small ones, are multiplied in the keys and divided in the queries."""
     recipe = "k=scalar:b=3,norm=fp16,mean=128,channel_scale=fp16;v=raw;raw=4,0.6,4"
 

@@ -36,7 +36,7 @@ def values(layers: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(1, 1, 40, 64, generator=generator), torch.randn(1, 1, 40, 64, generator=generator)) for _ in range(layers)]
 
 
-def test_every_way_to_name_a_file(folder: Path) -> None:
+def test_all_notations_for_a_file(folder: Path) -> None:
     (folder / "tuned").write_text(TEXT)
     (folder / "a=b").write_text(TEXT)
     for recipe in ("@tuned.txt", "tuned.txt", " tuned.txt ", "./tuned", "tuned", str(folder / "tuned.txt"), "@a=b", Path("a=b")):
@@ -59,7 +59,7 @@ def test_pack_and_convert_store_the_clauses(folder: Path) -> None:
 
 
 @pytest.mark.scenario
-def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_accepts_a_recipe_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = values()
     save_file({f"{number}.{side}": x for number, pair in enumerate(pairs) for side, x in zip("kv", pair, strict=True)}, "in.safetensors")
     assert cli.main(["pack", "in.safetensors", "a.kvpack", "--recipe", "tuned.txt", "--json"]) == 0
@@ -95,24 +95,24 @@ def test_every_command_takes_one(folder: Path, capsys: pytest.CaptureFixture[str
     ],
     ids=["codec", "one line", "option", "tail", "a side", "empty", "nested", "large", "bytes"],
 )
-def test_a_refusal_names_the_line(folder: Path, text: str | bytes, message: str) -> None:
+def test_an_error_names_the_line(folder: Path, text: str | bytes, message: str) -> None:
     (folder / "bad.txt").write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(InvalidParameter, match=message):
         parse_recipe("bad.txt")
 
 
-def test_a_refusal_of_an_added_clause(folder: Path) -> None:
+def test_an_error_in_an_added_clause(folder: Path) -> None:
     with pytest.raises(InvalidParameter, match=r"^tuned\.txt: unknown word 'q'"):
         parse_recipe("@tuned.txt;q=raw")
 
 
 @pytest.mark.parametrize("name", ["@none.txt", "none.txt", "no/such", "@", "@a\0b", Path("none")], ids=repr)
-def test_a_file_that_is_not_there(folder: Path, name: str | Path) -> None:
+def test_a_missing_file_is_refused(folder: Path, name: str | Path) -> None:
     with pytest.raises(MissingFile, match="could not be opened as a recipe file: "):
         parse_recipe(name)
 
 
-def test_what_is_no_regular_file(folder: Path) -> None:
+def test_a_file_that_is_not_regular_is_refused(folder: Path) -> None:
     os.mkfifo(folder / "pipe.txt")
     (folder / "folder.txt").mkdir()
     for name, kind in (("pipe.txt", "a FIFO"), ("folder.txt", "a folder")):
@@ -120,7 +120,7 @@ def test_what_is_no_regular_file(folder: Path) -> None:
             parse_recipe(name)
 
 
-def test_a_recipe_that_no_header_holds(folder: Path) -> None:
+def test_a_recipe_that_does_not_fit_in_a_header_is_refused(folder: Path) -> None:
     (folder / "long.txt").write_text("kivi-2\n" + "".join(f"layers={number}:k=scalar:b=2,seed={number + 1}\n" for number in range(200)))
     for pack in (lambda: kvpack.pack(values(), "long.txt"), lambda: kvpack.pack(values(), "kivi-2").convert("long.txt")):
         with pytest.raises(InvalidParameter, match=r"recipe has \d+ bytes, but may have at most 4096"):

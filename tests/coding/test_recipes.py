@@ -35,7 +35,7 @@ def test_later_clauses_win_and_layers_count_from_the_end() -> None:
     assert Recipe("kivi-2;layers=-2--1:k=raw").codec(3, 4, "k", 64).id == "raw"
 
 
-def test_an_addition_changes_what_stands_before_it() -> None:
+def test_an_addition_changes_the_clauses_before_it() -> None:
     recipe = Recipe("octopus-3;boundary-1;tail=32")
     found = [[recipe.codec(layer, 4, side, 64).id for side in "kv"] for layer in range(4)]
     assert found == [["raw", "group"], ["octahedral", "group"], ["octahedral", "group"], ["raw", "group"]]
@@ -79,7 +79,7 @@ def test_a_clause_about_raw_tokens_is_checked(text: str, message: str) -> None:
         ("kivi-2;layers=0:v=raw;tail=32;v=raw", "layers=0:v=raw"),
     ],
 )
-def test_a_clause_that_comes_to_nothing_is_refused(text: str, word: str) -> None:
+def test_an_ineffective_clause_is_refused(text: str, word: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         Recipe(text)
     first, recipe, carets = str(caught.value).splitlines()
@@ -87,7 +87,7 @@ def test_a_clause_that_comes_to_nothing_is_refused(text: str, word: str) -> None
     assert recipe[carets.index("^") : carets.rindex("^") + 1] == word
 
 
-def test_codecs_of_two_presets_can_be_combined_as_the_refusal_says() -> None:
+def test_combining_codecs_of_two_presets_works_as_the_error_suggests() -> None:
     with pytest.raises(InvalidParameter, match=r"unknown codec 'kvpack-4': it is a preset, .*: write k=") as caught:
         Recipe("k=kvpack-4;v=kvpack-3")
     clause, raw = re.findall(r"write (k=\S+), and add the clause '(.*)'", str(caught.value))[0]
@@ -104,12 +104,12 @@ def test_presets_are_recognized_by_their_text(name: str) -> None:
     assert preset_name(Recipe(name).canonical) == name
 
 
-def test_what_is_changed_in_part_is_no_mistake() -> None:
+def test_a_partially_changed_preset_is_accepted() -> None:
     assert Recipe("kivi-2;layers=0:kv=raw;v=group:b=4").codec(0, 2, "k", 64).id == "raw"
     assert Recipe("mixedkv-mistral-7b;k=raw").codec(0, 32, "v", 64).params()["bins"] == 128
 
 
-def test_group_axis_follows_the_side() -> None:
+def test_group_axis_depends_on_the_side() -> None:
     recipe = Recipe("kv=group:b=2")
     assert recipe.codec(0, 1, "k", 64).params()["axis"] == "token"
     assert recipe.codec(0, 1, "v", 64).params()["axis"] == "channel"
@@ -146,7 +146,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "word", "message"), REFUSED, ids=[text[:40] or "empty" for text, _, _ in REFUSED])
-def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: str, message: str) -> None:
+def test_an_error_points_at_the_word_and_lists_known_ones(text: str, word: str, message: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         Recipe(text)
     lines = str(caught.value).splitlines()
@@ -158,7 +158,7 @@ def test_a_refusal_points_at_the_word_and_says_what_is_known(text: str, word: st
 
 
 @pytest.mark.parametrize("recipe", [None, b"kivi-2"], ids=str)
-def test_what_is_no_text_is_refused(recipe: object) -> None:
+def test_non_string_recipes_are_refused(recipe: object) -> None:
     with pytest.raises(InvalidParameter, match=r"got a (NoneType|bytes)"):
         parse_recipe(recipe)
 
@@ -170,7 +170,7 @@ def test_a_side_without_a_codec_is_refused() -> None:
         Recipe("v=raw;layers=0:k=raw")
 
 
-def test_layers_beyond_the_cache_are_refused() -> None:
+def test_layers_outside_the_cache_are_refused() -> None:
     Recipe("kivi-2;layers=0,-4:k=raw").check_layers(4)
     Recipe("kivi-2;layers=1--2:k=raw").check_layers(2)
     for text in ("kivi-2;layers=4:k=raw", "kivi-2;layers=-5:k=raw", "kivi-2;layers=0-9:k=raw"):
@@ -179,7 +179,7 @@ def test_layers_beyond_the_cache_are_refused() -> None:
 
 
 @given(st.text(alphabet="kv=;:,-0129abgroupwlaystein. ", max_size=40))
-def test_any_text_parses_or_is_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         recipe = Recipe(text)
     except KvpackError:
@@ -187,7 +187,7 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
     assert recipe.codec(0, 1, "k", 64).dim == 64
 
 
-def test_caches_of_one_recipe_share_its_codecs() -> None:
+def test_caches_with_the_same_recipe_share_its_codecs() -> None:
     first, second = (parse_recipe("octopus-3;tail=64").codec(0, 2, "k", 64) for _ in range(2))
     assert first is second
     for _ in range(2):

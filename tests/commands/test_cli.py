@@ -177,7 +177,7 @@ def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [result.get("error") for result in results] == ["DigestMismatch", None, "MissingFile"]
 
 
-def test_verify_removes_what_killed_writers_left(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_removes_files_left_by_killed_writers(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "other"
     folder.mkdir()
     dead, old, held = (folder / f".kvpack-999999999-{name}.tmp" for name in ("aa-locked", "bb", "cc-locked"))
@@ -203,7 +203,7 @@ def test_verify_removes_what_killed_writers_left(file: Path, tmp_path: Path, cap
     assert os.listdir(folder) == [old.name]
 
 
-def test_the_worst_code_of_several_files(file: Path, tmp_path: Path) -> None:
+def test_the_worst_exit_code_of_several_files_counts(file: Path, tmp_path: Path) -> None:
     """As for diff and grep, a file that could not be read has the worst code."""
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"nonsense")
@@ -216,7 +216,7 @@ def test_the_worst_code_of_several_files(file: Path, tmp_path: Path) -> None:
         assert kvpack.errors.worst_exit_code(codes) == worst
 
 
-def test_every_error_is_where_users_look() -> None:
+def test_every_error_goes_to_standard_error() -> None:
     classes = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.KvpackError)}
     assert len(classes) >= 17
     # What only kvpack itself tells apart.
@@ -284,7 +284,7 @@ def test_a_missing_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("recipe", ["kivi-5", "kv=grup:b=2", "kv=group:b=99", "kv=group:b=2,w=1"])
-def test_an_unknown_word_of_a_recipe(recipe: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_words_in_a_recipe(recipe: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(errors.InvalidParameter) as raised:
         kvpack.load(file).convert(recipe)
     assert run("convert", file, tmp_path / "out", recipe) == 2
@@ -292,7 +292,7 @@ def test_an_unknown_word_of_a_recipe(recipe: str, file: Path, tmp_path: Path, ca
     assert run("demo", "--recipe", recipe) == run("bench", "io", "--recipe", recipe) == 2
 
 
-def test_a_folder_that_cannot_be_written(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_folder(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["convert", file, tmp_path / "no" / "out", "kivi-4"], ["unpack", file, tmp_path / "no" / "out"]):
         assert run(*words) == 3
         assert capsys.readouterr().err == f"kvpack: {tmp_path}/no/out: could not be written: No such file or directory\n"
@@ -321,7 +321,7 @@ def test_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("bf16", "fp32", False),
     ],
 )
-def test_convert_says_when_more_bits_gain_nothing(
+def test_convert_says_that_more_bits_gain_nothing(
     before: str, after: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed, out = tmp_path / "in", tmp_path / "out"
@@ -351,7 +351,7 @@ WRITING = {
 
 @pytest.mark.parametrize("link", ["the same path", "a symbolic link", "a hard link"])
 @pytest.mark.parametrize("words", WRITING.values(), ids=WRITING)
-def test_no_command_writes_over_its_input(
+def test_no_command_overwrites_its_input(
     words: list[str], link: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, out = file.read_bytes(), tmp_path / "link"
@@ -384,7 +384,7 @@ def test_no_command_writes_over_its_input(
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 @pytest.mark.parametrize("linked", [False, True], ids=["", "through a link"])
-def test_no_command_writes_over_a_file_of_a_folder_that_it_reads(
+def test_no_command_overwrites_a_file_in_its_input_folder(
     words: list[str], name: str, linked: bool, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An output must not replace any input: other programs may need the files of a store, a folder of bases or a model."""
@@ -403,7 +403,7 @@ def test_no_command_writes_over_a_file_of_a_folder_that_it_reads(
 
 
 @pytest.mark.parametrize("words", WRITING.values(), ids=WRITING)
-def test_a_command_replaces_a_file_only_by_force(
+def test_a_command_replaces_a_file_only_with_force(
     words: list[str], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes, dense_file, recipe = tmp_path / "notes.txt", tmp_path / "dense", tmp_path / "recipe"
@@ -422,7 +422,7 @@ def test_a_command_replaces_a_file_only_by_force(
         assert notes.read_bytes() != b"mine"
 
 
-def test_every_command_that_writes_a_file_takes_force() -> None:
+def test_every_command_that_writes_a_file_has_force() -> None:
     """Every parser with an output argument must have the option, so that a new command cannot omit it."""
 
     def walk(parser: argparse.ArgumentParser, name: str) -> list[str]:
@@ -480,7 +480,7 @@ def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, 
         (torch.tensor([-1]), "token_ids range from -1 to -1"),
     ],
 )
-def test_token_ids_of_a_dense_file_that_are_refused(
+def test_invalid_token_ids_in_a_dense_file(
     ids: torch.Tensor, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"0.k": torch.randn(1, 2, 5, 64), "token_ids": ids}, tmp_path / "dense")
@@ -489,7 +489,7 @@ def test_token_ids_of_a_dense_file_that_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dense_file_keeps_the_ids_of_each_row_and_hidden_tokens(tmp_path: Path) -> None:
+def test_a_dense_file_keeps_token_ids_per_row_and_hidden_tokens(tmp_path: Path) -> None:
     rows = [torch.arange(5), torch.arange(2, 7)]
     told = (("tokens 0 to 4 were computed with an attention mask that hides padding", 0),)
     inputs = Inputs.of_rows([row.numpy().astype("<u4").tobytes() for row in rows], told, ((1, 0, 2),), 0)
@@ -514,7 +514,7 @@ def test_hidden_tokens_of_another_form_are_refused(hidden: Any, tmp_path: Path, 
     assert "kvpack.unpacked: hidden contains" in capsys.readouterr().err
 
 
-def test_token_ids_of_a_dense_file_written_by_hand(tmp_path: Path) -> None:
+def test_token_ids_in_a_handwritten_dense_file(tmp_path: Path) -> None:
     save_file({"0.k": torch.randn(1, 2, 5, 64), "token_ids": torch.arange(3, dtype=torch.int32)}, tmp_path / "dense")
     assert run("pack", tmp_path / "dense", tmp_path / "out", "--recipe", "raw") == 0
     inputs = kvpack.load(tmp_path / "out").inputs
@@ -578,7 +578,7 @@ def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
         "long number",
     ],
 )
-def test_dense_files_that_are_refused(
+def test_invalid_dense_files(
     tensors: dict[str, tuple[int, ...]], metadata: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = tmp_path / "dense.safetensors"
@@ -587,13 +587,13 @@ def test_dense_files_that_are_refused(
     assert re.match(rf"kvpack: .*{message}", capsys.readouterr().err)
 
 
-def test_pack_of_a_kvpack_file_names_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_suggests_convert_for_a_kvpack_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("pack", file, tmp_path / "out", "--recipe", "kivi-2") == 2
     assert "use kvpack convert" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [2**40, 2**63, 2**64 - 1])
-def test_a_dense_file_of_more_tokens_than_there_are_numbers(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_file_with_more_tokens_than_values(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without channels, it takes no bytes, and safetensors opens it."""
     plain = tmp_path / "dense.safetensors"
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, size, 0], "data_offsets": [0, 0]}}).encode()
@@ -602,7 +602,7 @@ def test_a_dense_file_of_more_tokens_than_there_are_numbers(size: int, tmp_path:
     assert f"the tensor '0.k' has the shape [1, 1, {size}, 0], but each size may be at most 1099511627775" in capsys.readouterr().err
 
 
-def test_a_dense_file_whose_strides_are_no_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_file_with_non_numeric_strides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "dense.safetensors"
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 2**31, 0, 2**39], "data_offsets": [0, 0]}}).encode()
     plain.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -610,7 +610,7 @@ def test_a_dense_file_whose_strides_are_no_numbers(tmp_path: Path, capsys: pytes
     assert f"have a product of at most {2**63 - 1}, not {2**70}" in capsys.readouterr().err
 
 
-def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_file_of_another_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "dense.safetensors"
     header = b'{"0.k":{"dtype":"\\u001b[31m","shape":[1,1,1,4],"data_offsets":[0,16]}}'
     for data in (b"nonsense" * 8, len(header).to_bytes(8, "little") + header + bytes(16)):
@@ -622,13 +622,13 @@ def test_a_dense_file_that_is_no_safetensors_file(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("command", [["pack", "--recipe", "raw"], ["import"]])
-def test_a_checkpoint_of_pytorch_is_named(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pytorch_checkpoint_is_named_in_the_error(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"0.k": torch.zeros(1, 1, 4, 64)}, tmp_path / "x.pt")
     assert run(command[0], tmp_path / "x.pt", tmp_path / "out", *command[1:]) == 2
     assert "x.pt is a zip archive, such as a PyTorch checkpoint, not a safetensors file: " in capsys.readouterr().err
 
 
-def test_a_header_whose_length_begins_like_a_pickle_is_read(tmp_path: Path) -> None:
+def test_a_header_length_that_looks_like_a_pickle_is_read(tmp_path: Path) -> None:
     for width in range(400, 640):
         save_file({"0.k": torch.zeros(1, 1, 4, 64)}, tmp_path / "dense", {"note": "x" * width})
         if (tmp_path / "dense").read_bytes()[:2] == b"\x80\x02":
@@ -667,7 +667,7 @@ PIPED = {
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("words", PIPED.values(), ids=PIPED)
-def test_a_reader_that_leaves(words: list[str], file: Path, tmp_path: Path) -> None:
+def test_output_to_a_closed_pipe(words: list[str], file: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     names = {"FILE": str(file), "STORE": str(tmp_path / "store")}
     read, write = os.pipe()
@@ -684,7 +684,7 @@ def test_a_reader_that_leaves(words: list[str], file: Path, tmp_path: Path) -> N
     assert (process.returncode, err) == (141, b"")
 
 
-def test_a_reader_that_leaves_the_complaints(tmp_path: Path) -> None:
+def test_errors_to_a_closed_pipe(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     process = subprocess.Popen([sys.executable, "-m", "kvpack", "verify", str(tmp_path / "none")], stdout=subprocess.PIPE, stderr=write)
@@ -693,7 +693,7 @@ def test_a_reader_that_leaves_the_complaints(tmp_path: Path) -> None:
     assert (process.returncode, out) == (141, b"")
 
 
-def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_out_of_memory_prints_one_line(monkeypatch: pytest.MonkeyPatch, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(*_: object) -> None:
         raise MemoryError
 
@@ -718,7 +718,7 @@ def test_closed_streams(command: str, more: list[str], file: Path, tmp_path: Pat
     assert (tmp_path / "out").exists() == bool(more)
 
 
-def test_a_full_device_for_the_output(file: Path) -> None:
+def test_output_to_a_full_device(file: Path) -> None:
     with open("/dev/full", "w") as full:
         run = subprocess.run([sys.executable, "-m", "kvpack", "inspect", file], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (run.returncode, run.stderr) == (3, "kvpack: [Errno 28] No space left on device\n")
@@ -729,7 +729,7 @@ def test_a_demo_folder_that_is_a_file(file: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"kvpack: {file}: could not be created: File exists\n"
 
 
-def test_a_progress_label_is_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_label_is_not_interpreted_as_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress("[/b] [red]\x1b", argparse.Namespace(json=False)) as callback:
         assert callback is not None
@@ -743,7 +743,7 @@ def test_a_terminal_without_unicode(file: Path) -> None:
     assert "header and padding" in result.stdout
 
 
-def test_no_message_is_obeyed_by_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_contain_no_terminal_control_sequences(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(arguments: object) -> int:
         raise errors.InvalidParameter("of a file: a\x01\x1b[2J\nand below")
 
@@ -796,6 +796,6 @@ def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ],
     ids=["shape", "repeats", "model", "text", "device"],
 )
-def test_bench_io_refuses(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_io_refuses_invalid_arguments(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "io", "--recipe", "bf16", *words) == code
     assert capsys.readouterr().err.startswith(f"kvpack: {message}")

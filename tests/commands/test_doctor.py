@@ -27,7 +27,7 @@ def report(capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_whole_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"kvpack {kvpack.__version__}, Python ")
@@ -36,7 +36,7 @@ def test_a_whole_installation_passes(capsys: pytest.CaptureFixture[str]) -> None
     assert len(re.findall(r" ok +", output)) == 4 + torch.cuda.is_available()
 
 
-def test_the_oldest_versions_are_those_of_the_package() -> None:
+def test_the_oldest_versions_match_the_package_metadata() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = {f"{name} of {extra}" for extra, names in project["optional-dependencies"].items() for name in names}
     found = {f"{it.name}>={it.oldest} of {it.extra}" for it in doctor.PACKAGES if it.extra}
@@ -47,7 +47,7 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
     assert of_triton.oldest == ".".join(map(str, triton_version.OLDEST))
 
 
-def test_what_is_missing_or_old_is_named_with_its_remedy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_old_packages_are_named_with_a_remedy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
 
     def version(name: str) -> str:
@@ -85,7 +85,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_without_torch_commands_and_doctor_say_what_to_install() -> None:
+def test_commands_and_doctor_say_what_to_install_if_torch_is_missing() -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], check=False, capture_output=True, text=True)
 
@@ -98,7 +98,7 @@ def test_without_torch_commands_and_doctor_say_what_to_install() -> None:
     assert advice[0].startswith("torch is not installed, needed for everything but inspect and verify: pip install -U 'torch>=")
 
 
-def test_a_wrong_result_is_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_reported_as_a_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     attend = kvpack.attend
     monkeypatch.setattr(kvpack, "attend", lambda query, layer: attend(query, layer) * 1.1)
     monkeypatch.setattr(doctor, "_model", lambda: "right")

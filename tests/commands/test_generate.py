@@ -46,7 +46,7 @@ def file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "prompt.kvpack"
 
 
-def test_an_answer_goes_on_from_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_continues_from_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", file, "--prompt", QUESTION, *GREEDY) == 0
     output = capsys.readouterr()
     assert output.out == f"{ANSWER}\n"
@@ -72,7 +72,7 @@ def test_the_longer_cache_is_saved_on_request(file: Path, tmp_path: Path, capsys
     assert "a chat of 4 messages\n" in capsys.readouterr().out
 
 
-def test_texts_come_from_standard_input(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_texts_are_read_from_standard_input(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     def give(text: str) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
 
@@ -86,7 +86,7 @@ def test_texts_come_from_standard_input(file: Path, tmp_path: Path, capsys: pyte
     assert len(capsys.readouterr().out) > 1
 
 
-def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_hub_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT[:100])
     file = tmp_path / "prompt.kvpack"
     assert run("cache", "--model", DEMO / "tinylm", "--prompt-file", tmp_path / "prompt.txt", "--out", file) == 0
@@ -112,7 +112,7 @@ def test_a_model_that_is_no_name_on_the_hub_is_asked_for(tmp_path: Path, capsys:
         ),
     ],
 )
-def test_wrong_requests_are_refused(file: Path, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_requests_are_refused(file: Path, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", file, *(word.format(file=file) for word in words)) == code
     assert message in capsys.readouterr().err
 

@@ -48,7 +48,9 @@ def complaint(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
         (["bench", "quality", "--recip", "x"], "bench quality", "unknown option --recip; did you mean --recipe?"),
     ],
 )
-def test_unknown_words_are_named_with_a_close_one(words: list[str], command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_similar_words_are_suggested_for_unknown_ones(
+    words: list[str], command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         run(*words)
     lines = capsys.readouterr().err.splitlines()
@@ -60,7 +62,7 @@ def test_unknown_words_are_named_with_a_close_one(words: list[str], command: str
     "words",
     [["frobnicate"], ["convert", "a"], ["recipes", "--max-bytes", "1GB"], ["inspect", "x", "--", "--jsn"], ["inspect", "--two words"], []],
 )
-def test_other_words_get_no_suggestion(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_dissimilar_words_are_not_suggested(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if words[:1] == ["inspect"]:
         assert run(*words) == 3
         assert "did you mean" not in capsys.readouterr().err
@@ -68,7 +70,7 @@ def test_other_words_get_no_suggestion(words: list[str], capsys: pytest.CaptureF
         assert "did you mean" not in complaint(capsys, words)
 
 
-def test_suggestions_are_of_the_words_of_the_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggestions_include_words_registered_in_the_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["kvpack", "inspct"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
@@ -115,7 +117,7 @@ def test_several_files_are_inspected(two: list[Path], tmp_path: Path, capsys: py
     assert run("inspect", tmp_path / "c.kvpack", tmp_path / "none") == 3
 
 
-def test_convert_takes_its_recipe_as_other_commands_do(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_accepts_recipes_like_other_commands(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("convert", "--recipe", "octopus-2", two[0], tmp_path / "1") == 0
     assert run("convert", two[0], tmp_path / "2", "--recipe=octopus-2") == 0
     assert run("convert", two[0], tmp_path / "3", "octopus-2") == 0

@@ -47,7 +47,7 @@ def gemma(tmp_path: Path) -> Path:
     return tmp_path / "gemma"
 
 
-def test_bytes_are_those_of_a_packed_cache(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_equal_those_of_a_packed_cache(capsys: pytest.CaptureFixture[str]) -> None:
     shapes = cache_shapes(TINYLM)
     found = rows(capsys, "--model", TINYLM, "--tokens", 300)
     assert found.keys() >= {"octopus-4", "kivi-2", "lossless"}
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_a_packed_cache(capsys: pytest.CaptureFixture[str]) -
     assert (found["octopus-4"]["layers"], found["octopus-4"]["heads"], found["octopus-4"]["dim"]) == (4, 1, 64)
 
 
-def test_a_recipe_without_its_basis_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_without_its_basis_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", "klt-2", "kvpack-4"]) == 2
     shown = capsys.readouterr()
     assert "kvpack-4 " in shown.out
@@ -94,7 +94,7 @@ def test_recipes_that_need_a_basis_show_their_measured_bits(capsys: pytest.Captu
     assert "files of 1,024 tokens of SmolLM2-135M-Instruct took 1.11 bits per value" in capsys.readouterr().err
 
 
-def test_the_dtype_of_an_estimate_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_assumed_dtype_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for recipe, is_named in (("lossless", True), ("kv=lossless:dtype=fp16", False), ("kvpack-4", False)):
         assert cli.main(["recipes", recipe]) == 0
         assert ("estimated for bf16 values" in capsys.readouterr().out) == is_named, recipe
@@ -114,7 +114,7 @@ def test_text_is_wrapped_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]
     assert sorted(wrapped.replace("─", "").split()) == sorted(piped.replace("─", "").split())
 
 
-def test_layers_with_a_window_hold_its_tokens(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_with_a_window_store_only_its_tokens(gemma: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = cache_shapes(gemma)
     assert shapes == [LayerShape(2, 64, 64, 128), LayerShape(2, 64, 64, None)] * 2
     words = ["--model", gemma, "--tokens", 1000]
@@ -128,7 +128,7 @@ def test_layers_with_a_window_hold_its_tokens(gemma: Path, capsys: pytest.Captur
     assert "2 layers of 2 heads of dim 64 with a window of 128 tokens, 2 layers of 2 heads of dim 64" in output
 
 
-def test_a_name_on_the_hub_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_name_does_not_need_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     hub_cache.offline(tmp_path, monkeypatch)
     (hub_cache.add(tmp_path, "someone/tiny") / "model.safetensors").unlink()
     assert rows(capsys, "octopus-4", "--model", "someone/tiny")["octopus-4"]["layers"] == 4
@@ -136,7 +136,7 @@ def test_a_name_on_the_hub_needs_no_weights(tmp_path: Path, monkeypatch: pytest.
     assert "download it with 'hf download someone/other config.json' on" in capsys.readouterr().err
 
 
-def test_a_shape_beside_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shape_along_with_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows(capsys, "octopus-4", "--model", TINYLM, "--layers", 4)["octopus-4"]["layers"] == 4
     assert cli.main(["recipes", "--model", str(TINYLM), "--dim", "128"]) == 2
     assert "--dim is 128, but the caches of" in capsys.readouterr().err

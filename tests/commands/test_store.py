@@ -68,7 +68,7 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [os.stat(path).st_mtime_ns for path in entries(folder)] == times, "to look at an entry is no use of it"
 
 
-def test_a_prefix_without_its_beginning_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prefix_without_its_beginning_is_marked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(folder)
     os.unlink(entry_of(store, prompt(3, first=1, seed=1), 0))
     rows = printed(capsys, "ls", folder)["prefixes"]
@@ -136,7 +136,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert open_store(tmp_path / "new", kvpack.Identity("model", kvpack.Recipe("kivi-2").text)).match(ids) == 0
 
 
-def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_of_a_file_with_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``kvpack.save`` stores the ids of a KvpackCache in a different feature than an exported prefix does."""
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     inputs = kvpack.Inputs(token_bytes(ids))
@@ -157,7 +157,7 @@ def test_import_of_a_file_that_holds_its_token_ids(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("named", [None, b"", b"\0\0\0\0", b"\x20"])
-def test_import_continues_the_chunks_of_the_store(
+def test_import_continues_chunks_in_the_store(
     named: bytes | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file that does not record its chunk size is split into the chunks of the store's existing prefix."""
@@ -175,7 +175,7 @@ def test_import_continues_the_chunks_of_the_store(
     assert "here of 256 tokens (--chunk)" in capsys.readouterr().err
 
 
-def test_import_of_less_than_a_chunk_says_why_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_of_less_than_a_chunk_explains_why_nothing_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ids = tmp_path / "short.kvpack", prompt(1)[: CHUNK - 1]
     kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids))), path)
     run("import", tmp_path / "store", path, "--chunk", CHUNK, "--trust-names")
@@ -184,14 +184,14 @@ def test_import_of_less_than_a_chunk_says_why_nothing_is_stored(tmp_path: Path, 
     assert f"note: {path} has {len(ids)} tokens: a store keeps only whole chunks, here of {CHUNK} tokens (--chunk)" in printed.err
 
 
-def test_token_ids_that_need_several_features_are_read(tmp_path: Path) -> None:
+def test_token_ids_stored_in_several_features_are_read(tmp_path: Path) -> None:
     path, ids = tmp_path / "long.kvpack", list(range(MAX_BINARY_BYTES // ID_BYTES + 5))
     x = torch.zeros(1, 1, len(ids), 2)
     kvpack.save(kvpack.pack([(x, x)], "raw", inputs=kvpack.Inputs(token_bytes(ids))), path)
     assert read_exported(path, None, "").ids == ids
 
 
-def test_import_of_a_file_that_holds_some_of_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_of_a_file_with_some_of_its_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, ids = tmp_path / "plain.kvpack", prompt(2)
     kvpack.save(kvpack.pack(cache(len(ids)).unpack(), "kivi-2", inputs=kvpack.Inputs(token_bytes(ids[:40]))), path)
     run("import", tmp_path / "store", path, "--trust-names", code=2)
@@ -213,7 +213,7 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
     run("import", tmp_path / "store", path, "--tokens", tmp_path / "nothing", code=3)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_store_is_reported(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for action in (["ls"], ["stat"], ["verify"], ["gc"]):
         run(*action, tmp_path / "nothing", code=3)
         assert "does not exist; a store creates its folder when it stores its first chunk" in capsys.readouterr().err
@@ -227,7 +227,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, capsys: pytest.
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("action", ["ls", "stat", "verify", "gc"])
-def test_looking_at_a_store_imports_no_torch(action: str, folder: Path) -> None:
+def test_reading_a_store_does_not_import_torch(action: str, folder: Path) -> None:
     script = "import sys\nfrom kvpack import cli\nassert cli.main(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script, "store", action, folder], check=True, capture_output=True)
 
@@ -285,7 +285,7 @@ def test_encrypted_entries_with_and_without_their_key(
         (f"a\x1b[2J {'00' * 16}", 0o600, "printable text"),
     ],
 )
-def test_files_that_are_no_keys_are_refused(
+def test_invalid_key_files_are_refused(
     text: str, mode: int, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("cryptography")
@@ -303,7 +303,7 @@ def test_files_that_are_no_keys_are_refused(
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
 @pytest.mark.parametrize("action", ["ls", "stat", "verify", "gc", "export"])
-def test_a_dead_server_is_told_in_one_line(
+def test_a_dead_server_is_reported_on_one_line(
     kind: str, action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip({"redis": "redis", "s3": "obstore"}[kind])
@@ -321,7 +321,7 @@ def test_a_dead_server_is_told_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_store_that_answers_in_part_is_told(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partially_working_store_is_reported(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.store.directory import Directory
 
     real = Directory.peek
@@ -340,7 +340,7 @@ def test_a_store_that_answers_in_part_is_told(folder: Path, capsys: pytest.Captu
         assert said.out
 
 
-def test_verify_exits_with_the_worst(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_exits_with_the_worst_code(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.file.container import File
 
     damaged, unread = entries(folder)[1:3]
@@ -363,7 +363,7 @@ def test_verify_exits_with_the_worst(folder: Path, capsys: pytest.CaptureFixture
     assert not os.path.exists(damaged)
 
 
-def test_a_file_that_names_what_it_holds_is_believed_only_when_asked(
+def test_token_ids_named_by_a_file_are_used_only_on_request(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = prompt(3, first=1, seed=1)
@@ -379,7 +379,7 @@ def test_a_file_that_names_what_it_holds_is_believed_only_when_asked(
     assert open_store(tmp_path / "new").match(ids) == 3 * CHUNK
 
 
-def test_token_ids_that_cannot_be_read_are_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_token_ids_are_reported(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("export", folder, open_store(folder).keys(prompt(3, first=1, seed=1))[2].hex(), tmp_path / "one.kvpack")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "deep").write_text("[" * 100_000)
@@ -390,7 +390,7 @@ def test_token_ids_that_cannot_be_read_are_said(folder: Path, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x", "0.5", "", "1XB", "1e9", "0.1KB 5"])
-def test_a_size_that_cannot_be_is_refused(number: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_sizes_are_refused(number: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run("ls", folder, f"--max-entry-bytes={number}")
     assert stopped.value.code == 2
@@ -406,7 +406,7 @@ def test_sizes_have_units(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_the_actions_work_on_servers(
+def test_the_commands_work_on_servers(
     kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip({"redis": "redis", "s3": "obstore"}[kind])

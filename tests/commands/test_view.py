@@ -79,7 +79,7 @@ def raw(viewer: Viewer, request: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_the_page_the_reader_and_the_file_are_served(viewer: Viewer, file: Path) -> None:
+def test_page_reader_and_file_are_served(viewer: Viewer, file: Path) -> None:
     assert ask(viewer, "file")[1] == file.read_bytes()
     for place, folder in FOLDERS.items():
         for path in folder.iterdir():
@@ -94,7 +94,7 @@ def test_the_page_the_reader_and_the_file_are_served(viewer: Viewer, file: Path)
 
 
 @pytest.mark.parametrize("token", ["", "viewer", "x" * 32, "é"])
-def test_no_other_token_opens_anything(viewer: Viewer, token: str) -> None:
+def test_any_other_token_is_refused(viewer: Viewer, token: str) -> None:
     for place in ("file", "viewer/", ""):
         assert ask(viewer, place, token=urllib.parse.quote(token))[0].status == 404
     assert ask(viewer, "file", token=viewer.token[:-1])[0].status == 404
@@ -106,12 +106,12 @@ def test_no_other_token_opens_anything(viewer: Viewer, token: str) -> None:
     "place",
     ["", "viewer", "viewer/index.html", "file/", "file?x", "viewer/../file", "../etc/passwd", "viewer/%2e%2e/file", "viewer//", "file%00"],
 )
-def test_no_other_place_is_served(viewer: Viewer, place: str) -> None:
+def test_any_other_path_is_refused(viewer: Viewer, place: str) -> None:
     response, content = ask(viewer, place)
     assert (response.status, content) == (404, b"404 Not Found\n")
 
 
-def test_only_requests_by_the_servers_own_names_are_answered(viewer: Viewer) -> None:
+def test_only_requests_with_the_servers_own_host_names_are_answered(viewer: Viewer) -> None:
     port = viewer.server_port
     for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
         assert ask(viewer, "file", Host=host)[0].status == 200
@@ -126,7 +126,7 @@ def test_only_requests_by_the_servers_own_names_are_answered(viewer: Viewer) -> 
     assert raw(viewer, absolute.encode()).startswith(b"HTTP/1.1 404")
 
 
-def test_the_body_of_a_request_is_not_read_as_another_one(viewer: Viewer) -> None:
+def test_a_request_body_is_not_parsed_as_another_request(viewer: Viewer) -> None:
     line = f"GET /{viewer.token}/file HTTP/1.1\r\nHost: 127.0.0.1:{viewer.server_port}\r\n"
     for head in (f"Content-Length: {len(line) + 2}", "Transfer-Encoding: chunked"):
         answer = raw(viewer, f"{line}{head}\r\n\r\n{line}\r\n".encode())
@@ -135,7 +135,7 @@ def test_the_body_of_a_request_is_not_read_as_another_one(viewer: Viewer) -> Non
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND"])
-def test_files_are_only_read(viewer: Viewer, method: str) -> None:
+def test_files_are_opened_read_only(viewer: Viewer, method: str) -> None:
     response, _ = ask(viewer, "file", method, Origin="http://example.com")
     assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
 
@@ -162,7 +162,7 @@ def test_every_response_has_the_strict_headers(viewer: Viewer, place: str, metho
     assert not [name for name in response.headers if name.lower().startswith("access-control-")]
 
 
-def test_the_policy_lets_nothing_in_from_elsewhere_or_inline() -> None:
+def test_the_policy_forbids_external_and_inline_content() -> None:
     policy = dict(part.split(" ", 1) for part in POLICY.split("; "))
     assert policy["default-src"] == "'none'"
     assert {name: value for name, value in policy.items() if value not in ("'self'", "'none'")} == {"img-src": "'self' data:"}
@@ -174,7 +174,7 @@ def test_the_policy_lets_nothing_in_from_elsewhere_or_inline() -> None:
         assert not re.search(unsafe, script.read_text(encoding="utf-8"))
 
 
-def test_malformed_requests_get_the_strict_headers_and_none_of_their_text(viewer: Viewer) -> None:
+def test_malformed_requests_get_strict_headers_and_are_not_echoed(viewer: Viewer) -> None:
     for request in (b"GET\r\n\r\n", b"<b>x</b> / HTTP/9.9\r\n\r\n", b"GET /" + b"a" * 70000 + b" HTTP/1.1\r\n\r\n"):
         answer = raw(viewer, request)
         assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
@@ -195,7 +195,7 @@ def test_ranges_of_the_file(viewer: Viewer, file: Path, asked: str, first: int, 
     assert (head.status, head.headers["Content-Length"], nothing) == (206, str(len(content)), b"")
 
 
-def test_ranges_that_cannot_be_satisfied_or_have_another_form(viewer: Viewer, file: Path) -> None:
+def test_unsatisfiable_and_malformed_ranges(viewer: Viewer, file: Path) -> None:
     size = file.stat().st_size
     for asked in (f"bytes={size}-", "bytes=5-4", f"bytes={10**18}-"):
         response, _ = ask(viewer, "file", Range=asked)
@@ -205,7 +205,7 @@ def test_ranges_that_cannot_be_satisfied_or_have_another_form(viewer: Viewer, fi
         assert (response.status, len(content)) == (200, size)
 
 
-def test_a_file_that_is_replaced_or_cut_meanwhile(viewer: Viewer, file: Path) -> None:
+def test_a_file_that_is_replaced_or_truncated_while_served(viewer: Viewer, file: Path) -> None:
     data = file.read_bytes()
     file.rename(file.with_name("old"))
     file.write_bytes(b"another")
@@ -217,7 +217,7 @@ def test_a_file_that_is_replaced_or_cut_meanwhile(viewer: Viewer, file: Path) ->
     assert ask(viewer, "viewer/")[0].status == 200
 
 
-def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_shown_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["view", str(tmp_path / "missing")]) == 3
     assert cli.main(["view", str(tmp_path)]) == 3
     assert "not a regular file" in capsys.readouterr().err
@@ -298,7 +298,7 @@ def test_the_page_shows_verifies_and_draws(page: chromium.Page, viewer: Viewer, 
 @pytest.mark.scenario
 @browser_tests
 @pytest.mark.parametrize("size", [0, 7, 60, 5000, -1])
-def test_the_page_refuses_cut_files(page: chromium.Page, file: Path, size: int) -> None:
+def test_the_page_refuses_truncated_files(page: chromium.Page, file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
     shown(page, file)
     assert page.evaluate("contents.hidden")
@@ -391,7 +391,7 @@ def test_a_tokenizer_of_another_form_is_refused(page: chromium.Page, tmp_path: P
 
 @pytest.mark.scenario
 @browser_tests
-def test_long_texts_of_tokens_are_cut_and_markup_is_text(page: chromium.Page, tmp_path: Path) -> None:
+def test_long_token_texts_are_truncated_and_markup_is_escaped(page: chromium.Page, tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "x.kvpack", tmp_path / "tokenizer.json"
     with_ids(path, 3)
     tokenizer.write_text(json.dumps({"model": {"vocab": {MARKUP: 0, "x" * 10_000_000: 1, "\u202e\n": 2}}}), encoding="utf-8")
@@ -431,7 +431,7 @@ def test_a_file_that_changes_while_it_is_open(page: chromium.Page, tmp_path: Pat
 
 @pytest.mark.scenario
 @browser_tests
-def test_another_file_replaces_one_that_is_busy(page: chromium.Page, viewer: Viewer, tmp_path: Path) -> None:
+def test_another_file_replaces_one_that_is_being_processed(page: chromium.Page, viewer: Viewer, tmp_path: Path) -> None:
     path = tmp_path / "next.kvpack"
     with_ids(path, 4)
     page.errors.clear()
@@ -447,7 +447,7 @@ def test_another_file_replaces_one_that_is_busy(page: chromium.Page, viewer: Vie
 
 @pytest.mark.scenario
 @browser_tests
-def test_places_that_the_side_does_not_have(page: chromium.Page, viewer: Viewer) -> None:
+def test_positions_outside_the_side(page: chromium.Page, viewer: Viewer) -> None:
     page.open(viewer.url)
     page.wait("document.getElementById('contents')?.hidden === false")
     # The browser already refuses most of these before it submits the form.
@@ -465,7 +465,7 @@ def test_places_that_the_side_does_not_have(page: chromium.Page, viewer: Viewer)
 
 @pytest.mark.scenario
 @browser_tests
-def test_token_ids_show_as_text_by_a_tokenizer(page: chromium.Page, tmp_path: Path) -> None:
+def test_token_ids_are_shown_as_text_with_a_tokenizer(page: chromium.Page, tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "x.kvpack", tmp_path / "tokenizer.json"
     kvpack.save(kvpack.pack(random_pairs(1, 4), "raw", inputs=kvpack.Inputs(struct.pack("<4I", 0, 1, 2, 9))), path)
     vocabulary = {"Ġ<b>": 0, "Ã": 1, "©": 2}

@@ -35,20 +35,20 @@ def report(folder: Path) -> Any:
     return result
 
 
-def test_the_text() -> None:
+def test_text_format() -> None:
     text = demo_text()
     assert len(text) == 2500
     assert text[:2000].count(b"\n[[key ") == 5
     assert b"[[key " not in text[2000:]
 
 
-def test_the_uncompressed_model_answers_every_key(report: Any) -> None:
+def test_the_uncompressed_model_answers_correctly_for_every_key(report: Any) -> None:
     plain = report["uncompressed"]
     assert plain["right"] == plain["asked"] == 5
     assert 1.5 < plain["byte_perplexity"] < 2
 
 
-def test_the_reader_works_from_the_file_alone(report: Any, folder: Path) -> None:
+def test_the_reader_needs_only_the_file(report: Any, folder: Path) -> None:
     (row,) = report["files"]
     assert row["right"] == row["asked"] == 5
     assert row["answers"][0]["answer"] == row["answers"][0]["value"] == "DP3EIW8U"
@@ -75,7 +75,7 @@ def test_nothing_is_unpacked(report: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert read["byte_perplexity"] == pytest.approx(report["files"][0]["byte_perplexity"], rel=1e-4)
 
 
-def test_the_table(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     demo.show(report)
     text = capsys.readouterr().out
     row = next(line for line in text.splitlines() if line.strip().startswith(RECIPE))
@@ -86,7 +86,7 @@ def test_the_table(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"by {kvpack.backends()['cpu']}\n" in text
 
 
-def test_the_command(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
     def run(recipes: list[str], out: str | None, **_: object) -> Any:
@@ -100,7 +100,7 @@ def test_the_command(report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert asked == [(list(demo.RECIPES), "x"), (["kivi-2"], None)]
 
 
-def test_a_reader_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def write(pairs: object, recipe: str, path: Path) -> dict[str, Any]:
         path.write_bytes(b"nonsense")
         return {"file": str(path)}

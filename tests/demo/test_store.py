@@ -37,7 +37,7 @@ def test_the_processes_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "all produce the same tokens" in text
 
 
-def test_processes_that_differ_or_fail_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_results_and_failures_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"prompt": 9, "found": 0, "first_token_ms": 1.0}
     report: dict[str, Any] = {"store": "s", "recipe": "r", "processes": [{"process": "A", **row, "tokens": [65]}], "same": False}
     monkeypatch.setattr(demo, "run", lambda *_, **__: report)

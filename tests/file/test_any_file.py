@@ -59,7 +59,7 @@ def _has_runs(codec: Codec) -> bool:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(data=files())
-def test_a_valid_file_is_accepted_and_decodes_alike(data: bytes) -> None:
+def test_valid_files_are_accepted_by_both_readers_with_equal_values(data: bytes) -> None:
     assert check_container(data)
     assert check_values(data)
     compare_values(data)
@@ -67,7 +67,7 @@ def test_a_valid_file_is_accepted_and_decodes_alike(data: bytes) -> None:
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(data=files(), seed=st.integers(0, 2**32))
-def test_a_changed_file_is_accepted_or_refused_alike(data: bytes, seed: int) -> None:
+def test_changed_files_are_treated_alike_by_both_readers(data: bytes, seed: int) -> None:
     source = random.Random(seed)
     for _ in range(6):
         data = mutate_file(data, VOCABULARY, source, 1 << 16)

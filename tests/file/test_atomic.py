@@ -40,7 +40,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize(("mask", "expected"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664), (0o000, 0o666), (0o777, 0o000)])
-def test_a_new_file_has_the_mode_of_the_umask(mask: int, expected: int, tmp_path: Path) -> None:
+def test_a_new_file_has_the_mode_from_the_umask(mask: int, expected: int, tmp_path: Path) -> None:
     with umask(mask):
         write_file(tmp_path / "a", DATA)
         assert mode(tmp_path / "a") == expected
@@ -48,7 +48,7 @@ def test_a_new_file_has_the_mode_of_the_umask(mask: int, expected: int, tmp_path
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_save_completes_while_another_sweeps_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_completes_while_another_one_cleans_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create = atomic._create
 
     def create_and_sweep(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
@@ -180,13 +180,13 @@ def killed_writer(folder: Path) -> None:
     assert len(unfinished(folder)) == 1
 
 
-def test_the_next_save_removes_the_file_of_a_killed_one(tmp_path: Path) -> None:
+def test_the_next_save_removes_the_file_of_a_killed_writer(tmp_path: Path) -> None:
     killed_writer(tmp_path)
     write_file(tmp_path / "a", DATA)
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_the_file_of_a_living_writer_stays(tmp_path: Path) -> None:
+def test_the_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
     words = [sys.executable, "-c", _KILLED, str(tmp_path / "slow"), "wait"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -203,7 +203,7 @@ def test_the_file_of_a_living_writer_stays(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "slow"]
 
 
-def test_only_files_that_are_certainly_dead_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_dead_writers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead, old, held = (tmp_path / f".kvpack-999999999-{name}.tmp" for name in ("aa-locked", "bb", "cc-locked"))
     for path in (dead, old, held, tmp_path / "mine.tmp", tmp_path / ".kvpack-notes"):
         path.write_bytes(b"part")
@@ -226,7 +226,7 @@ def test_only_files_that_are_certainly_dead_go(tmp_path: Path, monkeypatch: pyte
     assert remove_dead(str(tmp_path / "nowhere")) == ([], [])
 
 
-def test_a_file_that_another_process_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_by_another_process_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".kvpack-1-aa-locked.tmp").write_bytes(b"part")
 
     def gone(path: str, **_: bool) -> bool:

@@ -61,7 +61,7 @@ def test_only_tensors_are_mapped(path: Path) -> None:
     assert kept.tokens == 69
 
 
-def test_a_copy_of_a_cold_file_is_read_past_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_a_cold_file_bypasses_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def read_cold(descriptor: int, size: int) -> ColdRead:
@@ -78,7 +78,7 @@ def test_a_copy_of_a_cold_file_is_read_past_the_page_cache(path: Path, monkeypat
     assert asked == [path.stat().st_size, 100]
 
 
-def test_a_cold_file_that_is_truncated_before_it_is_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_file_truncated_before_reading_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_cold(descriptor: int, size: int) -> ColdRead:
         os.truncate(path, size - 100)
         return ColdRead(descriptor, size, os.dup(descriptor), reader.new_memory(size))
@@ -94,7 +94,7 @@ def test_a_cold_file_that_is_truncated_before_it_is_read_is_refused(path: Path, 
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_verify_in_pieces_finds_what_it_finds_in_whole_tensors(path: Path) -> None:
+def test_verifying_in_pieces_finds_the_same_errors(path: Path) -> None:
     data = path.read_bytes()
     container.open_file(path).verify()
     at = len(container.open_bytes(data).front.text) + 4000
@@ -108,7 +108,7 @@ def test_verify_in_pieces_finds_what_it_finds_in_whole_tensors(path: Path) -> No
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])
-def test_a_file_that_is_cut_after_it_was_opened_is_truncated(path: Path, share: float) -> None:
+def test_a_file_truncated_after_opening_is_reported_as_truncated(path: Path, share: float) -> None:
     size = path.stat().st_size
     with container.open_file(path) as file:
         os.truncate(path, int(share * size))
@@ -118,7 +118,7 @@ def test_a_file_that_is_cut_after_it_was_opened_is_truncated(path: Path, share: 
             file.tensor("0.k.tail")
 
 
-def test_a_file_that_is_cut_while_its_header_is_read_is_truncated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_truncated_while_its_header_is_read_is_reported_as_truncated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
 
     def cut_first(*arguments: object) -> int:
@@ -134,7 +134,7 @@ def test_a_file_that_is_cut_while_its_header_is_read_is_truncated(path: Path, mo
         path.write_bytes(data)
 
 
-def test_a_file_that_the_disk_does_not_give_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_reported_as_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> int:
         raise OSError(5, os.strerror(5))
 
@@ -145,7 +145,7 @@ def test_a_file_that_the_disk_does_not_give_is_missing(path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("change", [lambda path: os.truncate(path, 0), lambda path: path.write_bytes(b"\xff" * path.stat().st_size)])
-def test_a_copy_is_immune(path: Path, change: Callable[[Path], object]) -> None:
+def test_a_copy_is_unaffected_by_changes(path: Path, change: Callable[[Path], object]) -> None:
     before = kvpack.load(path, copy=True)[0].unpack(torch.float32)
     cache = kvpack.load(path, copy=True)
     change(path)
@@ -191,7 +191,7 @@ print(refused)
 """
 
 
-def test_a_process_survives_a_file_that_changes_all_the_time(path: Path) -> None:
+def test_a_process_survives_a_constantly_changing_file(path: Path) -> None:
     """A plain mapping died of SIGBUS in eight of eight runs."""
     ended = subprocess.run([warm_python.python(), "-c", CHANGING, str(path)], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -234,7 +234,7 @@ def test_importing_into_a_store_does_not_map_the_input(tmp_path: Path, monkeypat
     assert cli.main(words) == 1
 
 
-def test_verify_takes_little_memory(tmp_path: Path) -> None:
+def test_verify_needs_little_memory(tmp_path: Path) -> None:
     """A process with only a few MiB of memory verifies a file of 96 MiB in two tensors."""
     codec = create("raw", 64, dtype="fp32")
     values = numpy.zeros(12 * 2**20, numpy.float32)
@@ -257,7 +257,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(ended.stdout) * 1024 < 2**24, f"verify took {ended.stdout} KiB in {time.perf_counter() - start:.1f} s"
 
 
-def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_yielded_in_order_as_they_are_loaded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that were not requested are not read."""
     monkeypatch.setattr(user_files, "PIECE_BYTES", mmap.PAGESIZE)
     asked: list[tuple[int, int]] = []
@@ -277,7 +277,7 @@ def test_layers_are_given_in_order_once_they_are_in_memory(path: Path, monkeypat
         assert list(file.read_ahead([])) == []
 
 
-def test_a_file_that_is_cut_once_it_is_mapped_is_truncated(path: Path) -> None:
+def test_a_file_truncated_after_mapping_is_reported_as_truncated(path: Path) -> None:
     path.write_bytes(file_of(*[(random_side(GROUP, (640,), 5), random_side(COLUMNS, (640,), 5))] * 4))
     with container.open_file(path) as file:
         file.tensor("0.k.tail")

@@ -77,7 +77,7 @@ def few_values(count: int) -> numpy.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_read(kind: str, compress: bool, tmp_path: Path) -> None:
+def test_files_are_read_back_as_written(kind: str, compress: bool, tmp_path: Path) -> None:
     made = contents(kind)
     arrays = arrays_of(made)
     size = container.write(tmp_path / "a", made, arrays, compress=compress, durable=True)
@@ -100,7 +100,7 @@ def test_the_size_is_known_before_writing(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "zstd"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_input_gives_the_same_bytes(kind: str, compress: bool, tmp_path: Path) -> None:
+def test_writing_is_deterministic(kind: str, compress: bool, tmp_path: Path) -> None:
     made = contents(kind)
     container.write(tmp_path / "a", made, arrays_of(made), compress=compress)
     assert (tmp_path / "a").read_bytes() == small_file(kind, compress=compress)
@@ -152,7 +152,7 @@ def test_tensors_are_aligned_and_pads_are_zero(kind: str, compress: bool) -> Non
     assert not name.startswith("kvpack.pad."), "a file ends with a payload tensor"
 
 
-def test_tensors_come_layer_by_layer_and_keys_first() -> None:
+def test_tensors_are_ordered_by_layer_with_keys_first() -> None:
     names = [name for name in json_of(small_file("group"))[0] if name[0].isdigit()]
     assert names == ["0.k.codes.0", "0.k.scales", "0.k.tail", "0.v.codes.0", "0.v.scales", "0.v.token_scale", "0.v.tail"]
 
@@ -170,7 +170,7 @@ def test_tensors_are_private_writable_and_outlive_the_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["unlinked", "replaced"])
-def test_an_open_file_survives_its_name(replaced: bool, tmp_path: Path) -> None:
+def test_an_open_file_survives_the_removal_of_its_name(replaced: bool, tmp_path: Path) -> None:
     made = contents("group")
     container.write(tmp_path / "a", made, arrays_of(made, seed=1))
     with container.open_file(tmp_path / "a") as file:
@@ -182,7 +182,7 @@ def test_an_open_file_survives_its_name(replaced: bool, tmp_path: Path) -> None:
         assert file.tensor("0.k.tail") == memoryview(arrays_of(made, seed=1)["0.k.tail"])
 
 
-def test_a_closed_file_gives_no_tensors(tmp_path: Path) -> None:
+def test_a_closed_file_refuses_to_read_tensors(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(small_file())
     file = container.open_file(tmp_path / "a")
     file.close()
@@ -191,7 +191,7 @@ def test_a_closed_file_gives_no_tensors(tmp_path: Path) -> None:
         file.tensor("0.k.tail")
 
 
-def test_closed_and_refused_files_hold_no_descriptor(tmp_path: Path) -> None:
+def test_closed_and_refused_files_leave_no_open_descriptor(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(small_file())
     (tmp_path / "b").write_bytes(small_file()[:-1])
     before = len(os.listdir("/proc/self/fd"))
@@ -241,7 +241,7 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     ],
     ids=["missing", "unknown", "size", "strides"],
 )
-def test_arrays_that_do_not_fit_are_refused_before_writing(
+def test_unsuitable_arrays_are_refused_before_writing(
     change: Callable[[Any], Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     made = contents("group")
@@ -264,7 +264,7 @@ def test_a_json_header_above_its_limit_is_not_written(monkeypatch: pytest.Monkey
         small_file()
 
 
-def test_the_limit_of_a_json_header_is_that_of_the_stored_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_json_header_applies_to_the_stored_size(monkeypatch: pytest.MonkeyPatch) -> None:
     data = file_of(*[(random_side(create("raw", 1, dtype="fp16"), (1,), 0, heads=1), None)] * 40)
     end = 8 + int.from_bytes(data[:8], "little")
     assert end == 8192
@@ -337,7 +337,7 @@ def test_an_interrupt_leaves_no_trace(calls: int, tmp_path: Path, monkeypatch: p
     assert not os.listdir(tmp_path)
 
 
-def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+def test_a_device_or_pipe_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "null").symlink_to(os.devnull)
     for name in ("fifo", "null"):
@@ -356,7 +356,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "a").read_bytes() == small_file("raw")
 
 
-def test_durable_syncs_the_file_before_the_rename_and_the_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_durable_syncs_the_file_before_the_rename_and_then_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -398,7 +398,7 @@ def test_a_folder_that_cannot_be_synced_is_reported(tmp_path: Path, monkeypatch:
     ["missing/a", "file/a", "folder", "a\0b", "a" * 300],
     ids=["no folder", "no folder but a file", "a folder", "zero byte", "long name"],
 )
-def test_places_that_cannot_be_written(target: str, tmp_path: Path) -> None:
+def test_unwritable_locations(target: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     made = contents("raw")
@@ -445,7 +445,7 @@ def test_a_full_disk_keeps_the_old_file(small_disk: Path) -> None:
     container.open_file(small_disk / "a").verify()
 
 
-def test_a_file_system_that_is_read_only(small_disk: Path) -> None:
+def test_a_read_only_file_system(small_disk: Path) -> None:
     (small_disk / "a").write_bytes(small_file())
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     made = contents("raw")
@@ -457,7 +457,7 @@ def test_a_file_system_that_is_read_only(small_disk: Path) -> None:
 # What is no file of ours.
 
 
-def test_paths_that_hold_no_file(tmp_path: Path) -> None:
+def test_paths_without_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
@@ -490,7 +490,7 @@ OTHER_FORMATS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_FORMATS)
-def test_other_formats_are_named(kind: str, tmp_path: Path) -> None:
+def test_errors_name_other_formats(kind: str, tmp_path: Path) -> None:
     data, message = OTHER_FORMATS[kind]
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(NotKvpack, match=message) as caught:
@@ -559,7 +559,7 @@ OTHER_JSON: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("kind", OTHER_JSON)
-def test_no_other_json_header_is_read(kind: str) -> None:
+def test_noncanonical_json_headers_are_refused(kind: str) -> None:
     change, error, message = OTHER_JSON[kind]
     data = small_file("raw")
     container.open_bytes(with_json(data, lambda text: text)).verify()
@@ -579,7 +579,7 @@ def test_no_other_json_header_is_read(kind: str) -> None:
         (2**23 - 8, Truncated, "its JSON header ends at byte 8388608"),
     ],
 )
-def test_no_other_json_length_is_read(length: int, error: type[Exception], message: str) -> None:
+def test_wrong_json_lengths_are_refused(length: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         container.open_bytes(with_json(small_file("raw"), lambda text: text, length=length))
 
@@ -587,7 +587,7 @@ def test_no_other_json_length_is_read(length: int, error: type[Exception], messa
 # memory_limit and zstd.
 
 
-def test_a_memory_limit_holds_for_the_file_and_what_it_decodes_to(tmp_path: Path) -> None:
+def test_a_memory_limit_covers_the_file_and_its_decoded_size(tmp_path: Path) -> None:
     made, arrays = raw_contents(few_values(2**16))
     size = container.write(tmp_path / "a", made, arrays)
     container.open_file(tmp_path / "a", memory_limit=size).verify()
@@ -604,7 +604,7 @@ def test_a_memory_limit_holds_for_the_file_and_what_it_decodes_to(tmp_path: Path
     [(any_values(2**12), "none"), (few_values(2**12), "zstd"), (numpy.zeros(2**16), "none")],
     ids=["saves too little", "saves enough", "above the ratio that readers allow"],
 )
-def test_zstd_is_used_where_it_saves(values: Any, chosen: str) -> None:
+def test_zstd_is_used_only_where_it_saves_space(values: Any, chosen: str) -> None:
     made, arrays = raw_contents(values)
     data = container.to_bytes(made, arrays, compress=True)
     file = container.open_bytes(data)
@@ -653,7 +653,7 @@ BAD_FRAMES = {
 
 
 @pytest.mark.parametrize("kind", BAD_FRAMES)
-def test_no_other_frame_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_frames_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     frame, message = BAD_FRAMES[kind]
     made, arrays = raw_contents(numpy.frombuffer(RAW, numpy.float32))
     file = stored_as(frame, made, arrays, monkeypatch)
@@ -677,7 +677,7 @@ def test_no_other_frame_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["frame", "checksum", "no block", "no last block", "a byte more", "reserved block", "a byte", "another checksum", "no checksum"],
 )
-def test_a_frame_of_no_content_is_read_to_its_end(frame: str, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_frame_is_read_to_its_end(frame: str, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
     file = stored_as(bytes.fromhex("28b52ffd" + frame), made, {"0.k.values": b""}, monkeypatch)
     if accepted:
@@ -687,7 +687,7 @@ def test_a_frame_of_no_content_is_read_to_its_end(frame: str, accepted: bool, mo
             file.tensor("0.k.values")
 
 
-def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_declares_no_content_cannot_expand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frame has blocks of four bytes, each of which repeats a byte 131,072 times, and a matching window."""
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0, 0), None),))
     bomb = bytes.fromhex("28b52ffd 80 38 00000000") + bytes.fromhex("020010 00") * 2**14 + bytes.fromhex("010000")
@@ -702,7 +702,7 @@ def test_a_frame_that_says_no_content_cannot_hold_much(monkeypatch: pytest.Monke
         tracemalloc.stop()
 
 
-def test_written_frames_have_a_checksum_and_the_file_says_so(tmp_path: Path) -> None:
+def test_written_frames_and_files_declare_checksums(tmp_path: Path) -> None:
     """An edited frame without a checksum is refused, but accepted in a file without the feature."""
     made = contents("raw")
     arrays = {name: numpy.zeros_like(array) for name, array in arrays_of(made).items()}
@@ -731,7 +731,7 @@ def test_a_small_frame_cannot_declare_a_large_tensor(monkeypatch: pytest.MonkeyP
         container.to_bytes(made, {"0.k.values": b""}, compress=True)
 
 
-def test_the_writer_keeps_to_three_per_cent() -> None:
+def test_writer_overhead_is_at_most_three_percent() -> None:
     random = numpy.random.default_rng(0).bytes(100_000)
     assert zstd.compress_frame(memoryview(random[:98_000] + bytes(2_000))) is None
     frame = zstd.compress_frame(memoryview(random[:96_000] + bytes(4_000)))
@@ -753,7 +753,7 @@ def test_a_header_is_read_without_torch_or_numpy(tmp_path: Path) -> None:
     assert done.stdout.strip() == ""
 
 
-def test_the_header_tensor_is_what_the_specification_says() -> None:
+def test_the_header_tensor_matches_the_specification() -> None:
     data = small_file("raw")
     entries, start = json_of(data)
     begin, end = entries["kvpack.header"]["data_offsets"]
@@ -761,7 +761,7 @@ def test_the_header_tensor_is_what_the_specification_says() -> None:
     assert msgpack.unpackb(data[start : start + end])["tensors"][0][:5] == ["0.k.values", "BF16", [1, 1, 3, 1], "none", 6]
 
 
-def test_blocks_are_reserved_for_a_new_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_reserved_only_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserved blocks are not flushed before a rename, so after a power loss the old bytes of a replaced file would be gone."""
     reserved = []
     monkeypatch.setattr(atomic, "_FALLOCATE", lambda descriptor, mode, at, nbytes: reserved.append((mode, at.value, nbytes.value)))
@@ -773,7 +773,7 @@ def test_blocks_are_reserved_for_a_new_file_alone(tmp_path: Path, monkeypatch: p
     assert len(reserved) == 2
 
 
-def test_a_file_system_that_reserves_no_blocks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_reserve_blocks_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = memoryview(bytes(range(256)) * 2**13)
     monkeypatch.setattr(atomic, "_FALLOCATE", lambda *_: -1)
     atomic.write_file(tmp_path / "refused", [data])

@@ -77,7 +77,7 @@ def flip_each(data: bytes, bits: Iterable[int]) -> None:
 
 
 @pytest.mark.usefixtures("one_parse")
-def test_every_bit_of_a_file() -> None:
+def test_every_flipped_bit_of_a_file() -> None:
     made = Contents(codecs=(create("raw", 4, dtype="fp16"),), layers=(LayerEntry(side(0), None),))
     data = container.to_bytes(made, arrays_of(made))
     flip_each(data, range(8 * parts(data)[0][1]))
@@ -88,7 +88,7 @@ def test_every_bit_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("kind", "compress"), [("group", False), ("raw", False), ("empty", False), ("raw", True)], ids=["group", "raw", "empty", "zstd"]
 )
-def test_every_bit_of_other_files(kind: str, compress: bool) -> None:
+def test_every_flipped_bit_of_other_files(kind: str, compress: bool) -> None:
     """Every bit, except that only one in four bytes of the JSON header is tested."""
     data = small_file(kind, compress=compress)
     generator = random.Random(0)
@@ -97,7 +97,7 @@ def test_every_bit_of_other_files(kind: str, compress: bool) -> None:
 
 @pytest.mark.usefixtures("one_parse")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_some_bits_of_every_codec(recipe: str, tmp_path: Path) -> None:
+def test_some_flipped_bits_of_every_codec(recipe: str, tmp_path: Path) -> None:
     kvpack.save(kvpack.pack(random_pairs(2, 70), recipe), tmp_path / "a")
     data = (tmp_path / "a").read_bytes()
     container.open_bytes(data).verify()
@@ -154,7 +154,7 @@ def test_swapped_tensors() -> None:
         assert first in refusal(swapped)
 
 
-def test_parts_of_two_files_do_not_mix() -> None:
+def test_parts_of_two_files_cannot_be_mixed() -> None:
     made = contents("group")
     one, other = container.to_bytes(made, arrays_of(made, 1)), container.to_bytes(made, arrays_of(made, 2))
     assert len(one) == len(other)
@@ -164,7 +164,7 @@ def test_parts_of_two_files_do_not_mix() -> None:
 
 
 @given(st.data())
-def test_any_bytes_anywhere(data: st.DataObject) -> None:
+def test_arbitrary_bytes_at_arbitrary_positions(data: st.DataObject) -> None:
     whole = small_file(data.draw(st.sampled_from(KINDS)), compress=data.draw(st.booleans()))
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -175,11 +175,11 @@ def test_any_bytes_anywhere(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=300), st.booleans())
-def test_any_bytes_at_all(data: bytes, plausible: bool) -> None:
+def test_arbitrary_files(data: bytes, plausible: bool) -> None:
     refusal((4088).to_bytes(8, "little") + small_file()[8:80] + data if plausible else data)
 
 
-def test_a_damaged_tensor_spares_the_others() -> None:
+def test_a_damaged_tensor_does_not_affect_the_others() -> None:
     data = bytearray(small_file())
     end = next(end for _, end, name in parts(bytes(data)) if "0.k.tail" in name)
     data[end - 1] ^= 1
@@ -191,7 +191,7 @@ def test_a_damaged_tensor_spares_the_others() -> None:
         file.read_side(0, "k")
 
 
-def test_a_digest_is_checked_before_the_first_use_only() -> None:
+def test_a_digest_is_checked_only_before_the_first_use() -> None:
     data = bytearray(small_file())
     file = container.open_bytes(data)
     file.tensor("0.k.tail")
@@ -232,7 +232,7 @@ KEYS = {"b": "3", "g": "16"}
     ],
     ids=["spare bit", "scale", "token scale"],
 )
-def test_values_that_no_writer_makes(words: dict[str, str], name: str, change: Any, message: str) -> None:
+def test_values_that_no_writer_produces(words: dict[str, str], name: str, change: Any, message: str) -> None:
     """The digests match, as in a forged file, so the codec's own rules must refuse it."""
     data = broken(create("group", 4, "k", **words), change, name)
     file = container.open_bytes(data)
@@ -241,7 +241,7 @@ def test_values_that_no_writer_makes(words: dict[str, str], name: str, change: A
         file.verify()
 
 
-def test_raw_values_may_be_anything() -> None:
+def test_raw_values_may_be_arbitrary() -> None:
     data = broken(create("raw", 3, dtype="fp16"), lambda a: a.fill_(0xFF), "values")
     file = container.open_bytes(data)
     file.verify()

@@ -18,7 +18,7 @@ TOLERANCE = 2**-18
 """Tolerance relative to a file's largest value: well above the decoders' float32 rounding, and far below one code."""
 
 
-def test_no_file_was_changed_added_or_lost() -> None:
+def test_files_were_not_changed_added_or_lost() -> None:
     manifest = json.loads(MANIFEST.read_text())
     assert set(manifest) == set(FILES)
     for name, digests in manifest.items():
@@ -47,7 +47,7 @@ def test_a_file_decodes_to_the_stored_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_recipes_still_give_the_codecs_of_the_files(name: str) -> None:
+def test_recipes_still_give_the_same_codecs(name: str) -> None:
     file = container.open_file(file_path(name))
     for side, codec in recipe_codecs(name).items():
         stored = file.header.codecs[dict(file.header.layers[0].sides())[side].codec].params()

@@ -79,25 +79,25 @@ def any_contents(draw: DrawFn) -> Contents:
 
 
 @given(any_contents())
-def test_what_is_packed_is_parsed(made: Contents) -> None:
+def test_headers_are_parsed_as_packed(made: Contents) -> None:
     header = with_tensors(made)
     assert parse_header(pack_header(header)) == header
 
 
-def test_the_order_of_names_changes_no_byte() -> None:
+def test_the_order_of_names_does_not_change_the_bytes() -> None:
     first = Contents(codecs=(), layers=(), model={"a": "1", "b": "2"}, ignorable={"c": b"3", "d": b"4"})
     other = Contents(codecs=(), layers=(), model={"b": "2", "a": "1"}, ignorable={"d": b"4", "c": b"3"})
     assert pack_header(with_tensors(first)) == pack_header(with_tensors(other))
 
 
-def test_the_fields_are_those_of_the_specification() -> None:
+def test_fields_match_the_specification() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", SPECIFICATION.read_text().split("## Fields")[1].split("\n## ")[0], re.MULTILINE)
     top = header_map()
     sides = [field.name for field in dataclasses.fields(SideEntry)]
     assert rows == [*top, *sides, *(field.name for field in dataclasses.fields(TensorEntry))]
 
 
-def test_the_limits_are_those_of_the_specification() -> None:
+def test_limits_match_the_specification() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", SPECIFICATION.read_text(), re.MULTILINE)
     assert {name: int(value.replace(",", "")) for name, value in rows} == {
         name: value for name, value in vars(limits).items() if name.startswith("MAX_")
@@ -265,7 +265,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[KvpackError], str]
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_every_rule_refuses_by_name(name: str) -> None:
+def test_errors_name_the_broken_rule(name: str) -> None:
     change, error, message = BROKEN[name]
     top = header_map()
     parse_header(msgpack.packb(top))
@@ -281,7 +281,7 @@ def test_every_rule_refuses_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("early", "message"), [(put("format", 2), "format 2"), (put("required", ["pages"]), "feature 'pages'")], ids=["format", "feature"]
 )
-def test_a_newer_file_is_called_newer_whatever_else_it_holds(early: Any, message: str, late: Any) -> None:
+def test_a_newer_file_is_reported_as_newer_whatever_else_it_contains(early: Any, message: str, late: Any) -> None:
     top = header_map()
     early(top)
     late(top)
@@ -310,7 +310,7 @@ OTHER_BYTES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("bytes_of", OTHER_BYTES)
 @pytest.mark.parametrize("new", NEWS)
-def test_what_is_new_is_told_before_what_is_wrong(new: str, bytes_of: str) -> None:
+def test_news_are_reported_before_errors(new: str, bytes_of: str) -> None:
     top = header_map()
     change, message, error = NEWS[new]
     change(top)
@@ -322,7 +322,7 @@ def test_what_is_new_is_told_before_what_is_wrong(new: str, bytes_of: str) -> No
     assert type(caught.value) is error
 
 
-def test_a_format_is_told_before_a_feature_and_a_feature_before_a_codec() -> None:
+def test_format_is_reported_before_feature_and_feature_before_codec() -> None:
     top = header_map()
     top["codecs"][1]["id"] = "new"
     with pytest.raises(UnknownCodec, match="'new'"):
@@ -336,7 +336,7 @@ def test_a_format_is_told_before_a_feature_and_a_feature_before_a_codec() -> Non
         parse_header(msgpack.packb(dict(reversed(top.items()))))
 
 
-def test_a_walk_for_what_is_new_takes_little_time_and_memory() -> None:
+def test_searching_for_news_takes_little_time_and_memory() -> None:
     """The scan is linear in the bytes; a recursive scan, or one with a step per value, would take seconds or overflow the stack."""
     for filling in (b"\x91", b"\x81", b"\x9f", b"\xdf\xff\xff\xff\xff", b"\x92\x01", b"\xa1x"):
         data = b"\x82\xa1x\xdd\xff\xff\xff\xff" + (filling * 2**18)[: 2**18]
@@ -359,7 +359,7 @@ def packed_values() -> st.SearchStrategy[object]:
 
 @given(packed_values(), packed_values(), st.integers(0, 2**64 - 1))
 @settings(max_examples=40)
-def test_a_walk_passes_by_values_of_any_form(first: object, second: object, version: int) -> None:
+def test_searching_for_news_skips_values_of_any_type(first: object, second: object, version: int) -> None:
     data = b"\x85" + b"".join(map(msgpack.packb, (first, second, "format", version, second, first, "required", ["", "new"])))
     data += msgpack.packb("codecs") + b"\x93" + b"".join(map(msgpack.packb, (second, {"dim": first, "id": "raw"}, {"id": "fractal"})))
     assume(first not in ("format", "required", "codecs") and second not in ("format", "required", "codecs"))
@@ -367,12 +367,12 @@ def test_a_walk_passes_by_values_of_any_form(first: object, second: object, vers
 
 
 @pytest.mark.parametrize(("first", "second", "unknown"), [("fractal", "raw", "fractal"), ("raw", "fractal", None), (1, "fractal", None)])
-def test_the_first_of_several_ids_of_a_codec_counts(first: object, second: object, unknown: str | None) -> None:
+def test_the_first_of_several_codec_ids_counts(first: object, second: object, unknown: str | None) -> None:
     data = b"\x81\xa6codecs\x91\x82" + b"".join(map(msgpack.packb, ("id", first, "id", second)))
     assert unknown_features(data, (), ["raw"]).codec == unknown
 
 
-def test_a_later_id_of_a_codec_is_not_called_unknown() -> None:
+def test_a_later_codec_id_is_not_reported_as_unknown() -> None:
     top = header_map()
     codec = msgpack.packb(top["codecs"][0])
     twice = bytes([codec[0] + 1]) + codec[1:] + msgpack.packb("id") + msgpack.packb("fractal")
@@ -380,7 +380,7 @@ def test_a_later_id_of_a_codec_is_not_called_unknown() -> None:
         parse_header(msgpack.packb(top).replace(codec, twice))
 
 
-def test_a_newer_codec_is_unknown_whatever_its_parameters() -> None:
+def test_a_newer_codec_is_reported_as_unknown_whatever_its_parameters() -> None:
     top = header_map()
     top["codecs"][1] = {"id": "fractal", "tree": [[1], {"a": b"b"}]}
     with pytest.raises(UnknownCodec, match="'fractal'"):
@@ -401,7 +401,7 @@ OTHER_FORMS = {
 
 
 @pytest.mark.parametrize("form", OTHER_FORMS)
-def test_only_the_canonical_form_is_read(form: str) -> None:
+def test_only_canonical_headers_are_read(form: str) -> None:
     data = msgpack.packb(header_map())
     parse_header(data)
     other = OTHER_FORMS[form](data)
@@ -414,18 +414,18 @@ def test_only_the_canonical_form_is_read(form: str) -> None:
     "data",
     [b"", b"\xc1", b"\x91", b"\x81\xa1a", b"\x81\xc0\xc0", b"\x93" * 5000, b"\xa1\xff", b"\xd6\xff" + bytes(4), b"\xdf\0\0\1\0"],
 )
-def test_what_is_no_map_of_msgpack_is_refused(data: bytes) -> None:
+def test_msgpack_values_other_than_maps_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidHeader, match=r"kvpack\.header|^format"):
         parse_header(data)
 
 
-def test_a_header_above_its_limit_is_refused_unread() -> None:
+def test_a_header_above_its_limit_is_refused_before_reading() -> None:
     with pytest.raises(LimitExceeded, match=rf"has {MAX_HEADER_BYTES + 1} bytes, but may have at most {MAX_HEADER_BYTES}"):
         parse_header(bytes(MAX_HEADER_BYTES + 1))
 
 
 @pytest.mark.parametrize("container", [b"\x90", b"\x80"], ids=["arrays", "maps"])
-def test_many_empty_containers_take_little_memory(container: bytes) -> None:
+def test_many_empty_containers_need_little_memory(container: bytes) -> None:
     """One byte of msgpack takes 64 bytes of memory, so half a megabyte of empty containers would take 32 MB."""
     count = 2**17
     data = b"\x95" + 4 * (b"\xdd" + struct.pack(">I", count) + container * count) + b"\xc0"
@@ -445,7 +445,7 @@ def test_layers_without_sides_are_read(layers: int) -> None:
     assert parse_header(pack_header(header)) == header
 
 
-def test_layers_of_the_largest_side_are_measured_without_overflow() -> None:
+def test_sizes_of_the_largest_layers_do_not_overflow() -> None:
     largest = side(0, batch=65536, heads=65536, runs=(MAX_TOKENS,))
     made = Contents(codecs=(create("raw", 1024, dtype="fp32"),), layers=(LayerEntry(largest, None),))
     assert layout_bytes(made.layouts["0.k.values"]) == 2**32 * MAX_TOKENS * 4096
@@ -482,20 +482,20 @@ ENTRY = TensorEntry("0.k.values", "F16", (1,), "none", 2, bytes(16))
     ],
     ids=["codecs", "required", "layers", "names", "binary", "tensors", "runs", "header"],
 )
-def test_writers_keep_the_limits(make: Callable[[], Any], message: str) -> None:
+def test_writers_enforce_the_limits(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(LimitExceeded, match=message):
         make()
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a" * (MAX_STRING_BYTES + 1)], ids=["surrogate", "long"])
-def test_strings_that_no_reader_takes_are_not_written(text: str) -> None:
+def test_invalid_strings_are_not_written(text: str) -> None:
     with pytest.raises((InvalidHeader, LimitExceeded), match=r"^recipe "):
         Contents(codecs=(), layers=(), recipe=text)
 
 
 @settings(max_examples=40)
 @given(st.sampled_from(KINDS), st.data())
-def test_any_change_of_a_value_is_read_or_refused(kind: str, data: st.DataObject) -> None:
+def test_changed_values_are_read_or_refused(kind: str, data: st.DataObject) -> None:
     """Parsing any header results in a Header or a KvpackError: digests do not protect against forgery."""
     top = header_map(kind)
     at: Any = top
@@ -518,7 +518,7 @@ def test_any_change_of_a_value_is_read_or_refused(kind: str, data: st.DataObject
 
 @settings(max_examples=40)
 @given(st.sampled_from(KINDS), st.data())
-def test_any_change_of_a_byte_is_read_or_refused(kind: str, data: st.DataObject) -> None:
+def test_changed_bytes_are_read_or_refused(kind: str, data: st.DataObject) -> None:
     packed = bytearray(msgpack.packb(header_map(kind)))
     for _ in range(data.draw(st.integers(1, 3))):
         packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
@@ -529,14 +529,14 @@ def test_any_change_of_a_byte_is_read_or_refused(kind: str, data: st.DataObject)
     assert pack_header(header) == packed
 
 
-def test_a_header_is_a_value() -> None:
+def test_headers_are_immutable_values() -> None:
     header = with_tensors(contents("group"))
     assert header == copy.deepcopy(header)
     with pytest.raises(AttributeError):
         header.start = 8  # type: ignore[misc]
 
 
-def test_headers_share_codecs_and_none_that_is_refused() -> None:
+def test_headers_share_valid_codecs() -> None:
     good = header_map()
     first, second = (parse_header(msgpack.packb(good)).codecs for _ in range(2))
     assert all(one is other for one, other in zip(first, second, strict=True))
@@ -549,7 +549,7 @@ def test_headers_share_codecs_and_none_that_is_refused() -> None:
             parse_header(msgpack.packb(bad))
 
 
-def test_a_codec_nested_more_deeply_than_msgpack_packs_is_refused() -> None:
+def test_a_codec_nested_too_deeply_for_msgpack_is_refused() -> None:
     header = header_map()
     header["codecs"][0]["fields"] = "nested"
     nested = msgpack.packb(header).replace(msgpack.packb("nested"), b"\x91" * 800 + b"\x90")
@@ -558,7 +558,7 @@ def test_a_codec_nested_more_deeply_than_msgpack_packs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", ["names", "entries", "codec", "width"])
-def test_values_that_are_stored_in_another_form_are_refused(change: str) -> None:
+def test_noncanonical_values_are_refused(change: str) -> None:
     header = header_map()
     header["model"], header["start"] = {"a": "1", "b": "2"}, 0
     parse_header(msgpack.packb(header))

@@ -29,13 +29,13 @@ def cache_of(tokens: int, start: int, inputs: Inputs | None) -> Cache:
     return replace(pack([(side, side)], "kv=raw:dtype=fp32", start=start), inputs=inputs)
 
 
-def test_a_prefix_before_what_is_undetermined_is_determined() -> None:
+def test_a_prefix_before_the_first_undetermined_input_is_determined() -> None:
     cache = cache_of(12, 0, Inputs(ids(*range(12)), (EMBEDDINGS,), (8,)))
     assert cache[:, :8].inputs == Inputs(ids(*range(8)))
     assert cache[:, :9].inputs == Inputs(ids(*range(9)), (EMBEDDINGS,), (8,))
 
 
-def test_later_tokens_depend_on_what_was_undetermined_before_them() -> None:
+def test_later_tokens_depend_on_earlier_undetermined_inputs() -> None:
     cache = cache_of(16, 0, Inputs(ids(*range(16)), (EMBEDDINGS,), (8,)))
     assert cache[:, 12:].inputs == Inputs(ids(12, 13, 14, 15), (EMBEDDINGS,), (8,))
 
@@ -46,7 +46,7 @@ def test_positions_of_a_cache_that_does_not_start_at_0() -> None:
     assert cache[:, 2:5].inputs == Inputs(ids(3, 4), (EMBEDDINGS,), (8,))
 
 
-def test_of_joined_caches_ids_are_known_up_to_the_first_gap() -> None:
+def test_ids_of_joined_caches_are_known_up_to_the_first_gap() -> None:
     first, second = cache_of(4, 0, Inputs(ids(1, 2, 3, 4))), cache_of(4, 4, Inputs(ids(5, 6, 7, 8), (EMBEDDINGS,), (6,)))
     assert concat([first, second]).inputs == Inputs(ids(*range(1, 9)), (EMBEDDINGS,), (6,))
     partly = replace(first, inputs=Inputs(ids(1, 2, 3)))
@@ -90,7 +90,7 @@ def test_a_source_has_the_input_or_the_output_of_another() -> None:
     assert first_difference((one, one, one), (one, one)) == 0
 
 
-def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Path) -> None:
+def test_a_slice_depends_only_on_inputs_before_it(tmp_path: Path) -> None:
     one = cache_of(12, 0, Inputs(ids(*range(12))))
     other = cache_of(12, 0, Inputs(ids(*range(3), 50, *range(4, 12))))
     kvpack.save(other, tmp_path / "other")
@@ -111,7 +111,7 @@ def test_a_slice_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Pa
     assert concat([replace(one, inputs=None)[:, :8], other[:, 8:]]).tokens == 12
 
 
-def test_a_slice_in_a_file_of_its_own_follows_only_the_tokens_that_it_was_computed_after(tmp_path: Path) -> None:
+def test_a_saved_slice_depends_only_on_inputs_before_it(tmp_path: Path) -> None:
     def saved(cache: kvpack.Cache) -> kvpack.Cache:
         kvpack.save(cache, tmp_path / "slice")
         return kvpack.load(tmp_path / "slice")
@@ -140,7 +140,7 @@ def test_a_slice_in_a_file_of_its_own_follows_only_the_tokens_that_it_was_comput
     assert concat([one[:, :8], saved(cache_of(4, 8, Inputs(ids(8, 9, 10, 11))))]).inputs == one.inputs
 
 
-def test_a_row_in_a_file_of_its_own_follows_only_its_own_tokens(tmp_path: Path) -> None:
+def test_a_saved_row_depends_only_on_its_own_inputs(tmp_path: Path) -> None:
     rows = (ids(*range(8)), ids(*range(20, 28)))
     side = torch.randn(2, 2, 8, 32, generator=torch.Generator().manual_seed(0))
     batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.of_rows(rows, (), (), 0))
@@ -152,7 +152,7 @@ def test_a_row_in_a_file_of_its_own_follows_only_its_own_tokens(tmp_path: Path) 
         concat([batch[:, :5].select([0]), tail.select([1])])
 
 
-def test_a_slice_of_a_batch_follows_only_its_own_rows() -> None:
+def test_a_batch_slice_depends_only_on_its_own_rows() -> None:
     rows = (ids(*range(8)), ids(*range(20, 28)))
     side = torch.randn(2, 2, 8, 32, generator=torch.Generator().manual_seed(0))
     batch = replace(pack([(side, side)], "kv=raw:dtype=fp32"), inputs=Inputs.of_rows(rows, (), (), 0))
@@ -165,12 +165,12 @@ def test_a_slice_of_a_batch_follows_only_its_own_rows() -> None:
         concat([batch[:, :5].select([0]), batch[:, 5:].select([1])])
 
 
-def test_cutting_and_joining_again_gives_the_same() -> None:
+def test_slicing_and_joining_are_inverse() -> None:
     cache = cache_of(16, 0, Inputs(ids(*range(16)), (EMBEDDINGS, "tokens 12 to 15 were computed in training mode"), (8, 12)))
     assert concat([cache[:, :9], cache[:, 9:]]).inputs == cache.inputs
 
 
-def test_operations_on_layers_keep_the_inputs() -> None:
+def test_layer_operations_keep_the_inputs() -> None:
     inputs = Inputs(ids(*range(8)), (EMBEDDINGS,), (8,))
     cache = cache_of(12, 0, inputs)
     side = torch.randn(1, 2, 3, 32)
@@ -178,7 +178,7 @@ def test_operations_on_layers_keep_the_inputs() -> None:
         assert other.inputs == inputs
 
 
-def test_tokens_whose_ids_are_unknown_are_named_wherever_they_come_from(tmp_path: Path) -> None:
+def test_tokens_with_unknown_ids_are_named_whatever_their_origin(tmp_path: Path) -> None:
     side = torch.randn(1, 2, 3, 32)
     named = Inputs(ids(*range(12)), (f"tokens 12 to 14 {WITHOUT_IDS}",), (12,))
     cache = cache_of(12, 0, Inputs(ids(*range(12))))
@@ -195,7 +195,7 @@ def test_tokens_whose_ids_are_unknown_are_named_wherever_they_come_from(tmp_path
     assert batch.select([1]).inputs == Inputs(ids(1, 3), (f"tokens 2 to 4 {WITHOUT_IDS}",), (2,))
 
 
-def test_what_is_undetermined_from_an_unknown_token_on_stays_in_every_part() -> None:
+def test_undetermined_inputs_after_an_unknown_token_are_kept_in_every_part() -> None:
     cache = cache_of(12, 0, Inputs(undetermined=("everything was computed under autocast to bfloat16",)))
     assert cache[:, :1].inputs == cache.inputs
 
@@ -226,7 +226,7 @@ def test_a_file_keeps_the_inputs(tmp_path: Path) -> None:
         assert (tmp_path / "file").stat().st_size == cache_of(12, 0, inputs).nbytes
 
 
-def test_more_than_a_header_holds_is_kept_in_part() -> None:
+def test_inputs_beyond_the_header_limit_are_partially_kept() -> None:
     many = Inputs(ids(*range(20000)), (EMBEDDINGS,), (8,))
     found = Inputs.from_bytes(many.to_bytes())
     assert (found.undetermined, found.starts) == (many.undetermined, many.starts)
@@ -240,7 +240,7 @@ CUT = [b"", b"\x02" + bytes(7) + b"1234", bytes(8) + b"1", bytes(8) + bytes(12),
 
 
 @pytest.mark.parametrize("data", CUT)
-def test_bytes_that_are_none_determine_nothing(data: bytes) -> None:
+def test_invalid_bytes_determine_nothing(data: bytes) -> None:
     found = Inputs.from_bytes(data)
     assert found == Inputs(undetermined=("what its tokens came from is not readable",))
 
@@ -248,13 +248,13 @@ def test_bytes_that_are_none_determine_nothing(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("size", "start", "known"), [(32, 5, True), (64, 5, True), (33, 5, False), (96, 5, False), (0, 5, False), (32, 0, False)]
 )
-def test_digests_of_earlier_ids_are_one_for_each_sequence_or_for_all(size: int, start: int, known: bool) -> None:
+def test_earlier_ids_have_one_digest_per_sequence_or_one_for_all(size: int, start: int, known: bool) -> None:
     inputs = Inputs.from_features({"inputs": Inputs().to_bytes(), "earlier-ids": bytes(size)}, batch=2, start=start)
     assert inputs is not None
     assert bool(inputs.earlier) == known
 
 
 @pytest.mark.parametrize(("sequences", "stored"), [(2048, True), (2049, False)])
-def test_digests_that_a_feature_cannot_hold_are_left_out(sequences: int, stored: bool) -> None:
+def test_digests_that_do_not_fit_are_omitted(sequences: int, stored: bool) -> None:
     inputs = Inputs(earlier={5: tuple(number.to_bytes(32, "little") for number in range(sequences))})
     assert ("earlier-ids" in inputs.to_features(5)[1]) == stored

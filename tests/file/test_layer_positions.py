@@ -27,7 +27,7 @@ def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "
     return replace(full, layers=(full[0], replace(newest, skipped=tokens - held), full[2]))
 
 
-def test_a_cache_spans_what_its_layers_have_seen() -> None:
+def test_a_cache_spans_the_tokens_that_its_layers_saw() -> None:
     cache = sliding()
     assert (cache.tokens, cache.start, cache.stop) == (70, 5, 75)
     assert [(layer.skipped, layer.tokens, layer.seen_tokens) for layer in cache] == [(0, 70, 70), (48, 22, 70), (0, 70, 70)]
@@ -38,7 +38,7 @@ def test_a_cache_spans_what_its_layers_have_seen() -> None:
 
 
 @pytest.mark.parametrize(("sides", "skipped"), [(1, -1), (0, 1)], ids=["negative", "without sides"])
-def test_a_count_that_no_layer_has_is_refused(sides: int, skipped: int) -> None:
+def test_a_count_that_matches_no_layer_is_refused(sides: int, skipped: int) -> None:
     side = sliding()[0].k
     with pytest.raises(InvalidParameter, match=f"skipped is {skipped}"):
         Layer(side if sides else None, None, skipped=skipped)
@@ -51,7 +51,7 @@ def test_the_whole_cache_is_a_slice_of_itself() -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(whole), dense(cache), strict=True))
 
 
-def test_tokens_that_every_layer_holds_are_a_cache_of_their_own() -> None:
+def test_tokens_that_every_layer_stores_can_be_sliced() -> None:
     cache = sliding(recipe="bf16")
     cut = cache[:, 50:65]
     assert (cut.start, cut.stop, [layer.skipped for layer in cut]) == (55, 70, [0, 0, 0])
@@ -60,7 +60,7 @@ def test_tokens_that_every_layer_holds_are_a_cache_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 69), (0, 48), (0, 0), (10, 70), (47, 48), (10, 20)])
-def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> None:
+def test_dropped_tokens_cannot_be_sliced(start: int, stop: int) -> None:
     message = (
         rf"tokens \[{start}:{stop}\] were requested from layers\[1\], which has only positions \[53:75\], not \[{5 + start}:{5 + stop}\]"
     )
@@ -70,19 +70,19 @@ def test_tokens_that_a_layer_skipped_are_not_sliced(start: int, stop: int) -> No
         sliding()[1][start:stop]
 
 
-def test_slices_lie_within_the_cache() -> None:
+def test_slices_must_be_within_the_cache() -> None:
     for start, stop in ((0, 71), (-1, 3), (8, 3)):
         with pytest.raises(OutOfBounds, match=rf"tokens \[{start}:{stop}\] were requested from a cache of 70"):
             sliding()[:, start:stop]
 
 
-def test_a_layer_without_sides_is_in_every_slice() -> None:
+def test_a_layer_without_sides_is_part_of_every_slice() -> None:
     cache = replace(sliding(), layers=(*sliding().layers[:1], Layer(None, None)))
     assert [layer.tokens for layer in cache[:, 32:40]] == [8, 0]
     assert cache[:, 32:40].append([*random_pairs(1, 3), (None, None)]).tokens == 11
 
 
-def test_every_change_of_a_cache_keeps_what_layers_skipped() -> None:
+def test_every_operation_keeps_the_layer_positions() -> None:
     cache = sliding()
     pairs = random_pairs(3, 4, seed=1)
     for changed, seen in (
@@ -115,20 +115,20 @@ def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), short])
 
 
-def test_layers_get_the_same_tokens() -> None:
+def test_layers_must_get_the_same_tokens() -> None:
     pairs = random_pairs(3, 4)
     with pytest.raises(InvalidParameter, match=r"different numbers of tokens per layer \(layers\[0\] 4 and layers\[2\] 3\)"):
         sliding().append([pairs[0], pairs[1], tuple(x[:, :, :3] for x in pairs[2])])
 
 
-def test_a_cache_that_skipped_tokens_follows_no_other() -> None:
+def test_a_cache_with_dropped_tokens_cannot_be_appended_to_another() -> None:
     with pytest.raises(
         InvalidParameter, match=r"layers\[1\] of the cache that starts at position 5 has only 22 of its 70 tokens: join only"
     ):
         kvpack.concat([kvpack.pack(random_pairs(3, 5), "kivi-2;raw=0"), sliding()])
 
 
-def test_a_file_keeps_the_positions_of_every_layer(tmp_path: Path) -> None:
+def test_a_file_keeps_layer_positions(tmp_path: Path) -> None:
     cache, path = sliding(), tmp_path / "cache.kvpack"
     assert kvpack.save(cache, path) == cache.nbytes
     header = container.open_file(path).header
@@ -140,13 +140,13 @@ def test_a_file_keeps_the_positions_of_every_layer(tmp_path: Path) -> None:
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
-def test_a_file_whose_layers_hold_the_same_range_needs_no_feature(tmp_path: Path) -> None:
+def test_equal_layer_positions_need_no_feature(tmp_path: Path) -> None:
     kvpack.save(kvpack.pack(random_pairs(2, 40), "kivi-2;raw=0", start=7), tmp_path / "cache.kvpack")
     header = container.open_file(tmp_path / "cache.kvpack").header
     assert (header.required, dict(header.ignorable), header.starts) == ((), {}, (7, 7))
 
 
-def test_positions_that_no_file_holds_are_not_written(tmp_path: Path) -> None:
+def test_invalid_layer_positions_are_not_written(tmp_path: Path) -> None:
     cache = sliding()
     far = replace(cache, layers=(replace(cache[0], skipped=2**40 - 5),))
     with pytest.raises(LimitExceeded, match=r"the first position of layers\[0\] is 1099511627776, but must be at most 1099511627775"):
@@ -154,7 +154,7 @@ def test_positions_that_no_file_holds_are_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inspect_shows_the_positions_of_layers_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_different_layer_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cache.kvpack"
     kvpack.save(sliding(), path)
     assert cli.main(["inspect", str(path)]) == 0
@@ -175,7 +175,7 @@ def test_inspect_shows_the_positions_of_layers_that_differ(tmp_path: Path, capsy
     assert "positions" not in capsys.readouterr().out
 
 
-def test_a_layer_is_given_with_the_tokens_that_it_dropped() -> None:
+def test_a_layer_is_exported_with_its_dropped_tokens() -> None:
     pairs = random_pairs(2, 40)
     newest = tuple(x[:, :, 30:] for x in pairs[1])
     cache = kvpack.pack([pairs[0], (*newest, 30)], "kv=raw:dtype=bf16", start=5)
@@ -187,7 +187,7 @@ def test_a_layer_is_given_with_the_tokens_that_it_dropped() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_it_holds(queries: int) -> None:
+def test_attention_after_dropped_tokens_needs_a_window_that_is_stored(queries: int) -> None:
     whole, newest = kvpack.pack(random_pairs(3, 70), "bf16")[1], sliding(recipe="bf16")[1]
     q = torch.randn(1, 4, queries, 64, generator=torch.Generator().manual_seed(0))
     largest = 22 - queries + 1
@@ -205,7 +205,7 @@ def test_attention_over_a_layer_that_dropped_tokens_needs_a_window_within_what_i
             kvpack.attend(q, newest, **options)
 
 
-def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
+def test_unpack_and_pack_keep_layer_positions(tmp_path: Path) -> None:
     cache = replace(sliding(recipe="bf16"), layers=(*sliding(recipe="bf16").layers, Layer(None, None)))
     path, plain, again = tmp_path / "cache.kvpack", tmp_path / "dense.safetensors", tmp_path / "again.kvpack"
     kvpack.save(cache, path)
@@ -227,7 +227,7 @@ def test_unpack_and_pack_keep_the_positions_of_layers(tmp_path: Path) -> None:
     ],
     ids=["fewer layers", "before the range", "beyond all positions", "without tensors", "boolean", "no layers", "negative"],
 )
-def test_notes_of_other_positions_are_refused(start: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inconsistent_layer_positions_are_refused(start: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {f"{number}.k": torch.zeros(1, 1, 4, 64) for number in range(2)}
     save_file(tensors, tmp_path / "dense", {"kvpack.unpacked": json.dumps({"start": start, "model": {}})})
     assert cli.main(["pack", str(tmp_path / "dense"), str(tmp_path / "out"), "--recipe", "bf16"]) == 2
@@ -235,7 +235,7 @@ def test_notes_of_other_positions_are_refused(start: object, message: str, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_an_entry_of_a_store_whose_layers_start_elsewhere_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_entry_with_other_layer_positions_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is from a writer without checks: 32 tokens in each layer, those of the second layer at positions 32 to 63."""
     store = kvpack.Store(tmp_path, kvpack.Identity("model", "bf16", weights="w"), chunk=32)
     ids, whole = list(range(32)), kvpack.pack(random_pairs(2, 32), "bf16")

@@ -68,7 +68,7 @@ def test_a_file_keeps_every_bit(compress: bool, tmp_path: Path) -> None:
         assert compress or torch.equal(file.get_tensor("0.state.conv.0"), cache[0].states["conv.0"])
 
 
-def test_a_device_gets_and_gives_every_bit(tmp_path: Path) -> None:
+def test_loading_to_and_saving_from_a_device_is_exact(tmp_path: Path) -> None:
     cache, path = hybrid(), tmp_path / "cache.kvpack"
     kvpack.save(cache, path)
     check_row_matches(read_to(HostBus(), container.open_file(path)), cache)
@@ -78,7 +78,7 @@ def test_a_device_gets_and_gives_every_bit(tmp_path: Path) -> None:
         read_to(HostBus(), container.open_file(path), tokens=16)
 
 
-def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
+def test_states_belong_to_the_end_of_the_cache(tmp_path: Path) -> None:
     cache, path = hybrid(), tmp_path / "cache.kvpack"
     kvpack.save(cache, path)
     check_row_matches(cache[:, :], cache)
@@ -96,7 +96,7 @@ def test_states_are_of_the_end_alone(tmp_path: Path) -> None:
     assert [len(layer.states) for layer in kvpack.load(path, layers=[1, 2])] == [0, 0, 2]
 
 
-def test_the_states_of_joined_caches_are_those_of_the_last() -> None:
+def test_joined_caches_have_the_states_of_the_last_one() -> None:
     first = hybrid()
     second = replace(first, start=TOKENS, layers=tuple(replace(x, states=states(seed=5)) if x.states else x for x in first))
     check_row_matches(kvpack.concat([first, second]), second)
@@ -105,7 +105,7 @@ def test_the_states_of_joined_caches_are_those_of_the_last() -> None:
         kvpack.concat([first, without])
 
 
-def test_sequences_are_selected_and_other_recipes_snapshot_states() -> None:
+def test_sequences_can_be_selected_and_recipes_can_store_states() -> None:
     cache = hybrid(2)
     chosen = cache.select([1, 1, 0])
     assert torch.equal(chosen[0].states["conv.0"], cache[0].states["conv.0"][[1, 1, 0]])
@@ -115,7 +115,7 @@ def test_sequences_are_selected_and_other_recipes_snapshot_states() -> None:
         cache.select([2])
 
 
-def test_pack_takes_the_states_of_a_models_cache() -> None:
+def test_pack_keeps_the_states_of_a_models_cache() -> None:
     linear, both = LinearAttentionLayer(number_of_states=2), LinearAttentionAndFullAttentionLayer()
     given = states()
     for layer in (linear, both):
@@ -144,7 +144,7 @@ def test_pack_takes_the_states_of_a_models_cache() -> None:
         kvpack.pack(past, "bf16")
 
 
-def test_what_takes_keys_and_values_alone_refuses_states(tmp_path: Path) -> None:
+def test_functions_for_keys_and_values_refuse_states(tmp_path: Path) -> None:
     cache = hybrid()
     with pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, but a LiveCache keeps only keys"):
         kvpack.LiveCache.of(cache)
@@ -172,7 +172,7 @@ def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.Capture
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_limits_of_what_is_written() -> None:
+def test_writer_limits() -> None:
     for entry in (StateEntry(0, "n" * 29, "U8", (1,)), StateEntry(0, "n", "U8", (1,) * 9)):
         with pytest.raises(LimitExceeded, match=r"may have at most 28 and 8"):
             features_of([entry])

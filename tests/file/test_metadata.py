@@ -32,7 +32,7 @@ def cache_of(tokens: int = 12, start: int = 0, **fields: Any) -> Cache:
     return kvpack.pack([(x, x)], "fp32", start=start, **fields)
 
 
-def test_a_file_keeps_metadata_and_so_does_what_is_made_of_it(tmp_path: Path) -> None:
+def test_files_and_derived_caches_keep_metadata(tmp_path: Path) -> None:
     size = kvpack.save(cache_of(), tmp_path / "a", metadata=GIVEN)
     cache = kvpack.load(tmp_path / "a")
     assert dict(cache.metadata) == GIVEN
@@ -80,7 +80,7 @@ def test_a_stored_chunk_has_no_metadata(tmp_path: Path) -> None:
     ],
     ids=lambda value: None if isinstance(value, type) else repr(value)[:20],
 )
-def test_metadata_that_a_file_does_not_hold_is_refused(given: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_metadata_that_does_not_fit_is_refused(given: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         kvpack.save(cache_of(), tmp_path / "a", metadata=given)
     assert not (tmp_path / "a").exists()
@@ -90,7 +90,7 @@ VALUES = st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | st.floats(all
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=20), VALUES, max_size=8))
-def test_any_metadata_is_read_as_it_was_given(given: dict[str, Any]) -> None:
+def test_any_metadata_is_read_as_written(given: dict[str, Any]) -> None:
     data = metadata.to_bytes(given)
     assert metadata.from_bytes(data) == take_metadata(data) == given
 
@@ -107,7 +107,7 @@ def ids(count: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [16382, 16383, 20000, 70000])
-def test_a_file_keeps_more_ids_than_one_feature_holds(count: int, tmp_path: Path) -> None:
+def test_token_ids_may_need_several_features(count: int, tmp_path: Path) -> None:
     inputs = Inputs(ids(count), ("tokens 8 to 11 came from embeddings",), (8,))
     x = torch.zeros(1, 1, count, 4)
     cache = kvpack.pack([(x, x)], "bf16", inputs=inputs)
@@ -120,18 +120,18 @@ def test_a_file_keeps_more_ids_than_one_feature_holds(count: int, tmp_path: Path
         assert joined(file.header.ignorable, "token-ids") == (b"" if held == inputs else inputs.token_ids)
 
 
-def test_ids_above_the_limit_are_kept_in_part() -> None:
+def test_token_ids_above_the_limit_are_partially_kept() -> None:
     found = Inputs.from_features(Inputs(ids(MAX_IDS + 5)).to_features()[1])
     assert found == Inputs(ids(MAX_IDS))
 
 
-def test_ids_of_an_exported_prefix_are_known() -> None:
+def test_an_exported_prefix_has_its_token_ids() -> None:
     assert Inputs.from_features(split("token-ids", ids(20000))) == Inputs(ids(20000))
     assert Inputs.from_features({}) is None
     assert Inputs.from_features({"inputs": Inputs().to_bytes()}) == Inputs()
 
 
-def test_ids_that_do_not_continue_the_inputs_are_absent() -> None:
+def test_token_ids_that_do_not_continue_the_inputs_are_ignored() -> None:
     stored = {"inputs": Inputs(ids(3)).to_bytes()}
     assert Inputs.from_features({**stored, "token-ids.0": ids(9)}) == Inputs(ids(9))
     for other in (ids(2), ids(9)[4:], ids(9)[:-1], b""):

@@ -35,7 +35,7 @@ def test_a_file_keeps_offsets(tmp_path: Path) -> None:
     assert kvpack.load(tmp_path / "b").position_offsets is None
 
 
-def test_a_part_keeps_them_only_where_it_ends_with_the_cache(tmp_path: Path) -> None:
+def test_a_part_keeps_offsets_only_if_it_ends_with_the_cache(tmp_path: Path) -> None:
     whole = cache(-12)
     kvpack.save(whole, tmp_path / "a")
     assert whole[:, 0:TOKENS].position_offsets == (-12,)
@@ -49,7 +49,7 @@ def test_a_part_keeps_them_only_where_it_ends_with_the_cache(tmp_path: Path) -> 
     assert kvpack.concat([raw, replace(raw, start=TOKENS, position_offsets=None)]).position_offsets is None
 
 
-def test_rows_take_theirs_along() -> None:
+def test_rows_keep_their_offsets() -> None:
     rows = cache(-12, 3)
     assert rows.select([1, 0, 1]).position_offsets == (3, -12, 3)
     assert rows.convert("raw").position_offsets == (-12, 3)
@@ -64,7 +64,7 @@ def test_rows_take_theirs_along() -> None:
         ((2**40,), LimitExceeded, "but must be at most"),
     ],
 )
-def test_offsets_that_a_file_cannot_have_are_refused(
+def test_invalid_offsets_are_refused(
     offsets: tuple[int, ...], error: type[kvpack.KvpackError], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
@@ -72,7 +72,7 @@ def test_offsets_that_a_file_cannot_have_are_refused(
     assert not (tmp_path / "a").exists()
 
 
-def test_commands_keep_them(tmp_path: Path) -> None:
+def test_commands_keep_offsets(tmp_path: Path) -> None:
     kvpack.save(cache(-12), tmp_path / "a")
     assert cli.main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "raw"]) == 0
     assert kvpack.load(tmp_path / "b").position_offsets == (-12,)
@@ -82,7 +82,7 @@ def test_commands_keep_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["3", "[]", "[true]", "[0.5]", f"[{2**41}]"])
-def test_dense_files_with_other_offsets_are_refused(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dense_files_with_invalid_offsets_are_refused(given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     note = f'{{"start": 0, "model": {{}}, "position_offsets": {given}}}'
     save_file({"0.k": torch.zeros(1, 1, 4, 64)}, tmp_path / "dense", {"kvpack.unpacked": note})
     assert cli.main(["pack", str(tmp_path / "dense"), str(tmp_path / "out"), "--recipe", "raw"]) == 2

@@ -77,13 +77,13 @@ def frames(size: int) -> bytes:
     ],
     ids=["a large header", "runs", "zstd"],
 )
-def test_what_takes_more_than_the_memory_limit_is_refused_and_named(make: object, memory_limit: int, message: str) -> None:
+def test_an_operation_above_the_memory_limit_is_refused_and_named(make: object, memory_limit: int, message: str) -> None:
     data = make()  # type: ignore[operator]
     with pytest.raises(LimitExceeded, match=message):
         container.open_bytes(data, memory_limit=memory_limit)
 
 
-def test_what_ordinary_files_take_is_not_counted() -> None:
+def test_memory_of_ordinary_files_is_not_counted() -> None:
     data = many_runs(FREE_BYTES // RUN_BYTES // 4, chosen="none")
     container.open_bytes(data, memory_limit=len(data))
 
@@ -133,7 +133,7 @@ for action in ("load", "attend", "unpack", "append", "slice"):
     [(lambda: many_runs(6000), 10**6), (lambda: frames(2**25), 2**26), (lambda: codebooks(24), 10**6)],
     ids=["runs", "zstd", "codebooks"],
 )
-def test_what_is_accepted_takes_at_most_the_memory_limit_and_the_constant(make: object, memory_limit: int, tmp_path: Path) -> None:
+def test_accepted_files_use_at_most_the_memory_limit_and_a_constant(make: object, memory_limit: int, tmp_path: Path) -> None:
     (tmp_path / "a.kvpack").write_bytes(make())  # type: ignore[operator]
     command = [sys.executable, "-c", ACTIONS, str(tmp_path / "a.kvpack"), str(memory_limit)]
     # glibc raises this threshold as blocks are freed, and what it then keeps of freed blocks depends on where they happen to lie.
@@ -144,7 +144,7 @@ def test_what_is_accepted_takes_at_most_the_memory_limit_and_the_constant(make: 
         assert int(taken) <= memory_limit + CONSTANT_BYTES, f"{action} took {int(taken) / 2**20:.0f} MiB"
 
 
-def test_runs_cost_bytes_and_not_objects() -> None:
+def test_runs_use_bytes_instead_of_objects() -> None:
     data = many_runs(2**15)
     tracemalloc.start()
     try:
@@ -160,7 +160,7 @@ def test_runs_cost_bytes_and_not_objects() -> None:
 @pytest.mark.parametrize(
     "codec", [RUNS, create("group", 4, "v", b="2", g="4", scales="u8"), create("group", 4, b="2", g="4", raw_tokens="fp16", sinks="2")]
 )
-def test_pages_of_a_stretch_are_the_runs_that_were_stored(codec: Codec) -> None:
+def test_pages_of_a_stretch_are_the_stored_runs(codec: Codec) -> None:
     # No run is whole groups, so that none is joined to the next when it is saved.
     side = random_side(codec, (3, 5, 1, 6, 7), 2)
     cache = files.read(container.open_bytes(bytearray(file_of((side, None)))))

@@ -64,7 +64,7 @@ def test_a_file_keeps_the_ids_of_each_row_and_the_hidden_tokens(tmp_path: Path) 
         assert part.inputs == cache[:, slice(*tokens)].inputs
 
 
-def test_a_cache_tells_the_ids_of_each_sequence() -> None:
+def test_a_cache_returns_the_ids_of_each_sequence() -> None:
     assert cache_of(of_rows(*ROWS), 3).token_ids.tolist() == ROWS
     assert cache_of(of_rows(ROWS[0], ROWS[0]), 2).token_ids.tolist() == [ROWS[0]] * 2
     assert cache_of(of_rows(*ROWS), 3)[:, 3:5].token_ids.tolist() == [row[3:5] for row in ROWS]
@@ -72,14 +72,14 @@ def test_a_cache_tells_the_ids_of_each_sequence() -> None:
     assert cache_of(Inputs(ids(2**32 - 1)), 1).token_ids.tolist() == [[2**32 - 1]]
 
 
-def test_rows_that_are_the_same_are_kept_once() -> None:
+def test_identical_rows_are_stored_once() -> None:
     same = of_rows([1, 2, 3], [1, 2, 3])
     assert same == Inputs(ids(1, 2, 3))
     assert cache_of(of_rows(*ROWS), 3)[:, :2].inputs == Inputs(ids(7, 8))
     assert cache_of(of_rows(*ROWS), 3).select([1, 1]).inputs == Inputs(ids(*ROWS[1]))
 
 
-def test_what_is_not_the_ids_of_as_many_rows_counts_as_absent() -> None:
+def test_ids_with_a_wrong_number_of_rows_are_ignored() -> None:
     required, features = of_rows(*ROWS).to_features()
     assert required == ()
     assert Inputs.from_features(features, batch=3) == of_rows(*ROWS)
@@ -95,7 +95,7 @@ def test_what_is_not_the_ids_of_as_many_rows_counts_as_absent() -> None:
     assert Inputs.from_features(features, batch=3) == absent
 
 
-def test_ids_beyond_the_tokens_are_ignored_before_they_take_memory() -> None:
+def test_ids_beyond_the_tokens_are_ignored_without_using_memory() -> None:
     """A header of 4 MB may declare a million ids shared by thousands of sequences."""
     batch = 4096
     own = struct.pack("<IQ", batch, 1) + numpy.arange(batch, dtype="<u4").tobytes()
@@ -112,14 +112,14 @@ def test_ids_beyond_the_tokens_are_ignored_before_they_take_memory() -> None:
     )
 
 
-def test_ids_of_sequences_are_known_without_a_clause_that_says_so() -> None:
+def test_ids_of_sequences_are_known_without_an_explicit_clause() -> None:
     _, features = of_rows(*ROWS).to_features()
     features["inputs"] = Inputs(of_rows(*ROWS).token_ids).to_bytes()
     assert Inputs.from_features(features, batch=3) == of_rows(*ROWS)
     assert Inputs.from_features(features, batch=3, start=5).undetermined == (rows_differ(7, 17),)  # type: ignore[union-attr]
 
 
-def test_ids_that_a_header_has_no_room_for_are_not_taken_for_known(tmp_path: Path) -> None:
+def test_ids_that_do_not_fit_in_a_header_are_unknown(tmp_path: Path) -> None:
     tokens = MAX_IDS // 4 + 10
     rows = tuple(numpy.full(tokens, row, "<u4").tobytes() for row in range(4))
     inputs = Inputs(b"", (rows_differ(0, tokens),), (0,), rows)
@@ -134,7 +134,7 @@ def test_ids_that_a_header_has_no_room_for_are_not_taken_for_known(tmp_path: Pat
     assert not found.slice(0, MAX_IDS // 4, 0).rows_are_unknown
 
 
-def test_selected_rows_have_their_own_ids_and_padding() -> None:
+def test_selected_rows_keep_their_ids_and_padding() -> None:
     cache = cache_of(of_rows(*ROWS, hidden=HIDDEN), 3)
     assert cache.select([1]).inputs == Inputs(ids(*ROWS[1]))
     assert cache.select([0]).inputs == Inputs(ids(*ROWS[0]), (PADDING,), (0,), hidden=((0, 0, 5),))
@@ -152,7 +152,7 @@ def test_selected_rows_have_their_own_ids_and_padding() -> None:
     assert later.select([1]).inputs == Inputs(ids(5, 6, *range(9)))
 
 
-def test_inputs_recorded_for_other_tokens_are_refused() -> None:
+def test_inputs_recorded_for_another_number_of_tokens_are_refused() -> None:
     k = torch.zeros(2, 1, 12, 4)
     recorded = Inputs(ids(*range(12)), first=0, count=12)
     cache = kvpack.pack([(k, k)], "raw", inputs=recorded)
@@ -190,7 +190,7 @@ def test_rows_of_another_form_are_refused(arguments: dict[str, Any], message: st
         Inputs(**arguments)
 
 
-def test_hidden_tokens_are_checked_as_the_specification_says() -> None:
+def test_hidden_tokens_are_checked_as_specified() -> None:
     def read(*stretches: tuple[int, int, int]) -> tuple[HiddenRange, ...]:
         _, ignorable = features_of([HiddenRange(*stretch) for stretch in stretches])
         return hidden_tokens(ignorable[FEATURE], 2, 3, 9)
@@ -230,7 +230,7 @@ def grid_of(cache: Cache) -> list[list[Token]]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObject, tmp_path: Path) -> None:
+def test_ids_follow_the_values_computed_from_them(data: st.DataObject, tmp_path: Path) -> None:
     """Every value identifies its row and token, so ids can be compared with values after any cuts, joins, selections and saves."""
     batch, tokens = data.draw(st.integers(1, 3)), 12
     cells = [[data.draw(st.integers(0, 2)) for _ in range(tokens)] for _ in range(batch)]
@@ -276,7 +276,7 @@ def test_ids_stay_with_the_values_that_were_computed_from_them(data: st.DataObje
 
 
 @pytest.mark.parametrize(("sequences", "rows"), [(2, 3), (3, 2), (1, 2)])
-def test_a_cache_has_ids_for_each_of_its_sequences(sequences: int, rows: int) -> None:
+def test_a_cache_has_ids_for_every_sequence(sequences: int, rows: int) -> None:
     """Otherwise, a file would lose all of them, because readers ignore ids for another number of rows."""
     inputs = of_rows(*([first, *range(10, 21)] for first in range(rows)))
     with pytest.raises(InvalidParameter, match=f"^the cache has {sequences} sequences, but its inputs have token ids for {rows}: "):

@@ -35,7 +35,7 @@ def test_bytes_text_and_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5, 2**20, 3 * 2**20 + 1])
-def test_the_bound_is_exact(size: int, tmp_path: Path) -> None:
+def test_the_size_limit_is_exact(size: int, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * size)
     assert len(read_bytes(path, size, "a file")) == size
@@ -44,7 +44,7 @@ def test_the_bound_is_exact(size: int, tmp_path: Path) -> None:
         read_bytes(path, size, "a key file")
 
 
-def test_a_sparse_file_is_not_read_beyond_the_bound(tmp_path: Path) -> None:
+def test_a_sparse_file_is_read_only_up_to_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
         file.truncate(2**40)
@@ -64,7 +64,7 @@ def test_a_sparse_file_is_not_read_beyond_the_bound(tmp_path: Path) -> None:
     ],
     ids=["not UTF-8", "deep", "cut", "deep map", "empty", "long number"],
 )
-def test_what_is_no_json(content: bytes, error: type[KvpackError], message: str, tmp_path: Path) -> None:
+def test_invalid_json(content: bytes, error: type[KvpackError], message: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(error, match=f"^{path}{message}"):
@@ -94,7 +94,7 @@ def special(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device", "a loop"])
 @pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
-def test_what_is_no_regular_file_is_refused_at_once(opener: Callable[[Any], object], kind: str, special: dict[str, str]) -> None:
+def test_files_that_are_not_regular_are_refused_at_once(opener: Callable[[Any], object], kind: str, special: dict[str, str]) -> None:
     path = special[kind]
     raised: list[BaseException] = []
 
@@ -137,7 +137,7 @@ def test_a_socket_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [None, 3, 1.5, ["x"], {}], ids=repr)
-def test_what_is_no_path(path: Any) -> None:
+def test_values_that_are_not_paths(path: Any) -> None:
     found = "None" if path is None else f"a {type(path).__name__}"
     with pytest.raises(InvalidParameter, match=f"^a path must be text or os.PathLike, such as 'prompt.kvpack', but got {found}$"):
         kvpack.load(path)
@@ -148,7 +148,7 @@ def test_an_empty_path_is_named() -> None:
         kvpack.load("")
 
 
-def test_a_recipe_file_that_is_no_text_stays_an_invalid_recipe(tmp_path: Path) -> None:
+def test_a_recipe_file_that_is_not_text_is_an_invalid_recipe(tmp_path: Path) -> None:
     path = tmp_path / "recipe.txt"
     path.write_bytes(b"\xff")
     with pytest.raises(InvalidParameter, match="not valid UTF-8"):

@@ -43,7 +43,7 @@ def assert_near(found: torch.Tensor, values: torch.Tensor) -> None:
     torch.testing.assert_close(found, values, rtol=0.0, atol=TOLERANCE * values.abs().max().item())
 
 
-def test_no_file_was_changed_added_or_lost() -> None:
+def test_files_were_not_changed_added_or_lost() -> None:
     manifest = json.loads(MANIFEST.read_text())["files"]
     assert {str(path.relative_to(FOLDER)) for path in files()} == set(manifest)
     for name, digest in manifest.items():
@@ -56,7 +56,7 @@ def test_a_file_decodes_to_the_recorded_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_continues(name: str, tmp_path: object) -> None:
+def test_a_cache_from_a_file_can_be_extended(name: str, tmp_path: object) -> None:
     """Appending tokens does not change the file's tokens, in memory or in the next file."""
     basis = None if name in PUBLISHED else Basis.load(BASIS)
     cache = opened(name)
@@ -72,18 +72,18 @@ def test_a_file_continues(name: str, tmp_path: object) -> None:
             assert_near(new[:, :, :tokens], old)
 
 
-def test_a_basis_opens() -> None:
+def test_a_basis_can_be_opened() -> None:
     assert hashlib.sha256(BASIS.read_bytes()).digest() == Basis.load(BASIS).digest
 
 
-def test_a_row_opens_with_the_recipe_that_it_records() -> None:
+def test_a_row_opens_with_its_recorded_recipe() -> None:
     recorded, decoded = load_file(FOLDER / "page.safetensors")["values"], torch.zeros_like(pool())
     with kvpack.pages.PageCodec(kvpack.Recipe.from_recorded("octopus-4"), GEOMETRY) as codec:
         assert codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1]) == [None]
     assert torch.equal(decoded[0], recorded)
 
 
-def test_a_file_that_names_a_preset_continues_in_memory() -> None:
+def test_a_file_that_names_a_preset_can_be_extended() -> None:
     """It uses the preset's recipe when the file was written, even if the preset has changed."""
     cache = opened("octopus-4")
     assert cache.recipe == "octopus-4"
@@ -91,7 +91,7 @@ def test_a_file_that_names_a_preset_continues_in_memory() -> None:
     assert live.freeze().recipe == "k=octahedral:b=4;v=group:b=4"
 
 
-def test_a_row_opens_with_the_codec_of_its_page() -> None:
+def test_a_row_opens_with_its_page_codec() -> None:
     """Or it is refused as another page's row, if this kvpack describes pages differently; its values are right in either case."""
     recorded = load_file(FOLDER / "page.safetensors")["values"]
     read = decoder.read_row(ROW.read_bytes())

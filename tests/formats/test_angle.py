@@ -88,7 +88,7 @@ def test_directions_are_correctly_rounded(bins: int) -> None:
 
 
 @pytest.mark.parametrize("bins", [1000, 16384, 65536])
-def test_large_tables_of_directions(bins: int) -> None:
+def test_large_direction_tables(bins: int) -> None:
     theta = (torch.arange(bins, dtype=torch.float64) + 0.5) * (2 * math.pi / bins)
     expected = torch.stack([theta.cos(), theta.sin()], 1)
     torch.testing.assert_close(angle(n=bins).directions.double(), expected, rtol=2.0**-24, atol=1e-14)
@@ -96,7 +96,7 @@ def test_large_tables_of_directions(bins: int) -> None:
 
 @settings(max_examples=25)
 @given(st.one_of(st.integers(2, 300), st.sampled_from([1000, 4096, 65535, 65536])), st.integers(0, 2**32))
-def test_bins_hold_their_angles(bins: int, seed: int) -> None:
+def test_bins_contain_their_angles(bins: int, seed: int) -> None:
     codec = angle(2, n=bins, norm="fp32", rotation="none")
     x = contents("mixed", (1, 1, 50, 2), seed)
     found, _ = digits(codec, codec.encode(x))
@@ -105,7 +105,7 @@ def test_bins_hold_their_angles(bins: int, seed: int) -> None:
     assert (away.abs() <= 0.5 + bins * 2.0**-21).all()
 
 
-def test_angles_on_the_axes_and_beside_the_first() -> None:
+def test_angles_on_the_axes_and_next_to_the_first() -> None:
     codec = angle(2, n=8, norm="fp32", rotation="none")
     x = torch.tensor([[1, 0], [1, 1e-30], [0, 1], [-1, 0.0], [0, -1], [1, -1e-30], [1, -1], [0, 0]])[None, None]
     found, _ = digits(codec, codec.encode(x))
@@ -151,7 +151,7 @@ def test_error_of_64_bins_with_raw_norms() -> None:
     ],
     ids=str,
 )
-def test_stored_and_nominal_bits(words: dict[str, Any], bits: float, nominal: float) -> None:
+def test_stored_bits_and_nominal_bits(words: dict[str, Any], bits: float, nominal: float) -> None:
     codec = angle(**words)
     assert row_bytes(codec) * 8 / 128 == bits
     assert codec.nominal_bits == pytest.approx(nominal)
@@ -159,7 +159,7 @@ def test_stored_and_nominal_bits(words: dict[str, Any], bits: float, nominal: fl
 
 @pytest.mark.parametrize("range_dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("word", NORM_WORDS[1:])
-def test_norm_codes_are_the_nearest_in_the_range_as_stored(word: str, range_dtype: str) -> None:
+def test_norm_codes_are_the_nearest_in_the_stored_range(word: str, range_dtype: str) -> None:
     codec = angle(norm=word, range=range_dtype, rotation="none", norm_rule="norm")
     x = gaussian(1, 2, 60, 128)
     streams = codec.encode(x)
@@ -210,7 +210,7 @@ def test_the_smallest_of_three_packings_is_used(pairs: int, bins: int) -> None:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_codes_decode_by_the_formula(data: st.DataObject) -> None:
+def test_arbitrary_codes_decode_by_the_formula(data: st.DataObject) -> None:
     dim, bins = data.draw(st.sampled_from([2, 6, 64, 128])), data.draw(st.sampled_from([2, 3, 7, 48, 64, 100, 1000, 65536]))
     word = data.draw(st.sampled_from(NORM_WORDS))
     random = numpy.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -246,7 +246,7 @@ def test_any_codes_decode_by_the_formula(data: st.DataObject) -> None:
     assert ((decoded[0].double() - expected).abs() <= allowed.repeat_interleave(2, -1) + 1e-14).all()
 
 
-def test_the_worked_example_of_the_specification() -> None:
+def test_worked_example_of_the_specification() -> None:
     codec = example_codec(PAGE, Angle)
     assert isinstance(codec, Angle)
     streams = example_streams(PAGE, codec)
@@ -297,7 +297,7 @@ def test_every_head_dim(dim: int, words: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("norm", ["fp32", "linear8", "log4"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_every_kind_of_contents(kind: str, norm: str) -> None:
+def test_all_kinds_of_values(kind: str, norm: str) -> None:
     for range_dtype in ("fp16", "fp32") if norm != "fp32" else ("fp16",):
         for rotation in ("none", "signed-hadamard"):
             accepted = check_round_trip(angle(40, norm=norm, rotation=rotation, range=range_dtype), contents(kind, (2, 3, 7, 40), seed=1))
@@ -324,7 +324,7 @@ def test_no_factor_makes_a_norm_infinite(norm: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [31, 49])
-def test_a_subnormal_step_stays_what_its_codes_were_chosen_for(seed: int) -> None:
+def test_a_subnormal_step_keeps_the_value_used_to_choose_codes(seed: int) -> None:
     codec, x = create("angle", 128, n="2"), contents("mixed", (1, 2, 19, 128), seed)
     streams = codec.encode(x)
     CASES["angle"].check(codec, x, streams, codec.decode(streams))
@@ -352,7 +352,7 @@ def test_a_zero_pair_does_not_widen_a_logarithmic_range() -> None:
     assert minimum + 15 * step == pytest.approx(largest, abs=0.01)
 
 
-def test_huge_norms_are_refused_and_fit_in_fp32() -> None:
+def test_huge_norms_are_refused_but_fit_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e9
     with pytest.raises(OutOfRange, match=r"\(step, minimum\) of the norms, tokens from 0, at \[0, 1, 3, \d\] is .*binary16 is 65504"):
@@ -365,7 +365,7 @@ def test_huge_norms_are_refused_and_fit_in_fp32() -> None:
         angle(norm="fp32", rotation="none").encode(torch.full((1, 1, 1, 128), 3e38))
 
 
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = angle(rotation="none"), gaussian(2, 3, 41, 128)
     expected = codec.encode(x)
     monkeypatch.setattr("kvpack.formats.angle._TOKENS_OF_ONE_HEAD", 24)
@@ -425,12 +425,12 @@ def test_the_number_of_bins_is_required() -> None:
     ],
     ids=str,
 )
-def test_headers_out_of_range_are_refused(change: dict[str, Any]) -> None:
+def test_invalid_headers_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter):
         replace(angle(), **change)
 
 
-def test_other_fields_than_the_default_are_read() -> None:
+def test_other_numbers_of_fields_are_read() -> None:
     assert check_round_trip(replace(angle(), fields=(("angle", 1), ("norm_codes", 16))), gaussian(1, 2, 5, 128))
     assert check_round_trip(replace(angle(n=48), fields=(("angle_low", 1), ("angle_high", 3), ("norm_codes", 1))), gaussian(1, 2, 5, 128))
 
@@ -447,7 +447,7 @@ def test_other_fields_than_the_default_are_read() -> None:
     ],
     ids=["bin", "bin of a symbol", "spare bit", "column", "infinity", "NaN"],
 )
-def test_streams_that_no_writer_may_make_are_refused(words: dict[str, Any], stream: str, word: int, message: str) -> None:
+def test_streams_that_no_writer_may_produce_are_refused(words: dict[str, Any], stream: str, word: int, message: str) -> None:
     codec = angle(**words)
     streams = arrays(codec.encode(gaussian(1, 2, 3, 128)))
     codec.check(streams, "x")

@@ -39,7 +39,7 @@ def load_basis(frames: torch.Tensor, dtype: str = "fp32") -> Basis:
     "codec",
     ["scalar:b=8", "octahedral:b=7", "trellis:b=4,states=1024", "group:b=8,g=16", "scalar:b=8,channel_scale=fp16", "scalar:b=8,mean=32"],
 )
-def test_keys_are_coded_in_the_frame(codec: str) -> None:
+def test_keys_are_encoded_in_the_balanced_frame(codec: str) -> None:
     """Keys are decoded correctly, and their codes are those of the keys in the frame."""
     given = pairs(40)
     cache = kvpack.pack(given, kvpack.Recipe(f"k={codec},frame=balanced;v=raw", BASIS))
@@ -56,7 +56,7 @@ def test_keys_are_coded_in_the_frame(codec: str) -> None:
             assert same.float().mean() > 0.97, name
 
 
-def test_queries_go_through_the_frame() -> None:
+def test_queries_are_mapped_to_the_balanced_frame() -> None:
     layer = kvpack.pack(pairs(300), kvpack.Recipe(f"{RECIPE};tail=32", BASIS))[1]
     k, v = layer.unpack(torch.float32)
     assert k is not None
@@ -68,7 +68,7 @@ def test_queries_go_through_the_frame() -> None:
 
 
 @pytest.mark.parametrize("words", ["scalar:b=4", "group:b=8,g=16"])
-def test_one_product_is_the_frame_and_then_the_rotation(words: str) -> None:
+def test_one_product_combines_the_frame_and_the_rotation(words: str) -> None:
     layer = kvpack.pack(pairs(20), kvpack.Recipe(f"k={words},frame=balanced;v=raw", BASIS))[0]
     assert layer.k is not None
     page = layer.k.runs[0]
@@ -127,7 +127,7 @@ def test_recipes() -> None:
         kvpack.Recipe(f"k=scalar:b=4,frame=balanced,basis={'00' * 32};v=raw", BASIS)
 
 
-def test_what_the_basis_lacks() -> None:
+def test_errors_name_missing_parts_of_the_basis() -> None:
     with pytest.raises(MissingBasis, match=r"needs a basis: pass --basis FILE.*kvpack\.Recipe.*kvpack calibrate makes a basis"):
         kvpack.pack(pairs(40), RECIPE)
     without = Basis.of_bytes(random_basis({(layer, side): (HEADS, DIM) for layer in range(2) for side in "kv"}, 2))
@@ -154,12 +154,12 @@ def test_what_the_basis_lacks() -> None:
     ],
     ids=["zero", "singular", "uneven", "large", "huge"],
 )
-def test_badly_conditioned_frames_do_not_encode(frames: torch.Tensor, message: str) -> None:
+def test_ill_conditioned_frames_cannot_encode(frames: torch.Tensor, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, load_basis(frames.contiguous())))
 
 
-def test_the_bound_of_condition_itself_encodes() -> None:
+def test_frames_at_the_limit_of_condition_can_encode() -> None:
     frames = torch.diag(torch.tensor([1.0] * (DIM - 1) + [1 / MAX_GROWTH])).expand(HEADS, -1, -1).contiguous()
     cache = kvpack.pack(pairs(40)[:1], kvpack.Recipe(RECIPE, load_basis(frames)))
     decoded = cache[0].unpack(torch.float32)[0]
@@ -167,7 +167,7 @@ def test_the_bound_of_condition_itself_encodes() -> None:
     assert decoded.isfinite().all()
 
 
-def test_caches_by_two_bases_are_not_joined() -> None:
+def test_caches_with_different_bases_cannot_be_joined() -> None:
     other = Basis.of_bytes(balanced_basis({0: (HEADS, DIM), 1: (HEADS, DIM)}, 2, "fp32"))
     first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe(RECIPE, one), start=start) for one, start in ((BASIS, 0), (other, 9)))
     with pytest.raises(InvalidParameter, match="convert one cache to the other's recipe first"):
@@ -182,7 +182,7 @@ def test_frames_stay_on_their_device() -> None:
     assert elsewhere.matrices.device.type == "meta"
 
 
-def test_headers_that_no_writer_makes() -> None:
+def test_headers_that_no_writer_produces() -> None:
     for digest, layer, frame in (
         (bytes(31), 0, "balanced"),
         (bytes(32), -1, "balanced"),
@@ -228,7 +228,7 @@ def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
         kvpack.pack(pairs(40, dim=32), kvpack.Recipe(recipe, basis))
 
 
-def test_channels_without_keys_or_queries_have_balanced_factors() -> None:
+def test_channels_without_keys_or_queries_have_neutral_factors() -> None:
     queries = torch.zeros(HEADS, DIM, DIM)
     frames = random_balanced(HEADS, DIM, "x")
     basis = Basis.of_bytes(basis_bytes({}, 1, {"name": "x"}, balanced={0: BalancedKeys(frames, frames, queries)}))
@@ -240,7 +240,7 @@ def test_channels_without_keys_or_queries_have_balanced_factors() -> None:
     assert (found - k).norm() < 0.1 * k.norm()
 
 
-def test_a_cache_that_grows_attends_in_one_frame() -> None:
+def test_a_growing_cache_attends_in_one_frame() -> None:
     """The raw tail and the packed tokens use different queries, before and after the tail is packed."""
     live = kvpack.LiveCache(kvpack.Recipe(f"{RECIPE};tail=32", BASIS), layers=2)
     whole = pairs(100)

@@ -31,7 +31,7 @@ def keys(tokens: int = 96, dim: int = 128, *, seed: int = 0, batch: int = 2, hea
     return torch.randn(batch, heads, tokens, dim, generator=torch.Generator().manual_seed(seed))
 
 
-def test_channels_are_dealt_to_the_blocks_to_and_fro_by_their_size() -> None:
+def test_channels_are_dealt_to_blocks_in_alternating_order_of_size() -> None:
     x = torch.ones(1, 2, 5, 8)
     x[0, 0] *= torch.tensor([1, 8, 2, 7, 3, 6, 4, 5.0])
     run = Run((1, 2, 5, 8), x.device, lambda: iter(x.split(2, 2)))
@@ -44,7 +44,7 @@ def test_channels_are_dealt_to_the_blocks_to_and_fro_by_their_size() -> None:
     assert blocks[0, 0, 0].tolist() == [1, 7, 6, 0, 3, 5, 4, 2]
 
 
-def test_every_block_gets_an_outlier_channel() -> None:
+def test_every_block_gets_one_outlier_channel() -> None:
     x = keys()
     outliers = [3, 4, 5, 67]
     x[..., outliers] *= 30
@@ -55,7 +55,7 @@ def test_every_block_gets_an_outlier_channel() -> None:
 
 
 @pytest.mark.parametrize(("dim", "size"), [(128, 32), (96, 24), (80, 20), (64, 64), (12, 2)])
-def test_a_block_rotation_is_a_hadamard_matrix_a_block(dim: int, size: int) -> None:
+def test_a_block_rotation_has_a_hadamard_matrix_per_block(dim: int, size: int) -> None:
     rotation, x = BlockRotation(dim, size), keys(5, dim)
     matrix = torch.tensor(hadamard(size), dtype=torch.float64) / size**0.5
     expected = (x.double().unflatten(-1, (dim // size, size)) @ matrix.T).flatten(-2)
@@ -63,7 +63,7 @@ def test_a_block_rotation_is_a_hadamard_matrix_a_block(dim: int, size: int) -> N
     torch.testing.assert_close(rotation.inverse(rotation.forward(x, {}), {}), x, rtol=0, atol=1e-5)
 
 
-def test_the_order_undoes_itself() -> None:
+def test_the_order_is_inverted_correctly() -> None:
     one = codec(b="8", axis="channel", block_rotation="32", channel_order="u8")
     x = keys() * torch.linspace(0.1, 10, 128)
     decoded = one.decode(one.encode(x))
@@ -74,7 +74,7 @@ def test_the_order_undoes_itself() -> None:
     torch.testing.assert_close(scores, q @ decoded.transpose(-1, -2), rtol=0, atol=1e-4 * scores.abs().max().item())
 
 
-def test_the_order_saves_keys_whose_groups_lie_along_channels_from_outlier_channels() -> None:
+def test_the_order_protects_channel_groups_from_outlier_channels() -> None:
     x = keys(256)
     outliers = [3, 4, 67, 68]
     x[..., outliers] *= 30
@@ -109,7 +109,7 @@ def test_no_tokens() -> None:
     one.check({name: stream.numpy() for name, stream in streams.items()}, "k")
 
 
-def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
+def test_appended_tokens_use_the_order_of_their_side() -> None:
     x = keys(130)
     cache = kvpack.pack([(x[:, :, :100], None)], "k=group:b=2,axis=channel,block_rotation=32,channel_order=u8;v=raw")
     for token in range(100, 130):
@@ -128,7 +128,7 @@ def test_what_is_appended_takes_the_order_of_its_side_and_joins_it() -> None:
         ("block_rotation=32,channel_order=u32", "expected one of u8, u16"),
     ],
 )
-def test_recipes_that_are_refused(words: str, message: str) -> None:
+def test_invalid_recipes_are_refused(words: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.pack([(keys(4), keys(4))], f"kv=group:b=2,{words}")
 
@@ -145,14 +145,14 @@ def test_recipes_that_are_refused(words: str, message: str) -> None:
         (300, {"channel_order": "u8"}, "only 256 channels, but the head dim is 300"),
     ],
 )
-def test_header_maps_that_are_refused(dim: int, sidecars: dict[str, Any], message: str) -> None:
+def test_invalid_header_maps_are_refused(dim: int, sidecars: dict[str, Any], message: str) -> None:
     params = codec(dim, b="2").params()
     with pytest.raises(InvalidParameter, match=message):
         codec_from_params({**params, **sidecars})
 
 
 @pytest.mark.parametrize("value", [0, 64, 255], ids=["twice", "beyond", "largest"])
-def test_rows_that_are_no_permutation_are_refused(value: int) -> None:
+def test_invalid_permutations_are_refused(value: int) -> None:
     one = codec(64, **WORDS)
     arrays = {name: stream.numpy().copy() for name, stream in one.encode(keys(5, 64)).items()}
     one.check(arrays, "0.k")

@@ -64,7 +64,7 @@ def reference_planes(packing: Columns, row: list[list[int]]) -> list[list[int]]:
 
 
 @given(st.data())
-def test_pack_follows_the_text_and_unpack_reverses_it(data: st.DataObject) -> None:
+def test_packing_follows_the_specification_and_is_reversible(data: st.DataObject) -> None:
     packing = data.draw(packings())
     values = data.draw(digits(packing))
     planes = packing.pack([poisoned(torch.tensor(digit)) for digit in values])
@@ -80,7 +80,7 @@ def test_pack_follows_the_text_and_unpack_reverses_it(data: st.DataObject) -> No
 
 
 @given(st.data())
-def test_check_accepts_exactly_what_packing_produces(data: st.DataObject) -> None:
+def test_check_accepts_exactly_the_packed_words(data: st.DataObject) -> None:
     packing = data.draw(packings())
     count = sum(packing.planes)
     words = data.draw(st.lists(st.one_of(st.integers(0, 0xFFFF), st.integers(0, 3)), min_size=count, max_size=count))
@@ -99,7 +99,7 @@ def test_check_accepts_exactly_what_packing_produces(data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize(("packing", "words", "message"), BAD_WORDS)
-def test_a_bad_word_is_refused_by_name(packing: Columns, words: list[int], message: str) -> None:
+def test_a_bad_word_is_named(packing: Columns, words: list[int], message: str) -> None:
     assert sum(packing.planes) == len(words)
     packing.check([numpy.zeros((1, size), numpy.uint16) for size in packing.planes], "layers[3].k.codes")
     plane = numpy.array([words], numpy.uint16)
@@ -134,7 +134,7 @@ def test_a_packing_outside_the_limits_is_refused(
         pytest.param(3, (4,), 8, id="more fields than symbols"),
     ],
 )
-def test_the_widest_columns_round_trip(symbols: int, bases: tuple[int, ...], fields: int) -> None:
+def test_the_widest_columns_are_packed_and_unpacked(symbols: int, bases: tuple[int, ...], fields: int) -> None:
     packing = Columns(symbols, bases, fields)
     largest = [torch.full((1, symbols), base - 1) for base in bases]
     for unpacked, digit in zip(packing.unpack(packing.pack(largest)), largest, strict=True):
@@ -142,7 +142,7 @@ def test_the_widest_columns_round_trip(symbols: int, bases: tuple[int, ...], fie
 
 
 @given(st.integers(1, 60), st.lists(st.integers(2, 300), min_size=1, max_size=2))
-def test_the_default_fields_take_the_fewest_bytes(symbols: int, bases: list[int]) -> None:
+def test_default_fields_minimize_the_number_of_bytes(symbols: int, bases: list[int]) -> None:
     best = default_fields(symbols, bases)
     sizes = {f: row_bytes(symbols, bases, f) for f in range(1, min(max_fields(bases), symbols) + 1)}
     assert sizes[best] == min(sizes.values())
@@ -166,21 +166,21 @@ def test_default_fields_of_common_streams(symbols: int, bases: tuple[int, ...], 
     assert row_bytes(symbols, bases, fields) == size
 
 
-def test_default_fields_refuse_a_symbol_that_no_column_holds() -> None:
+def test_default_fields_refuse_a_symbol_that_fits_in_no_column() -> None:
     with pytest.raises(InvalidParameter, match="does not fit in a column"):
         default_fields(4, (65535,) * 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("packing", [Columns(20, (8,), 8), Columns(20, (9,), 5), Columns(20, (5, 2), 12), Columns(20, (8, 4), 20)], ids=str)
-def test_digits_of_any_dtype_pack_alike(dtype: torch.dtype, packing: Columns) -> None:
+def test_digits_of_any_dtype_are_packed_alike(dtype: torch.dtype, packing: Columns) -> None:
     values = [torch.arange(20).repeat(2, 1) % base for base in packing.bases]
     expected = [plane.tolist() for plane in packing.pack(values)]
     assert [plane.tolist() for plane in packing.pack([value.to(dtype) for value in values])] == expected
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3, 0), (2, 0, 5)], ids=str)
-def test_no_rows_pack_to_no_rows(shape: tuple[int, ...]) -> None:
+def test_zero_rows_are_packed_to_zero_rows(shape: tuple[int, ...]) -> None:
     packing = Columns(20, (8, 3), 5)
     planes = packing.pack([torch.zeros(*shape, 20)] * 2)
     assert [plane.shape for plane in planes] == [(*shape, words) for words in packing.planes]

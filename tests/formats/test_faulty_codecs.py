@@ -106,13 +106,13 @@ FAULTS: dict[str, tuple[Callable[[Largest, Streams], Streams], str]] = {
 
 @pytest.mark.parametrize("recipe", ["kv=acme-faulty;tail=0", "kv=acme-faulty:outliers=3,qjl=fp16;tail=0"], ids=["plain", "sidecars"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_an_encoder_must_not_return_is_refused(fault: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_results_of_an_encoder_are_refused(fault: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, message = FAULTS[fault]
     with pytest.raises(InvalidParameter, match=re.escape(f"codec acme-faulty: {message}")):
         pack(monkeypatch, change, recipe)
 
 
-def test_a_layout_has_a_known_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_must_have_a_known_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Faulty(Largest):
         id: ClassVar[str] = "acme-faulty"
@@ -152,7 +152,7 @@ def test_a_class_may_extend_a_checked_encoder(monkeypatch: pytest.MonkeyPatch) -
     assert cache[0].k.runs[0].streams["version"].unique().tolist() == [1]
 
 
-def test_an_id_keeps_its_codec() -> None:
+def test_a_codec_id_cannot_be_registered_twice() -> None:
     scalar = CODECS["scalar"]
 
     @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def test_a_field_without_declared_values_is_named() -> None:
         Undeclared.check_value("levels", 8)
 
 
-def test_the_blocks_of_an_own_run_encoder_are_compared_with_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_custom_run_encoder_are_checked_against_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Begun(Largest):
         id: ClassVar[str] = "acme-begun"

@@ -28,19 +28,19 @@ def splitmix64(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", PUBLISHED, ids=str)
-def test_words_are_the_published_ones(seed: int) -> None:
+def test_words_equal_published_ones(seed: int) -> None:
     generator = Generator(seed)
     assert [generator.word() for _ in range(5)] == PUBLISHED[seed] == splitmix64(seed, 5)
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_words_are_splitmix64_for_every_seed(seed: int) -> None:
+def test_words_equal_splitmix64_for_every_seed(seed: int) -> None:
     generator = Generator(seed)
     assert [generator.word() for _ in range(40)] == splitmix64(seed, 40)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 300))
-def test_signs_are_the_bits_of_the_words(seed: int, count: int) -> None:
+def test_signs_are_bits_of_the_words(seed: int, count: int) -> None:
     bits = numpy.unpackbits(numpy.array(splitmix64(seed, 5), dtype="<u8").view(numpy.uint8), bitorder="little")
     assert signs(seed, count) == tuple(1 - 2 * int(bit) for bit in bits[:count])
 
@@ -73,7 +73,7 @@ def test_unit_quaternions_are_uniform_on_the_sphere(seed: int) -> None:
         assert distance < 2.0 / math.sqrt(count)
 
 
-def test_a_longer_sequence_begins_with_the_shorter() -> None:
+def test_a_longer_sequence_starts_with_the_shorter_one() -> None:
     assert signs(7, 200)[:70] == signs(7, 70)
     assert unit_quaternions(7, 50)[:20].tolist() == unit_quaternions(7, 20).tolist()
     assert signs(7, 64) != signs(8, 64)

@@ -40,7 +40,7 @@ def test_round_trip(data: st.DataObject) -> None:
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("dim", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
-def test_every_width_at_every_head_dim(dim: int, bits: int, axis: str) -> None:
+def test_every_width_with_every_head_dim(dim: int, bits: int, axis: str) -> None:
     for kind, tokens in (("outliers", 37), ("gaussian", 1), ("gaussian", 0)):
         x = contents(kind, (1, 2, tokens, dim), seed=bits)
         assert check_round_trip(group(dim, b=bits, axis=axis, rotation="signed-hadamard", seed=bits), x)
@@ -119,7 +119,7 @@ def test_layout(words: dict[str, Any], expected: dict[str, Layout]) -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("size", GROUP_SIZES, ids=str)
-def test_a_partial_last_group_is_scaled_by_its_own_members(size: int, axis: str) -> None:
+def test_a_partial_last_group_has_its_own_scale(size: int, axis: str) -> None:
     codec = group(80, g=size, axis=axis)
     x = contents("gaussian", (1, 2, 2 * size + 5, 80), seed=1)
     whole = codec.encode(x)["scales"]
@@ -178,14 +178,14 @@ def test_zeros_decode_to_zeros(rotation: str, token_scale: str) -> None:
         pytest.param({"token_scale": "fp32"}, 3e38, r"token scale at \[0, 0, 0\] is inf, but the largest binary32 is 3.4", id="square"),
     ],
 )
-def test_a_value_too_large_is_refused(words: dict[str, Any], value: float | None, message: str) -> None:
+def test_a_value_that_is_too_large_is_refused(words: dict[str, Any], value: float | None, message: str) -> None:
     x = torch.zeros(1, 1, 16, 40)
     x[..., 5] = 40000.0 * torch.tensor([1.0, -1.0] * 8) if value is None else value
     with pytest.raises(OutOfRange, match=message):
         group(40, **words).encode(x)
 
 
-def test_token_scale_is_one_root_mean_square_over_all_heads() -> None:
+def test_a_token_scale_is_the_root_mean_square_over_all_heads() -> None:
     codec = group(64, token_scale="fp16", rotation="hadamard", norm_rule="norm")
     x = contents("mixed", (2, 3, 9, 64), seed=5)
     scale = codec.encode(x)["token_scale"]
@@ -194,7 +194,7 @@ def test_token_scale_is_one_root_mean_square_over_all_heads() -> None:
     assert ((scale[:, 0] - expected).abs() <= expected * 2.0**-10 + 2.0**-24).all()
 
 
-def test_token_scales_per_head_are_those_of_each_head_alone() -> None:
+def test_token_scales_per_head_use_only_that_head() -> None:
     words = {"token_scale": "fp16", "rotation": "hadamard"}
     x = contents("mixed", (2, 3, 9, 64), seed=5)
     together = group(64, **words | {"token_scale": "fp16-per-head"}).encode(x)
@@ -203,7 +203,7 @@ def test_token_scales_per_head_are_those_of_each_head_alone() -> None:
         assert all(torch.equal(stream[:, head : head + 1], alone[name]) for name, stream in together.items())
 
 
-def test_with_a_scale_per_head_a_large_head_costs_the_others_nothing() -> None:
+def test_with_scales_per_head_a_large_head_does_not_affect_the_others() -> None:
     x = contents("gaussian", (1, 4, 64, 64), seed=6)
     x[:, 2, 9] *= 7
     errors = {}
@@ -216,7 +216,7 @@ def test_with_a_scale_per_head_a_large_head_costs_the_others_nothing() -> None:
     assert errors["fp16"] > 2 * usual
 
 
-def test_token_scale_protects_tokens_from_a_large_one() -> None:
+def test_token_scales_protect_tokens_from_large_ones() -> None:
     x = contents("gaussian", (1, 2, 64, 64), seed=6)
     x[:, :, 3] *= 300
     errors = {}

@@ -38,7 +38,7 @@ def same_streams(found: kvpack.Side, expected: kvpack.Side) -> bool:
 
 @pytest.mark.parametrize("bits", ["4", "8"])
 @pytest.mark.parametrize(("codec", "words"), [("octahedral", {"b": "3"}), ("scalar", {"b": "2"}), ("quaternion", {"s": "24", "r": "3"})])
-def test_what_tokens_share_costs_no_precision(codec: str, words: dict[str, str], bits: str) -> None:
+def test_a_shared_mean_costs_no_precision(codec: str, words: dict[str, str], bits: str) -> None:
     """With a large common part, the error is proportional to the tokens' own parts; without key_mean, to the whole keys."""
     x = keys(128)
     own = x - x.mean(2, keepdim=True)
@@ -49,7 +49,7 @@ def test_what_tokens_share_costs_no_precision(codec: str, words: dict[str, str],
     assert without > 2 * error
 
 
-def test_channel_scales_are_those_of_what_the_mean_leaves() -> None:
+def test_channel_scales_are_computed_after_subtracting_the_mean() -> None:
     """A channel that is large only in the mean is not scaled, because its own part would lose precision."""
     x = torch.randn(1, 1, 256, 64, generator=torch.Generator().manual_seed(3))
     x[..., 5] += 100
@@ -68,7 +68,7 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("offset", [1.0, 2.0, 50.0])
-def test_channels_with_a_mean_are_coded_more_finely(offset: float) -> None:
+def test_channels_with_a_mean_are_encoded_more_finely(offset: float) -> None:
     """In a RoPE pair, queries are about as large as keys, so factors are the fourth root of the remaining share of the pair's square."""
     x = torch.randn(1, 2, 4096, 32, generator=torch.Generator().manual_seed(4))
     x[..., [3, 19]] += offset
@@ -81,7 +81,7 @@ def test_channels_with_a_mean_are_coded_more_finely(offset: float) -> None:
 
 
 @pytest.mark.parametrize("size", [4.0, 7.0, 30.0, 1000.0])
-def test_channels_far_above_the_others_are_scaled_whether_or_not_queries_are_small(size: float) -> None:
+def test_very_large_channels_are_scaled_whether_or_not_queries_are_small(size: float) -> None:
     x = torch.randn(1, 2, 1024, 64, generator=torch.Generator().manual_seed(4))
     x[..., [3, 35]] *= size
     factor = scale(x)[..., [3, 35]] / scale(x).median()
@@ -90,7 +90,7 @@ def test_channels_far_above_the_others_are_scaled_whether_or_not_queries_are_sma
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 64])
-def test_keys_that_are_all_alike_have_factors_of_one(tokens: int) -> None:
+def test_identical_keys_have_factors_of_one(tokens: int) -> None:
     one = torch.randn(1, 2, 1, 32, generator=torch.Generator().manual_seed(4)).expand(-1, -1, tokens, -1)
     for x in (one, one * 0, torch.cat([one[..., :16] * 0, one[..., 16:]], 3)):
         found = scale(x.contiguous())
@@ -99,7 +99,7 @@ def test_keys_that_are_all_alike_have_factors_of_one(tokens: int) -> None:
     assert (scale(one[:, :, :1].contiguous()) == 1).all()
 
 
-def test_raw_tokens_are_left_out_of_the_mean() -> None:
+def test_raw_tokens_are_excluded_from_the_mean() -> None:
     x = keys(64)
     codec = create("scalar", 64, b="2", mean="32", raw_first="3")
     changed = x.clone()
@@ -114,7 +114,7 @@ def test_raw_tokens_are_left_out_of_the_mean() -> None:
     assert ((sidecar.vectors(first) - expected).abs() <= first[SCALE].float()[..., None]).all()
 
 
-def test_a_page_of_raw_tokens_alone_has_no_mean() -> None:
+def test_a_page_with_only_raw_tokens_has_no_mean() -> None:
     codec = create("scalar", 64, b="2", mean="8", raw_first="16")
     x = keys(20)
     streams = codec.encode(x)
@@ -133,7 +133,7 @@ def test_a_page_of_raw_tokens_alone_has_no_mean() -> None:
         ("k=raw:mean=64;v=raw", "does not support sidecars"),
     ],
 )
-def test_recipes_that_are_refused(recipe: str, message: str) -> None:
+def test_invalid_recipes_are_refused(recipe: str, message: str) -> None:
     with pytest.raises(kvpack.KvpackError, match=message):
         kvpack.pack([layer(8)], recipe)
 
@@ -143,7 +143,7 @@ def test_four_bits_need_an_even_head_dim() -> None:
         create("group", 5, b="2", axis="channel", mean="8", mean_bits="4")
 
 
-def test_the_canonical_text() -> None:
+def test_canonical_text() -> None:
     assert kvpack.Recipe("k=scalar:mean_bits=8,mean=128,b=2;v=scalar:b=2").canonical == "k=scalar:b=2,mean=128;v=scalar:b=2"
     assert "mean_bits=4" in kvpack.Recipe("k=scalar:mean_bits=4,mean=128,b=2;v=scalar:b=2").canonical
 
@@ -178,7 +178,7 @@ def test_attention_over_several_runs(k: str, backend: str, monkeypatch: pytest.M
     assert relative_error(windowed, expected) < 1e-5
 
 
-def test_a_page_depends_on_its_tokens_alone() -> None:
+def test_a_page_depends_only_on_its_tokens() -> None:
     x, v = layer(128)
     whole = kvpack.pack([(x, v)], RECIPE)
     for start in (0, 32, 64):
@@ -188,7 +188,7 @@ def test_a_page_depends_on_its_tokens_alone() -> None:
         whole[:, 40:]
 
 
-def test_a_live_cache_packs_whole_pages(tmp_path: Path) -> None:
+def test_a_live_cache_packs_complete_pages(tmp_path: Path) -> None:
     x, v = layer(150)
     live = kvpack.LiveCache(f"{RECIPE};tail=64", layers=1)
     for start in range(0, 150, 15):
@@ -206,12 +206,12 @@ def test_a_live_cache_packs_whole_pages(tmp_path: Path) -> None:
     assert same_streams(side, packed[0].k)
 
 
-def test_a_recipes_window_holds_whole_pages() -> None:
+def test_a_recipes_window_is_a_multiple_of_pages() -> None:
     with pytest.raises(kvpack.InvalidParameter, match="must be a multiple of 32"):
         kvpack.Recipe(f"{RECIPE};tail=48")
 
 
-def test_chunks_of_a_store_hold_whole_pages(tmp_path: Path) -> None:
+def test_store_chunks_contain_complete_pages(tmp_path: Path) -> None:
     identity = kvpack.Identity("m", RECIPE)
     with pytest.raises(kvpack.InvalidParameter, match="encodes 32 tokens together"):
         kvpack.Store(tmp_path / "other", identity, chunk=16)

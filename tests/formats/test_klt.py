@@ -59,7 +59,7 @@ def test_round_trips(data: st.DataObject) -> None:
 
 @settings(max_examples=12)
 @given(st.data())
-def test_round_trips_where_heads_have_their_own_widths(data: st.DataObject) -> None:
+def test_round_trips_with_widths_per_head(data: st.DataObject) -> None:
     dim, heads = data.draw(st.sampled_from((1, 5, 8, 13, 24, 64))), data.draw(st.integers(1, 3))
     widths = data.draw(st.lists(st.integers(0, 8), min_size=heads * -(-dim // 8), max_size=heads * -(-dim // 8)).filter(any))
     codec = of_heads(dim, heads, bytes(widths), data.draw(st.sampled_from(("none", "fp16"))), data.draw(st.sampled_from(("fp16", "fp32"))))
@@ -72,7 +72,7 @@ def of_heads(dim: int, heads: int, widths: bytes, gain: str = "none", rows: str 
 
 
 @pytest.mark.parametrize("gain", ["none", "fp16"])
-def test_equal_widths_of_heads_decode_as_shared_ones(gain: str) -> None:
+def test_equal_widths_per_head_decode_like_shared_ones(gain: str) -> None:
     """Two short runs have the same codes and gains as one run shared by all heads, but in different bytes."""
     own = of_heads(40, 3, bytes((5, 5, 0, 0, 2)) * 3, gain)
     shared = Klt.of(40, bytes(32), 0, "k", bytes((5, 0, 2)), gain, "basis", own.source)
@@ -83,7 +83,7 @@ def test_equal_widths_of_heads_decode_as_shared_ones(gain: str) -> None:
     assert own.nominal_bits == 8 * 12 / 40 + (0.4 if gain == "fp16" else 0) == shared.nominal_bits
 
 
-def test_the_codes_of_a_short_run_lie_from_the_lowest_bit_up() -> None:
+def test_codes_of_a_short_run_start_at_the_lowest_bit() -> None:
     codec = of_heads(10, 2, bytes((3, 2, 0, 5)))
     codes = torch.tensor([0b10_001_000, 0b1_100_011_0, 0b111_110_10, 0b0000_10_01, 0b010_00001, 0b000000_10], dtype=torch.uint8)
     found = {part.width: digits.flatten().tolist() for part, digits in codec.head_codes({"codes": codes.view(1, 1, 1, 6)})}
@@ -95,7 +95,7 @@ def test_the_codes_of_a_short_run_lie_from_the_lowest_bit_up() -> None:
         codec.check({"codes": codes.view(1, 1, 1, 6).numpy()}, "x")
 
 
-def test_widths_of_heads_are_for_their_number_of_heads(basis: Basis, tmp_path: Path) -> None:
+def test_widths_per_head_require_the_same_number_of_heads(basis: Basis, tmp_path: Path) -> None:
     codec = of_heads(8, 2, b"\1\2")
     with pytest.raises(InvalidParameter, match="for 2 heads, but the values have 3"):
         replace(codec, source=BasisRows(random_rows(3, 8, "k")[None])).encode(torch.zeros(1, 3, 1, 8))
@@ -110,7 +110,7 @@ def test_widths_of_heads_are_for_their_number_of_heads(basis: Basis, tmp_path: P
         kvpack.load(path)
 
 
-def test_heads_get_the_bits_that_they_are_worth() -> None:
+def test_heads_get_bits_by_importance() -> None:
     """Errors in the second of two heads cost a hundredth of those in the first."""
     rows = random_rows(1, 32, "x").repeat(2, 1, 1)
     rows[1, 33] /= 16
@@ -123,7 +123,7 @@ def test_heads_get_the_bits_that_they_are_worth() -> None:
     assert kvpack.Recipe("kv=klt", basis).codec(0, 1, "k", 32).family.fixed_heads is None
 
 
-def test_the_worked_example() -> None:
+def test_worked_example() -> None:
     lines = re.search(r"```example\n(.*?)```", section(SPEC / "codecs" / "klt.md", "Worked example"), re.DOTALL)
     assert lines is not None
     found = dict(line.split(": ", 1) for line in lines[1].strip().split("\n"))
@@ -145,7 +145,7 @@ def test_the_worked_example() -> None:
     assert codec.decode(streams).flatten().tolist() == ast.literal_eval(found["decoded"])
 
 
-def test_sizes_on_the_page() -> None:
+def test_sizes_in_the_specification() -> None:
     table = section(SPEC / "codecs" / "klt.md", "Layout")
     for widths, size, bits in re.findall(r"^\| ((?:\d ){7}\d) \| (\d+) \| ([\d.]+) \|$", table, re.MULTILINE):
         codec = Klt.of(128, bytes(32), 0, "k", bytes(map(int, widths.split())))
@@ -175,7 +175,7 @@ def test_caches_keep_their_values_in_files_and_parts(basis: Basis, rows: str, wi
                 assert torch.equal(side.unpack(torch.float32), other.sides[name].unpack(torch.float32))
 
 
-def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(basis: Basis, tmp_path: Path) -> None:
+def test_a_cache_without_packed_tokens_is_extended_with_the_given_basis(basis: Basis, tmp_path: Path) -> None:
     """Rows in the file serve only packed tokens."""
     recipe, path = "kv=klt:bits=4,rows=fp16;tail=32", tmp_path / "x.kvpack"
     cache = kvpack.pack(pairs(20), kvpack.Recipe(recipe, basis))
@@ -197,7 +197,7 @@ def test_a_cache_without_packed_tokens_goes_on_by_the_basis_that_it_is_given(bas
             assert torch.equal(side.unpack(torch.float32), values)
 
 
-def test_attention_multiplies_queries_and_sums_once(basis: Basis) -> None:
+def test_attention_multiplies_queries_and_sums_only_once(basis: Basis) -> None:
     cache = kvpack.pack(pairs(70), kvpack.Recipe("kv=klt:bits=3;tail=32", basis)).append(pairs(5))
     q = torch.randn(1, 4, 3, 32, generator=torch.Generator().manual_seed(1))
     k, v = cache[1].unpack(torch.float32)
@@ -206,7 +206,7 @@ def test_attention_multiplies_queries_and_sums_once(basis: Basis) -> None:
     torch.testing.assert_close(kvpack.attend(q, cache[1]), attention(q, k, v).float(), rtol=0, atol=1e-5)
 
 
-def test_gains_make_products_right_and_widths_lower_the_error() -> None:
+def test_gains_correct_products_and_widths_reduce_the_error() -> None:
     x = torch.randn(1, 1, 2000, 32, generator=torch.Generator().manual_seed(3))
     errors = []
     for width in (1, 2, 4):
@@ -242,7 +242,7 @@ def test_a_basis_is_found_by_its_digest(basis: Basis, tmp_path: Path) -> None:
         Basis.load(path)
 
 
-def test_codecs_that_no_side_uses_need_no_basis(basis: Basis, tmp_path: Path) -> None:
+def test_unused_codecs_do_not_need_a_basis(basis: Basis, tmp_path: Path) -> None:
     path, codec = tmp_path / "x.kvpack", Klt.of(32, basis.digest, 0, "k", b"\2\2")
     kvpack.save(kvpack.pack(pairs(3), "raw"), path)
     entry = {"id": codec.id, **codec.params()}
@@ -250,7 +250,7 @@ def test_codecs_that_no_side_uses_need_no_basis(basis: Basis, tmp_path: Path) ->
     assert kvpack.load(path).tokens == 3
 
 
-def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
+def test_an_unsuitable_basis_is_refused(basis: Basis, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="is a basis for a model with 2 layers, but the cache has 1"):
         kvpack.pack(pairs(3)[:1], kvpack.Recipe("klt-2", basis))
     with pytest.raises(InvalidParameter, match=r"layers\[0\].k: .*the head dim is 48, but the basis has 32"):
@@ -279,7 +279,7 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         kvpack.load(path, basis=smaller)
 
 
-def test_a_matrix_without_an_inverse_decodes_and_does_not_encode() -> None:
+def test_a_singular_matrix_can_decode_but_not_encode() -> None:
     rows = random_rows(1, 4, "singular")
     rows[:, 1:5] = 0
     codec = replace(with_random_basis(create("klt", 4, rows="fp32")), source=BasisRows(rows[None]))
@@ -318,7 +318,7 @@ def scaled_basis(rows: float = 1.0, tables: float = 1.0, weights: float = 1.0, f
         ("transform-4", {"frames": 1e30}, "with the frames of the basis, a channel could decode to"),
     ],
 )
-def test_a_basis_by_which_values_decode_to_infinities_does_not_encode(recipe: str, scales: dict[str, float], message: str) -> None:
+def test_a_basis_that_decodes_to_infinities_cannot_encode(recipe: str, scales: dict[str, float], message: str) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = [(torch.randn(1, 2, 40, 32, generator=generator),) * 2]
     with pytest.raises(OutOfRange, match=message):
@@ -342,7 +342,7 @@ def test_large_rows_that_decode_to_finite_values_are_kept(tmp_path: Path) -> Non
         assert all(side.isfinite().all() for side in loaded[0].unpack(torch.float32) if side is not None)
 
 
-def test_caches_by_two_bases_are_not_joined(basis: Basis) -> None:
+def test_caches_with_different_bases_cannot_be_joined(basis: Basis) -> None:
     other = Basis.of_bytes(random_basis(SHAPES, 2, seed="other"))
     first, next_ = (kvpack.pack(pairs(9), kvpack.Recipe("klt-2", one), start=start) for one, start in ((basis, 0), (other, 9)))
     message = rf"codec klt basis {basis.digest.hex()}.* is followed by basis {other.digest.hex()}.*: convert one cache"
@@ -375,7 +375,7 @@ def test_recipes_name_the_basis(basis: Basis) -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("gain", [None, "none", "fp16"])
 @pytest.mark.parametrize("bits", [1.0, 1.75, 3.0])
-def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float, gain: str | None, own: bool) -> None:
+def test_widths_meet_the_requested_bits_and_follow_the_weights(basis: Basis, bits: float, gain: str | None, own: bool) -> None:
     found = basis.widths(bits, gain, own)
     words = f"bits={bits}{'' if gain is None else f',gain={gain}'}{',widths=heads' if own else ''}"
     recipe = kvpack.Recipe(f"kv=klt:{words}", basis)
@@ -392,7 +392,7 @@ def test_widths_meet_the_bits_and_follow_the_weights(basis: Basis, bits: float, 
         basis.widths(0.1)
 
 
-def test_tokens_of_heads_with_their_own_widths_have_a_gain_by_default_above_dim_64() -> None:
+def test_widths_per_head_have_a_gain_by_default_above_dim_64() -> None:
     for dim, gain in ((16, "none"), (64, "none"), (65, "fp16"), (128, "fp16")):
         basis = Basis.of_bytes(random_basis({(0, "k"): (2, dim)}, 1))
         for recipe, expected in (
@@ -406,11 +406,11 @@ def test_tokens_of_heads_with_their_own_widths_have_a_gain_by_default_above_dim_
             assert codec.nominal_bits <= 2
 
 
-def test_columns_of_widths() -> None:
+def test_column_widths() -> None:
     assert columns_by_width(bytes((2, 0, 1, 2)), 50) == {1: list(range(32, 48)), 2: [*range(16), 48, 49]}
 
 
-def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed, given = tmp_path / "x.kvpack", tmp_path / "b.kvbasis"
     given.write_bytes(random_basis(SHAPES, 2))
     kvpack.save(kvpack.pack(pairs(9), "raw"), packed)
@@ -432,7 +432,7 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["sha256"] == basis.digest.hex()
 
 
-def test_memory_for_own_rows_is_counted() -> None:
+def test_memory_of_stored_rows_is_counted() -> None:
     """binary16 rows are converted as a whole when used, so a file of 24 heads takes megabytes more than its size."""
     codec = with_random_basis(create("klt", 128, rows="fp16"), bytes([1, 0, 0, 0, 0, 0, 0, 0]))
     side = pack_side(torch.zeros(1, 24, 1, 128), codec, 0, "k")

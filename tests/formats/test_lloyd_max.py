@@ -23,12 +23,12 @@ def means_of_nearest(table: np.ndarray, points: np.ndarray, density: np.ndarray)
     return np.bincount(nearest, density * points, len(table)) / mass
 
 
-def test_the_best_levels_of_a_uniform_density_are_evenly_spaced() -> None:
+def test_optimal_levels_of_a_uniform_density_are_evenly_spaced() -> None:
     found = lloyd_max(np.linspace(0.0, 1.0, 1025), np.ones(1024), 8)
     np.testing.assert_allclose(found, (np.arange(8) + 0.5) / 8, atol=1e-9)
 
 
-def test_the_best_levels_of_a_normal_density_are_max_s() -> None:
+def test_optimal_levels_of_a_normal_density_equal_those_of_max() -> None:
     edges = np.linspace(-8.0, 8.0, 1 << 16)
     middles = (edges[1:] + edges[:-1]) / 2
     found = lloyd_max(edges, np.exp(-(middles**2) / 2), 8)
@@ -36,7 +36,7 @@ def test_the_best_levels_of_a_normal_density_are_max_s() -> None:
     np.testing.assert_allclose(found, -found[::-1], atol=1e-9)
 
 
-def test_uneven_cells_give_what_even_cells_give() -> None:
+def test_uneven_cells_give_the_same_result_as_even_ones() -> None:
     even = np.linspace(0.0, 1.0, CELLS + 1)
     uneven = even**1.5
     tables = [lloyd_max(edges, octahedral_density((edges[1:] + edges[:-1]) / 2) * np.diff(edges), 8) for edges in (even, uneven)]
@@ -55,7 +55,7 @@ def test_the_density_of_a_triplet_norm_integrates_to_one(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_masses_by_angle_are_the_density_by_norm(dim: int) -> None:
+def test_masses_by_angle_match_the_density_by_norm(dim: int) -> None:
     angles = np.linspace(0.0, math.pi / 2, CELLS + 1)
     masses = triplet_norm_masses(angles, dim)
     norms = np.sin((angles[1:] + angles[:-1]) / 2)
@@ -63,7 +63,7 @@ def test_masses_by_angle_are_the_density_by_norm(dim: int) -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 2, 4, 8, 64, 128])
-def test_magnitudes_are_the_means_of_what_is_nearest(levels: int) -> None:
+def test_magnitudes_are_the_means_of_their_cells(levels: int) -> None:
     table = np.frombuffer(direction_table(levels), "<f4").astype(np.float64)
     points = (np.arange(1 << 20) + 0.5) / (1 << 20)
     assert len(table) == levels
@@ -73,7 +73,7 @@ def test_magnitudes_are_the_means_of_what_is_nearest(levels: int) -> None:
 
 @pytest.mark.parametrize("dim", [5, 64, 80, 128, 1024])
 @pytest.mark.parametrize("levels", [1, 2, 8, 256])
-def test_triplet_norms_are_the_means_of_what_is_nearest(dim: int, levels: int) -> None:
+def test_triplet_norms_are_the_means_of_their_cells(dim: int, levels: int) -> None:
     table = np.frombuffer(triplet_norm_table(dim, levels), "<f4").astype(np.float64)
     points = (np.arange(1 << 20) + 0.5) / (1 << 20)
     assert len(table) == levels
@@ -83,12 +83,12 @@ def test_triplet_norms_are_the_means_of_what_is_nearest(dim: int, levels: int) -
     np.testing.assert_allclose(means_of_nearest(table, points, triplet_norm_density(points, dim)), table, atol=4e-6)
 
 
-def test_one_level_is_the_mean_where_the_density_has_a_pole() -> None:
+def test_a_single_level_is_the_mean_where_the_density_has_a_pole() -> None:
     (level,) = np.frombuffer(triplet_norm_table(4, 1), "<f4")
     assert level == pytest.approx(8 / (3 * math.pi), abs=1e-6)
 
 
-def test_the_magnitudes_of_eight_levels_are_these() -> None:
+def test_known_magnitudes_of_eight_levels() -> None:
     """Changing these numbers would change what every writer stores by default."""
     found = np.frombuffer(direction_table(8), "<f4")
     np.testing.assert_allclose(found[[0, 1, 2, 3, 7]], [0.07215665, 0.20219182, 0.32377313, 0.44156353, 0.9278433], atol=2e-7)

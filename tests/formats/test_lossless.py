@@ -41,7 +41,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_16_bit_pattern_comes_back(dtype: str, tmp_path: Path) -> None:
+def test_every_16_bit_pattern_is_restored(dtype: str, tmp_path: Path) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype]).view(1, 2, 512, 64)
     cache = kvpack.pack([(every, every.flip(2))], "lossless")
     kvpack.save(cache, tmp_path / "x.kvpack")
@@ -51,7 +51,7 @@ def test_every_16_bit_pattern_comes_back(dtype: str, tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_any_part_of_a_chunk_comes_back(data: st.DataObject) -> None:
+def test_any_part_of_a_chunk_is_restored(data: st.DataObject) -> None:
     codec = data.draw(codecs("lossless"))
     assert isinstance(codec, Lossless)
     tokens = data.draw(st.integers(0, 40))
@@ -66,7 +66,7 @@ def test_any_part_of_a_chunk_comes_back(data: st.DataObject) -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [5, 64, 300])
-def test_caches_that_are_cut_joined_and_grown_keep_every_bit(dim: int, dtype: str, tmp_path: Path) -> None:
+def test_sliced_joined_and_appended_caches_are_lossless(dim: int, dtype: str, tmp_path: Path) -> None:
     k, v = (patterns((2, 3, 700, dim), DTYPES[dtype], seed) for seed in (1, 2))
     cache = kvpack.pack([(k[:, :, :512], v[:, :, :512])], "lossless").append([(k[:, :, 512:600], v[:, :, 512:600])])
     cache = cache.append([(k[:, :, 600:], v[:, :, 600:])])
@@ -98,7 +98,7 @@ def test_caches_that_are_cut_joined_and_grown_keep_every_bit(dim: int, dtype: st
         cache[:, 7:]
 
 
-def test_runs_of_like_values_are_joined() -> None:
+def test_runs_with_equal_parameters_are_joined() -> None:
     x = torch.randn(1, 2, 2048, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache = kvpack.pack([(x[:, :, :1024], None)], "lossless").append([(x[:, :, 1024:], None)])
     assert [page.tokens for page in cache[0].k.runs] == [2048]
@@ -109,7 +109,7 @@ def test_runs_of_like_values_are_joined() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["raw", "fp32", "lossless", "kv=lossless:chunk=16"])
-def test_conversion_to_and_from_raw_loses_nothing(recipe: str) -> None:
+def test_conversion_to_and_from_raw_is_lossless(recipe: str) -> None:
     x = patterns((1, 2, 300, 64), torch.bfloat16)
     for cache in (kvpack.pack([(x, x)], "lossless").convert(recipe), kvpack.pack([(x, x)], "raw").convert(recipe).convert("raw")):
         found, expected = cache[0].unpack()[0], x
@@ -119,14 +119,14 @@ def test_conversion_to_and_from_raw_loses_nothing(recipe: str) -> None:
         assert same_bits(found, expected)
 
 
-def test_normal_values_take_a_third_less() -> None:
+def test_normal_values_take_one_third_less_space() -> None:
     x = torch.randn(1, 8, 2048, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     bits = kvpack.pack([(x, x)], "lossless").bits_per_value
     assert bits < 10.65
     assert bits == pytest.approx(Recipe("lossless").codec(0, 1, "k", 128).nominal_bits, rel=0.01)
 
 
-def test_the_recipe_takes_the_dtype_of_the_cache() -> None:
+def test_the_recipe_uses_the_dtype_of_the_cache() -> None:
     x = torch.randn(1, 2, 40, 64)
     for dtype in (torch.float16, torch.bfloat16):
         assert same_bits(kvpack.pack([(x.to(dtype), None)], "lossless")[0].unpack(dtype)[0], x.to(dtype))
@@ -148,7 +148,7 @@ def test_the_recipe_takes_the_dtype_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize("tokens", [70, 600])
-def test_attention_is_that_of_raw_pages(tokens: int) -> None:
+def test_attention_equals_that_of_raw_pages(tokens: int) -> None:
     k, v = (torch.randn(2, 3, tokens, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
     q = torch.randn(2, 6, 5, 64, generator=torch.Generator().manual_seed(3))
     found, expected = (kvpack.attend(q, kvpack.pack([(k, v)], recipe)[0]) for recipe in ("lossless", "raw"))
@@ -165,7 +165,7 @@ def test_attention_is_that_of_raw_pages(tokens: int) -> None:
         ({"channel_scale": "fp16"}, "codec lossless does not support sidecars: leave out channel_scale"),
     ],
 )
-def test_parameters_that_are_refused(words: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(words: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         create("lossless", words.pop("dim", 64), **words)
 
@@ -195,7 +195,7 @@ def broken(name: str, arrays: dict[str, Any]) -> None:
         ("moved", r"0\.k\.words: the chunk at \[0, [01], 0\] uses \d+ of its \d+ words"),
     ],
 )
-def test_streams_that_no_encoder_makes_are_refused_by_name(name: str, message: str) -> None:
+def test_invalid_streams_are_refused_by_name(name: str, message: str) -> None:
     codec = lossless(20, dtype="fp16", chunk="16")
     arrays = {key: stream.numpy() for key, stream in codec.encode(patterns((2, 2, 30, 20), torch.float16)).items()}
     codec.check(arrays, "0.k")

@@ -44,14 +44,14 @@ def test_round_trip(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 @pytest.mark.parametrize("kind", ["gaussian", "outliers", "mixed", "constant", "zero", "denormal", "large"])
-def test_every_format_at_every_kind_of_values(kind: str, words: dict[str, str]) -> None:
+def test_every_format_with_all_kinds_of_values(kind: str, words: dict[str, str]) -> None:
     for dim, tokens in ((1, 3), (40, 37), (128, 1), (128, 0)):
         codec = minifloat(dim, **words)
         assert check_round_trip(codec, contents(kind, (2, 2, tokens, dim), seed=dim)) or codec.scale_dtype == "fp16"
 
 
 @pytest.mark.parametrize("element", DTYPES)
-def test_elements_are_those_of_torch(element: str) -> None:
+def test_elements_equal_those_of_torch(element: str) -> None:
     """Tests every code, and the rounding of random values, of midpoints between elements, and of both neighbors of midpoints."""
     every = torch.arange(256, dtype=torch.uint8)
     expected = every.view(DTYPES[element]).to(torch.float32)
@@ -70,7 +70,7 @@ def test_elements_are_those_of_torch(element: str) -> None:
     assert torch.equal(encode_portably(x, element).to(torch.uint8), nearest)
 
 
-def test_elements_of_four_bits() -> None:
+def test_four_bit_elements() -> None:
     """Elements have the values of OCP MX, table 5, and ties go to the even code."""
     assert element_values("e2m1", "cpu").tolist() == [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.5, 100.0, 0.26, -0.25, -0.26, -2.6, 0.0])
@@ -98,7 +98,7 @@ def test_published_scales() -> None:
     assert fp8["scale"].flatten().tolist() == [(torch.tensor(500.0) / 448).item()]
 
 
-def test_exponents_of_blocks_are_of_every_finite_number() -> None:
+def test_block_exponents_cover_every_finite_number() -> None:
     bits = torch.arange(0, 0x7F800000, 12345, dtype=torch.int32)
     values = bits.view(torch.float32)
     for element, limit in (("e4m3", 464), ("e5m2", 61440), ("e2m1", 7)):
@@ -109,7 +109,7 @@ def test_exponents_of_blocks_are_of_every_finite_number() -> None:
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])
-def test_no_value_of_a_block_is_cut_to_the_largest_element(element: str) -> None:
+def test_no_value_of_a_block_is_clipped_to_the_largest_element(element: str) -> None:
     """Every value is rounded to the nearest element, so tokens of any magnitude have the same precision."""
     x = (1 + torch.arange(4096) / 4096)[None, None, :, None].expand(1, 1, 4096, 32) * torch.tensor([1.0, -1.0]).repeat(16)
     codec = minifloat(32, element=element, scales="e8m0")
@@ -153,7 +153,7 @@ def test_bits_per_value(name: str, bits: float) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "kv=minifloat:element=e5m2,per=head"])
-def test_appended_runs_keep_a_scale_that_fits(recipe: str) -> None:
+def test_appended_runs_keep_a_suitable_scale(recipe: str) -> None:
     x = torch.randn(1, 2, 32, 64, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
     x[..., 0, :] = 2.0
     cache = kvpack.pack([(x, x)], recipe)
@@ -170,7 +170,7 @@ def test_appended_runs_keep_a_scale_that_fits(recipe: str) -> None:
     assert ((decoded - x / 100).norm() / (x / 100).norm()) < 0.15
 
 
-def test_sequences_that_are_selected_keep_their_values() -> None:
+def test_selected_sequences_keep_their_values() -> None:
     x = torch.randn(3, 2, 8, 64, generator=torch.Generator().manual_seed(0))
     for recipe in ("fp8", "nvfp4", "mxfp4"):
         cache = kvpack.pack([(x, x)], recipe)
@@ -188,7 +188,7 @@ def test_sequences_that_are_selected_keep_their_values() -> None:
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_are_refused(words: dict[str, str], message: str) -> None:
+def test_incompatible_options_are_refused(words: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         minifloat(64, **words)
 
@@ -205,7 +205,7 @@ def test_options_that_do_not_fit_are_refused(words: dict[str, str], message: str
     ],
     ids=lambda case: str(case)[:30],
 )
-def test_elements_and_scales_that_are_not_finite_are_refused_by_name(words: dict[str, str], stream: str, value: int, message: str) -> None:
+def test_non_finite_elements_and_scales_are_refused_by_name(words: dict[str, str], stream: str, value: int, message: str) -> None:
     codec = minifloat(64, **words)
     arrays = {name: tensor.numpy() for name, tensor in codec.encode(torch.ones(1, 1, 2, 64)).items()}
     codec.check(arrays, "x")
@@ -214,6 +214,6 @@ def test_elements_and_scales_that_are_not_finite_are_refused_by_name(words: dict
         codec.check(arrays, "x")
 
 
-def test_a_scale_that_does_not_fit_is_refused() -> None:
+def test_an_unsuitable_scale_is_refused() -> None:
     with pytest.raises(OutOfRange, match=r"scale at .* the largest binary16 is 65504"):
         minifloat(8, scales="fp16").encode(torch.full((1, 1, 1, 8), 3e38))

@@ -47,7 +47,7 @@ def side_values(cache: kvpack.Cache) -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_caches_hold_them(recipe: str, tmp_path: Path) -> None:
+def test_caches_can_contain_new_parts(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(150), recipe).append(pairs(40))
     path = tmp_path / "x.kvpack"
     assert kvpack.save(cache, path) == cache.nbytes
@@ -69,7 +69,7 @@ def test_caches_hold_them(recipe: str, tmp_path: Path) -> None:
     ("recipe", "supported"),
     [*((recipe, False) for recipe in RECIPES.values()), ("kv=group:b=4,g=32,rotation=hadamard,channel_scale=fp16,multiples=4", True)],
 )
-def test_kernels_refuse_what_they_do_not_know(recipe: str, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_refuse_unknown_parts(recipe: str, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value maps are linear, so kernels can attend to the mapped keys."""
     from kvpack.kernels.attend import attention as kernels
 
@@ -89,7 +89,7 @@ def test_kernels_refuse_what_they_do_not_know(recipe: str, supported: bool, monk
         assert relative_error(found.cpu(), x) == pytest.approx(relative_error(known, x), rel=1e-2)
 
 
-def test_their_bytes_are_checked(registered: None, tmp_path: Path) -> None:
+def test_bytes_of_new_parts_are_checked(registered: None, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(20), RECIPES["sidecar of a toy codec"].replace("tail=32", "tail=0"))
     side = cache[0].k
     assert side is not None
@@ -103,7 +103,7 @@ def test_their_bytes_are_checked(registered: None, tmp_path: Path) -> None:
         page.streams[stream].copy_(kept)
 
 
-def test_without_their_rows_they_are_unknown(tmp_path: Path) -> None:
+def test_parts_are_unknown_without_their_table_rows(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CODECS, Largest.id, Largest)
         patch.setitem(SIDECARS, TokenMean.name, TokenMean)
@@ -119,7 +119,7 @@ def test_without_their_rows_they_are_unknown(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_messages_list_their_words() -> None:
+def test_messages_list_words_of_new_parts() -> None:
     options = r"its options are b, .*, raw_first, raw_low_norm, raw_high_norm, raw_dtype, token_mean, multiples"
     with pytest.raises(InvalidParameter, match=options):
         kvpack.pack(pairs(20), "kv=group:b=4,g=32,token_means=fp16")

@@ -57,7 +57,7 @@ def ratios(codec: Codec, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("words", "dim"), RECIPES.items())
-def test_the_product_of_a_token_with_what_it_decodes_to_is_its_square(words: str, dim: int) -> None:
+def test_the_product_of_a_token_with_its_decoded_values_is_its_squared_norm(words: str, dim: int) -> None:
     x = keys(2, 3, 50, dim) * torch.exp2(torch.arange(50) % 9 - 4.0)[:, None]
     found = ratios(made(words, dim), x)
     # One rounding of the factor in binary16; the rotation and the sums in binary32 otherwise.
@@ -68,7 +68,7 @@ def test_the_product_of_a_token_with_what_it_decodes_to_is_its_square(words: str
 
 
 @pytest.mark.parametrize(("words", "dim"), RECIPES.items())
-def test_codes_are_those_of_the_papers_rule(words: str, dim: int) -> None:
+def test_codes_follow_the_papers_rule(words: str, dim: int) -> None:
     codec, x = made(words, dim), keys(1, 2, 40, dim)
     streams, papers = codec.encode(x), made(words, dim, norm_rule="norm").encode(x)
     changed = [name for name in streams if not torch.equal(streams[name], papers[name])]
@@ -78,14 +78,14 @@ def test_codes_are_those_of_the_papers_rule(words: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize(("words", "dim"), RECIPES.items())
-def test_tokens_of_zeros_decode_to_zeros(words: str, dim: int) -> None:
+def test_zero_tokens_decode_to_zeros(words: str, dim: int) -> None:
     codec, x = made(words, dim), keys(1, 2, 9, dim)
     x[:, :, 3] = 0
     assert not codec.decode(codec.encode(x))[:, :, 3].any()
 
 
 @pytest.mark.parametrize("words", ["scalar:b=1", "scalar:b=3", "octahedral:b=2", "polar:b=2"])
-def test_a_token_far_from_what_it_decodes_to_keeps_its_norm(words: str) -> None:
+def test_a_badly_encoded_token_keeps_its_norm(words: str) -> None:
     """Without a rotation, a token with one nonzero channel is far from all table directions: its factor would be many times its norm."""
     x = torch.zeros(1, 1, 1, 128)
     x[..., 5] = 2
@@ -95,7 +95,7 @@ def test_a_token_far_from_what_it_decodes_to_keeps_its_norm(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["scalar:b=1", "octahedral:b=2", "polar:b=2", "quaternion:s=1,r=2"])
-def test_a_factor_that_does_not_fit_where_the_norm_does_is_the_largest_number(words: str) -> None:
+def test_a_factor_beyond_the_range_becomes_the_largest_number(words: str) -> None:
     codec, x = made(words, 64), keys(1, 1, 1, 64)
     (name,) = codec.scales(1, 1, 1)
     norm = made(words, 64, norm="fp32", norm_rule="norm").encode(x)[name]
@@ -109,12 +109,12 @@ def test_a_factor_that_does_not_fit_where_the_norm_does_is_the_largest_number(wo
 
 @pytest.mark.parametrize("words", ["scalar:b=2", "octahedral:b=3", "quaternion:s=24,r=3", "polar:b=2"])
 @pytest.mark.parametrize("size", [2.0**-128, 2.0**-100, 2.0**100], ids="{:.0e}".format)
-def test_sizes_of_tokens_do_not_matter(words: str, size: float) -> None:
+def test_token_norms_do_not_matter(words: str, size: float) -> None:
     found = ratios(made(words, 64, norm="fp32"), keys(1, 1, 20, 64) * size)
     assert (found - 1).abs().max() < 1e-3
 
 
-def test_the_rule_is_not_stored_and_does_not_tell_codecs_apart() -> None:
+def test_the_rule_is_neither_stored_nor_compared() -> None:
     for words, dim in RECIPES.items():
         codec, papers = made(words, dim), made(words, dim, norm_rule="norm")
         assert codec == papers
@@ -123,7 +123,7 @@ def test_the_rule_is_not_stored_and_does_not_tell_codecs_apart() -> None:
         assert rule(codec_from_params(papers.params())) == "unbiased"
 
 
-def test_what_is_sketched_keeps_the_papers_rule_unless_asked() -> None:
+def test_sketched_codecs_keep_the_papers_rule_by_default() -> None:
     """The sketch already makes products unbiased, and works better with a smaller residual."""
     one = made("scalar:b=2", 64, qjl="fp16")
     assert rule(one) == rule(codec_from_params(one.params())) == "norm"
@@ -131,7 +131,7 @@ def test_what_is_sketched_keeps_the_papers_rule_unless_asked() -> None:
 
 
 @pytest.mark.parametrize("sidecars", [{"outliers": "3"}, {"sinks": "2"}, {"channel_scale": "fp16"}], ids=str)
-def test_sidecars_leave_products_right(sidecars: dict[str, str]) -> None:
+def test_sidecars_keep_products_unbiased(sidecars: dict[str, str]) -> None:
     x = keys(1, 2, 60, 64)
     x[..., 8:12] *= 4
     codec = made("scalar:b=2", 64, **sidecars)
@@ -144,20 +144,20 @@ def test_sidecars_leave_products_right(sidecars: dict[str, str]) -> None:
     assert (((x * decoded).sum(-1) / x.square().sum(-1)) - 1).abs().max() < 2.0**-9
 
 
-def test_recipes_take_the_rule() -> None:
+def test_recipes_accept_the_rule() -> None:
     recipe = Recipe("k=octahedral:b=3,norm_rule=norm;v=scalar:b=3")
     assert [rule(recipe.codec(0, 1, side, 128)) for side in "kv"] == ["norm", "unbiased"]
     with pytest.raises(InvalidParameter, match="norm_rule is 'papers', expected one of unbiased, norm"):
         Recipe("kv=scalar:b=3,norm_rule=papers")
 
 
-def test_presets_keep_products_right() -> None:
+def test_presets_keep_products_unbiased() -> None:
     for name, preset in PUBLISHED.items():
         codecs = [Recipe(preset.recipe).codec(0, preset.layers or 1, side, preset.dim or 128) for side in "kv"]
         assert all(rule(codec) in (None, "norm" if "qjl" in name and codec.id != "group" else "unbiased") for codec in codecs), name
 
 
-def test_only_known_rules_are_taken() -> None:
+def test_unknown_rules_are_refused() -> None:
     codec: Any = made("scalar:b=2", 64)
     for known in NORM_RULES:
         replace(codec, norm_rule=known)

@@ -74,7 +74,7 @@ def test_the_map_of_the_zero_vector_is_finite() -> None:
     assert torch.equal(torch.stack(octahedral_coordinates(zero, zero, zero)), torch.zeros(2, 3))
 
 
-def test_codebook_directions_are_equation_6() -> None:
+def test_codebook_directions_match_equation_6() -> None:
     table = direction_table(8)
     magnitudes = np.frombuffer(table, "<f4").astype(np.float64)
     expected = np.concatenate([sphere_from_square(magnitudes, np.full(8, eta)) for eta in magnitudes], 1)
@@ -105,7 +105,7 @@ def test_sampled_triplet_norms_follow_equation_4() -> None:
 @pytest.mark.scenario
 @pytest.mark.parametrize("b_dir", range(1, 9))
 @pytest.mark.parametrize("rounding", ["local2x2", "local3x3"])
-def test_local_searches_find_what_the_full_search_finds(b_dir: int, rounding: str) -> None:
+def test_local_searches_find_the_same_result_as_the_full_search(b_dir: int, rounding: str) -> None:
     vectors = unit_directions(60_000 if b_dir < 7 else 5_000, seed=b_dir)
     book = codebook(direction_table(2 ** (b_dir - 1)), CPU)
     best = book.projection(book.nearest(*vectors, "full"), *vectors)
@@ -116,7 +116,7 @@ def test_local_searches_find_what_the_full_search_finds(b_dir: int, rounding: st
 
 
 @pytest.mark.parametrize("b_dir", [1, 2, 3, 4])
-def test_the_full_search_is_the_nearest_of_all_signed_codewords(b_dir: int) -> None:
+def test_the_full_search_finds_the_nearest_signed_codeword(b_dir: int) -> None:
     vectors = torch.nn.functional.normalize(keys(3, 4_000), dim=0)
     table = direction_table(2 ** (b_dir - 1))
     magnitudes = np.frombuffer(table, "<f4").astype(np.float64)
@@ -129,7 +129,7 @@ def test_the_full_search_is_the_nearest_of_all_signed_codewords(b_dir: int) -> N
 
 
 @pytest.mark.parametrize("b_dir", [1, 2, 4, 5])
-def test_the_search_takes_directions_on_axes_edges_and_the_fold(b_dir: int) -> None:
+def test_the_search_handles_directions_on_axes_edges_and_the_fold(b_dir: int) -> None:
     values = torch.tensor([0.0, 1e-30, 0.25, 0.5, 1.0])
     vectors = torch.cartesian_prod(values, values, torch.cat([values, -values])).T.contiguous()
     book = codebook(direction_table(2 ** (b_dir - 1)), CPU)
@@ -137,7 +137,7 @@ def test_the_search_takes_directions_on_axes_edges_and_the_fold(b_dir: int) -> N
     assert ((best - found) <= 4e-7 * vectors.norm(dim=0)).all()
 
 
-def test_scalar_rounding_takes_the_nearest_magnitudes() -> None:
+def test_scalar_rounding_selects_the_nearest_magnitudes() -> None:
     table = direction_table(8)
     magnitudes = np.frombuffer(table, "<f4")
     vectors = unit_directions(2_000)
@@ -147,7 +147,7 @@ def test_scalar_rounding_takes_the_nearest_magnitudes() -> None:
         np.testing.assert_allclose(distance[np.arange(2_000), level], distance.min(1), atol=1e-7)
 
 
-def test_scalar_rounding_takes_the_norm_nearest_to_the_length() -> None:
+def test_scalar_rounding_selects_the_norm_nearest_to_the_length() -> None:
     """OCTOPUS Sec. 3.5: three independent roundings; with one direction bit they cost most, 0.602 against 0.517 (Table 5)."""
     codec = octahedral(16, b_dir=1, b_norm=2, rotation="none", norm="fp32", rounding="scalar", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
@@ -159,13 +159,13 @@ def test_scalar_rounding_takes_the_norm_nearest_to_the_length() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 200])
-def test_levels_are_counted_alike_by_comparison_and_by_search(count: int) -> None:
+def test_comparison_and_search_count_levels_alike(count: int) -> None:
     bounds = sorted(keys(count).tolist())
     values = keys(7, 5, seed=1)
     assert np.array_equal(nearest_level(values, bounds).numpy(), np.searchsorted(np.float32(bounds), values.numpy()))
 
 
-def test_the_stored_pair_is_the_best_of_all_directions_and_norms() -> None:
+def test_the_stored_pair_is_the_best_direction_and_norm() -> None:
     """Checks OCTOPUS Eq. 11 by brute force on a small codec."""
     codec = octahedral(16, b_dir=2, b_norm=2, rotation="none", norm="fp32", norm_rule="norm")
     x = torch.nn.functional.normalize(keys(1, 1, 200, 16), dim=-1)
@@ -208,7 +208,7 @@ SIGNS = [np.array([x, y, 1.0]) for x, y in itertools.product((1.0, -1.0), repeat
     ],
     ids=str,
 )
-def test_accuracy_is_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
+def test_accuracy_equals_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
     """OCTOPUS Tables 1, 4 and 5, Gaussian keys, d = 128."""
     codec, x = octahedral(**words, norm_rule="norm"), keys(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
@@ -216,7 +216,7 @@ def test_accuracy_is_the_papers(words: dict[str, object], error: float, cosine: 
     assert torch.cosine_similarity(decoded, x, dim=-1).mean().item() == pytest.approx(cosine, abs=2e-3)
 
 
-def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
+def test_accuracy_does_not_depend_on_key_norms() -> None:
     codec, x = octahedral(b=3, norm="fp32"), keys(1, 1, 64, 128)
     for factor in (2.0**-110, 2.0**-20, 2.0**20, 2.0**110):
         decoded = codec.decode(codec.encode(x * factor)) / factor
@@ -238,14 +238,14 @@ def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, (int, str)) else "",
 )
-def test_stored_bits_at_128_are_these(b: int, arrangement: str, row_bytes: dict[str, int], bits: float) -> None:
+def test_known_stored_bits_at_128(b: int, arrangement: str, row_bytes: dict[str, int], bits: float) -> None:
     codec = octahedral(b=b, arrangement=arrangement)
     streams = codec.encode(keys(1, 1, 4, 128))
     assert {name: packing.row_bytes for name, packing in codec.packings().items()} == row_bytes
     assert sum(stream.nbytes for stream in streams.values()) * 8 / (4 * 128) <= bits
 
 
-def test_symbols_lie_where_the_spec_says() -> None:
+def test_symbols_are_where_the_specification_says() -> None:
     """Direct, b = 3: triplet i is field i div 16 of word i mod 16; indices in the low 24 bits, then signs."""
     codec = octahedral(b=3, arrangement="direct", rotation="none")
     x = torch.zeros(1, 1, 1, 128)
@@ -278,7 +278,7 @@ def test_streams_have_the_declared_layout(b_dir: int, b_norm: int, arrangement: 
 
 @pytest.mark.parametrize("b_dir", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("b_norm", [0, 1, 2, 3, 8])
-def test_both_arrangements_hold_the_same_codes(b_dir: int, b_norm: int) -> None:
+def test_both_arrangements_have_the_same_codes(b_dir: int, b_norm: int) -> None:
     dense = octahedral(64, b_dir=b_dir, b_norm=b_norm)
     direct = octahedral(64, b_dir=b_dir, b_norm=b_norm, arrangement="direct")
     streams = dense.encode(keys(1, 2, 9, 64))
@@ -293,7 +293,7 @@ def test_both_arrangements_hold_the_same_codes(b_dir: int, b_norm: int) -> None:
 
 
 @pytest.mark.parametrize(("b_dir", "b_norm", "bits"), [(4, 2, 3.0), (3, 3, 3.0), (5, 1, 11 / 3)])
-def test_nominal_bits_are_the_papers_b(b_dir: int, b_norm: int, bits: float) -> None:
+def test_nominal_bits_equal_the_papers_b(b_dir: int, b_norm: int, bits: float) -> None:
     assert octahedral(b_dir=b_dir, b_norm=b_norm).nominal_bits == pytest.approx(bits)
 
 
@@ -301,20 +301,20 @@ def test_nominal_bits_are_the_papers_b(b_dir: int, b_norm: int, bits: float) -> 
 
 
 @pytest.mark.parametrize("dim", [*HEAD_DIMS, 4, 8, 1024])
-def test_every_head_dim_decodes_near_its_input(dim: int) -> None:
+def test_every_head_dim_is_decoded_accurately(dim: int) -> None:
     codec, x = octahedral(dim, b=5), keys(1, 2, 33, dim)
     error = (codec.decode(codec.encode(x)) - x).square().mean()
     assert error < 0.02
 
 
 @pytest.mark.parametrize("dim", [5, 6, 7, 100])
-def test_head_dims_without_a_rotation_are_coded_as_they_are(dim: int) -> None:
+def test_head_dims_without_a_rotation_are_encoded_without_one(dim: int) -> None:
     codec, x = octahedral(dim, b=6, rotation="none"), keys(1, 1, 20, dim)
     assert (codec.decode(codec.encode(x)) - x).square().mean() < 0.02
 
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
-def test_zero_tokens_decode_to_exactly_zero_among_others(norm: str) -> None:
+def test_zero_tokens_among_others_decode_to_exact_zeros(norm: str) -> None:
     codec, x = octahedral(b=3, norm=norm), keys(1, 2, 6, 128)
     x[0, 1, 3] = 0
     decoded = codec.decode(codec.encode(x))
@@ -327,7 +327,7 @@ def test_zero_tokens_decode_to_exactly_zero_among_others(norm: str) -> None:
 
 @pytest.mark.parametrize("value", [1e-45, 1e-39, 1e-20, 3e-5, 1.0, 5e3, 1e18, 2.9e37], ids=str)
 @pytest.mark.parametrize("pattern", ["constant", "one channel", "normal"])
-def test_any_finite_size_is_coded_with_fp32_norms(value: float, pattern: str) -> None:
+def test_finite_values_of_any_size_are_encoded_with_fp32_norms(value: float, pattern: str) -> None:
     codec = octahedral(b=4, norm="fp32")
     patterns = {"constant": torch.ones(2, 128), "one channel": torch.eye(2, 128), "normal": keys(2, 128).clamp(-1, 1)}
     x = patterns[pattern][None, None] * value
@@ -336,14 +336,14 @@ def test_any_finite_size_is_coded_with_fp32_norms(value: float, pattern: str) ->
     assert (decoded.double() - x.double()).norm() <= 0.2 * x.double().norm() + 2e-45 * 128
 
 
-def test_one_block_may_hold_every_size() -> None:
+def test_one_block_may_contain_values_of_any_size() -> None:
     codec, x = octahedral(b=3, norm="fp32"), keys(1, 1, 4, 128)
     sizes = torch.tensor([1e-40, 1e-10, 1.0, 1e30])
     decoded = codec.decode(codec.encode(x * sizes[:, None]))
     assert (decoded / sizes[:, None] - x).square().mean() < 0.03
 
 
-def test_a_norm_beyond_binary16_is_refused_by_name_and_place() -> None:
+def test_errors_give_name_and_position_of_a_norm_beyond_binary16() -> None:
     x = keys(1, 2, 3, 128)
     x[0, 1, 2] *= 1e4
     with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest binary16 is 65504"):
@@ -352,7 +352,7 @@ def test_a_norm_beyond_binary16_is_refused_by_name_and_place() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 4097])
 @pytest.mark.parametrize("arrangement", ["dense", "direct"])
-def test_any_number_of_tokens_is_coded_token_by_token(tokens: int, arrangement: str) -> None:
+def test_encoding_tokens_together_or_one_by_one_agrees(tokens: int, arrangement: str) -> None:
     codec, x = octahedral(64, b=3, arrangement=arrangement), keys(1, 1, tokens, 64)
     streams = codec.encode(x)
     assert codec.decode(streams).shape == x.shape
@@ -361,13 +361,13 @@ def test_any_number_of_tokens_is_coded_token_by_token(tokens: int, arrangement: 
         assert all(torch.equal(streams[name][:, :, -1:], last[name]) for name in last)
 
 
-def test_strided_input_is_coded_like_its_copy() -> None:
+def test_strided_input_is_encoded_like_contiguous_input() -> None:
     codec, x = octahedral(64, b=3), keys(2, 5, 3, 64).transpose(1, 2)
     streams, expected = codec.encode(x), codec.encode(x.contiguous())
     assert all(torch.equal(streams[name], expected[name]) for name in expected)
 
 
-def test_the_input_is_left_alone() -> None:
+def test_the_input_is_not_modified() -> None:
     x = keys(1, 1, 9, 128)
     octahedral(b=3).encode(x)
     octahedral(b=3, rotation="none").encode(x)
@@ -386,7 +386,7 @@ def test_the_input_is_left_alone() -> None:
     shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(0, 5)),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_decoding_and_encoding_again_changes_no_direction(
+def test_reencoding_decoded_values_does_not_change_directions(
     dim: int, b_dir: int, b_norm: int, arrangement: str, norm: str, rotation: str, rounding: str, shape: tuple[int, int, int], seed: int
 ) -> None:
     codec = octahedral(dim, b_dir=b_dir, b_norm=b_norm, arrangement=arrangement, norm=norm, rotation=rotation, seed=seed, rounding=rounding)
@@ -406,7 +406,7 @@ def test_decoding_and_encoding_again_changes_no_direction(
 # Parameters and stored bytes
 
 
-def test_parameters_survive_the_header() -> None:
+def test_parameters_are_restored_from_the_header() -> None:
     codec = octahedral(80, b_dir=4, b_norm=1, arrangement="direct", norm="fp32", rotation="hadamard", seed=7, rounding="scalar")
     params = codec.params()
     assert "rounding" not in params
@@ -418,7 +418,7 @@ def test_parameters_survive_the_header() -> None:
     assert torch.equal(found.decode(codec.encode(x)), codec.decode(codec.encode(x)))
 
 
-def test_a_file_may_carry_tables_of_its_own() -> None:
+def test_a_file_may_have_its_own_tables() -> None:
     codec = octahedral(64, b=2)
     own = replace(codec, direction_table=np.array([0.1, 0.3, 0.6, 1.0], "<f4").tobytes(), norm_table=np.array([0, 1], "<f4").tobytes())
     x = keys(1, 1, 3, 64)
@@ -465,7 +465,7 @@ def test_options_out_of_range_are_refused(words: dict[str, object]) -> None:
         octahedral(**words)
 
 
-def test_explicit_bits_come_before_b() -> None:
+def test_explicit_bits_override_b() -> None:
     codec = octahedral(b=3, b_norm=1)
     assert (codec.b_dir, codec.b_norm) == (4, 1)
 
@@ -481,7 +481,7 @@ def test_explicit_bits_come_before_b() -> None:
     ],
     ids=["padding sign", "padding index", "padding in the odd plane", "nothing", "spare bit"],
 )
-def test_padding_and_spare_bits_are_zero(words: dict[str, object], stream: str, word: int, bit: int | None) -> None:
+def test_padding_and_unused_bits_are_zero(words: dict[str, object], stream: str, word: int, bit: int | None) -> None:
     codec = octahedral(**words)
     stored = arrays(codec.encode(keys(1, 1, 2, 128)))
     if bit is None:
@@ -492,7 +492,7 @@ def test_padding_and_spare_bits_are_zero(words: dict[str, object], stream: str, 
         codec.check(stored, "0.k")
 
 
-def test_every_bit_of_the_direct_arrangement_is_a_code_or_refused() -> None:
+def test_every_bit_of_the_direct_arrangement_is_used_or_checked() -> None:
     codec = octahedral(64, b=2, arrangement="direct")
     clean = codec.encode(torch.zeros(1, 1, 1, 64))
     names = [name for name in clean if name != "norm"]
@@ -509,7 +509,7 @@ def test_every_bit_of_the_direct_arrangement_is_a_code_or_refused() -> None:
     assert total - refused == 7 * codec.triplets
 
 
-def test_a_norm_that_is_not_finite_is_refused() -> None:
+def test_a_non_finite_norm_is_refused() -> None:
     codec = octahedral(b=3)
     stored = arrays(codec.encode(keys(1, 1, 2, 128)))
     stored["norm"][0, 0, 1] = np.inf
@@ -522,7 +522,7 @@ def test_a_norm_that_is_not_finite_is_refused() -> None:
 
 @pytest.mark.parametrize("dim", [80, 128])
 @pytest.mark.parametrize("b_dir", [1, 4, 8])
-def test_decoding_is_the_specs_steps_within_its_tolerance(dim: int, b_dir: int) -> None:
+def test_decoding_follows_the_specification_within_its_tolerance(dim: int, b_dir: int) -> None:
     codec = octahedral(dim, b_dir=b_dir, b_norm=3, norm="fp32")
     streams = codec.encode(keys(1, 1, 50, dim))
     digits = {stream: codec.unpack(stream, streams)[0].numpy() for stream in codec.packings()}
@@ -539,7 +539,7 @@ def test_decoding_is_the_specs_steps_within_its_tolerance(dim: int, b_dir: int) 
     assert (np.abs(codec.decode(streams).numpy() - frame @ rotation) <= 2.0**-20 * token_norms).all()
 
 
-def test_the_worked_example_of_the_spec_is_what_the_code_does() -> None:
+def test_the_worked_example_of_the_specification() -> None:
     (block,) = re.findall(r"```example\n(.*?)```", SPEC.read_text(encoding="utf-8"), re.DOTALL)
     lines = dict(line.split(": ", 1) for line in block.strip().splitlines())
     params = json.loads(lines["parameters"])

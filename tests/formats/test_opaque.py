@@ -12,7 +12,7 @@ from kvpack.formats.options import Options
 from kvpack.formats.streams import Layout
 
 
-def test_bytes_are_kept() -> None:
+def test_bytes_are_stored_unchanged() -> None:
     codec = Opaque.create(5, "k", Options("opaque", {}))
     x = torch.randint(256, (1, 2, 3, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     streams = codec.encode(x)

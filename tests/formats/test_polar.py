@@ -104,7 +104,7 @@ def codes_of(codec: Polar, streams: dict[str, torch.Tensor]) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("level", [2, 3, 5, 7])
-def test_the_density_of_equal_pairs_is_the_papers(level: int) -> None:
+def test_the_density_of_equal_pairs_matches_the_paper(level: int) -> None:
     """OCTOPUS Sec. 3.2: sin^(2^(level - 1) - 1) of twice the angle."""
     edges = numpy.linspace(0.0, math.pi / 2, CELLS + 1)
     masses = polar_angle_masses(edges, 2 ** (level - 1), 2 ** (level - 1))
@@ -125,7 +125,7 @@ def test_sampled_angles_follow_the_density(first: int, second: int) -> None:
 
 @pytest.mark.parametrize("levels", [2, 8, 256])
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (64, 64), (64, 16), (512, 512), (512, 2), (4, 2)], ids=str)
-def test_angles_are_the_means_of_what_is_nearest(first: int, second: int, levels: int) -> None:
+def test_angles_are_the_means_of_their_cells(first: int, second: int, levels: int) -> None:
     table = values_of(polar_angle_table(first, second, levels))
     assert len(table) == levels
     assert (numpy.diff(table) > 0).all()
@@ -136,7 +136,7 @@ def test_angles_are_the_means_of_what_is_nearest(first: int, second: int, levels
     numpy.testing.assert_allclose(means, table, atol=2e-6)
 
 
-def test_the_angles_of_the_third_level_with_two_bits_are_these() -> None:
+def test_known_angles_of_the_third_level_with_two_bits() -> None:
     """Changing these numbers would change what every writer stores by default."""
     numpy.testing.assert_allclose(values_of(polar_angle_table(4, 4, 4)), [0.4262497, 0.6743850, 0.8964113, 1.1445466], atol=2e-7)
 
@@ -172,7 +172,7 @@ def test_codes_are_the_nearest_angles(dim: int, b: str) -> None:
                 assert distance[code] <= distance.min() + 1e-6
 
 
-def test_angles_on_the_axes_and_beside_the_first() -> None:
+def test_angles_on_the_axes_and_next_to_the_first() -> None:
     codec = polar(2, b=3, norm="fp32", rotation="none")
     x = torch.tensor([[1, 0], [1, 1e-30], [0, 1], [-1, 0.0], [0, -1], [1, -1e-30], [1, -1], [0, 0]])[None, None]
     (bins,) = codes_of(codec, codec.encode(x))
@@ -181,7 +181,7 @@ def test_angles_on_the_axes_and_beside_the_first() -> None:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_codes_decode_by_the_pages_steps_within_its_tolerance(data: st.DataObject) -> None:
+def test_any_codes_decode_by_the_specification_within_its_tolerance(data: st.DataObject) -> None:
     dim = data.draw(st.sampled_from([2, 4, 6, 10, 40, 80, 96, 128, 1024]))
     most = math.ceil(math.log2(dim))
     bits = data.draw(st.lists(st.integers(1, 8), min_size=min(2, most), max_size=most))
@@ -209,7 +209,7 @@ def test_any_codes_decode_by_the_pages_steps_within_its_tolerance(data: st.DataO
 
 
 @pytest.mark.parametrize(("b", "error", "cosine"), [(2, 0.2197, 0.8902), (3, 0.0571, 0.9715), (4, 0.0145, 0.9928)], ids=str)
-def test_accuracy_is_the_papers(b: int, error: float, cosine: float) -> None:
+def test_accuracy_equals_the_papers(b: int, error: float, cosine: float) -> None:
     """OCTOPUS Table 1, Gaussian keys, d = 128."""
     codec, x = polar(b=b, norm_rule="norm"), gaussian(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
@@ -224,7 +224,7 @@ def test_accuracy_is_the_same_at_every_head_dim(dim: int) -> None:
     assert (codec.decode(codec.encode(x)) - x).square().mean().item() == pytest.approx(0.0571, rel=0.02)
 
 
-def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
+def test_accuracy_does_not_depend_on_key_norms() -> None:
     codec, x = polar(norm="fp32", norm_rule="norm"), gaussian(1, 1, 64, 128)
     for factor in (2.0**-110, 2.0**-20, 2.0**20, 2.0**110):
         decoded = codec.decode(codec.encode(x * factor)) / factor
@@ -261,7 +261,7 @@ def test_accuracy_of_blocks_of_sixteen() -> None:
     ],
     ids=str,
 )
-def test_stored_and_nominal_bits(dim: int, words: dict[str, Any], bits: float, nominal: float) -> None:
+def test_stored_bits_and_nominal_bits(dim: int, words: dict[str, Any], bits: float, nominal: float) -> None:
     """PolarQuant counts 62 bits for 16 channels with 4.2.2.2."""
     codec = polar(dim, **words)
     assert row_bytes(codec) * 8 / dim == bits
@@ -282,13 +282,13 @@ def test_stored_and_nominal_bits(dim: int, words: dict[str, Any], bits: float, n
     ],
     ids=str,
 )
-def test_levels_of_equal_bits_share_a_stream(dim: int, b: str, streams: dict[str, tuple[int, int]], radii: int) -> None:
+def test_levels_with_equal_bits_share_a_stream(dim: int, b: str, streams: dict[str, tuple[int, int]], radii: int) -> None:
     codec = polar(dim, b=b, rotation="none")
     assert {name: (packing.symbols, packing.bases[0]) for name, packing in codec.packings().items()} == streams
     assert codec.layout(2, 3, 5)["radius"].shape == (2, 3, 5, radii)
 
 
-def test_the_worked_example_of_the_specification() -> None:
+def test_worked_example_of_the_specification() -> None:
     params = example_params(PAGE)
     params |= {name: int(params[name]) for name in ("dim", "seed")}
     tables = example(PAGE, "angle_table", "bytes", "angles")
@@ -314,7 +314,7 @@ def test_the_worked_example_of_the_specification() -> None:
         numpy.testing.assert_allclose(radii, below, rtol=0, atol=2e-6)
 
 
-def test_sizes_of_the_page_are_these() -> None:
+def test_known_sizes_in_the_specification() -> None:
     text = PAGE.read_text(encoding="utf-8").split("## Decode")[0]
     rows = re.findall(r"^\| (\d+) \| (\d)(?: at all 7 levels|((?:\.\d)+)) \| (\d+) \| ([\d.]+) \|$", text, re.MULTILINE)
     assert len(rows) == 3
@@ -335,7 +335,7 @@ def test_every_head_dim(dim: int, words: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dim", [2, 4, 6, 10, 66, 100, 126, 130, 1022])
-def test_head_dims_without_a_rotation_are_coded_as_they_are(dim: int) -> None:
+def test_head_dims_without_a_rotation_are_encoded_without_one(dim: int) -> None:
     codec, x = polar(dim, b=6, rotation="none", norm="fp32"), gaussian(1, 1, 20, dim)
     assert check_round_trip(codec, x)
     assert (codec.decode(codec.encode(x)) - x).square().mean() < 0.0015
@@ -343,7 +343,7 @@ def test_head_dims_without_a_rotation_are_coded_as_they_are(dim: int) -> None:
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_every_kind_of_contents(kind: str, norm: str) -> None:
+def test_all_kinds_of_values(kind: str, norm: str) -> None:
     for words in ({"b": 3}, {"b": "4.2.2.2", "rotation": "none"}, {"b": 1, "rotation": "none"}):
         assert check_round_trip(polar(40, norm=norm, **words), contents(kind, (2, 3, 7, 40), seed=1)) or kind == "large"
 
@@ -360,7 +360,7 @@ def test_round_trip(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
 @pytest.mark.parametrize("b", ["3", "4.2.2.2"])
-def test_zero_tokens_decode_to_exactly_zero_among_others(b: str, norm: str) -> None:
+def test_zero_tokens_among_others_decode_to_exact_zeros(b: str, norm: str) -> None:
     codec, x = polar(b=b, norm=norm), gaussian(1, 2, 6, 128)
     alone = codec.decode(codec.encode(x))
     x[0, 1, 3] = 0
@@ -371,7 +371,7 @@ def test_zero_tokens_decode_to_exactly_zero_among_others(b: str, norm: str) -> N
     torch.testing.assert_close(decoded[kept], alone[kept])
 
 
-def test_a_block_of_zeros_decodes_to_exactly_zero() -> None:
+def test_a_zero_block_decodes_to_exact_zeros() -> None:
     codec, x = polar(b="4.2.2.2", rotation="none"), gaussian(1, 1, 3, 128)
     x[..., 16:32] = 0
     decoded = codec.decode(codec.encode(x))
@@ -381,7 +381,7 @@ def test_a_block_of_zeros_decodes_to_exactly_zero() -> None:
 
 @pytest.mark.parametrize("value", [1e-45, 1e-39, 1e-20, 3e-5, 1.0, 5e3, 1e18, 2.9e37], ids=str)
 @pytest.mark.parametrize("pattern", ["constant", "one channel", "normal"])
-def test_any_finite_size_is_coded_with_fp32_radii(value: float, pattern: str) -> None:
+def test_finite_values_of_any_size_are_encoded_with_fp32_radii(value: float, pattern: str) -> None:
     codec = polar(b=5, norm="fp32")
     patterns = {"constant": torch.ones(2, 128), "one channel": torch.eye(2, 128), "normal": gaussian(2, 128).clamp(-1, 1)}
     x = patterns[pattern][None, None] * value
@@ -390,7 +390,7 @@ def test_any_finite_size_is_coded_with_fp32_radii(value: float, pattern: str) ->
     assert (decoded.double() - x.double()).norm() <= 0.2 * x.double().norm() + 2e-45 * 128
 
 
-def test_huge_radii_are_refused_by_place_and_fit_in_fp32() -> None:
+def test_errors_give_the_position_of_huge_radii_which_fit_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e9
     with pytest.raises(OutOfRange, match=r"radius, tokens from 0, at \[0, 1, 3, 0\] is .*largest binary16 is 65504"):
@@ -403,7 +403,7 @@ def test_huge_radii_are_refused_by_place_and_fit_in_fp32() -> None:
         codec.encode(large)
 
 
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = polar(b="4.2.2.2", rotation="none"), gaussian(2, 3, 41, 128)
     expected = codec.encode(x)
     monkeypatch.setattr("kvpack.formats.polar._TOKENS_OF_ONE_HEAD", 24)
@@ -412,7 +412,7 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_the_input_is_left_alone() -> None:
+def test_the_input_is_not_modified() -> None:
     x = gaussian(1, 1, 9, 128)
     polar(rotation="none").encode(x)
     assert torch.equal(x, gaussian(1, 1, 9, 128))
@@ -442,12 +442,12 @@ def test_options_out_of_range_are_refused(words: dict[str, Any], message: str) -
         polar(**words)
 
 
-def test_the_bits_are_required() -> None:
+def test_bits_are_required() -> None:
     with pytest.raises(InvalidParameter, match="needs b="):
         Polar.create(128, "k", Options("polar", {}))
 
 
-def test_equal_bits_written_out_are_the_same_codec() -> None:
+def test_equal_bits_written_individually_give_the_same_codec() -> None:
     assert polar(64, b=3) == polar(64, b="3.3.3.3.3.3")
     assert polar(64, b=3).bits == "3.3.3.3.3.3"
 
@@ -482,13 +482,13 @@ SECOND = numpy.array([0.2, 0.6, 0.9, 1.3], "<f4")
     ],
     ids=str,
 )
-def test_headers_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_headers_are_refused(change: dict[str, Any], message: str) -> None:
     codec = replace(polar(4, b=2), angle_table=SECOND.tobytes())
     with pytest.raises(InvalidParameter, match=re.escape(message)):
         replace(codec, **change)
 
 
-def test_a_file_may_carry_tables_and_fields_of_its_own() -> None:
+def test_a_file_may_have_its_own_tables_and_fields() -> None:
     codec = polar(64, b=2)
     own = replace(codec, angle_table=numpy.tile(SECOND, 5).tobytes(), fields=(("angles1", 3),))
     x = gaussian(1, 1, 3, 64)
@@ -509,7 +509,7 @@ def test_a_file_may_carry_tables_and_fields_of_its_own() -> None:
     ],
     ids=["spare field", "spare bit", "infinity", "NaN"],
 )
-def test_streams_that_no_writer_may_make_are_refused(words: dict[str, Any], stream: str, word: int, message: str) -> None:
+def test_streams_that_no_writer_may_produce_are_refused(words: dict[str, Any], stream: str, word: int, message: str) -> None:
     codec = polar(**words)
     streams = arrays(codec.encode(gaussian(1, 2, 3, codec.dim)))
     codec.check(streams, "x")

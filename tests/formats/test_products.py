@@ -38,18 +38,18 @@ def _reduced(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-def test_a_process_that_chose_nothing_has_whole_products() -> None:
+def test_default_precision_gives_exact_products() -> None:
     assert not products.may_round_factors("cpu")
     assert not products.may_round_factors("cuda")
 
 
 @pytest.mark.usefixtures("_reduced")
-def test_a_chosen_precision_is_seen() -> None:
+def test_reduced_precision_is_detected() -> None:
     assert products.may_round_factors("cpu")
     assert products.may_round_factors("cuda")
 
 
-def test_the_setting_of_a_backend_is_seen() -> None:
+def test_backend_settings_are_detected() -> None:
     matmul: Any = torch.backends.cuda.matmul
     before = getattr(matmul, "fp32_precision", None)
     if before is None:
@@ -61,7 +61,7 @@ def test_the_setting_of_a_backend_is_seen() -> None:
         matmul.fp32_precision = before
 
 
-def test_tf32_allowed_by_its_first_name_is_seen() -> None:
+def test_the_legacy_tf32_setting_is_detected() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         assert products.may_round_factors("cuda")
@@ -72,7 +72,7 @@ def test_tf32_allowed_by_its_first_name_is_seen() -> None:
 
 @pytest.mark.usefixtures("_reduced")
 @pytest.mark.parametrize("rows", [1, 40])
-def test_a_product_is_that_of_binary64_rounded(rows: int) -> None:
+def test_a_product_equals_the_rounded_binary64_product(rows: int) -> None:
     x = torch.randn(2, 3, rows, 24, generator=torch.Generator().manual_seed(0))
     matrix = torch.randn(3, 24, 20, generator=torch.Generator().manual_seed(1))
     assert torch.equal(products.product(x, matrix), (x.double() @ matrix.double()).float())
@@ -110,7 +110,7 @@ def test_values_do_not_depend_on_the_precision_of_products(recipe: str, monkeypa
 @pytest.mark.kernels
 @pytest.mark.usefixtures("_reduced")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_values_on_a_device_do_not_depend_on_it_either(recipe: str) -> None:
+def test_values_on_a_device_do_not_depend_on_the_precision_either(recipe: str) -> None:
     basis = Basis.of_bytes(random_basis({(0, side): (2, 64) for side in "kv"}, 1))
     pairs = [tuple(torch.randn(2, 1, 2, 70, 64, generator=torch.Generator().manual_seed(0)))]
     packed = kvpack.pack(pairs, kvpack.Recipe(recipe, basis))

@@ -74,7 +74,7 @@ def product(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, f
 # Codewords
 
 
-def test_the_units_are_a_group_with_their_negatives_side_by_side() -> None:
+def test_units_form_a_group_with_adjacent_negatives() -> None:
     known = {unit: p for p, unit in enumerate(units())}
     assert all(product(a, b) in known for a, b in itertools.product(known, repeat=2))
     for unit, p in known.items():
@@ -131,7 +131,7 @@ def test_grids_of_any_resolution_equal_brute_force(resolution: int) -> None:
     check_nearest(Grid(codebook, resolution).nearest(list(chunks.T.contiguous())), chunks, codebook)
 
 
-def test_ties_are_broken_alike_whatever_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_are_broken_independently_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = search(24)
     planes = list(torch.cartesian_prod(*[torch.tensor([-1.0, 0.0, 1.0])] * 4).T.contiguous())
     expected = searched.search_rotations(planes)
@@ -139,7 +139,7 @@ def test_ties_are_broken_alike_whatever_the_block(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(searched.search_rotations(planes), expected)
 
 
-def test_the_grid_takes_over_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grid_is_used_once_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quaternion_search, "_GRID_BREAK_EVEN", 2000)
     calls: list[torch.Tensor] = []
     built: list[int] = []
@@ -189,7 +189,7 @@ def test_direct_symbols_are_13_bits_in_one_word() -> None:
     assert row_bytes(codec) == 66
 
 
-def test_radius_codes_are_the_nearest_to_the_scale_as_stored() -> None:
+def test_radius_codes_are_the_nearest_to_the_stored_scale() -> None:
     codec = quaternion(r=4, norm_rule="norm")
     x = gaussian(1, 2, 100, 128) * 1000
     streams = codec.encode(x)
@@ -206,7 +206,7 @@ def test_radius_codes_are_the_nearest_to_the_scale_as_stored() -> None:
 
 @settings(max_examples=25)
 @given(st.integers(1, 300), st.one_of(st.integers(1, 4096), st.sampled_from([24, 48, 96, 192, 2730, 2731])), st.integers(1, 8))
-def test_codewords_are_split_when_that_is_smaller(dim: int, secondary: int, radius_bits: int) -> None:
+def test_codewords_are_split_if_that_is_smaller(dim: int, secondary: int, radius_bits: int) -> None:
     codec = quaternion(dim, s=secondary, r=radius_bits)
     chunks, alphabet = -(-dim // 4), 24 * secondary
     low = next(2**k for k in range(20) if alphabet % 2 ** (k + 1))
@@ -257,7 +257,7 @@ def test_any_codes_decode_by_the_formula(data: st.DataObject) -> None:
     assert ((decoded[0].double() - exact).abs() <= exact.abs() * 2.0**-22).all()
 
 
-def test_the_worked_example_of_the_specification() -> None:
+def test_worked_example_of_the_specification() -> None:
     codec = example_codec(PAGE, Quaternion)
     assert isinstance(codec, Quaternion)
     streams = example_streams(PAGE, codec)
@@ -284,12 +284,12 @@ def test_every_head_dim(dim: int, arrangement: str) -> None:
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_every_kind_of_contents(kind: str, norm: str) -> None:
+def test_all_kinds_of_values(kind: str, norm: str) -> None:
     accepted = check_round_trip(quaternion(62, norm=norm), contents(kind, (2, 3, 7, 62), seed=1))
     assert accepted or (kind == "large" and norm == "fp16")
 
 
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = quaternion(), gaussian(2, 3, 41, 128)
     expected = codec.encode(x)
     monkeypatch.setattr("kvpack.formats.quaternion._TOKENS_OF_ONE_HEAD", 24)
@@ -299,7 +299,7 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("power", [-130, -60, 60, 120])
-def test_a_power_of_two_changes_the_scale_only(power: int) -> None:
+def test_a_power_of_two_changes_only_the_scale(power: int) -> None:
     codec = quaternion(norm="fp32")
     x = torch.randint(-64, 65, (1, 1, 50, 128), generator=torch.Generator().manual_seed(0)).float()
     plain, scaled = codec.encode(x), codec.encode(x * 2.0 ** (power // 2) * 2.0 ** (power - power // 2))
@@ -314,7 +314,7 @@ def test_padding_of_the_last_chunk_is_dropped() -> None:
     assert torch.equal(codec.decode(codec.encode(x)), padded.decode(padded.encode(wide))[..., :62])
 
 
-def test_the_two_seeds_are_apart() -> None:
+def test_the_two_seeds_are_independent() -> None:
     x = gaussian(1, 1, 64, 128)
     plain = quaternion(rotation="signed-hadamard").encode(x)
     for other in (quaternion(rotation="signed-hadamard", seed=1), quaternion(rotation="signed-hadamard", rotation_seed=1)):
@@ -322,7 +322,7 @@ def test_the_two_seeds_are_apart() -> None:
     assert torch.equal(quaternion(seed=1).codebook, quaternion(seed=1, rotation_seed=8).codebook)
 
 
-def test_a_scale_above_binary16_is_refused_and_fits_in_fp32() -> None:
+def test_a_scale_above_binary16_is_refused_but_fits_in_fp32() -> None:
     x = gaussian(1, 2, 5, 128)
     x[0, 1, 3] *= 1e6
     with pytest.raises(OutOfRange, match=r"scale, tokens from 0, at \[0, 1, 3\] is .*largest binary16 is 65504"):
@@ -334,7 +334,7 @@ def test_a_scale_above_binary16_is_refused_and_fits_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("radius_bits", range(1, 9), ids=lambda bits: f"{bits} bits")
-def test_what_would_decode_to_infinity_is_refused(radius_bits: int) -> None:
+def test_values_that_would_decode_to_infinity_are_refused(radius_bits: int) -> None:
     codec = quaternion(dim=4, r=radius_bits, norm="fp32")
     x = torch.zeros(1, 1, 1, 4)
     x[..., 0] = torch.finfo(torch.float32).max
@@ -395,12 +395,12 @@ def test_s_and_r_are_required() -> None:
     ],
     ids=str,
 )
-def test_headers_out_of_range_are_refused(change: dict[str, Any]) -> None:
+def test_invalid_headers_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter):
         replace(quaternion(), **change)
 
 
-def test_other_fields_than_the_default_are_read() -> None:
+def test_other_numbers_of_fields_are_read() -> None:
     codec = replace(quaternion(), fields=(("codeword_low", 1), ("codeword_high", 10), ("radius", 10)))
     assert check_round_trip(codec, gaussian(1, 2, 5, 128))
 
@@ -416,7 +416,7 @@ def test_other_fields_than_the_default_are_read() -> None:
     ],
     ids=["codeword", "spare bit", "column", "infinity", "NaN"],
 )
-def test_streams_that_no_writer_may_make_are_refused(arrangement: str, stream: str, word: int, message: str) -> None:
+def test_streams_that_no_writer_may_produce_are_refused(arrangement: str, stream: str, word: int, message: str) -> None:
     codec = quaternion(arrangement=arrangement)
     streams = arrays(codec.encode(gaussian(1, 2, 3, 128)))
     codec.check(streams, "x")

@@ -25,7 +25,7 @@ def tables_of(symbols: numpy.ndarray, alphabet: int) -> numpy.ndarray:
 
 
 @given(st.integers(1, 5), st.integers(0, 700), st.sampled_from((1, 2, 32, 200, 256)), st.integers(0, 999))
-def test_any_symbols_come_back(chunks: int, longest: int, alphabet: int, seed: int) -> None:
+def test_any_symbols_are_restored(chunks: int, longest: int, alphabet: int, seed: int) -> None:
     source = numpy.random.default_rng(seed)
     symbols = skewed(chunks, longest, alphabet, seed)
     tables, table = tables_of(symbols, alphabet), source.permutation(chunks)
@@ -40,7 +40,7 @@ def test_any_symbols_come_back(chunks: int, longest: int, alphabet: int, seed: i
 
 
 @given(st.integers(1, 4), st.integers(0, 300), st.integers(0, 999))
-def test_symbols_may_have_tables_of_their_own(chunks: int, longest: int, seed: int) -> None:
+def test_each_symbol_may_have_its_own_table(chunks: int, longest: int, seed: int) -> None:
     source = numpy.random.default_rng(seed)
     tables = rans.frequencies(source.integers(1, 100, (5, 8)))
     symbols, table = (
@@ -65,7 +65,7 @@ def test_the_second_decoder_agrees(length: int, alphabet: int, seed: int) -> Non
     assert decode_chunk("x", tables[0].tolist(), states, made.words.tolist(), length) == symbols[0].tolist()
 
 
-def test_the_words_are_as_many_as_the_entropy_asks_for() -> None:
+def test_the_number_of_words_matches_the_entropy() -> None:
     symbols = skewed(4, 1 << 15, 256, 3)
     counts = numpy.stack([numpy.bincount(row, minlength=256) for row in symbols])
     tables, lengths = rans.frequencies(counts), numpy.full(4, 1 << 15)
@@ -78,7 +78,7 @@ def test_the_words_are_as_many_as_the_entropy_asks_for() -> None:
     assert (bits < 1.005 * entropy + 64).all()
 
 
-def test_the_largest_chunk_has_words_that_16_bits_count() -> None:
+def test_the_word_count_of_the_largest_chunk_fits_in_16_bits() -> None:
     tables = numpy.ones((1, 256), numpy.int64)
     tables[0, 255] = rans.TOTAL - 255
     symbols = numpy.arange(rans.MAX_SYMBOLS, dtype=numpy.int64)[None] % 255
@@ -91,7 +91,7 @@ def test_the_largest_chunk_has_words_that_16_bits_count() -> None:
     [[0, 0, 0], [1, 0, 0], [1, 1, 1], [10**12, 1, 0], [3, *[0] * 100, 1], [*range(256)], [10**9, *[1] * 255], [*[400] * 128, *[1] * 128]],
     ids=str,
 )
-def test_frequencies_sum_and_leave_no_symbol_out(counts: list[int]) -> None:
+def test_frequencies_have_the_right_sum_and_include_every_symbol(counts: list[int]) -> None:
     given_counts = numpy.array([counts, counts[::-1]], numpy.int64)
     found = rans.frequencies(given_counts)
     assert (found.sum(1) == rans.TOTAL).all()
@@ -99,13 +99,13 @@ def test_frequencies_sum_and_leave_no_symbol_out(counts: list[int]) -> None:
     assert (found[given_counts == 0].sum() == 0) or not any(counts)
 
 
-def test_a_symbol_without_a_frequency_has_no_price() -> None:
+def test_a_symbol_without_a_frequency_cannot_be_encoded() -> None:
     counts, tables = numpy.array([[3, 1], [4, 0]]), numpy.array([[4096, 0], [4096, 0]])
     assert rans.cost_bits(counts, tables).tolist() == [numpy.inf, 0.0]
 
 
 @given(st.data())
-def test_any_words_and_states_are_safe_and_told_apart(data: st.DataObject) -> None:
+def test_arbitrary_words_and_states_are_decoded_safely(data: st.DataObject) -> None:
     """Every change of a state or word is detected: with these tables, the symbols have only one encoding."""
     seed = data.draw(st.integers(0, 99))
     symbols = skewed(3, 150, 32, seed)

@@ -28,7 +28,7 @@ def test_round_trip(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", TORCH)
-def test_every_bit_of_a_value_of_the_stored_type_is_kept(dtype: str) -> None:
+def test_values_of_the_stored_dtype_are_stored_bit_for_bit(dtype: str) -> None:
     size = torch.empty(0, dtype=TORCH[dtype]).element_size()
     stored = b"".join(bits.to_bytes(size, "little") for bits in SPECIAL_BITS[dtype] * 8)
     x = torch.frombuffer(bytearray(stored), dtype=TORCH[dtype]).reshape(1, 2, 4, 9)
@@ -39,7 +39,7 @@ def test_every_bit_of_a_value_of_the_stored_type_is_kept(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TORCH)
-def test_nan_and_infinity_of_binary32_stay_what_they_are(dtype: str) -> None:
+def test_binary32_nan_and_infinity_are_kept(dtype: str) -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1.0] * 20).reshape(1, 1, 20, 5)
     codec = Raw(5, dtype)
     decoded = codec.decode(codec.encode(x))

@@ -79,7 +79,7 @@ def check(cache: kvpack.Cache, expected: list[list[int]], begin: int = 0) -> Non
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_keys_choose_for_both_sides(recipe: str, tmp_path: Path) -> None:
+def test_keys_select_raw_tokens_for_both_sides(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(), recipe)
     check(cache, EXPECTED)
     kvpack.save(cache, tmp_path / "x")
@@ -88,7 +88,7 @@ def test_the_keys_choose_for_both_sides(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_parts_of_a_cache_count_positions_anew(recipe: str, tmp_path: Path) -> None:
+def test_positions_are_relative_to_parts_of_a_cache(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(), recipe)
     cut = cache[:, 128:TOKENS]
     check(cut, [[2, 72], []], 128)
@@ -104,7 +104,7 @@ def test_parts_of_a_cache_count_positions_anew(recipe: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_part_is_encoded_as_it_is_in_the_whole(recipe: str) -> None:
+def test_parts_are_encoded_like_the_complete_cache(recipe: str) -> None:
     """First tokens are counted from the start of the sequence, and pages begin at multiples of their size."""
     first, second = kvpack.pack(pairs(0, PAGE_TOKENS), recipe), kvpack.pack(pairs(PAGE_TOKENS), recipe, start=PAGE_TOKENS)
     check(second, [[2, 72], []], PAGE_TOKENS)
@@ -112,7 +112,7 @@ def test_a_part_is_encoded_as_it_is_in_the_whole(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_tokens_that_are_added(recipe: str, tmp_path: Path) -> None:
+def test_added_raw_tokens(recipe: str, tmp_path: Path) -> None:
     """Tokens that are encoded together form a page, in which the low norms are determined."""
     cache = kvpack.pack(pairs(0, 128), recipe).append(pairs(128)).append([(x[:, :, :0], y[:, :, :0]) for x, y in pairs()])
     assert raw_of(cache[0].v) == raw_of(cache[0].k)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_tokens_that_are_added(recipe: str, tmp_path: Path) -> None:
     check(live.freeze(), EXPECTED)
 
 
-def test_without_keys_the_values_choose() -> None:
+def test_values_select_raw_tokens_if_there_are_no_keys() -> None:
     k, v = pairs()[0]
     (side,) = kvpack.pack([(None, k)], f"kv=scalar:b=2,{WORDS}")[0].sides.values()
     assert raw_of(side) == EXPECTED
@@ -134,18 +134,18 @@ def test_without_keys_the_values_choose() -> None:
     assert raw_of(kvpack.pack([(None, v)], f"kv=scalar:b=2,{WORDS}")[0].v) == [[0, 1], [0, 1]]  # type: ignore[arg-type]
 
 
-def test_values_alone_may_keep_tokens_raw() -> None:
+def test_only_values_may_have_raw_tokens() -> None:
     layer = kvpack.pack(pairs(), f"k=raw;v=scalar:b=2,{WORDS}")[0]
     assert layer.v is not None
     assert raw_of(layer.v) == EXPECTED
 
 
-def test_a_conversion_chooses_by_the_decoded_keys() -> None:
+def test_a_conversion_selects_raw_tokens_by_decoded_keys() -> None:
     cache = kvpack.pack(pairs(), "k=group:b=8,g=32;v=group:b=4,g=32").convert(f"kv=group:b=4,g=16,{WORDS}")
     assert raw_of(cache[0].k) == raw_of(cache[0].v) == EXPECTED  # type: ignore[arg-type]
 
 
-def test_the_median_of_a_page_is_the_measure() -> None:
+def test_the_threshold_depends_on_the_median_of_a_page() -> None:
     norms = torch.ones(1, 1, 3 * PAGE_TOKENS)
     norms[0, 0, PAGE_TOKENS : 2 * PAGE_TOKENS] = 10.0
     norms[0, 0, [3, PAGE_TOKENS + 3, 2 * PAGE_TOKENS + 3]] = torch.tensor([0.59, 5.9, 0.61])
@@ -159,7 +159,7 @@ def test_the_median_of_a_page_is_the_measure() -> None:
 @pytest.mark.parametrize(
     ("position", "continues", "count"), [(None, False, 3), (None, True, 0), (0, True, 3), (2, False, 1), (7, False, 0)]
 )
-def test_the_first_tokens_are_those_of_the_sequence(position: int | None, continues: bool, count: int) -> None:
+def test_first_tokens_are_those_of_the_sequence(position: int | None, continues: bool, count: int) -> None:
     chosen = RawPositions(DIM, "bf16", 3).choose(torch.ones(2, 3, 40), position, continues)
     assert torch.equal(chosen.sum(1), torch.tensor([count, count]))
 
@@ -176,7 +176,7 @@ def test_tokens_are_replaced_by_the_mean_of_their_group() -> None:
     assert not replace_tokens(x, token, sequence, chosen, 1)[chosen[:, None].expand(2, HEADS, 10)].any()
 
 
-def test_norms_are_those_of_heads_and_over_all_heads() -> None:
+def test_norms_are_computed_per_head_and_over_all_heads() -> None:
     x = torch.randn(2, HEADS, 300, DIM, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(norms_per_head(x), torch.linalg.vector_norm(x, dim=3))
     torch.testing.assert_close(norms_over_heads(norms_per_head(x)), torch.linalg.vector_norm(x, dim=(1, 3)))
@@ -201,7 +201,7 @@ def test_a_large_norm_in_one_head_is_enough(tokens: int) -> None:
     assert found.any() == (tokens > 1)
 
 
-def test_a_shared_scale_is_too_large_where_one_head_is() -> None:
+def test_a_shared_scale_is_too_large_if_one_head_dominates() -> None:
     norms = torch.ones(2, 3, 200) * torch.tensor([1.0, 20.0, 2.0])[:, None]
     # All heads are large; the small one is large, which the scale does not follow; the largest one is.
     norms[0, :, 5] *= 3
@@ -218,7 +218,7 @@ def test_a_shared_scale_is_too_large_where_one_head_is() -> None:
     assert not shared_scale_factors(norms[:, :1]).any()
 
 
-def test_a_group_is_widened_by_a_head_that_the_shared_scale_does_not_follow() -> None:
+def test_a_head_that_does_not_follow_the_shared_scale_widens_a_group() -> None:
     norms = torch.ones(1, 8, 200) * torch.arange(1.0, 9.0)[:, None]
     norms[0, 0, 5] *= 3
     norms[0, :, 6] *= 3
@@ -235,7 +235,7 @@ def test_a_group_is_widened_by_a_head_that_the_shared_scale_does_not_follow() ->
     assert not widening_factors(norms[..., 5:7] ** 4, {head_norms.TOKENS}).any()
 
 
-def test_many_tokens_with_a_large_head_are_no_outliers() -> None:
+def test_many_tokens_with_a_large_head_are_not_outliers() -> None:
     one, norms = RawPositions(DIM, "bf16", high_norm=4.0), torch.ones(1, 3, 2 * PAGE_TOKENS)
     norms[0, 0, 10:12] = norms[0, 1, 30:32] = 5.0
     assert one.choose(norms).nonzero()[:, 1].tolist() == [10, 11, 30, 31]
@@ -245,7 +245,7 @@ def test_many_tokens_with_a_large_head_are_no_outliers() -> None:
     assert one.choose(norms).nonzero()[:, 1].tolist() == [60, PAGE_TOKENS + 1]
 
 
-def test_few_tokens_of_a_page_are_worth_being_raw_for_a_shared_scale() -> None:
+def test_few_tokens_per_page_may_be_raw_for_a_shared_scale() -> None:
     chosen = torch.zeros(2, 2 * PAGE_TOKENS + 9, dtype=torch.bool)
     chosen[0, :MAX_PER_PAGE] = chosen[0, PAGE_TOKENS : PAGE_TOKENS + MAX_PER_PAGE + 1] = chosen[1, -MAX_PER_PAGE:] = True
     found = drop_crowded_pages(chosen)
@@ -280,12 +280,12 @@ def test_options_are_checked(words: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
-def test_codecs_that_lose_nothing_have_no_raw_tokens(codec: str) -> None:
+def test_lossless_codecs_have_no_raw_tokens(codec: str) -> None:
     with pytest.raises(InvalidParameter, match="does not support sidecars: leave out raw_positions"):
         kvpack.Recipe(f"kv={codec}:raw_first=1")
 
 
-def test_raw_values_that_do_not_fit() -> None:
+def test_raw_values_beyond_the_range() -> None:
     x = torch.ones(1, 1, 40, DIM)
     x[0, 0, 1, 3] = 7e4
     with pytest.raises(OutOfRange, match=r"layers\[0\]\.k: raw token 1 \(sequence 0, head 0\) has the value 70000 in channel 3"):
@@ -321,7 +321,7 @@ def test_both_ways_to_encode_agree(codec_id: str) -> None:
         ([[2, 0, 0, 0], [0, 0, 0, 0]], "an unused entry is not zero, expected zeros after the 1 used entries"),
     ],
 )
-def test_other_positions_are_refused(words: list[list[int]], message: str) -> None:
+def test_invalid_positions_are_refused(words: list[list[int]], message: str) -> None:
     one = RawPositions(DIM, "fp16")
     positions = torch.tensor(words, dtype=torch.int16).view(1, 1, -1, 4).view(torch.uint16).numpy()
     values = torch.ones(1, 1, len(words), HEADS, DIM, dtype=torch.float16).numpy()
@@ -343,7 +343,7 @@ def test_other_positions_are_refused(words: list[list[int]], message: str) -> No
         "group:b=2,g=32,rotation=hadamard,token_scale=fp16,channel_scale=fp16",
     ],
 )
-def test_an_outlier_spoils_no_other_token_and_no_other_head(keys: str, value: float) -> None:
+def test_an_outlier_affects_no_other_token_or_head(keys: str, value: float) -> None:
     k, v = torch.randn(2, 1, 2, 320, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     recipe = f"k={keys},raw_high_norm=4;v=group:b=2,g=32,raw_high_norm=4"
     usual = [(found - x).norm() for found, x in zip(kvpack.pack([(k, v)], recipe)[0].unpack(torch.float32), (k, v), strict=True)]
@@ -355,7 +355,7 @@ def test_an_outlier_spoils_no_other_token_and_no_other_head(keys: str, value: fl
         assert (decoded - x).norm() < 1.02 * error
 
 
-def test_a_token_among_zeros_is_no_outlier() -> None:
+def test_a_token_among_zeros_is_not_an_outlier() -> None:
     norms = torch.zeros(1, 2, 200)
     norms[0, 0, 7] = 1.0
     one = RawPositions(DIM, "bf16", high_norm=4.0)
@@ -364,7 +364,7 @@ def test_a_token_among_zeros_is_no_outlier() -> None:
     assert one.choose(norms).nonzero().tolist() == [[0, 7]]
 
 
-def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
+def test_pages_keep_tokens_with_high_norms_raw_if_tokens_share_scales() -> None:
     x = torch.randn(3, 2, 64, 16, generator=torch.Generator().manual_seed(0))
     x[[0, 2], :, 5] *= 0.1
     x[[1, 2], 0, 9] *= 1000
@@ -379,7 +379,7 @@ def test_pages_keep_tokens_of_high_norm_raw_where_tokens_share_scales() -> None:
 
 
 @pytest.mark.parametrize("group", [32, 1])
-def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> None:
+def test_pages_keep_tokens_raw_if_a_shared_scale_does_not_fit(group: int) -> None:
     x = torch.randn(2, 4, 64, 16, generator=torch.Generator().manual_seed(0)).sign()
     x[0, :, 5] *= 0.1
     x[:, 1, [9, 20]] *= torch.tensor([3.3, 2.5])[:, None]
@@ -389,7 +389,7 @@ def test_pages_keep_tokens_raw_that_a_shared_scale_does_not_fit(group: int) -> N
     assert [(slots.wanted & ~slots.chosen).sum(2).T.tolist() for slots in (alone, shared)] == [[[0, 0]] * 2, [[1, 1], [0, 0]]]
 
 
-def test_positions_are_put_over_flags() -> None:
+def test_positions_and_flags_can_be_combined() -> None:
     """For a token in both sidecars, the positions take precedence, in both ways to encode."""
     from kvpack.coding.encoding import encode
 
@@ -400,7 +400,7 @@ def test_positions_are_put_over_flags() -> None:
 
 
 @pytest.mark.parametrize("words", ["scalar:b=2", "octahedral:b=3", "group:b=2,g=32", "group:b=2,g=32,axis=channel", "polar:b=3"])
-def test_groups_without_their_raw_tokens_are_encoded_alone(words: str) -> None:
+def test_groups_are_encoded_without_their_raw_tokens(words: str) -> None:
     """The streams equal those of all values without the raw tokens, even in the partial last group."""
     from kvpack.coding.encoding import encode
 

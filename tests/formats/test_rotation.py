@@ -31,7 +31,7 @@ def paley(order: int) -> numpy.ndarray:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_hadamard_matrices_are_orthogonal_and_as_defined(order: int) -> None:
+def test_hadamard_matrices_are_orthogonal_and_match_their_definition(order: int) -> None:
     matrix = numpy.array(hadamard(order), dtype=numpy.float64)
     assert set(numpy.unique(matrix)) <= {-1.0, 1.0}
     assert numpy.array_equal(matrix @ matrix.T, order * numpy.eye(order))
@@ -43,7 +43,7 @@ def test_hadamard_matrices_are_orthogonal_and_as_defined(order: int) -> None:
 
 
 @pytest.mark.parametrize("order", [order for order in range(-2, MAX_DIM + 2) if order not in ORDERS and order % 37 in (0, 3, 36)], ids=str)
-def test_other_orders_are_refused(order: int) -> None:
+def test_unsupported_orders_are_refused(order: int) -> None:
     with pytest.raises(InvalidParameter, match=rf"no Hadamard rotation of head dim {order}, expected 2\^k, or 2\^k times 12, "):
         hadamard(order)
     with pytest.raises(InvalidParameter, match=f"head dim {order}"):
@@ -58,7 +58,7 @@ def test_an_unknown_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", HEAD_DIMS, ids=str)
-def test_rotations_follow_the_formula_and_reverse(kind: str, dim: int) -> None:
+def test_rotations_follow_the_formula_and_are_reversible(kind: str, dim: int) -> None:
     rotation = Rotation(kind, dim, seed=1234567)
     x = torch.randn(2, 3, 5, dim, generator=torch.Generator().manual_seed(dim))
     formula = torch.eye(dim, dtype=torch.float64)
@@ -86,12 +86,12 @@ def test_the_tolerance_holds_for_the_worst_inputs(dim: int) -> None:
 
 @settings(max_examples=12)
 @given(st.integers(0, 2**64 - 1), st.sampled_from(HEAD_DIMS))
-def test_a_signed_rotation_is_the_plain_one_of_signed_values(seed: int, dim: int) -> None:
+def test_a_signed_rotation_is_a_plain_one_of_signed_values(seed: int, dim: int) -> None:
     x = torch.randn(4, dim, generator=torch.Generator().manual_seed(seed % 2**32))
     flipped = x * torch.tensor(signs(seed, dim))
     assert torch.allclose(Rotation("signed-hadamard", dim, seed).forward(x), Rotation("hadamard", dim).forward(flipped), atol=1e-5)
 
 
-def test_rotating_nothing_gives_nothing() -> None:
+def test_rotating_empty_tensors_gives_empty_tensors() -> None:
     rotation = Rotation("hadamard", 80)
     assert rotation.inverse(rotation.forward(torch.zeros(1, 2, 0, 80))).shape == (1, 2, 0, 80)

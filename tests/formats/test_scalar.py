@@ -56,7 +56,7 @@ def magnitudes(table: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize("dim", [3, 64, 80, 128, 1024])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_magnitudes_are_the_means_of_what_is_nearest(bits: int, dim: int) -> None:
+def test_magnitudes_are_the_means_of_their_cells(bits: int, dim: int) -> None:
     """Checks Lloyd's condition with OCTOPUS Eq. 3 as printed in the paper."""
     table = magnitudes(coordinate_table(dim, 2 ** (bits - 1)))
     points = (np.arange(1 << 20) + 0.5) / (1 << 20)
@@ -68,12 +68,12 @@ def test_magnitudes_are_the_means_of_what_is_nearest(bits: int, dim: int) -> Non
 
 
 @pytest.mark.parametrize(("dim", "mean"), [(2, 2 / math.pi), (3, 0.5), (4, 4 / (3 * math.pi)), (5, 3 / 8)])
-def test_one_magnitude_is_the_mean_of_all(dim: int, mean: float) -> None:
+def test_a_single_magnitude_is_the_overall_mean(dim: int, mean: float) -> None:
     """This includes dim 2, where the density has a pole."""
     assert magnitudes(coordinate_table(dim, 1)) == pytest.approx([mean], abs=1e-6)
 
 
-def test_the_magnitudes_of_three_bits_are_these() -> None:
+def test_known_magnitudes_of_three_bits() -> None:
     """Changing these numbers would change what every writer stores by default. They are close to Max's for a normal density."""
     found = magnitudes(coordinate_table(128, 4))
     np.testing.assert_allclose(found, [0.02160431, 0.06658561, 0.11813977, 0.18839718], atol=2e-7)
@@ -95,7 +95,7 @@ def test_the_magnitudes_of_three_bits_are_these() -> None:
     ],
     ids=str,
 )
-def test_accuracy_is_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
+def test_accuracy_equals_the_papers(words: dict[str, object], error: float, cosine: float) -> None:
     """OCTOPUS Table 1, Gaussian keys, d = 128; with two widths, the error is the mean of both."""
     codec, x = scalar(**words, norm_rule="norm"), keys(1, 2, 2048, 128)
     decoded = codec.decode(codec.encode(x))
@@ -104,13 +104,13 @@ def test_accuracy_is_the_papers(words: dict[str, object], error: float, cosine: 
 
 
 @pytest.mark.parametrize("bits", [5, 6, 7, 8])
-def test_every_bit_more_quarters_the_error(bits: int) -> None:
+def test_every_additional_bit_quarters_the_error(bits: int) -> None:
     x = keys(1, 1, 512, 128)
     errors = [(codec.decode(codec.encode(x)) - x).square().mean().item() for codec in (scalar(b=bits - 1), scalar(b=bits))]
     assert 3.5 < errors[0] / errors[1] < 4.1
 
 
-def test_accuracy_does_not_depend_on_the_length_of_keys() -> None:
+def test_accuracy_does_not_depend_on_key_norms() -> None:
     codec, x = scalar(b=3, norm="fp32"), keys(1, 1, 64, 128)
     for factor in (2.0**-110, 2.0**-20, 2.0**20, 2.0**110):
         decoded = codec.decode(codec.encode(x * factor)) / factor
@@ -135,7 +135,7 @@ def test_scaled_rounding_needs_the_unbiased_factor(words: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
+def test_scaled_rounding_selects_the_nearest_direction(bits: int) -> None:
     """The codes with the largest cosine among those of each multiple of a token are stored; zeros stay zeros."""
     codec = scalar(16, b=bits, rotation="none", norm="fp32", rounding="scaled")
     x = keys(1, 1, 500, 16)
@@ -152,7 +152,7 @@ def test_scaled_rounding_takes_the_nearest_direction(bits: int) -> None:
     assert (found - torch.stack(cosines).amax(0)).abs().max() < 1e-6
 
 
-def test_scaled_rounding_is_decided_where_cosines_differ_by_less_than_their_sums_are_accurate_to() -> None:
+def test_scaled_rounding_decides_near_ties_like_exact_arithmetic() -> None:
     """Rows with permuted channels have different binary32 sums, but the same codes."""
     codec, x = scalar(64, b=8, rotation="none", norm="fp32", rounding="scaled"), keys(1, 1, 2000, 64)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
@@ -176,7 +176,7 @@ def test_every_code_is_the_nearest(bits: int) -> None:
 # Two alphabets
 
 
-def test_the_high_channels_are_the_ones_that_are_set() -> None:
+def test_high_channels_are_the_selected_ones() -> None:
     codec = with_high_channels(scalar(16, b=1, high=8, share=3, rotation="none", norm_rule="norm"), {2, 9, 15})
     x = keys(1, 2, 50, 16)
     error = (codec.decode(codec.encode(x)) - x).square().mean((0, 1, 2))
@@ -186,7 +186,7 @@ def test_the_high_channels_are_the_ones_that_are_set() -> None:
     assert error[~high].min() > 0.1
 
 
-def test_each_width_codes_its_channels_as_if_alone() -> None:
+def test_each_width_encodes_its_channels_independently() -> None:
     both = with_high_channels(scalar(24, b=2, high=5, share=4, rotation="hadamard", norm_rule="norm"), {0, 7, 8, 23})
     low, high = (scalar(24, b=bits, rotation="hadamard", norm_rule="norm") for bits in (2, 5))
     x = keys(2, 1, 9, 24)
@@ -220,7 +220,7 @@ def test_half_of_the_channels_are_high_by_default() -> None:
     ],
     ids=str,
 )
-def test_stored_bits_at_128_are_these(words: dict[str, object], row_bytes: dict[str, int], bits: float) -> None:
+def test_known_stored_bits_at_128(words: dict[str, object], row_bytes: dict[str, int], bits: float) -> None:
     codec = scalar(**words)
     streams = codec.encode(keys(1, 1, 4, 128))
     assert {name: packing.row_bytes for name, packing in codec.packings().items()} == row_bytes
@@ -228,7 +228,7 @@ def test_stored_bits_at_128_are_these(words: dict[str, object], row_bytes: dict[
     assert codec.nominal_bits == bits - (32 if words.get("norm") == "fp32" else 16) / 128
 
 
-def test_the_table_of_the_spec_is_what_is_stored() -> None:
+def test_the_table_in_the_specification_is_stored() -> None:
     rows = re.findall(r"^\| (\d) \| (?:none|(\d+) of (\d) bits) \| (\d+) \| ([\d.]+) \|$", SPEC.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) == 4
     for bits, share, high, expected, bits_a_value in rows:
@@ -252,7 +252,7 @@ def test_streams_have_the_declared_layout(words: dict[str, object], norm: str) -
     codec.check(arrays(streams), "0.k")
 
 
-def test_codes_move_between_packings_without_loss() -> None:
+def test_codes_are_repacked_losslessly() -> None:
     codec = scalar(64, b=2, high=3)
     other = replace(codec, fields=(("codes", 4), ("codes_high", 5)))
     streams = codec.encode(keys(1, 2, 9, 64))
@@ -277,21 +277,21 @@ def test_every_head_dim(dim: int, words: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("dim", [2, 3, 5, 7, 100, 1023])
-def test_head_dims_without_a_rotation_are_coded_as_they_are(dim: int) -> None:
+def test_head_dims_without_a_rotation_are_encoded_without_one(dim: int) -> None:
     codec, x = scalar(dim, b=6, rotation="none"), keys(1, 1, 20, dim)
     assert (codec.decode(codec.encode(x)) - x).square().mean() < 0.002
 
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_every_kind_of_contents(kind: str, norm: str) -> None:
+def test_all_kinds_of_values(kind: str, norm: str) -> None:
     for rotation, words in itertools.product(("none", "signed-hadamard"), ({"b": "2"}, {"b": "6"}, {"b": "1", "high": "2"})):
         accepted = check_round_trip(create("scalar", 40, norm=norm, rotation=rotation, **words), contents(kind, (2, 3, 7, 40), seed=1))
         assert accepted or kind == "large"
 
 
 @pytest.mark.parametrize("norm", ["fp16", "fp32"])
-def test_zero_tokens_decode_to_exactly_zero_among_others(norm: str) -> None:
+def test_zero_tokens_among_others_decode_to_exact_zeros(norm: str) -> None:
     codec, x = scalar(b=2, high=3, norm=norm), keys(1, 2, 6, 128)
     x[0, 1, 3] = 0
     decoded = codec.decode(codec.encode(x))
@@ -304,7 +304,7 @@ def test_zero_tokens_decode_to_exactly_zero_among_others(norm: str) -> None:
 
 @pytest.mark.parametrize("value", [1e-45, 1e-39, 1e-30, 3e-5, 1.0, 5e3, 1e20, 2.9e37], ids=str)
 @pytest.mark.parametrize("pattern", ["constant", "one channel", "normal"])
-def test_any_finite_size_is_coded_with_fp32_norms(value: float, pattern: str) -> None:
+def test_finite_values_of_any_size_are_encoded_with_fp32_norms(value: float, pattern: str) -> None:
     codec = scalar(b=4, norm="fp32")
     patterns = {"constant": torch.ones(2, 128), "one channel": torch.eye(2, 128), "normal": keys(2, 128).clamp(-1, 1)}
     x = patterns[pattern][None, None] * value
@@ -314,7 +314,7 @@ def test_any_finite_size_is_coded_with_fp32_norms(value: float, pattern: str) ->
     assert (decoded.double() - x.double()).norm() <= 0.2 * x.double().norm() + 2.0**-126
 
 
-def test_a_norm_beyond_binary16_is_refused_by_name_and_place() -> None:
+def test_errors_give_name_and_position_of_a_norm_beyond_binary16() -> None:
     x = keys(1, 2, 3, 128)
     x[0, 1, 2] *= 1e4
     with pytest.raises(OutOfRange, match=r"norm of a token at \[0, 1, 2\] is .*largest binary16 is 65504"):
@@ -326,7 +326,7 @@ def test_a_norm_beyond_binary16_is_refused_by_name_and_place() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2049])
 @pytest.mark.parametrize("words", [{"b": 3}, {"b": 2, "high": 6}], ids=str)
-def test_any_number_of_tokens_is_coded_token_by_token(tokens: int, words: dict[str, object]) -> None:
+def test_encoding_tokens_together_or_one_by_one_agrees(tokens: int, words: dict[str, object]) -> None:
     codec, x = scalar(64, rotation="none", **words), keys(1, 1, tokens, 64)
     streams = codec.encode(x)
     assert codec.decode(streams).shape == x.shape
@@ -335,14 +335,14 @@ def test_any_number_of_tokens_is_coded_token_by_token(tokens: int, words: dict[s
         assert all(torch.equal(streams[name][:, :, -1:], last[name]) for name in last)
 
 
-def test_strided_input_is_coded_like_its_copy() -> None:
+def test_strided_input_is_encoded_like_contiguous_input() -> None:
     codec, x = scalar(64, b=2, high=3), keys(2, 5, 3, 64).transpose(1, 2)
     streams, expected = codec.encode(x), codec.encode(x.contiguous())
     assert all(torch.equal(streams[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("rotation", ["none", "signed-hadamard"])
-def test_the_input_is_left_alone(rotation: str) -> None:
+def test_the_input_is_not_modified(rotation: str) -> None:
     x = keys(1, 1, 9, 128)
     for words in ({"b": 3}, {"b": 2, "high": 3}):
         scalar(rotation=rotation, **words).encode(x)
@@ -365,7 +365,7 @@ def test_round_trip(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("words", WIDTHS, ids=str)
-def test_parameters_survive_the_header(words: dict[str, object]) -> None:
+def test_parameters_are_restored_from_the_header(words: dict[str, object]) -> None:
     codec = scalar(80, norm="fp32", rotation="hadamard", seed=7, **words)
     params = codec.params()
     assert params.pop("id") == "scalar"
@@ -376,7 +376,7 @@ def test_parameters_survive_the_header(words: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 6])
-def test_a_file_may_carry_tables_of_its_own(bits: int) -> None:
+def test_a_file_may_have_its_own_tables(bits: int) -> None:
     own = np.linspace(0, 0.5, 2 ** (bits - 1)).astype("<f4")
     codec = replace(scalar(64, b=bits, rotation="none"), magnitude_table=own.tobytes())
     x = keys(1, 1, 3, 64)
@@ -468,7 +468,7 @@ def test_options_out_of_range_are_refused(words: dict[str, Any], message: str) -
     ],
     ids=["spare bit", "spare bit of the high codes", "infinity", "NaN"],
 )
-def test_streams_that_no_writer_may_make_are_refused(words: dict[str, Any], stream: str, word: int, message: str) -> None:
+def test_streams_that_no_writer_may_produce_are_refused(words: dict[str, Any], stream: str, word: int, message: str) -> None:
     codec = scalar(63, rotation="none", **words)
     stored = arrays(codec.encode(keys(1, 2, 3, 63)))
     codec.check(stored, "0.k")
@@ -483,7 +483,7 @@ def test_streams_that_no_writer_may_make_are_refused(words: dict[str, Any], stre
 
 @pytest.mark.parametrize("dim", [80, 128])
 @pytest.mark.parametrize("words", WIDTHS, ids=str)
-def test_decoding_is_the_specs_steps_within_its_tolerance(dim: int, words: dict[str, object]) -> None:
+def test_decoding_follows_the_specification_within_its_tolerance(dim: int, words: dict[str, object]) -> None:
     codec = scalar(dim, norm="fp32", **words)
     if codec.bits_high:
         codec = with_high_channels(codec, set(range(1, dim, dim // codec.packings()["codes_high"].symbols)))
@@ -502,7 +502,7 @@ def test_decoding_is_the_specs_steps_within_its_tolerance(dim: int, words: dict[
     assert (np.abs(found - frame) <= 2.0**-20 * np.array(norms)[:, None]).all()
 
 
-def test_the_worked_example_of_the_spec_is_what_the_code_does() -> None:
+def test_the_worked_example_of_the_specification() -> None:
     (block,) = re.findall(r"```example\n(.*?)```", SPEC.read_text(encoding="utf-8"), re.DOTALL)
     lines = dict(line.split(": ", 1) for line in block.strip().splitlines())
     binary = {name: bytes.fromhex(lines[name]) for name in ("high_channels", "magnitude_table", "high_magnitude_table")}

@@ -63,7 +63,7 @@ def test_decoding_is_exact_for_any_valid_streams(bits: int, axis: str) -> None:
     assert numpy.array_equal(codec.decode_frame(streams).numpy(), expected)
 
 
-def test_a_codec_with_pairs_decodes_to_the_same_bits() -> None:
+def test_a_codec_with_pairs_decodes_identically() -> None:
     codec = group(80, token_scale="fp16", rotation="hadamard")
     streams = codec.encode(contents("gaussian", (1, 2, 45, 80), seed=1))
     plain, pairs = codec.with_fp16_scales(streams)
@@ -75,13 +75,13 @@ def test_a_codec_with_pairs_decodes_to_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("words", [{}, {"side": "v"}, {"rotation": "hadamard", "token_scale": "fp16"}, {"b": 4}], ids=str)
-def test_eight_bits_cost_less_than_two_percent_of_the_error(words: dict[str, Any]) -> None:
+def test_eight_bit_scales_increase_the_error_by_less_than_two_percent(words: dict[str, Any]) -> None:
     x = contents("gaussian", (1, 4, 512, 128), seed=2)
     ratio = error(group(128, **words), x).mean() / error(group(128, **words, scales="fp16"), x).mean()
     assert 0.99 < ratio < 1.01
 
 
-def test_channels_beside_outlier_channels_keep_their_precision() -> None:
+def test_channels_next_to_outlier_channels_keep_their_precision() -> None:
     x = contents("gaussian", (1, 4, 512, 128), seed=3)
     x[..., [3, 67]] *= 30
     x[..., 10] += 40
@@ -91,7 +91,7 @@ def test_channels_beside_outlier_channels_keep_their_precision() -> None:
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_groups_far_smaller_than_the_largest_are_off_by_little_of_it(axis: str) -> None:
+def test_much_smaller_groups_have_errors_relative_to_the_largest(axis: str) -> None:
     x = contents("gaussian", (1, 2, 320, 64), seed=4)
     sizes = torch.exp2(torch.randint(-20, 10, (320,), generator=torch.Generator().manual_seed(4)).float())
     x = x * (sizes[:, None] if axis == "channel" else sizes[:64])
@@ -104,7 +104,7 @@ def test_groups_far_smaller_than_the_largest_are_off_by_little_of_it(axis: str) 
     assert (plain.encode(x)["scales"][..., 0][lost].abs() < largest * 2.0**-16).all()
 
 
-def test_zeros_beside_other_groups_stay_near_zero() -> None:
+def test_zeros_next_to_other_groups_stay_near_zero() -> None:
     codec = group(side="v")
     assert not codec.decode(codec.encode(torch.zeros(1, 2, 33, 64))).any()
     x = contents("gaussian", (1, 2, 40, 64), seed=5)
@@ -121,7 +121,7 @@ def test_zeros_beside_other_groups_stay_near_zero() -> None:
     ],
     ids=["centre", "scale"],
 )
-def test_a_value_too_large_is_refused(value: float | None, message: str) -> None:
+def test_a_value_that_is_too_large_is_refused(value: float | None, message: str) -> None:
     x = torch.zeros(1, 1, 16, 40)
     x[..., 5] = 40000.0 * torch.tensor([1.0, -1.0] * 8) if value is None else value
     with pytest.raises(OutOfRange, match=message):
@@ -156,7 +156,7 @@ def test_ranges_that_no_writer_produces_are_refused(place: tuple[int, ...], valu
         codec.check(arrays, "x")
 
 
-def test_the_parameter_is_stored_only_when_it_is_not_the_default() -> None:
+def test_the_parameter_is_stored_only_if_it_is_not_the_default() -> None:
     assert "scale_dtype" not in group(scales="fp16").params()
     params = group().params()
     assert list(params)[-1] == "scale_dtype"
@@ -180,7 +180,7 @@ def range_after(codec: Group, x: torch.Tensor, before: torch.Tensor | None) -> t
     return codec.begin(run, None if before is None else {"scale_range": before}).streams["scale_range"]
 
 
-def test_a_range_is_kept_while_new_values_fit_and_widened_when_they_do_not() -> None:
+def test_a_range_is_kept_while_new_values_fit_and_otherwise_widened() -> None:
     codec = group(side="v")
     x = contents("gaussian", (1, 2, 256, 64), seed=7)
     first = range_after(codec, x, None)
@@ -197,7 +197,7 @@ def test_a_range_is_kept_while_new_values_fit_and_widened_when_they_do_not() -> 
     assert not empty.any()
 
 
-def test_a_range_is_measured_over_all_blocks_of_a_run() -> None:
+def test_a_range_covers_all_blocks_of_a_run() -> None:
     codec = group(side="v")
     x = contents("gaussian", (1, 2, 256, 64), seed=8)
     x[:, :, 200] *= 50
@@ -206,7 +206,7 @@ def test_a_range_is_measured_over_all_blocks_of_a_run() -> None:
     assert not torch.equal(codec.encode(x[:, :, :128])["scale_range"], whole)
 
 
-def test_tokens_appended_one_by_one_need_few_runs() -> None:
+def test_appending_token_by_token_needs_few_runs() -> None:
     (k, v), tokens = random_pairs(1, 300, seed=9)[0], 300
     cache = kvpack.pack([(k[:, :, :1], v[:, :, :1])], "kv=group:b=2,g=32,scales=u8")
     for token in range(1, tokens):
@@ -221,19 +221,19 @@ def test_tokens_appended_one_by_one_need_few_runs() -> None:
         assert errors[0] < 1.05 * errors[1]
 
 
-def test_the_largest_code_is_a_finite_binary16() -> None:
+def test_the_largest_code_decodes_to_a_finite_binary16_number() -> None:
     widest = torch.tensor([[[[255 / 255, 0.0, 510 / 255, -255.0]]]], dtype=torch.float16)
     scale_range.check({"scale_range": widest.numpy()}, "x")
     pair = scale_range.decode_pairs(torch.full((1, 1, 1, 1, 2), 255, dtype=torch.uint8), widest)
     assert pair.flatten().tolist() == [65024.0, 65024.0]
 
 
-def test_values_below_the_smallest_binary16_lose_a_rounding_of_it() -> None:
+def test_values_below_the_smallest_binary16_number_are_rounded_to_it() -> None:
     x = contents("gaussian", (1, 2, 1, 20), 3) * torch.tensor([2.0**-24, 30.0])[:, None, None]
     check_round_trip(group(20, b=1, g=4, axis="token"), x)
 
 
-def test_signs_of_small_tokens_beside_a_large_one_of_their_group() -> None:
+def test_signs_of_small_tokens_in_a_group_with_a_large_one() -> None:
     exponents = torch.full((128, 1), -20.0)
     exponents[::4] = 9
     x = contents("gaussian", (1, 2, 128, 112), 1) * torch.exp2(exponents)

@@ -62,7 +62,7 @@ def same(found: kvpack.Cache, expected: kvpack.Cache) -> bool:
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("x", CONTENTS.values(), ids=CONTENTS)
-def test_any_contents_are_kept_through_files_appends_and_conversions(x: torch.Tensor, recipe: str, tmp_path: Path) -> None:
+def test_any_values_survive_files_appends_and_conversions(x: torch.Tensor, recipe: str, tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
 
     def saved(cache: kvpack.Cache, *, compress: bool = False) -> kvpack.Cache:
@@ -85,13 +85,13 @@ def test_any_contents_are_kept_through_files_appends_and_conversions(x: torch.Te
         saved(kvpack.concat([cache, kvpack.pack([(2 * x, x)], recipe, start=cache.stop)]))
 
 
-def test_when_every_token_is_raw_nothing_is_lost() -> None:
+def test_nothing_is_lost_if_every_token_is_raw() -> None:
     x = values(2, 2, 70, DIM).to(torch.bfloat16)
     cache = kvpack.pack([(x, x)], RECIPES["every token raw"])
     assert all(torch.equal(side, x.float()) for side in dense(cache))
 
 
-def test_chunks_of_zeros_do_not_move_the_threshold_of_outliers() -> None:
+def test_zero_chunks_do_not_change_the_threshold_of_outliers() -> None:
     codec = create("scalar", DIM, b="2", outliers="3")
     x = values(1, 2, 40, DIM)
     padded = torch.cat([x, torch.zeros(1, 2, 200, DIM)], 2)
@@ -100,7 +100,7 @@ def test_chunks_of_zeros_do_not_move_the_threshold_of_outliers() -> None:
     assert torch.equal(among["outliers"], alone["outliers"])
 
 
-def test_chunks_that_binary16_cannot_hold_are_left_to_the_codec() -> None:
+def test_chunks_beyond_binary16_are_left_to_the_codec() -> None:
     x = values(1, 1, 40, DIM) * 1e-8
     x[0, 0, 7, 8:12] *= 100
     with_outliers, alone = (create("quaternion", DIM, s="24", r="6", norm="fp32", **words) for words in ({"outliers": "3"}, {}))
@@ -150,7 +150,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("token", "value", "words", "message"), PLACES.values(), ids=PLACES)
-def test_messages_name_the_place(token: int, value: float, words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_give_the_position(token: int, value: float, words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BLOCK_VALUES", 1)
     x = values(2, 3, 300, DIM)
     x[1, 2, token, 9] = value
@@ -169,7 +169,7 @@ def test_raw_tokens_are_replaced_within_their_token_group() -> None:
     assert (groups <= alone["scales"][:, :, :, :, 0]).all(), "a token that is not encoded widens no group"
 
 
-def test_the_command_line_knows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_supports_sidecars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = values(1, 2, 80, DIM)
     cache = kvpack.pack([(x, x)], RECIPES["all"])
     for name, part in (("whole", cache), ("empty", cache[:, :0])):
@@ -189,7 +189,7 @@ def test_the_command_line_knows_them(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["verify", str(tmp_path / "whole.kvpack")]) == 1
 
 
-def test_another_recipe_of_the_same_codec_keeps_what_is_packed() -> None:
+def test_another_recipe_with_the_same_codec_keeps_packed_values() -> None:
     x = values(1, 2, 80, DIM)
     cache = kvpack.pack([(x, x)], "kv=scalar:b=2,outliers=3")
     assert cache.convert("kv=scalar:b=2,outliers=9")[0].k.runs[0] is cache[0].k.runs[0]

@@ -46,7 +46,7 @@ def side_values(cache: kvpack.Cache) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_files_hold_them_and_attention_uses_them(recipe: str, tmp_path: Path) -> None:
+def test_files_store_sidecars_and_attention_uses_them(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(300), recipe)
     path = tmp_path / "x.kvpack"
     assert kvpack.save(cache, path) == cache.nbytes
@@ -60,7 +60,7 @@ def test_files_hold_them_and_attention_uses_them(recipe: str, tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:.*lose precision:kvpack.KvpackWarning")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_caches_are_cut_grown_and_converted_without_a_loss(recipe: str, tmp_path: Path) -> None:
+def test_caches_are_sliced_appended_and_converted_losslessly(recipe: str, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(128), recipe)
     for seed, tokens in enumerate((77, 1, 50), 5):
         cache = cache.append(pairs(tokens, seed))
@@ -77,7 +77,7 @@ def test_caches_are_cut_grown_and_converted_without_a_loss(recipe: str, tmp_path
 
 
 @pytest.mark.parametrize("recipe", ["kv=octahedral:b=3,channel_scale=fp16", "kv=quaternion:s=24,r=3,channel_scale=fp16,outliers=3"])
-def test_what_is_appended_takes_the_scale_of_its_side_and_joins_it(recipe: str) -> None:
+def test_appended_tokens_use_the_scale_of_their_side(recipe: str) -> None:
     cache = kvpack.pack(pairs(100), recipe)
     for seed in range(20):
         cache = cache.append(pairs(3, seed + 5))
@@ -92,7 +92,7 @@ def test_what_is_appended_takes_the_scale_of_its_side_and_joins_it(recipe: str) 
 @pytest.mark.parametrize(
     ("codec_id", "words"), [("octahedral", {"b": "3"}), ("scalar", {"b": "3"}), ("group", {"b": "2", "rotation": "hadamard"})]
 )
-def test_channel_scale_saves_rotated_keys_with_outlier_channels(codec_id: str, words: dict[str, str]) -> None:
+def test_channel_scale_protects_rotated_keys_with_outlier_channels(codec_id: str, words: dict[str, str]) -> None:
     x = with_outlier_channels(keys(256))
     small = x.clone()
     small[..., [5, 37]] = 0
@@ -108,7 +108,7 @@ def test_channel_scale_saves_rotated_keys_with_outlier_channels(codec_id: str, w
     assert errors[1] < 2 * ordinary
 
 
-def test_the_rule_of_channel_scale() -> None:
+def test_rule_of_channel_scale() -> None:
     x = keys(512) * torch.linspace(0.5, 1.5, 64)
     x[..., 7] *= 50
     scale = codec("octahedral", b="3", channel_scale="fp32").encode(x)["channel_scale"]
@@ -147,7 +147,7 @@ def test_one_token_does_not_scale_a_channel_of_all_others(value: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 40, 300])
-def test_the_scale_does_not_depend_on_how_a_run_is_cut(tokens: int) -> None:
+def test_the_scale_does_not_depend_on_how_a_run_is_divided(tokens: int) -> None:
     x = torch.randn(1, 2, tokens, 16, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 17)
     cuts = [x.split(size, 2) for size in (tokens, 7, 16, 33)]
     scale = ChannelScale(16, "fp16")
@@ -171,7 +171,7 @@ def test_qjl_makes_inner_products_unbiased() -> None:
         assert slopes[found] == pytest.approx(1, abs=0.03), found
 
 
-def test_the_estimator_of_qjl() -> None:
+def test_estimator_of_qjl() -> None:
     one, base = codec("scalar", b="2", qjl="fp32"), codec("scalar", b="2", norm_rule="norm")
     x = keys(7)
     streams = one.encode(x)
@@ -187,7 +187,7 @@ def test_the_estimator_of_qjl() -> None:
     torch.testing.assert_close(one.decode_frame(streams), expected, rtol=0, atol=1e-5)
 
 
-def test_outliers_are_stored_as_they_are() -> None:
+def test_outliers_are_stored_exactly() -> None:
     x = keys(200, batch=2)
     x[0, 1, 17, 8:12] *= 100
     x[1, 2, 150, 60:] *= 80
@@ -207,7 +207,7 @@ def test_outliers_are_stored_as_they_are() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*which share")
-def test_raw_tokens_are_exact_and_spoil_no_group() -> None:
+def test_raw_tokens_are_exact_and_affect_no_group() -> None:
     x = keys(128).to(torch.bfloat16).float() + 3
     x[:, :, :2] *= -20
     x[:, :, 77] *= 0.01
@@ -227,7 +227,7 @@ def test_raw_tokens_are_exact_and_spoil_no_group() -> None:
     assert sum(int(page.streams["raw_token_flags"].sum()) for page in side.runs) == 4
 
 
-def test_raw_tokens_keep_nan_only_where_a_writer_put_it() -> None:
+def test_raw_tokens_contain_nan_only_if_a_writer_stored_it() -> None:
     with pytest.raises(OutOfRange, match="raw token"):
         codec("group", b="2", sinks="1", raw_tokens="fp16").encode(keys(4) * 1e6)
 
@@ -243,7 +243,7 @@ def test_raw_tokens_keep_nan_only_where_a_writer_put_it() -> None:
         ("kv=scalar:b=2,outlier=3", "its options are b, .*outliers"),
     ],
 )
-def test_recipes_that_are_refused(recipe: str, message: str) -> None:
+def test_invalid_recipes_are_refused(recipe: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.pack(pairs(4), recipe)
 
@@ -265,13 +265,13 @@ def test_recipes_that_are_refused(recipe: str, message: str) -> None:
     ],
     ids=str,
 )
-def test_header_maps_that_are_refused(sidecars: dict[str, object]) -> None:
+def test_invalid_header_maps_are_refused(sidecars: dict[str, object]) -> None:
     params = codec("scalar", b="2").params()
     with pytest.raises(InvalidParameter):
         codec_from_params({**params, **sidecars})
 
 
-def test_dims_that_are_refused() -> None:
+def test_unsupported_dims_are_refused() -> None:
     assert codec_from_params(codec("group", 62, b="2", channel_scale="fp16").params()).dim == 62
     for words in ({"outliers": "3"}, {"qjl": "fp16"}):
         with pytest.raises(InvalidParameter):
@@ -290,7 +290,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("stream", "at", "value", "message"), BAD.values(), ids=BAD)
-def test_payloads_that_are_refused(stream: str, at: tuple[int, ...], value: float, message: str) -> None:
+def test_invalid_payloads_are_refused(stream: str, at: tuple[int, ...], value: float, message: str) -> None:
     one = codec("scalar", b="2", channel_scale="fp16", outliers="2", qjl="fp16", sinks="1", raw_tokens="fp32")
     arrays = {name: stream.numpy().copy() for name, stream in one.encode(keys(12)).items()}
     one.check(arrays, "0.k")
@@ -299,7 +299,7 @@ def test_payloads_that_are_refused(stream: str, at: tuple[int, ...], value: floa
         one.check(arrays, "0.k")
 
 
-def test_checks_of_runs_and_chunks_are_those_of_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_and_chunks_are_checked_like_the_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = create_codec("group", keys(1).shape[-1], "k", Options("group", {"b": "2", "g": "4", "channel_scale": "fp16"}))
     asked: list[Any] = []
     for name in ("run_rules", "chunk_rules"):

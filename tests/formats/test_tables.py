@@ -28,7 +28,7 @@ def kept_bytes() -> int:
     return sum(table.nbytes for table in tables._cached.values())
 
 
-def test_tables_are_kept_in_a_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_cached_within_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every seed gives a different matrix, and a header may contain any seed."""
     monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 2**20)
     x = torch.zeros(1, 1, 1, 128)
@@ -38,7 +38,7 @@ def test_tables_are_kept_in_a_bound_of_bytes(monkeypatch: pytest.MonkeyPatch) ->
     assert kept_bytes() == 2**20
 
 
-def test_the_table_used_last_is_kept_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_table_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     @tables.cache_per_device
@@ -80,5 +80,5 @@ def test_threads_share_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("module", [angle, group, octahedral, polar, quaternion, scalar], ids=lambda module: module.__name__.split(".")[-1])
-def test_packings_of_a_header_have_a_bound(module: object) -> None:
+def test_cached_header_packings_are_limited(module: object) -> None:
     assert module._packings.cache_info().maxsize == tables.MAX_CACHED_TABLES  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from support.strategies import create
 CODECS = {"octahedral": {"b": "3"}, "scalar": {"b": "2"}, "trellis": {"b": "2", "states": "256"}}
 
 
-def test_the_values_of_the_bytes_are_those_of_the_page() -> None:
+def test_byte_values_match_the_specification() -> None:
     text = section(SPEC / "packing.md", "Norms of 8 bits")
     table = torch.tensor([int(word, 16) for word in re.findall(r"`([0-9a-f]{8})`", text)], dtype=torch.int32).view(torch.float32)
     assert table.tolist() == [float(torch.tensor(2 ** (i / 16), dtype=torch.float32)) for i in range(16)]
@@ -30,7 +30,7 @@ def test_the_values_of_the_bytes_are_those_of_the_page() -> None:
     assert (largest, refused) == (round(LARGEST_LOG8, 3), round(LOG8_LIMIT, 3))
 
 
-def test_every_byte_is_that_of_its_norm_and_of_norms_near_it() -> None:
+def test_every_byte_is_the_nearest_code_of_its_norm() -> None:
     values, codes = log8_values("cpu"), torch.arange(256, dtype=torch.uint8)
     for factor in (1.0, 2 ** (0.49 / 16), 2 ** (-0.49 / 16)):
         assert torch.equal(encode_norms(values * factor, LOG8, "norm"), codes)
@@ -40,7 +40,7 @@ def test_every_byte_is_that_of_its_norm_and_of_norms_near_it() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_norm_that_does_not_fit_is_refused(codec: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_beyond_the_range_is_refused(codec: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, backend)
     words = ",".join(f"{name}={value}" for name, value in CODECS[codec].items())
     x = torch.randn(1, 1, 40, 64, generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,7 @@ def test_a_norm_that_does_not_fit_is_refused(codec: str, backend: str, monkeypat
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_byte_costs_little_precision(codec: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bytes_reduce_precision_only_slightly(codec: str, backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Codes are the same as with 16-bit norms, factors are within half a step, and C and torch store and read the same bytes."""
     monkeypatch.setenv(dispatch.VARIABLE, backend)
     words = ",".join(f"{name}={value}" for name, value in CODECS[codec].items())
@@ -75,7 +75,7 @@ def test_a_byte_costs_little_precision(codec: str, backend: str, monkeypatch: py
     assert caches[0].nbytes - caches[1].nbytes > 2 * 2 * 150 - 64
 
 
-def test_other_codecs_have_no_norms_of_8_bits() -> None:
+def test_other_codecs_have_no_8_bit_norms() -> None:
     for recipe in ("kv=quaternion:s=24,r=3,norm=log8", "kv=polar:b=3,norm=log8"):
         with pytest.raises(InvalidParameter, match="expected one of fp16, fp32"):
             kvpack.Recipe(recipe)

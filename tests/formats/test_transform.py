@@ -64,7 +64,7 @@ def parse_raw_clause(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint16)
 
 
-def test_the_worked_example() -> None:
+def test_worked_example() -> None:
     found = example()
     stated: dict[str, Any] = ast.literal_eval(found["parameters"]) | {"basis": bytes.fromhex(found["basis"])}
     names = ("dim", "basis", "layer", "side", "scope", "step", "chunk")
@@ -131,7 +131,7 @@ def test_positions_are_those_of_the_tokens(basis: Basis) -> None:
     assert layer.k.runs[-1].streams["positions"].flatten().tolist() == [1032, 0]
 
 
-def test_any_position_decodes_to_the_same_values(basis: Basis) -> None:
+def test_values_do_not_depend_on_the_position(basis: Basis) -> None:
     # The last has a group behind the largest position that there is.
     for start in (0, 70000, 2**31, 2**40 - 100, 2**32 - 5):
         cache = kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, basis), start=start)
@@ -141,7 +141,7 @@ def test_any_position_decodes_to_the_same_values(basis: Basis) -> None:
                 assert (x - found).norm() < 0.2 * x.norm()
 
 
-def test_sequences_that_rope_turns_otherwise_are_refused(basis: Basis) -> None:
+def test_sequences_with_another_rope_are_refused(basis: Basis) -> None:
     def limited(longest: int | None) -> Basis:
         frames = {place: basis.frames(*place) for place in basis.sides_with_frames()}
         turned = {place: one.rope and one.rope._replace(longest=longest) for place, one in frames.items()}
@@ -172,7 +172,7 @@ def test_attention_is_over_the_decoded_values(basis: Basis) -> None:
     torch.testing.assert_close(kvpack.attend(q, cache[1]), attention(q, k, v).float(), rtol=0, atol=1e-5)
 
 
-def test_a_file_becomes_one_that_is_attended_packed(basis: Basis, tmp_path: Path) -> None:
+def test_a_file_is_converted_to_one_that_kernels_attend(basis: Basis, tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
     kvpack.save(kvpack.pack(pairs(40), kvpack.Recipe(RECIPE, basis)), path)
     loaded = kvpack.load(path, basis=basis, recipe=kvpack.Recipe("klt-4", basis))
@@ -184,7 +184,7 @@ def test_a_file_becomes_one_that_is_attended_packed(basis: Basis, tmp_path: Path
             assert torch.equal(side.unpack(torch.float32), other.sides[name].unpack(torch.float32))
 
 
-def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> None:
+def test_an_unsuitable_basis_is_refused(basis: Basis, tmp_path: Path) -> None:
     path = tmp_path / "x.kvpack"
     kvpack.save(kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, basis)), path)
     with pytest.raises(MissingBasis, match=f"the basis {basis.digest.hex()} is needed"):
@@ -205,7 +205,7 @@ def test_a_basis_that_does_not_fit_is_refused(basis: Basis, tmp_path: Path) -> N
         codec.encode(torch.zeros(1, 2, 1, 32))
 
 
-def test_what_no_encoder_makes_is_refused_where_the_basis_is_there(basis: Basis, tmp_path: Path) -> None:
+def test_streams_that_no_encoder_produces_are_refused_if_the_basis_is_known(basis: Basis, tmp_path: Path) -> None:
     cache = kvpack.pack(pairs(20), kvpack.Recipe(RECIPE, basis))
     side = cache[0].k
     assert side is not None
@@ -222,7 +222,7 @@ def test_what_no_encoder_makes_is_refused_where_the_basis_is_there(basis: Basis,
         side.codec.check_runs(streams, (21,), "x")
 
 
-def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> None:
+def test_values_beyond_the_table_are_stored_up_to_32_bits() -> None:
     codec = with_random_frames(create("transform", 32), 0)
     x = torch.zeros(1, 1, 20, 32)
     x[0, 0, 3, 5], x[0, 0, 7, 0] = 1e6, -3e4
@@ -242,7 +242,7 @@ def test_values_beyond_the_table_are_kept_and_those_beyond_32_bits_refused() -> 
             replace(codec, source=Frames(rows, frames.scales, frames.tables)).encode(x)
 
 
-def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
+def test_recipes_give_bits_from_which_a_step_is_computed(basis: Basis) -> None:
     digest = basis.digest.hex()
     assert kvpack.Recipe("transform-0.6", basis).text == f"kv=transform:basis={digest},bits=0.6;{CALIBRATED_RAW_CLAUSE}"
     assert [basis.step(bits) for bits in (8, 4)] == sorted((basis.step(bits) for bits in (8, 4)), reverse=True)
@@ -273,7 +273,7 @@ def test_recipes_ask_for_bits_and_get_a_step(basis: Basis) -> None:
     assert basis.transform_bits(basis.step(accepted)) <= accepted
 
 
-def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed, given = tmp_path / "x.kvpack", tmp_path / "b.kvbasis"
     given.write_bytes(random_basis(SHAPES, 2, scopes=SCOPES))
     kvpack.save(kvpack.pack(pairs(20), "raw"), packed)
@@ -289,7 +289,7 @@ def test_commands_take_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense, "--basis", str(tmp_path)]) == 0
 
 
-def test_sizes_on_the_page() -> None:
+def test_sizes_in_the_specification() -> None:
     codec = Transform(128, bytes(32), 0, "v", "head", 0, 256)
     layout = codec.layout(1, 1, 256)
     assert sum(2 * numpy.prod(entry.shape) for name, entry in layout.items() if name != "words") == 134 + 2
@@ -300,7 +300,7 @@ def many(basis: Basis, sequences: int) -> kvpack.Cache:
     return kvpack.pack(pairs(40, sequences), kvpack.Recipe(RECIPE, basis))
 
 
-def test_pieces_of_sequences_decode_to_the_same_values(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_decode_to_the_same_values(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = many(basis, 5)
     whole = cache.unpack(torch.float32)
     cut = cache[:, :21].unpack(torch.float32)
@@ -319,7 +319,7 @@ def test_pieces_of_sequences_decode_to_the_same_values(basis: Basis, monkeypatch
             torch.testing.assert_close(kvpack.attend(q, layer, lengths=lengths, starts=starts), result, rtol=1e-5, atol=1e-5)
 
 
-def test_a_bounded_number_of_symbols_is_decoded_at_once(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symbols_are_decoded_in_bounded_batches(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound holds for any number of sequences and token groups: a chunk without columns takes almost no bytes."""
     cache = many(basis, 40)
     kvpack.save(cache, tmp_path / "x.kvpack")
@@ -348,7 +348,7 @@ def test_a_bounded_number_of_symbols_is_decoded_at_once(basis: Basis, tmp_path: 
         assert max(sizes) <= limit
 
 
-def test_a_wrong_chunk_is_named_in_any_piece(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_chunk_is_named_in_any_slice(basis: Basis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = many(basis, 5)
     page = cache[0].k.runs[0]
     page.streams["states"][3, 1, 0, 0] ^= 1

@@ -38,14 +38,14 @@ def example_table() -> bytes:
 
 @pytest.mark.parametrize("bits", ERRORS)
 @pytest.mark.parametrize("state_bits", STATE_BITS)
-def test_the_error_is_that_of_the_page(bits: int, state_bits: int) -> None:
+def test_the_error_matches_the_specification(bits: int, state_bits: int) -> None:
     codec = trellis(b=bits, states=1 << state_bits, norm_rule="norm")
     x = keys(1, 1, 150, 128)
     error = (codec.decode(codec.encode(x)) - x).square().mean().item()
     assert error == pytest.approx(ERRORS[bits][STATE_BITS.index(state_bits)], rel=0.05)
 
 
-def test_more_states_and_more_bits_lower_the_error() -> None:
+def test_more_states_and_more_bits_reduce_the_error() -> None:
     x = keys(1, 1, 40, 64)
     errors = {}
     for bits in range(1, 5):
@@ -56,7 +56,7 @@ def test_more_states_and_more_bits_lower_the_error() -> None:
     assert all(errors[bits + 1, 256] < errors[bits, 1024] for bits in range(1, 4))
 
 
-def test_a_search_finds_the_best_of_all_strings_with_the_same_end() -> None:
+def test_the_search_finds_the_best_string_with_a_given_end() -> None:
     table = torch.frombuffer(bytearray(unit_table(8, 2, 8)), dtype=torch.float16).float()
     codec = trellis(8, b=2, states=256, rotation="none")
     words = torch.arange(1 << 16, dtype=torch.int32)
@@ -68,7 +68,7 @@ def test_a_search_finds_the_best_of_all_strings_with_the_same_end() -> None:
         torch.testing.assert_close((x - table[path]).square().sum(-1), best, rtol=2.0**-16, atol=0)
 
 
-def test_a_path_is_near_the_best_of_all_strings() -> None:
+def test_a_path_is_nearly_the_best_string() -> None:
     """Only the bits shared by windows across the ends are chosen by a heuristic."""
     table = torch.frombuffer(bytearray(unit_table(64, 2, 8)), dtype=torch.float16).float()
     x = torch.nn.functional.normalize(keys(16, 64), dim=-1)
@@ -79,14 +79,14 @@ def test_a_path_is_near_the_best_of_all_strings() -> None:
 
 
 @pytest.mark.parametrize(("bits", "state_bits", "dim"), [(1, 10, 16), (2, 8, 24), (3, 10, 16), (4, 8, 20), (2, 10, 128)])
-def test_a_window_is_the_one_before_it_shifted(bits: int, state_bits: int, dim: int) -> None:
+def test_each_window_is_the_previous_one_shifted(bits: int, state_bits: int, dim: int) -> None:
     codec = trellis(dim, b=bits, states=1 << state_bits)
     streams = codec.encode(keys(1, 2, 3, dim))
     windows = codec.windows(codec.digits(streams)[0])
     assert torch.equal(windows & (1 << state_bits - bits) - 1, windows.roll(1, -1) >> bits)
 
 
-def test_a_token_is_decoded_alone() -> None:
+def test_tokens_are_decoded_independently() -> None:
     codec = trellis(b=2)
     streams = codec.encode(keys(1, 2, 9, 128))
     alone = {name: stream[:, :, 4:5] for name, stream in streams.items()}
@@ -109,11 +109,11 @@ def test_round_trip(codec: Trellis, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_odd_contents(kind: str) -> None:
+def test_unusual_values(kind: str) -> None:
     check_round_trip(trellis(32, b=2, states=256, norm="fp32"), contents(kind, (1, 2, 5, 32), 1))
 
 
-def test_what_no_norm_holds_is_refused() -> None:
+def test_values_beyond_the_range_of_norms_are_refused() -> None:
     with pytest.raises(OutOfRange, match="norm of a token"):
         trellis(16, b=1, states=256).encode(torch.full((1, 1, 1, 16), 3e4))
 
@@ -128,18 +128,18 @@ def test_what_no_norm_holds_is_refused() -> None:
         (64, {"b": 2, "norm": "bf16"}, "norm"),
     ],
 )
-def test_options_that_are_refused(dim: int, words: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(dim: int, words: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         trellis(dim, **words)
 
 
 @pytest.mark.parametrize("table", [bytes(511), bytes(514), struct.pack("<e", 1.001) + bytes(510), b"\x00\x7e" + bytes(510)])
-def test_tables_that_are_refused(table: bytes) -> None:
+def test_invalid_tables_are_refused(table: bytes) -> None:
     with pytest.raises(InvalidParameter, match=r"table"):
         replace(trellis(64, b=2, states=256), table=table)
 
 
-def test_the_worked_example_of_the_spec_is_what_the_code_does() -> None:
+def test_the_worked_example_of_the_specification() -> None:
     (block,) = re.findall(r"```example\n(.*?)```", SPEC.read_text(encoding="utf-8"), re.DOTALL)
     lines = dict(line.split(": ", 1) for line in block.strip().splitlines())
     codec = Trellis.from_params(json.loads(lines["parameters"]) | {"table": example_table()})

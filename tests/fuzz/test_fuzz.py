@@ -80,7 +80,7 @@ def targets() -> Callable[[str], Target]:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_and_its_corpus_run_without_a_failure(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
+def test_a_target_and_its_corpus_run_without_failures(name: str, targets: Callable[[str], Target], tmp_path: Path) -> None:
     target, found = targets(name), seeds.committed_inputs(name)
     assert found, "there is a corpus"
     assert not set(found) & set(target.seeds), "seeds are not copied"
@@ -96,7 +96,7 @@ def test_a_target_and_its_corpus_run_without_a_failure(name: str, targets: Calla
     assert (report.compared > 0) == (target.compare is not None)
 
 
-def test_an_input_in_which_a_reader_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_on_which_readers_differ_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     data = (ROOT / "spec" / "vectors" / "valid" / "group-dim-3.kvpack").read_bytes()
     values = numpy.fromfile(ROOT / "spec" / "vectors" / "valid" / "group-dim-3.f32", "<f4")
     row = (ROOT / "spec" / "row-vectors" / "raw.row").read_bytes()
@@ -114,7 +114,7 @@ def test_every_codec_is_a_target() -> None:
     assert {f"codec-{name}" for name in CODECS} <= set(TARGETS)
 
 
-def test_shares_of_consecutive_days_are_all_targets() -> None:
+def test_targets_of_consecutive_days_cover_all_targets() -> None:
     shares = [chosen_targets(parse_arguments(["--share", "4", "--seed", str(20261129 + day)])) for day in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(TARGETS)
     assert chosen_targets(parse_arguments(["--target", "row", "--target", "basis"])) == ["row", "basis"]
@@ -125,7 +125,7 @@ def test_the_corpus_is_small() -> None:
     assert sum(path.stat().st_size for path in seeds.CORPUS.iterdir()) < 1 << 20
 
 
-def test_mutations_are_repaired_and_repeat() -> None:
+def test_mutations_are_repaired_and_repeatable() -> None:
     files = seeds.kvpack_files()
     vocabulary, refusals, accepted, right, whole = Vocabulary.of(files), [], 0, 0, 0
     for number in range(300):
@@ -228,7 +228,7 @@ def test_a_hang_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert Path(report.hangs[0]).read_bytes() == b"x"
 
 
-def test_each_kind_of_failure_counts() -> None:
+def test_every_kind_of_failure_is_counted() -> None:
     memory = {"memory_peak": 300.0, "memory_of_libraries": 240.0, "memory_of_files": 70.0}
     good = {"target": "x", "executions": 1, **memory, "crashes": [], "hangs": []}
     assert summary.problems([good]) == []
@@ -243,7 +243,7 @@ def test_each_kind_of_failure_counts() -> None:
         assert message in problem
 
 
-def test_minimizing_keeps_what_reaches_something() -> None:
+def test_minimizing_keeps_inputs_that_reach_new_code() -> None:
     files = list(seeds.kvpack_files()[:60])
     kept = line_coverage.minimize(oracles.check_container, files + files[:5], files[:10])
     assert 2 <= len(kept) < 50
@@ -256,7 +256,7 @@ def test_minimizing_keeps_what_reaches_something() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("driver", "names"), [("random", ("recipe", "encrypted-entry")), ("atheris", ("recipe",))])
-def test_the_command_line_reports_as_json(driver: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_command_line_reports_json(driver: str, names: tuple[str, ...], tmp_path: Path) -> None:
     if driver == "atheris":
         pytest.importorskip("atheris")
     words = [*(f"--target={name}" for name in names), "--executions", "300", "--seconds", "120", "--lines", "1", "--json"]
@@ -271,7 +271,7 @@ def test_the_command_line_reports_as_json(driver: str, names: tuple[str, ...], t
     assert all((report["features"] > 0) == (driver == "atheris") for report in result["targets"])
 
 
-def test_a_failing_input_is_kept_and_repeats(tmp_path: Path) -> None:
+def test_a_failing_input_is_saved_and_repeats_the_failure(tmp_path: Path) -> None:
     (tmp_path / "input").write_bytes(seeds.kvpack_files()[-1])
     command = [sys.executable, "-m", "fuzz.worker", "container", "--repeat", str(tmp_path / "input")]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=120)
@@ -279,7 +279,7 @@ def test_a_failing_input_is_kept_and_repeats(tmp_path: Path) -> None:
     assert "input: accepted" in done.stdout or "input: refused" in done.stdout
 
 
-def test_a_process_that_dies_leaves_its_input(tmp_path: Path) -> None:
+def test_a_crashed_process_leaves_its_input(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys\n"
         "from fuzz.session import Report, Session\n"
@@ -296,7 +296,7 @@ def test_a_process_that_dies_leaves_its_input(tmp_path: Path) -> None:
     assert left.read_bytes() == b"fatal"
 
 
-def test_the_random_driver_goes_on_from_what_was_accepted(tmp_path: Path) -> None:
+def test_the_random_driver_builds_on_accepted_inputs(tmp_path: Path) -> None:
     seen: list[bytes] = []
 
     def check(data: bytes) -> bool:
@@ -325,7 +325,7 @@ def test_a_large_power_of_two_explains_an_infinity() -> None:
     value_oracles.compare_values(data)
 
 
-def test_a_payload_may_be_checked_in_place_of_its_tensors() -> None:
+def test_a_payload_may_be_checked_instead_of_its_tensors() -> None:
     """A template reader accepts an entry in which only the tensors' digests are wrong, but a parsing reader does not."""
     oracle = entry_oracles.EntryOracle()
     first, _ = oracle.chains[entry_oracles.RECIPES[0]]
@@ -340,7 +340,7 @@ def test_a_payload_may_be_checked_in_place_of_its_tensors() -> None:
     assert not oracle.check(damaged[:-1] + bytes([damaged[-1] ^ 1]))
 
 
-def test_the_oracle_knows_that_states_are_of_one_token() -> None:
+def test_the_oracle_knows_that_states_belong_to_one_token() -> None:
     x = torch.randn(1, 1, 3, 16).bfloat16()
     cache = kvpack.pack([DenseLayer(x, x, 0, {"conv.0": torch.zeros(1, 2)})], "raw")
     data = container.to_bytes(*files.file_arguments(cache))

@@ -17,7 +17,7 @@ def test_every_codec_has_a_row() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("codec_id", sorted(CODECS))
-def test_a_batch_of_every_codec(codec_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_of_every_codec(codec_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests of each codec run more of the same examples.
     monkeypatch.setattr(roundtrip, "EXAMPLES_AT_A_TIME", 8)
     report = roundtrip.run(0, codec_id, 1)
@@ -26,7 +26,7 @@ def test_a_batch_of_every_codec(codec_id: str, monkeypatch: pytest.MonkeyPatch) 
     assert report.slowest_seconds > 0
 
 
-def test_a_fault_is_reported_with_the_seed_that_repeats_it(
+def test_a_failure_is_reported_with_a_seed_that_repeats_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(codec: object, x: object) -> bool:

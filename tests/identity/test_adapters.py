@@ -102,7 +102,7 @@ STATES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("named", [None, "customer"], ids=["found", "named by the caller"])
-def test_models_with_other_adapters_have_other_identities(named: str | None) -> None:
+def test_models_with_different_adapters_have_different_identities(named: str | None) -> None:
     found = {name: identity(make(), adapter=named) for name, make in STATES.items()}
     assert len({one.digest for one in found.values()}) == len(STATES)
     assert len({dataclasses.replace(one, adapter="") for one in found.values()}) == 1, "an adapter changes the field adapter alone"
@@ -111,7 +111,7 @@ def test_models_with_other_adapters_have_other_identities(named: str | None) -> 
         assert named is None or found[name].adapter.startswith("customer sha256:")
 
 
-def test_names_are_those_of_the_adapters_in_effect() -> None:
+def test_names_are_those_of_active_adapters() -> None:
     model = with_two_loras()
     assert identity(model).adapter.startswith("first sha256:")
     assert identity(active(model, "second")).adapter.startswith("second sha256:")
@@ -122,7 +122,7 @@ def test_names_are_those_of_the_adapters_in_effect() -> None:
     assert identity(model).adapter.startswith("first,second sha256:"), "what is merged is in effect whichever is active"
 
 
-def test_switching_adapters_off_and_on() -> None:
+def test_disabling_and_enabling_adapters() -> None:
     model = with_two_loras()
     first = identity(model)
     with model.disable_adapter():
@@ -142,7 +142,7 @@ def test_switching_adapters_off_and_on() -> None:
         assert identity(prompted).adapter == "disabled"
 
 
-def test_one_layer_switched_off_is_another_state() -> None:
+def test_disabling_one_layer_changes_the_identity() -> None:
     model = with_two_loras()
     first = identity(model)
     layer = next(module for module in model.modules() if hasattr(module, "lora_A"))
@@ -152,14 +152,14 @@ def test_one_layer_switched_off_is_another_state() -> None:
     assert identity(model) == first
 
 
-def test_the_model_inside_says_the_same_as_the_one_around_it() -> None:
+def test_the_inner_model_has_the_same_identity_as_its_wrapper() -> None:
     model = with_two_loras()
     assert identity(model.base_model.model) == identity(model.base_model) == identity(model)
     assert kvpack.Identity.of(model.base_model.model, "bf16") == kvpack.Identity.of(model, "bf16")
     assert identity(in_transformers(rank=4)) == identity(model), "the same adapter, attached by another library"
 
 
-def test_adapters_that_are_only_loaded_change_nothing() -> None:
+def test_inactive_adapters_change_nothing() -> None:
     model = peft.get_peft_model(small_llama(), lora(), adapter_name="first").eval()
     alone = kvpack.Identity.of(model, "bf16")
     model.add_adapter("second", lora(target_modules=["v_proj", "o_proj"], r=2))
@@ -199,7 +199,7 @@ def test_the_same_state_has_the_same_identity_in_another_process() -> None:
     assert printed_elsewhere(script).splitlines() == [identity(make()).digest.hex() for make in STATES.values()]
 
 
-def test_customers_never_see_each_others_tokens(tmp_path: Path) -> None:
+def test_customers_never_get_each_others_tokens(tmp_path: Path) -> None:
     model, ids = with_two_loras(), list(range(64))
     k, v = torch.randn(2, 1, 1, 64, 16).to(torch.bfloat16)
     cache = kvpack.pack([(k, v)] * 2, "raw")
@@ -238,7 +238,7 @@ def test_adapters_that_cannot_be_digested_are_refused_by_name(make: Any, message
         identity(make())
 
 
-def test_another_library_of_adapters_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_of_unknown_libraries_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_llama()
     other = type("Layer", (nn.Identity,), {"__module__": "adapters.layer"})
     model.model.layers[0].post = other()

@@ -54,7 +54,7 @@ def weights(path: Path, **options: Any) -> str:
     return Identity.of_engine(path, "raw", kv_dtype="fp8_e4m3", layout="d", **options).weights
 
 
-def test_scales_that_were_calibrated_again_make_another_checkpoint(tmp_path: Path) -> None:
+def test_recalibrated_scales_give_another_checkpoint(tmp_path: Path) -> None:
     first, second = (weights(folder(tmp_path / name, scale)) for name, scale in (("a", 0.01), ("b", 0.05)))
     assert first != second
     assert first.startswith("files-xxh3:")
@@ -82,7 +82,7 @@ def test_every_byte_counts(piece: int, tmp_path: Path, monkeypatch: pytest.Monke
     assert weights(path) not in found
 
 
-def test_a_file_is_read_again_when_it_may_have_changed(tmp_path: Path, read: list[str]) -> None:
+def test_a_file_is_reread_if_it_may_have_changed(tmp_path: Path, read: list[str]) -> None:
     path = folder(tmp_path / "m")
     file = path / "model.safetensors"
     first = weights(path)
@@ -104,7 +104,7 @@ def test_a_file_is_read_again_when_it_may_have_changed(tmp_path: Path, read: lis
     assert len(read) == 3
 
 
-def test_a_file_that_was_just_written_is_read_every_time(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recently_written_file_is_always_reread(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The next change may have the same timestamp."""
     monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 60.0)
     path = folder(tmp_path / "m")
@@ -126,7 +126,7 @@ def test_other_processes_find_the_digest(tmp_path: Path, cache: Path) -> None:
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_others_may_have_written_is_not_used(tmp_path: Path, cache: Path, read: list[str]) -> None:
+def test_digests_that_others_may_have_written_are_not_used(tmp_path: Path, cache: Path, read: list[str]) -> None:
     path = folder(tmp_path / "m")
     found = weights(path)
     (kept,) = cache.glob("*.json")
@@ -151,7 +151,7 @@ def test_what_others_may_have_written_is_not_used(tmp_path: Path, cache: Path, r
 
 
 @pytest.mark.parametrize("place", ["a file", "nothing may be written", "no home"])
-def test_without_a_folder_files_are_read_every_time(
+def test_files_are_always_reread_without_a_cache_folder(
     place: str, tmp_path: Path, cache: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder(tmp_path / "m")

@@ -125,13 +125,13 @@ def scaled(**attributes: Any) -> Any:
     ],
     ids=["float", "tensor", "vector", "numpy scalar", "array", "map", "list", "namespace", "dataclass"],
 )
-def test_constants_that_a_module_has_not_registered_count(made: Callable[[float], Any], name: str) -> None:
+def test_unregistered_constants_of_a_module_count(made: Callable[[float], Any], name: str) -> None:
     one, same, other = (kvpack.Identity.of(scaled(**{name: made(value)}), "raw") for value in (1.5, 1.5, 2.5))
     assert one == same
     assert changed_fields(one, other) == {"config"}
 
 
-def test_what_a_module_notes_of_its_calls_does_not_count() -> None:
+def test_attributes_that_record_calls_do_not_count() -> None:
     """Otherwise, a model would refuse files that it wrote before a call."""
     first = kvpack.Identity.of(scaled(_calls=0, cos_cached=torch.zeros(3), _last_state=0.5), "raw")
     assert kvpack.Identity.of(scaled(_calls=7, cos_cached=torch.ones(5), _last_state=1.5), "raw") == first
@@ -143,7 +143,7 @@ def with_half_in_bfloat16() -> Any:
     return model
 
 
-def test_models_that_differ_in_anything_but_weights_have_identities_that_differ() -> None:
+def test_models_that_differ_in_anything_have_different_identities() -> None:
     found = {name: identity(make()) for name, make in STATES.items()}
     assert len({one.digest for one in found.values()}) == len(STATES)
     for name, one in found.items():
@@ -151,7 +151,7 @@ def test_models_that_differ_in_anything_but_weights_have_identities_that_differ(
         assert one.header_model.get("config") == one.config
 
 
-def test_running_a_model_and_adding_what_changes_nothing_keeps_its_identity() -> None:
+def test_using_a_model_does_not_change_its_identity() -> None:
     model = small_llama()
     mine = kvpack.Identity.of(model, "octopus-3")
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_wrappers_of_torch_change_nothing(wrapped: Any) -> None:
     assert identity(wrapped(small_llama())) == identity(small_llama())
 
 
-def test_a_module_that_is_no_transformers_model_is_refused() -> None:
+def test_a_module_of_another_library_is_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"a .*ModuleList is not a transformers model: pass the transformers model that it contains"):
         identity(nn.ModuleList([small_llama()]))
 
@@ -211,13 +211,13 @@ def test_the_same_model_has_the_same_identity_in_another_process() -> None:
         ("/home/me/.cache/huggingface/hub/models--gpt2/snapshots/12ab34/", "gpt2"),
     ],
 )
-def test_no_path_of_this_machine_names_a_model(loaded_from: str, name: str) -> None:
+def test_model_names_contain_no_local_path(loaded_from: str, name: str) -> None:
     model = small_llama()
     model.config._name_or_path = loaded_from
     assert kvpack.Identity.of(model, "raw", weights="w").model == name
 
 
-def test_a_folder_below_this_one_is_named_by_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_is_named_by_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     model = small_llama()
@@ -225,7 +225,7 @@ def test_a_folder_below_this_one_is_named_by_its_last_part(tmp_path: Path, monke
     assert kvpack.Identity.of(model, "raw", weights="w").model == "model"
 
 
-def test_weights_are_digested_by_value_unless_they_are_named() -> None:
+def test_weights_are_digested_unless_they_are_named() -> None:
     model = small_llama()
     mine = kvpack.Identity.of(model, "octopus-3")
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_weights_are_digested_by_value_unless_they_are_named() -> None:
     assert changed_fields(kvpack.Identity.of(model, "octopus-3"), mine) == {"weights"}
 
 
-def test_autocast_is_another_dtype() -> None:
+def test_autocast_counts_as_another_dtype() -> None:
     model = small_llama()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert identity(model).dtype == "float32 autocast bfloat16"
@@ -259,7 +259,7 @@ def test_values_that_are_not_in_memory_are_refused() -> None:
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
-def test_an_offloaded_model_is_the_same(place: str, tmp_path: Path) -> None:
+def test_an_offloaded_model_has_the_same_identity(place: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     mine = kvpack.Identity.of(small_llama(), "octopus-3")
 
@@ -285,7 +285,7 @@ def test_tensors_whose_bytes_cannot_be_read_are_refused() -> None:
         identity(model)
 
 
-def test_what_a_quantized_layer_keeps_beside_its_parameters_counts() -> None:
+def test_extra_tensors_of_a_quantized_layer_count() -> None:
     class Packed(nn.Linear):
         """A layer that keeps scales in its own map, and adds them to its state dict."""
 
@@ -306,7 +306,7 @@ def test_what_a_quantized_layer_keeps_beside_its_parameters_counts() -> None:
     assert changed_fields(made(0.5), made(0.25)) == {"weights"}
 
 
-def test_a_tensor_of_several_tensors_is_digested_whole() -> None:
+def test_a_tensor_made_of_several_tensors_is_digested_completely() -> None:
     class Scaled(torch.Tensor):
         """A tensor of codes and a scale, as in torchao."""
 
@@ -338,7 +338,7 @@ def test_a_tensor_of_several_tensors_is_digested_whole() -> None:
         assert other.weights != one.weights
 
 
-def test_a_model_that_drops_values_at_random_is_refused() -> None:
+def test_a_model_with_active_dropout_is_refused() -> None:
     model = small_llama(attention_dropout=0.1)
     identity(model)
     model.train()
@@ -387,7 +387,7 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_the_beginning_of_a_long_sequence_is_no_prefix_of_a_short_one(kind: str, tmp_path: Any) -> None:
+def test_the_beginning_of_a_long_sequence_is_not_a_prefix_of_a_short_one(kind: str, tmp_path: Any) -> None:
     """Its keys are those of the long sequence, even if only a few are left."""
     model, ids = with_rope(kind), list(range(50)) * 2
     store = kvpack.Store(tmp_path, kvpack.Identity.of(model, "raw", name="m"), chunk=16)
@@ -413,7 +413,7 @@ def test_the_beginning_of_a_long_sequence_is_no_prefix_of_a_short_one(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_model_is_the_same_after_a_long_sequence(kind: str) -> None:
+def test_a_long_sequence_does_not_change_the_identity(kind: str) -> None:
     """The frequencies left by the longest pass are not part of the identity, but a changed buffer is."""
     model = with_rope(kind)
     first = identity(model)
@@ -430,18 +430,18 @@ def test_a_model_is_the_same_after_a_long_sequence(kind: str) -> None:
         assert identity(changed) != first
 
 
-def test_a_setting_without_a_text_of_its_own_is_refused() -> None:
+def test_a_setting_without_a_stable_text_is_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"config\.odd is a .*object, which kvpack cannot convert to text for the digest"):
         identity(with_setting("odd", object()))
 
 
-def test_the_callers_own_words_are_in_the_key(tmp_path: Any) -> None:
+def test_the_callers_description_is_part_of_the_key(tmp_path: Any) -> None:
     model = small_llama()
     plain, hooked = (kvpack.Store(tmp_path, identity(model, extra=extra), chunk=32) for extra in ("", "a hook on layer 3"))
     assert not set(plain.keys(range(64))) & set(hooked.keys(range(64)))
 
 
-def test_samples_are_read_together_as_each_alone() -> None:
+def test_samples_are_read_together_as_if_alone() -> None:
     values = torch.randn(7, 300, generator=torch.Generator().manual_seed(0))
     named: list[tuple[str, Any]] = [
         ("long", values), ("not contiguous", values.T), ("half", values.to(torch.bfloat16)), ("byte", values.to(torch.float8_e4m3fn)),
@@ -454,7 +454,7 @@ def test_samples_are_read_together_as_each_alone() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, "a revision"])
-def test_a_cache_of_other_weights_is_not_stored(weights: str | None, tmp_path: Any) -> None:
+def test_a_cache_computed_with_other_weights_is_not_stored(weights: str | None, tmp_path: Any) -> None:
     """It is refused even if the caller made the store's identity, and for caches of earlier versions, which name only a sample."""
     model, ids = small_llama(), torch.arange(3, 35)[None]
     with torch.no_grad(), KvpackCache(model, "octopus-3") as cache:

@@ -21,17 +21,17 @@ def recorded(model: Any) -> list[dict[str, str]]:
     return [dict(kvpack.pack(PAIRS, "raw", model=model).model), dict(live.freeze().model)]
 
 
-def test_a_name_and_a_map_are_recorded_as_they_are() -> None:
+def test_a_name_and_a_map_are_recorded_unchanged() -> None:
     assert recorded(None) == [{}, {}]
     assert recorded("llama") == recorded({"name": "llama"}) == [{"name": "llama"}] * 2
 
 
-def test_an_identity_is_recorded_without_its_recipe_and_tenant() -> None:
+def test_an_identity_is_recorded_without_recipe_and_tenant() -> None:
     identity = kvpack.Identity("llama", "raw", weights="w1", tenant="tenant")
     assert recorded(identity) == [{"name": "llama", "weights": "w1"}] * 2
 
 
-def test_a_model_is_named_as_a_cache_of_transformers_names_it() -> None:
+def test_a_model_gets_the_same_name_as_in_its_caches() -> None:
     pytest.importorskip("transformers")
     from kvpack.integrations.transformers import KvpackCache
     from kvpack.models import load_model
@@ -46,14 +46,14 @@ def test_a_model_is_named_as_a_cache_of_transformers_names_it() -> None:
 
 
 @pytest.mark.parametrize("model", [3, ["llama"], torch.zeros(1)])
-def test_anything_else_is_refused(model: Any) -> None:
+def test_other_types_are_refused(model: Any) -> None:
     with pytest.raises(InvalidType, match=r"model is a .*, expected a transformers model, a kvpack\.Identity, a name"):
         kvpack.pack(PAIRS, "raw", model=model)
     with pytest.raises(InvalidType, match="model is a"):
         kvpack.LiveCache("raw", layers=1, model=model)
 
 
-def test_fields_that_no_header_holds_are_refused() -> None:
+def test_fields_that_do_not_fit_in_a_header_are_refused() -> None:
     for model in ("x" * 70_000, {"name": 3}):
         with pytest.raises(InvalidParameter):
             recorded(model)

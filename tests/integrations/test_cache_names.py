@@ -34,7 +34,7 @@ class Named(torch.nn.Module):
         self.forward = forward
 
 
-def test_the_argument_of_a_model_is_that_of_its_forward() -> None:
+def test_the_cache_argument_is_that_of_the_models_forward() -> None:
     assert cache_names.cache_argument(Named(lambda ids, past_key_values=None, **more: None), 1) == {"past_key_values": 1}
     assert cache_names.cache_argument(Named(lambda ids, layer_past=None: None), 1) == {"layer_past": 1}
     assert cache_names.cache_argument(Named(lambda ids, cache=None: None), 1) == {"cache": 1}

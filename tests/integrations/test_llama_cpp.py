@@ -55,7 +55,7 @@ def whole(positions: Any = range(7), **options: Any) -> Caches:
         ("windows", WINDOWS, ("fp16", "fp16"), [*IDS, *IDS[1:]]),
     ],
 )
-def test_llama_cpps_own_files_go_both_ways(name: str, windows: Any, dtypes: Any, ids: list[int], tmp_path: Path) -> None:
+def test_llama_cpps_own_files_are_read_and_written(name: str, windows: Any, dtypes: Any, ids: list[int], tmp_path: Path) -> None:
     own = FILES / f"{name}.bin"
     cache = import_slot(own, kv_heads=1, windows=windows)
     assert len(cache) == 3
@@ -73,7 +73,7 @@ def test_llama_cpps_own_files_go_both_ways(name: str, windows: Any, dtypes: Any,
     assert (tmp_path / "out.bin").read_bytes() == own.read_bytes()
 
 
-def test_latents_are_keys_alone(tmp_path: Path) -> None:
+def test_latents_are_stored_as_keys(tmp_path: Path) -> None:
     own = FILES / "latents.bin"
     cache = import_slot(own, kv_heads=1, latents=True)
     assert [(sorted(layer.sides), layer.k.dim if layer.k else 0) for layer in cache] == [(["k"], 12)] * 3
@@ -84,7 +84,7 @@ def test_latents_are_keys_alone(tmp_path: Path) -> None:
         import_slot(own, kv_heads=1)
 
 
-def test_layouts_hold_the_same_keys_and_values() -> None:
+def test_layouts_contain_the_same_keys_and_values() -> None:
     """The files are from the same model and tokens; those without flash attention are transposed. Layer 0 depends on neither."""
     rows, streams = (import_slot(FILES / f"{name}.bin", kv_heads=1)[0].unpack(torch.float32) for name in ("rows", "streams"))
     assert all(map(torch.equal, rows, streams))
@@ -98,7 +98,7 @@ def test_layouts_hold_the_same_keys_and_values() -> None:
         ("windows", r"bytes follow its 1 layers, perhaps of sliding-window layers \(name them with windows="),
     ],
 )
-def test_what_kvpack_cannot_hold_is_named(name: str, message: str) -> None:
+def test_contents_that_kvpack_cannot_store_are_named(name: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         import_slot(FILES / f"{name}.bin", kv_heads=1)
 
@@ -199,7 +199,7 @@ def quantized(keys: str, values: str, order: list[int] | None = None) -> tuple[C
     ("keys", "values", "transposed"),
     [("q8_0", "q8_0", False), ("q4_0", "q4_0", False), ("q5_0", "q5_0", False), ("q8_0", "fp16", True), ("fp16", "q4_0", False)],
 )
-def test_blocks_go_both_ways_bit_for_bit(keys: str, values: str, transposed: bool, tmp_path: Path) -> None:
+def test_blocks_are_converted_both_ways_bit_for_bit(keys: str, values: str, transposed: bool, tmp_path: Path) -> None:
     caches, contents = quantized(keys, values)
     caches.transposed = transposed
     path = written(tmp_path / "in.bin", state(SEVEN, caches))
@@ -218,7 +218,7 @@ def test_blocks_go_both_ways_bit_for_bit(keys: str, values: str, transposed: boo
     assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
 
 
-def test_llama_cpps_own_blocks_go_both_ways(tmp_path: Path) -> None:
+def test_llama_cpps_own_blocks_are_converted_both_ways(tmp_path: Path) -> None:
     own = FILES / "quantized.bin"
     cache = import_slot(own, kv_heads=1)
     assert cache.recipe == kvpack.Recipe("kv=group:b=8,g=32,axis=channel,token_scale=fp16").text
@@ -238,7 +238,7 @@ def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*which share its token scale")
-def test_blocks_are_never_recoded(tmp_path: Path) -> None:
+def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
     """llama.cpp may have rotated quantized values: in another cache type they would be wrong, and nothing would show it."""
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q8_0", "fp16")[0]))
     with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), which kvpack stores unchanged: use the recipe raw"):
@@ -269,7 +269,7 @@ def test_blocks_are_never_recoded(tmp_path: Path) -> None:
         ({"kind": 2}, InvalidParameter, "layers have different cache types, expected those of layer 0 in all: q8_0 and q8_0"),
     ],
 )
-def test_blocks_that_kvpack_does_not_hold(change: dict[str, int], error: Any, message: str, tmp_path: Path) -> None:
+def test_blocks_that_kvpack_cannot_store(change: dict[str, int], error: Any, message: str, tmp_path: Path) -> None:
     caches, _ = quantized("q8_0", "q8_0")
     caches.transposed = bool(change.get("transposed"))
     if "scale" in change:
@@ -290,7 +290,7 @@ def test_blocks_that_kvpack_does_not_hold(change: dict[str, int], error: Any, me
     ("keys", "values", "transposed"),
     [("q4_1", "q4_1", False), ("q5_1", "iq4_nl", False), ("q8_0", "q4_1", False), ("iq4_nl", "fp16", True), ("fp16", "q5_1", False)],
 )
-def test_blocks_that_no_codec_holds_are_states_byte_for_byte(keys: str, values: str, transposed: bool, tmp_path: Path) -> None:
+def test_blocks_without_a_codec_become_states_byte_for_byte(keys: str, values: str, transposed: bool, tmp_path: Path) -> None:
     caches, contents = quantized(keys, values)
     caches.transposed = transposed
     path = written(tmp_path / "in.bin", state(SEVEN, caches))
@@ -313,7 +313,7 @@ def test_blocks_that_no_codec_holds_are_states_byte_for_byte(keys: str, values: 
         assert (tmp_path / "out.bin").read_bytes() == state(SEVEN, caches)
 
 
-def test_llama_cpps_own_blocks_that_no_codec_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_llama_cpps_own_blocks_without_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, packed, out = str(FILES / "opaque.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
     assert main(["import", own, packed, "--kv-heads", "1"]) == 0
     assert main(["export", packed, out, "--to", "llama.cpp"]) == 0
@@ -322,7 +322,7 @@ def test_llama_cpps_own_blocks_that_no_codec_holds(tmp_path: Path, capsys: pytes
     assert "7 states of 3 layers" in capsys.readouterr().out
 
 
-def test_such_blocks_in_any_order_of_windows_and_of_latents(tmp_path: Path) -> None:
+def test_blocks_without_a_codec_in_any_order_with_windows_and_latents(tmp_path: Path) -> None:
     order = [3, 0, 6, 5, 1, 2, 4]
     caches, contents = quantized("q4_1", "q5_1", order)
     export_slot(import_slot(written(tmp_path / "in.bin", state([], caches)), kv_heads=2), tmp_path / "out.bin")
@@ -343,7 +343,7 @@ def test_such_blocks_in_any_order_of_windows_and_of_latents(tmp_path: Path) -> N
     assert (tmp_path / "out.bin").read_bytes() == latents
 
 
-def test_such_blocks_are_never_recoded_nor_cut(tmp_path: Path) -> None:
+def test_blocks_without_a_codec_are_never_reencoded_or_sliced(tmp_path: Path) -> None:
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q4_1", "fp16")[0]))
     with pytest.raises(InvalidParameter, match=r"are quantized \(q4_1 and fp16\), which kvpack stores unchanged: use the recipe raw"):
         import_slot(path, "octopus-4", kv_heads=2)
@@ -441,12 +441,12 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(SEVEN, whole(), windowed(sequence=1)), {"windows": {0: 4}}, "differ in streams, sequence or layout"),
     ],
 )
-def test_other_files_are_refused(data: bytes, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(data: bytes, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=message):
         import_slot(written(tmp_path / "in.bin", data), **{"kv_heads": 2, **options})
 
 
-def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
+def test_two_sequences_are_refused_and_so_are_keys_alone(tmp_path: Path) -> None:
     data = whole(streams=2).pieces()
     twice = state(SEVEN) + data[:-4] + data[4:-4]
     with pytest.raises(InvalidParameter, match="two of its streams hold cells, but kvpack reads one sequence"):
@@ -464,7 +464,7 @@ def test_two_sequences_and_keys_alone_are_refused(tmp_path: Path) -> None:
         import_slot(FILES / "rows.bin", kv_heads=1, model=3)  # type: ignore[arg-type]
 
 
-def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+def test_a_large_size_is_refused_before_memory_is_allocated(tmp_path: Path) -> None:
     data = bytearray(state(SEVEN, whole()))
     at = data.index(struct.pack("<iQ", 1, 32))
     for size in (2**63, 2**40, 34):
@@ -476,7 +476,7 @@ def test_a_large_size_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
             import_slot(written(tmp_path / "in.bin", bytes(data)), kv_heads=2)
 
 
-def test_no_damage_is_a_crash(tmp_path: Path) -> None:
+def test_no_damage_causes_a_crash(tmp_path: Path) -> None:
     """Truncated and randomly changed files are refused by name, or read as different valid files."""
     source = random.Random(0)
     path = tmp_path / "in.bin"
@@ -498,7 +498,7 @@ def test_no_damage_is_a_crash(tmp_path: Path) -> None:
             assert (tmp_path / "out.bin").stat().st_size == len(data)
 
 
-def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_contents_that_llama_cpp_cannot_store_are_named(tmp_path: Path) -> None:
     path = tmp_path / "out.bin"
     made = import_slot(written(tmp_path / "in.bin", state(SEVEN, whole())), kv_heads=2)
     k, v = made[0].unpack(torch.float16)
@@ -546,7 +546,7 @@ def test_what_llama_cpp_cannot_hold_is_named(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_windows_that_differ_share_no_cells(tmp_path: Path) -> None:
+def test_different_windows_cannot_share_cells(tmp_path: Path) -> None:
     k, v = (torch.randn(1, 2, 7, 8, generator=torch.Generator().manual_seed(side)).half() for side in (0, 1))
     layers = [(k, v), (k[:, :, 3:], v[:, :, 3:], 3), (k[:, :, 1:], v[:, :, 1:], 1)]
     cache = kvpack.pack(layers, "raw", model={"config": CONFIG})
@@ -560,7 +560,7 @@ def test_windows_that_differ_share_no_cells(tmp_path: Path) -> None:
         assert torch.equal(found, expected[:, :, 3:])
 
 
-def test_a_cache_of_llama_cpp_is_no_other_librarys(tmp_path: Path) -> None:
+def test_a_llama_cpp_cache_is_refused_by_other_libraries(tmp_path: Path) -> None:
     cache = import_slot(FILES / "rows.bin", kv_heads=1, model={"name": "tiny", "config": "another"})
     assert cache.model == {"name": "tiny", "dtype": "fp16 of llama.cpp", "config": CONFIG}
     with pytest.raises(InvalidParameter, match=r"came from llama\.cpp, whose keys may have their channels in another order than mlx-lm"):
@@ -578,7 +578,7 @@ def test_a_cache_of_llama_cpp_is_no_other_librarys(tmp_path: Path) -> None:
             KvpackCache.of(cut, model)
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, packed, out = str(FILES / "windows.bin"), str(tmp_path / "x.kvpack"), str(tmp_path / "out.bin")
     assert is_state_file(own)
     assert main(["import", own, packed, "--window", "0,2=4"]) == 2

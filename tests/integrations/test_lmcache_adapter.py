@@ -118,7 +118,7 @@ KEYS = [ObjectKey(bytes([number])) for number in range(4)]
 LAYOUTS = {0: types.SimpleNamespace(shapes=[torch.Size([2, 2, 16, 64])], dtypes=[torch.bfloat16])}
 
 
-def test_objects_come_back_and_one_that_is_damaged_is_missing_alone(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_objects_are_restored_except_a_damaged_one(opened: Callable[..., Any], tmp_path: Path) -> None:
     adapter = opened(recipe="octopus-4")
     assert len({adapter.get_store_event_fd(), adapter.get_lookup_and_lock_event_fd(), adapter.get_load_event_fd()}) == 3
     given = objects(3)
@@ -155,7 +155,7 @@ def test_objects_come_back_and_one_that_is_damaged_is_missing_alone(opened: Call
     adapter.close()
 
 
-def test_other_weights_and_shapes_are_missing(opened: Callable[..., Any]) -> None:
+def test_objects_of_other_weights_and_shapes_are_misses(opened: Callable[..., Any]) -> None:
     adapter = opened()
     given = objects(1)
     adapter.submit_store_task(KEYS[:1], given)
@@ -172,7 +172,7 @@ def test_other_weights_and_shapes_are_missing(opened: Callable[..., Any]) -> Non
     other.close()
 
 
-def test_every_call_leaves_the_hosts_settings(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_keeps_the_hosts_settings(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given = objects(3)
     given[1].tensor[0, 0, 0, 0] = float("nan")
     with vllm_like_host(monkeypatch):
@@ -238,7 +238,7 @@ def test_options_are_checked(opened: Callable[..., Any], tmp_path: Path) -> None
         opened(recipe="lossless")
 
 
-def test_fused_objects_come_back(opened: Callable[..., Any]) -> None:
+def test_fused_objects_are_restored(opened: Callable[..., Any]) -> None:
     given = [types.SimpleNamespace(tensor=x.tensor.reshape(1, 2, 16, 128)) for x in objects(2)]
     layouts = {0: types.SimpleNamespace(shapes=[given[0].tensor.shape], dtypes=[torch.bfloat16])}
     for fused in (False, True):
@@ -254,7 +254,7 @@ def test_fused_objects_come_back(opened: Callable[..., Any]) -> None:
         adapter.close()
 
 
-def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_task_is_answered(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     adapter = opened()
     strange = [types.SimpleNamespace(tensor=None)]
     number = adapter.submit_store_task(KEYS[:1], strange)
@@ -275,7 +275,7 @@ def test_a_task_that_fails_is_answered(opened: Callable[..., Any], caplog: pytes
     adapter.close()
 
 
-def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_object_does_not_affect_the_others_of_its_task(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     """LMCache groups a task's objects by model and rank, so those of a hybrid model have several layouts."""
     adapter = opened()
     states = types.SimpleNamespace(tensor=torch.zeros(3, 50))
@@ -296,7 +296,7 @@ def test_an_object_that_is_refused_leaves_the_others_of_its_task(opened: Callabl
     adapter.close()
 
 
-def test_states_are_kept_byte_for_byte_beside_packed_keys_and_values(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_states_are_stored_byte_for_byte_with_packed_keys_and_values(opened: Callable[..., Any], tmp_path: Path) -> None:
     """A hybrid model's states may have any bits; values of another dtype with the same size are missing."""
     states = [types.SimpleNamespace(tensor=torch.randn(3, 50)) for _ in range(2)]
     states[0].tensor[0, 0] = float("nan")
@@ -327,7 +327,7 @@ def test_states_are_kept_byte_for_byte_beside_packed_keys_and_values(opened: Cal
     adapter.close()
 
 
-def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[..., Any]) -> None:
+def test_lmcache_is_notified_of_stored_and_removed_bytes(opened: Callable[..., Any]) -> None:
     """LMCache's quotas use these sizes: if they never decreased, it would delete every object."""
     adapter = opened()
     longer = types.SimpleNamespace(tensor=torch.randn(2, 2, 32, 64).bfloat16())
@@ -347,9 +347,7 @@ def test_lmcache_is_told_the_bytes_that_are_stored_and_removed(opened: Callable[
     adapter.close()
 
 
-def test_objects_that_a_server_has_take_two_requests(
-    opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_up_stored_objects_takes_two_requests(opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request fetches them, and one records their use."""
     redis = pytest.importorskip("redis")
 
@@ -373,7 +371,7 @@ def test_objects_that_a_server_has_take_two_requests(
         adapter.close()
 
 
-def test_lmcache_is_told_of_what_the_store_evicts(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_lmcache_is_notified_of_evictions(opened: Callable[..., Any], tmp_path: Path) -> None:
     """LMCache counts bytes per salt: without these notices, it would delete objects that still exist."""
     adapter = opened()
     assert Chunks(adapter).store([0]) == [True]
@@ -395,7 +393,9 @@ def test_lmcache_is_told_of_what_the_store_evicts(opened: Callable[..., Any], tm
 
 
 @pytest.mark.parametrize("ask", ["lookup", "load"])
-def test_a_miss_is_told_where_the_object_was(ask: str, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misses_are_reported_for_their_object(
+    ask: str, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = opened()
     engine = Chunks(adapter)
     assert engine.store([0, 1]) == [True, True]
@@ -452,13 +452,13 @@ class Chunks:
 
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
-def test_a_folder_in_any_condition_costs_misses_alone(
+def test_a_damaged_folder_causes_only_misses(
     condition: Any, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     condition(lambda folder=tmp_path, **options: Chunks(opened(location=str(folder), threads=1, **options)), tmp_path, monkeypatch)
 
 
-def test_a_restart_with_other_settings_misses(opened: Callable[..., Any]) -> None:
+def test_objects_are_misses_after_a_restart_with_other_settings(opened: Callable[..., Any]) -> None:
     """LMCache's key contains the model's name, the rank, the number of ranks, and the salt; the adapter covers everything else."""
     adapter = opened()
     assert Chunks(adapter).store([0]) == [True]
@@ -498,7 +498,7 @@ def test_objects_of_every_shape_are_deleted(opened: Callable[..., Any]) -> None:
     adapter.close()
 
 
-def test_bytes_of_another_dtype_are_missing(opened: Callable[..., Any]) -> None:
+def test_objects_of_another_dtype_are_misses(opened: Callable[..., Any]) -> None:
     """LMCache receives an engine's 8-bit floats as bytes."""
     given = [types.SimpleNamespace(tensor=torch.randint(256, (2, 2, 16, 64), dtype=torch.uint8))]
     for kv_dtype, stored, found in ((None, -1, False), ("fp8_e4m3", 1, True), ("fp8_e5m2", 0, False)):
@@ -511,12 +511,14 @@ def test_bytes_of_another_dtype_are_missing(opened: Callable[..., Any]) -> None:
         adapter.close()
 
 
-def test_recipes_of_layers_are_refused(opened: Callable[..., Any]) -> None:
+def test_recipes_with_layers_are_refused(opened: Callable[..., Any]) -> None:
     with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but LMCache's objects do not record which layers"):
         opened(recipe="octopus-4;boundary-1")
 
 
-def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recipe_uses_the_basis_of_the_complete_model(
+    opened: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """An object with as many layers and heads as the basis contains the whole model, which LMCache's keys name."""
     path = tmp_path / "m.kvbasis"
     path.write_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "folder/m"}))
@@ -550,7 +552,7 @@ def test_a_recipe_takes_the_basis_of_a_whole_model(opened: Callable[..., Any], t
     adapter.close()
 
 
-def test_the_objects_of_a_task_are_evicted_from_the_last_on(opened: Callable[..., Any]) -> None:
+def test_objects_of_a_task_are_evicted_last_first(opened: Callable[..., Any]) -> None:
     adapter = opened()
     for kind in ("store", "load"):
         number = getattr(adapter, f"submit_{kind}_task")(KEYS, objects(4))
@@ -569,7 +571,7 @@ def key_bytes(key: ObjectKey) -> bytes:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_delete_after_a_restart_deletes(encrypted: bool, opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_objects_can_be_deleted_after_a_restart(encrypted: bool, opened: Callable[..., Any], tmp_path: Path) -> None:
     """The new process has not seen any object, and LMCache's keys do not name the layout."""
     options = {}
     if encrypted:

@@ -32,7 +32,7 @@ def test_fused_objects_are_pages_of_keys_and_values(planes: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 100), (1, 3, 32, 576), (3, 32, 576), (3, 32, 128)])
-def test_other_objects_are_refused(shape: tuple[int, ...]) -> None:
+def test_invalid_objects_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidParameter, match=r"expected \[2, layer, token, head \* 64\]"):
         geometry_of(shape, BF16, 64, "", False)
 

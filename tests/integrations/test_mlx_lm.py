@@ -91,7 +91,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", [15, 16, 20])
-def test_what_is_written_is_read_again(held: int, tmp_path: Path) -> None:
+def test_written_files_are_read_back(held: int, tmp_path: Path) -> None:
     cache = kvpack.pack([(K, V), (K[:, :, 40 - held :], V[:, :, 40 - held :], 40 - held)], "raw")
     path = tmp_path / "out.safetensors"
     assert export_prompt_cache(cache, path, windows={1: 16}) == path.stat().st_size
@@ -138,7 +138,7 @@ def test_a_window_that_is_not_full(tmp_path: Path) -> None:
         ([("KVCache", [K[0], V[0], 40])], "contains no keys and values"),
     ],
 )
-def test_what_kvpack_cannot_hold_is_named(layers: Any, message: str, tmp_path: Path) -> None:
+def test_contents_that_kvpack_cannot_store_are_named(layers: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=message):
         import_prompt_cache(newer(tmp_path / "in.safetensors", layers))
 
@@ -146,7 +146,7 @@ def test_what_kvpack_cannot_hold_is_named(layers: Any, message: str, tmp_path: P
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int32, torch.uint8, torch.bool])
 @pytest.mark.parametrize("count", [-1, 3, 39, 41, 255, 9 * 10**9, 10**12, 2**40, 2**62])
 @pytest.mark.parametrize("part", [2, 3, 4, 5])
-def test_counts_are_compared_before_anything_is_built_of_them(
+def test_counts_are_compared_before_anything_is_allocated(
     part: int, count: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Any window count results in a cache with at most the file's tokens, or in InvalidParameter."""
@@ -162,7 +162,7 @@ def test_counts_are_compared_before_anything_is_built_of_them(
         assert cache[0].tokens <= 40
 
 
-def test_the_zeros_that_a_window_was_filled_up_with_are_told_from_tokens(tmp_path: Path) -> None:
+def test_zeros_that_fill_a_window_are_distinguished_from_tokens(tmp_path: Path) -> None:
     """A zero slot that mlx-lm would write to next is not a token; elsewhere, zeros may be one."""
     k, v = (torch.cat([torch.zeros_like(x[:, :, :1]), x[:, :, :19]], 2) for x in (K, V))
     for counts, skipped in (([30, 0, 20, 20], 11), ([30, 0, 16, 20], 10)):
@@ -186,7 +186,7 @@ def test_arrays_without_values_are_refused(shape: tuple[int, ...], tmp_path: Pat
             import_prompt_cache(newer(tmp_path / "in.safetensors", [("RotatingKVCache", [*pair, 2**39, 0, 16, 2**39])]))
 
 
-def test_files_of_others_are_refused(tmp_path: Path) -> None:
+def test_files_of_other_libraries_are_refused(tmp_path: Path) -> None:
     save_file({"0.k": K}, tmp_path / "dense.safetensors")
     with pytest.raises(InvalidParameter, match="not an mlx-lm prompt cache: its metadata names no layer classes"):
         import_prompt_cache(tmp_path / "dense.safetensors")
@@ -201,7 +201,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         import_prompt_cache(path)
 
 
-def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_contents_that_mlx_lm_cannot_store_are_named(tmp_path: Path) -> None:
     path = tmp_path / "out.safetensors"
     with pytest.raises(InvalidParameter, match=r"names end in \.safetensors"):
         export_prompt_cache(kvpack.pack([(K, V)], "raw"), tmp_path / "out")
@@ -226,7 +226,7 @@ def test_what_mlx_lm_cannot_hold_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = newer(tmp_path / "in.safetensors", [("KVCache", [K, V, 40])], model="m")
     assert main(["import", str(source), str(tmp_path / "x.kvpack"), "--recipe", "octopus-4"]) == 0
     assert kvpack.load(tmp_path / "x.kvpack").metadata == {"model": "m"}
@@ -238,7 +238,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "expected layers and a number of tokens, such as 0,2,4=512" in capsys.readouterr().err
 
 
-def test_caches_of_a_basis_come_and_go(tmp_path: Path) -> None:
+def test_caches_with_a_basis_are_imported_and_exported(tmp_path: Path) -> None:
     basis = tmp_path / "x.kvbasis"
     basis.write_bytes(random_basis({(0, side): (2, 32) for side in "kv"}, 1))
     x, y = (torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))

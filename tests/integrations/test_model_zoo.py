@@ -54,11 +54,11 @@ def rows(tmp_path_factory: Any) -> list[Row]:
     return [Row(**row) for row in json.loads(found.read_text(encoding="utf-8"))]
 
 
-def test_nothing_is_wrong(rows: list[Row]) -> None:
+def test_no_step_gives_a_wrong_result(rows: list[Row]) -> None:
     assert {row.name: row.wrong for row in rows if row.wrong} == {}
 
 
-def test_every_step_works_or_is_refused_in_one_sentence(rows: list[Row]) -> None:
+def test_every_step_works_or_is_refused_with_one_sentence(rows: list[Row]) -> None:
     for row in rows:
         assert sorted([*row.works, *row.refused]) == sorted([] if row.not_run else STEPS)
         for why in row.refused.values():
@@ -67,7 +67,7 @@ def test_every_step_works_or_is_refused_in_one_sentence(rows: list[Row]) -> None
             assert "Traceback" not in why
 
 
-def test_all_architectures_run_but_those_that_are_listed(rows: list[Row]) -> None:
+def test_all_architectures_run_except_listed_ones(rows: list[Row]) -> None:
     assert {row.name for row in rows if row.not_run} <= NOT_RUN.keys()
     assert len([row for row in rows if not row.not_run]) >= 200 // EVERY
 
@@ -78,7 +78,7 @@ def test_most_architectures_work_in_every_step(rows: list[Row]) -> None:
     assert len([row for row in rows if most <= set(row.works)]) >= 180 // EVERY
 
 
-def test_the_page_tells_of_all(rows: list[Row]) -> None:
+def test_the_page_lists_all_architectures(rows: list[Row]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}," not in text:
         pytest.skip("the page is of another version of transformers")
@@ -88,7 +88,7 @@ def test_the_page_tells_of_all(rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "t5"])
-def test_the_logits_would_tell_another_cache(name: str, tmp_path: Path) -> None:
+def test_logits_would_reveal_another_cache(name: str, tmp_path: Path) -> None:
     """The tolerance is far below the effect of changing one prompt token."""
     kind = "AutoModelForSeq2SeqLM" if name == "t5" else "AutoModelForCausalLM"
     with torch.no_grad():

@@ -146,7 +146,7 @@ def indices(*pages: int) -> torch.Tensor:
     return torch.cat([torch.arange(TOKENS) + page * TOKENS for page in pages])
 
 
-def test_pages_written_in_one_layout_are_read_into_all(storage: Any, tmp_path: Path) -> None:
+def test_pages_written_in_one_layout_are_read_into_all_layouts(storage: Any, tmp_path: Path) -> None:
     given = pool("page_first", 1)
     backend = opened(storage, given, tmp_path)
     keys = ["a" * 64, "b" * 64, "c" * 64]
@@ -167,7 +167,7 @@ def test_pages_written_in_one_layout_are_read_into_all(storage: Any, tmp_path: P
         backend.close()
 
 
-def test_every_call_leaves_the_hosts_settings(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_keeps_the_hosts_settings(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = pool("page_first", 1), pool("layer_first", 2), StatePool(3)
     pools[0].k_buffer[0, 0, 0, 0] = float("nan")
     make = Watched(None).call("made", lambda **options: opened(storage, pools[0], tmp_path, recipe="octopus-4", **options))
@@ -202,7 +202,7 @@ def test_every_call_leaves_the_hosts_settings(storage: Any, tmp_path: Path, monk
     assert backend.called >= public - {"register_mem_pool_host"}
 
 
-def test_sglang_shows_what_kvpack_counts(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_reports_kvpacks_counters(storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's collector accepts only its own class, and sets an attribute of it."""
 
     shown: dict[str, Metric] = {}
@@ -276,7 +276,7 @@ def test_the_entry_point_names_the_class(monkeypatch: pytest.MonkeyPatch) -> Non
     integration.name_class(object, "file", types.SimpleNamespace(extra_config=None), None)
 
 
-def test_latents_are_two_sides(storage: Any, tmp_path: Path) -> None:
+def test_latents_become_two_sides(storage: Any, tmp_path: Path) -> None:
     def latents(seed: int | None) -> Any:
         cells = torch.zeros(LAYERS, PAGES * TOKENS, 1, 80).bfloat16()
         if seed is not None:
@@ -296,7 +296,7 @@ def test_latents_are_two_sides(storage: Any, tmp_path: Path) -> None:
     assert 0.01 < error < 0.2
 
 
-def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused(storage: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="extra_config has location, misspelled, recipe, revision for kvpack, expected location"):
         opened(storage, pool("page_first"), tmp_path, misspelled=1)
     with pytest.raises(InvalidParameter, match="the model 'a/model' is not a folder: set revision"):
@@ -325,7 +325,7 @@ def test_what_cannot_be_served_is_refused(storage: Any, tmp_path: Path) -> None:
     backend.close()
 
 
-def test_models_of_several_pools(storage: Any, tmp_path: Path) -> None:
+def test_models_with_several_pools(storage: Any, tmp_path: Path) -> None:
     def attached(seed: int | None) -> tuple[Any, Any, Any, StatePool]:
         made, windows, states = pool("page_first", seed), pool("layer_first", seed and seed + 1), StatePool(seed)
         backend = opened(storage, made, tmp_path, recipe="octopus-4")
@@ -365,7 +365,7 @@ def test_models_of_several_pools(storage: Any, tmp_path: Path) -> None:
     backend.close()
 
 
-def test_bytes_of_another_layout_are_missing(storage: Any, tmp_path: Path) -> None:
+def test_pages_of_another_layout_are_misses(storage: Any, tmp_path: Path) -> None:
     """Flat pages are in the order of the pool's layout, which their bytes do not show."""
 
     def attached(layout: str) -> tuple[Any, StatePool]:
@@ -383,7 +383,7 @@ def test_bytes_of_another_layout_are_missing(storage: Any, tmp_path: Path) -> No
         backend.close()
 
 
-def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) -> None:
+def test_pages_of_a_server_with_other_settings_are_misses(storage: Any, tmp_path: Path) -> None:
     """SGLang stores 8-bit floats as bytes, and can use another rotary embedding for the same model."""
 
     def of_bytes(seed: int | None) -> Any:
@@ -424,7 +424,7 @@ def test_other_settings_of_the_server_are_missing(storage: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "setting", "other"), [("mamba", "mamba_ssm_dtype", "float16"), ("draft", "speculative_draft_model_path", "/models/another")]
 )
-def test_pools_depend_on_settings_of_their_own(storage: Any, tmp_path: Path, name: str, setting: str, other: str) -> None:
+def test_pools_depend_on_their_own_settings(storage: Any, tmp_path: Path, name: str, setting: str, other: str) -> None:
     """SGLang's keys do not distinguish states of the same size in another dtype, or the pages of another draft model."""
     settings = dict.fromkeys((*storage._SETTINGS, *storage._DRAFT_SETTINGS))
     there = {}
@@ -440,7 +440,7 @@ def test_pools_depend_on_settings_of_their_own(storage: Any, tmp_path: Path, nam
     assert there == {None: [[False], [True]], other: [[False]]}
 
 
-def test_clearing_the_backend_removes_what_this_model_has_stored(storage: Any, tmp_path: Path) -> None:
+def test_clearing_the_backend_removes_what_this_model_stored(storage: Any, tmp_path: Path) -> None:
     """SGLang's base class does nothing, and its server then reports that the storage was cleared."""
     backend = opened(storage, pool("page_first", 1), tmp_path)
     backend.register_mem_host_pool_v2(pool("page_first", 2), "swa")
@@ -457,7 +457,7 @@ def test_clearing_the_backend_removes_what_this_model_has_stored(storage: Any, t
         one.close()
 
 
-def test_settings_of_sglang_itself_are_left_to_it(storage: Any, tmp_path: Path) -> None:
+def test_settings_of_sglang_are_left_to_it(storage: Any, tmp_path: Path) -> None:
     opened(storage, pool("page_first"), tmp_path, allocator="shm", file_storage_path="/tmp/hicache").close()
     # A pool with a page format of its own has its tag behind the model's folder.
     (tmp_path / "model").mkdir()
@@ -473,7 +473,7 @@ def test_settings_of_sglang_itself_are_left_to_it(storage: Any, tmp_path: Path) 
     assert len({identity.digest for identity in identities}) == 3
 
 
-def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> None:
+def test_a_recipe_uses_the_basis_of_its_model(storage: Any, tmp_path: Path) -> None:
     shapes = {(layer, side): (HEADS, DIM) for layer in range(LAYERS) for side in "kv"}
     for name in ("model", "other"):
         (tmp_path / name).write_bytes(random_basis(shapes, LAYERS, model={"name": f"elsewhere/{name}"}))
@@ -499,7 +499,7 @@ def test_a_recipe_takes_the_basis_of_its_model(storage: Any, tmp_path: Path) -> 
         opened(storage, pool("page_first"), tmp_path / "store", **{**given, "basis": str(tmp_path / "other")})
 
 
-def test_recipes_of_layers_are_for_pools_of_all_layers(storage: Any, tmp_path: Path) -> None:
+def test_recipes_with_layers_require_pools_with_all_layers(storage: Any, tmp_path: Path) -> None:
     backend = opened(storage, pool("page_first"), tmp_path, recipe="octopus-4;boundary-1")
     with pytest.raises(InvalidParameter, match="names layers by 'boundary-1', but this pool does not hold all layers of the model"):
         backend.register_mem_host_pool_v2(pool("page_first"), "swa")
@@ -541,13 +541,13 @@ class Chunks:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
-def test_a_folder_in_any_condition_costs_misses_alone(
+def test_a_damaged_folder_causes_only_misses(
     condition: Any, storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     condition(lambda folder=tmp_path, **options: Chunks(storage, folder, **options), tmp_path, monkeypatch)
 
 
-def test_a_restart_with_other_settings_misses(storage: Any, tmp_path: Path) -> None:
+def test_pages_are_misses_after_a_restart_with_other_settings(storage: Any, tmp_path: Path) -> None:
     """SGLang's keys only cover tokens; pages of other tokens have other keys."""
 
     def made(**values: Any) -> Any:

@@ -15,7 +15,7 @@ PAGES = Path(__file__).parents[2] / "kvpack" / "integrations"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "lmcache"])
-def test_a_table_has_the_bytes_of_rows(engine: str) -> None:
+def test_a_table_shows_the_bytes_of_rows(engine: str) -> None:
     text = (PAGES / engine / "README.md").read_text()
     model = re.search(
         r"a model of (\d+) layers, (\d+) KV heads and head dim (\d+), .* keeps in ([\d,]+) bytes, in \w+ of (\d+) tokens:", text
@@ -31,7 +31,7 @@ def test_a_table_has_the_bytes_of_rows(engine: str) -> None:
             assert (f"{codec.nbytes / tokens:,.0f}", f"{codec.nbytes / geometry.raw_bytes:.2f}") == (size, ratio), recipe
 
 
-def test_a_table_has_the_bytes_of_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_shows_the_bytes_of_files(capsys: pytest.CaptureFixture[str]) -> None:
     text = (PAGES / "mlx_lm" / "README.md").read_text()
     model = re.search(r"of (\d+) layers, (\d+) KV heads and head dim (\d+), .* in ([\d,]+) bytes, in files of ([\d,]+) tokens:", text)
     assert model is not None

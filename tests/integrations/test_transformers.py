@@ -68,7 +68,7 @@ def dense_attention(q: torch.Tensor, layer: Layer, *, scale: float, **options: A
     return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
 
 
-def test_attention_sinks_of_a_model_are_logits_of_attend() -> None:
+def test_attention_sinks_of_a_model_become_sink_logits() -> None:
     model = small_model()
     layer = pack(prefill(model, token_ids(1, 20)), "kivi-4")[0]
     q, logits = torch.randn(1, 4, 3, 32), torch.tensor([1.0, 0.0, -1.0, 4.0])
@@ -80,7 +80,7 @@ def test_attention_sinks_of_a_model_are_logits_of_attend() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_continues_as_over_unpacked_tensors(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuing_equals_continuing_over_unpacked_tensors(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(batch, 83)), recipe)
     following = token_ids(batch, 9, seed=1)
@@ -94,7 +94,7 @@ def test_continues_as_over_unpacked_tensors(recipe: str, batch: int, monkeypatch
 
 
 @pytest.mark.parametrize("recipe", ["kivi-2;tail=256", "raw"])
-def test_equals_the_dense_cache_when_new_tokens_stay_raw(recipe: str) -> None:
+def test_raw_new_tokens_give_the_same_results_as_a_dense_cache(recipe: str) -> None:
     model = small_model().to(torch.bfloat16)
     packed = pack(prefill(model, token_ids(2, 300)), recipe)
     following = token_ids(2, 20, seed=1)
@@ -103,7 +103,7 @@ def test_equals_the_dense_cache_when_new_tokens_stay_raw(recipe: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 
-def test_token_by_token_equals_one_chunk() -> None:
+def test_decoding_token_by_token_equals_one_chunk() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 40)), "kv=raw:dtype=fp32")
     following = token_ids(1, 6, seed=2)
@@ -137,7 +137,7 @@ def test_generate(recipe: str, options: dict[str, Any]) -> None:
     assert over_packed.packed.tokens == found.shape[1] - 1
 
 
-def test_the_packed_cache_itself_never_changes() -> None:
+def test_the_packed_cache_never_changes() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 70)), "kivi-2")
     before = [tensor.clone() for layer in packed for tensor in layer.unpack(torch.float32)]
@@ -185,7 +185,7 @@ def test_sliding_window_and_softcap(tokens: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_without_its_oldest_tokens_needs_a_window() -> None:
+def test_a_layer_without_its_oldest_tokens_requires_a_window() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 30)), "raw")
     newest = replace(packed[1], k=packed[1].k.slice(10, 30), v=packed[1].v.slice(10, 30), skipped=10)
@@ -210,7 +210,7 @@ def test_tensors_fall_back_to_dense_attention(tokens: int) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_window_falls_back_to_dense_attention() -> None:
+def test_a_window_may_require_dense_attention() -> None:
     logits = []
     for attention in ("kvpack", "eager"):
         model = small_model(attention, use_sliding_window=True, sliding_window=8, max_window_layers=1)
@@ -240,7 +240,7 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
         packed_attention(model.model.layers[0].self_attn, torch.zeros(2, 4, 3, 32), packed[0], packed[0], shifted)
 
 
-def test_masks_that_packed_attention_does_not_apply_are_made() -> None:
+def test_masks_that_packed_attention_does_not_apply_are_built() -> None:
     model = small_model()
     options = {"batch_size": 1, "q_length": 2, "q_offset": 6, "dtype": torch.float32, "use_vmap": False}
     assert mask(kv_length=PackedLength(8), config=model.config, **options) is None
@@ -252,7 +252,7 @@ def test_masks_that_packed_attention_does_not_apply_are_made() -> None:
     assert short.flatten(0, 2).tolist() == [[True] * 7 + [False]] * 2
 
 
-def test_of_a_static_cache_the_filled_part_is_packed() -> None:
+def test_the_filled_part_of_a_static_cache_is_packed() -> None:
     model = small_model("eager")
     cache, dense = StaticCache(config=model.config, max_cache_len=40), prefill(model, token_ids(1, 25))
     model(token_ids(1, 25), past_key_values=cache)
@@ -262,7 +262,7 @@ def test_of_a_static_cache_the_filled_part_is_packed() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_a_cache_that_holds_some_of_its_tokens_elsewhere_is_refused() -> None:
+def test_a_cache_with_tokens_in_other_places_is_refused() -> None:
     cache = prefill(small_model(), token_ids(1, 25))
     layer = cache.layers[1]
     layer.get_seq_length = lambda: 30
@@ -277,7 +277,7 @@ def test_a_packed_cache_is_not_packed_again() -> None:
             pack(past, "kivi-4")
 
 
-def test_a_copy_continues_on_its_own() -> None:
+def test_a_copy_continues_independently() -> None:
     model = small_model()
     cache = KvpackCache.of(pack(prefill(model, token_ids(1, 40)), "kivi-2"))
     other = copy.deepcopy(cache)
@@ -286,7 +286,7 @@ def test_a_copy_continues_on_its_own() -> None:
     assert torch.equal(model(token_ids(1, 7, seed=1), past_key_values=cache).logits, first)
 
 
-def test_a_cache_that_does_not_fit_is_refused() -> None:
+def test_an_unsuitable_cache_is_refused() -> None:
     model = small_model()
     packed = pack(prefill(model, token_ids(1, 6)), "raw")
     with pytest.raises(OutOfBounds, match="layer 2, but the packed cache has 2 layers"):
@@ -297,7 +297,7 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
         KvpackCache.of(Cache(packed.layers, packed.recipe, start=5))
 
 
-def test_from_pretrained_takes_the_name(tmp_path: Any) -> None:
+def test_from_pretrained_accepts_the_attention_name(tmp_path: Any) -> None:
     small_model().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="kvpack")
     assert model.config._attn_implementation == "kvpack"

@@ -63,7 +63,7 @@ def test_an_encoder_may_have_more_layers_than_the_decoder(model_type: str) -> No
 
 
 @pytest.mark.parametrize("model_type", ["bart", "marian", "pegasus", "blenderbot", "whisper"])
-def test_a_decoder_alone_has_its_own_number_of_layers(model_type: str) -> None:
+def test_a_decoder_has_its_own_number_of_layers(model_type: str) -> None:
     model = tiny(model_type, encoder_layers=3, decoder_layers=2)
     past = KvpackCache(model, "raw")
     found = model.generate(PROMPT, past_key_values=past, **GREEDY)
@@ -74,7 +74,7 @@ def test_a_decoder_alone_has_its_own_number_of_layers(model_type: str) -> None:
     assert model.generate(following, past_key_values=again, **GREEDY).tolist() == model.generate(following, **GREEDY).tolist()
 
 
-def test_windows_of_a_decoder_do_not_drop_what_the_encoder_gave() -> None:
+def test_decoder_windows_keep_the_encoders_tokens() -> None:
     model = tiny("t5gemma", "AutoModelForSeq2SeqLM")
     assert model.config.decoder.sliding_window < PROMPT.shape[1]
     past, options = both(model), {**GREEDY, "max_new_tokens": 20}
@@ -89,7 +89,7 @@ def longrope() -> Any:
 
 
 @pytest.mark.parametrize("tokens", [10, 32])
-def test_tokens_computed_again_for_other_frequencies_go_to_the_cache(tokens: int) -> None:
+def test_recomputed_tokens_with_other_frequencies_are_added_to_the_cache(tokens: int) -> None:
     model, ids = longrope(), PROMPT[:, :tokens]
     past = KvpackCache(model, "raw")
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def test_tokens_computed_again_for_other_frequencies_go_to_the_cache(tokens: int
     assert past.packed.tokens == found.shape[1] - 1
 
 
-def test_a_warning_says_that_tokens_are_computed_again() -> None:
+def test_a_warning_reports_recomputed_tokens() -> None:
     model = longrope()
     past = KvpackCache(model, "raw")
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_a_warning_says_that_tokens_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", "lfm2", "llama"])
-def test_beams_over_one_stored_sequence_repeat_it(model_type: str) -> None:
+def test_beams_repeat_a_single_stored_sequence(model_type: str) -> None:
     model = tiny(model_type)
     packed = prompt_of(model, KvpackCache(model, "raw"))
     ids, options = torch.cat([PROMPT, FOLLOWING], 1), {**GREEDY, "num_beams": 3}
@@ -119,7 +119,7 @@ def test_beams_over_one_stored_sequence_repeat_it(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "llama"])
-def test_a_pass_of_more_rows_is_refused_before_it_changes_anything(model_type: str) -> None:
+def test_a_pass_with_too_many_rows_is_refused_before_any_change(model_type: str) -> None:
     model = tiny(model_type)
     past = KvpackCache(model, "raw")
     prompt_of(model, past)
@@ -148,7 +148,7 @@ def test_rows_that_beams_would_repeat_are_compared_with_all_ids() -> None:
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_a_file_is_loaded_for_a_model_whose_weights_are_elsewhere(offload: str, tmp_path: Path) -> None:
+def test_a_file_is_loaded_for_a_model_with_offloaded_weights(offload: str, tmp_path: Path) -> None:
     model = tiny("llama")
     kvpack.save(prompt_of(model, KvpackCache(model, "raw")), tmp_path / "prompt.kvpack")
     ids = torch.cat([PROMPT, FOLLOWING], 1)
@@ -172,7 +172,7 @@ def test_layers_are_decoded_for_attention_that_reads_them(model_type: str) -> No
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "gpt_oss", "qwen2", "phi3", "mistral"])
-def test_attention_that_passes_states_on_takes_packed_layers(model_type: str) -> None:
+def test_attention_that_passes_states_on_accepts_packed_layers(model_type: str) -> None:
     assert Model(tiny(model_type)).supports_packed_layers
 
 
@@ -186,14 +186,14 @@ def test_attention_that_passes_states_on_takes_packed_layers(model_type: str) ->
         ("mamba", "keeps no cache of keys and values"),
     ],
 )
-def test_models_without_such_a_cache_are_refused(model_type: str, message: str) -> None:
+def test_models_without_a_suitable_cache_are_refused(model_type: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         KvpackCache(tiny(model_type), "raw")
 
 
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
-def test_gradient_checkpointing_takes_the_cache_away_and_is_refused(dense: bool, stored: bool) -> None:
+def test_gradient_checkpointing_is_refused_because_it_drops_the_cache(dense: bool, stored: bool) -> None:
     model = model_of("Mistral")
     past = KvpackCache(model, "raw", dense=dense)
     if stored:
@@ -213,7 +213,7 @@ def test_gradient_checkpointing_takes_the_cache_away_and_is_refused(dense: bool,
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_that_is_not_given_the_cache_is_not_left_without_its_window() -> None:
+def test_a_layer_that_does_not_get_the_cache_keeps_its_window() -> None:
     """Without the model, the cache does not know that layers are checkpointed."""
     model = model_of("Mistral", "kvpack")
     packed = prompt_of(model, KvpackCache(model, "raw"))
@@ -225,7 +225,7 @@ def test_a_layer_that_is_not_given_the_cache_is_not_left_without_its_window() ->
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_dropout_is_refused_and_leaves_the_cache_as_it_was(stored: bool) -> None:
+def test_dropout_is_refused_and_leaves_the_cache_unchanged(stored: bool) -> None:
     model = tiny("gpt2")
     past = KvpackCache(model, "raw")
     before = prompt_of(model, past).tokens if stored else 0

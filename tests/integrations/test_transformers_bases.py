@@ -47,7 +47,7 @@ def dense(packed: kvpack.Cache) -> DynamicCache:
     return DynamicCache([layer.unpack(torch.float32) for layer in packed])
 
 
-def test_tokens_are_those_over_the_unpacked_cache(model: Any, basis: Path, tmp_path: Path) -> None:
+def test_tokens_equal_those_over_the_unpacked_cache(model: Any, basis: Path, tmp_path: Path) -> None:
     with KvpackCache(model, kvpack.Recipe(RECIPE, basis)) as cache:
         next_logits(model, cache, 1)
         with torch.no_grad():

@@ -52,7 +52,7 @@ DECODED = ["Llama-4", "DeepSeek-V3", "Bloom"]
 
 
 @pytest.mark.parametrize(("name", "where"), [*((name, "right") for name in KINDS), *((name, "left") for name in DECODED)])
-def test_rows_of_unequal_lengths(name: str, where: str) -> None:
+def test_rows_with_different_lengths(name: str, where: str) -> None:
     model = model_of(name)
     ids, mask = padded(where)
     expected = generated(model, ids, attention_mask=mask)
@@ -63,7 +63,7 @@ def test_rows_of_unequal_lengths(name: str, where: str) -> None:
 
 # Layers of Gemma-4 that share keys and values get the last rows of the mask.
 @pytest.mark.parametrize("name", ["Llama", "Gemma-4", *(name for name in KINDS if name not in DECODED)])
-def test_rows_padded_on_the_left_are_attended_as_they_are_packed(name: str) -> None:
+def test_left_padded_rows_are_attended_packed(name: str) -> None:
     """No warning is issued, so nothing is decoded, for more tokens than windows and chunks have."""
     model = model_of(name)
     ids, mask = padded("left")
@@ -74,7 +74,7 @@ def test_rows_padded_on_the_left_are_attended_as_they_are_packed(name: str) -> N
 
 @pytest.mark.parametrize("recipe", ["raw", "octopus-4"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
-def test_padded_rows_are_generated_as_each_row_is_by_itself(name: str, recipe: str) -> None:
+def test_padded_rows_generate_as_if_alone(name: str, recipe: str) -> None:
     """Results agree up to the first window of packed tokens."""
     model = model_of(name)
     ids, mask = padded("left")
@@ -97,7 +97,7 @@ def test_beams_of_padded_rows(name: str) -> None:
         assert generated(model, ids, cache, **options) == expected
 
 
-def test_a_mask_that_hides_tokens_in_the_middle_is_decoded_for() -> None:
+def test_layers_are_decoded_for_a_mask_that_hides_tokens_in_the_middle() -> None:
     model = model_of("Llama")
     ids, mask = padded("left")
     mask[0, 7] = 0
@@ -107,7 +107,7 @@ def test_a_mask_that_hides_tokens_in_the_middle_is_decoded_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
-def test_padded_rows_go_on_from_a_file(name: str, tmp_path: Path) -> None:
+def test_padded_rows_continue_from_a_file(name: str, tmp_path: Path) -> None:
     model = model_of(name)
     ids, mask = padded("left")
     with KvpackCache(model, "raw") as cache:
@@ -120,7 +120,7 @@ def test_padded_rows_go_on_from_a_file(name: str, tmp_path: Path) -> None:
         assert generated(model, more, cache, attention_mask=mask) == expected
 
 
-def test_until_a_window_is_full_a_lossy_recipe_gives_the_models_own_tokens() -> None:
+def test_a_lossy_recipe_gives_the_models_own_tokens_until_a_window_is_full() -> None:
     model = model_of("Llama")
     with KvpackCache(model, "octopus-2") as cache:
         assert generated(model, ROWS, cache, max_new_tokens=40) == generated(model, ROWS, max_new_tokens=40)
@@ -170,7 +170,7 @@ def test_assisted_decoding(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Gemma-3", "Llama-4"])
-def test_sliding_layers_hold_their_window_and_what_is_encoded_with_it(name: str) -> None:
+def test_sliding_layers_store_their_window_and_tokens_encoded_with_it(name: str) -> None:
     model = model_of(name)
     cache = over(model)
     ids = torch.randint(1, 60, (1, 300), generator=torch.Generator().manual_seed(0))
@@ -186,7 +186,7 @@ def test_sliding_layers_hold_their_window_and_what_is_encoded_with_it(name: str)
 
 @pytest.mark.scenario
 @pytest.mark.kernels
-def test_decoding_steps_of_sliding_layers_run_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_steps_of_sliding_layers_only_run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """For rows with padding, every layer's tensors stay valid for CUDA graphs. Some layers of Gemma-3 slide, others do not."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
@@ -215,7 +215,7 @@ def test_decoding_steps_of_sliding_layers_run_kernels_alone(monkeypatch: pytest.
 
 @pytest.mark.parametrize("recipe", ["raw", "k=octahedral:b=2;v=group:b=2,g=32"])
 @pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])
-def test_layers_that_share_keys_and_values_attend_a_long_prompt_as_it_was_given(
+def test_layers_that_share_keys_attend_a_long_prompt_before_packing(
     name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layer with the tokens encodes them, and drops invisible ones, only after the other layers have attended."""
@@ -231,7 +231,7 @@ def test_layers_that_share_keys_and_values_attend_a_long_prompt_as_it_was_given(
             assert cache.live.skipped_tokens(0) > 0
 
 
-def test_a_loaded_layer_slides_as_well(tmp_path: Path) -> None:
+def test_a_loaded_layer_also_slides(tmp_path: Path) -> None:
     model = model_of("Gemma-3")
     ids = torch.randint(1, 60, (1, 300), generator=torch.Generator().manual_seed(0))
     with KvpackCache(model, "raw") as cache:
@@ -258,7 +258,7 @@ def test_an_image_is_part_of_the_prompt() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*which share")
 @pytest.mark.parametrize("name", ["BART", "T5"])
-def test_an_encoder_needs_a_cache_of_two_parts(name: str) -> None:
+def test_an_encoder_decoder_model_needs_a_cache_with_two_parts(name: str) -> None:
     model = model_of(name)
     expected = generated(model, ROWS)
     cache = over(model)
@@ -278,7 +278,7 @@ def test_an_encoder_needs_a_cache_of_two_parts(name: str) -> None:
         generated(model, REPEATED, over(model), prompt_lookup_num_tokens=3)
 
 
-def test_an_encoders_cache_goes_on_from_files(tmp_path: Path) -> None:
+def test_an_encoders_cache_continues_from_files(tmp_path: Path) -> None:
     """transformers would compute all of the decoder's tokens again."""
     model = model_of("BART")
     cache = over(model)
@@ -299,7 +299,7 @@ def test_an_encoders_cache_goes_on_from_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "DeepSeek-V3"])
-def test_a_prompt_in_chunks_goes_on_after_the_cache(name: str) -> None:
+def test_a_chunked_prompt_continues_after_the_cache(name: str) -> None:
     """generate prepares each chunk separately, and compares none with the cache."""
     model = model_of(name)
     expected = generated(model, REPEATED)
@@ -321,7 +321,7 @@ def test_a_prompt_in_chunks_goes_on_after_the_cache(name: str) -> None:
             assert begun[0][:8] == REPEATED[0, :8].tolist()
 
 
-def test_after_assisted_decoding_only_ids_that_follow_may_be_given() -> None:
+def test_after_assisted_decoding_only_following_ids_are_accepted() -> None:
     """Even ids that begin like the cache's are refused."""
     model = model_of("Llama")
     with KvpackCache(model, "raw") as cache:
@@ -346,13 +346,13 @@ def test_ids_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3"])
 @pytest.mark.parametrize("recipe", ["raw", "bf16"])
-def test_in_bfloat16(name: str, recipe: str) -> None:
+def test_works_in_bfloat16(name: str, recipe: str) -> None:
     model = model_of(name).to(torch.bfloat16)
     with KvpackCache(model, recipe) as cache:
         assert generated(model, ROWS, cache, max_new_tokens=16) == generated(model, ROWS, max_new_tokens=16)
 
 
-def test_a_cache_is_refused_by_a_generate_that_would_not_use_it() -> None:
+def test_generate_refuses_a_cache_that_it_would_not_use() -> None:
     model = model_of("Llama")
     with pytest.raises(InvalidParameter, match="use_cache=False, which computes all tokens again at every step: pass use_cache=True"):
         generated(model, PROMPT, KvpackCache(model, "raw"), use_cache=False)

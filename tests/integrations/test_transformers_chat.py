@@ -37,7 +37,7 @@ def said(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("template", [PLAIN, REASONING])
-def test_replies_are_those_of_the_whole_conversation(model: Any, template: str, tmp_path: Path) -> None:
+def test_replies_equal_those_of_the_complete_conversation(model: Any, template: str, tmp_path: Path) -> None:
     words, messages = tokenizer(template), []
     chat = Chat(model, words, "raw")
     for turn, text in enumerate((HELLO, MORE, "And?")):
@@ -55,7 +55,7 @@ def test_replies_are_those_of_the_whole_conversation(model: Any, template: str, 
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_compact_file_packs_the_newest_keys_and_goes_on(model: Any, tmp_path: Path) -> None:
+def test_a_compact_file_packs_the_newest_keys_and_continues(model: Any, tmp_path: Path) -> None:
     words = tokenizer(PLAIN)
     chat = Chat(model, words, "kvpack-3")
     chat.send(HELLO, **GREEDY)
@@ -69,7 +69,7 @@ def test_a_compact_file_packs_the_newest_keys_and_goes_on(model: Any, tmp_path: 
     assert loaded.reused == chat.cache.tokens
 
 
-def test_what_a_template_drops_is_computed_again(model: Any, tmp_path: Path) -> None:
+def test_tokens_that_a_template_drops_are_recomputed(model: Any, tmp_path: Path) -> None:
     words = tokenizer(REASONING)
     messages = [{"role": "user", "content": HELLO}, {"role": "assistant", "content": "<think>Say hello.</think>\nHello, Ada."}]
     chat = Chat(model, words, "raw")
@@ -89,7 +89,7 @@ def test_what_a_template_drops_is_computed_again(model: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.scenario
-def test_texts_in_the_token_ids_are_not_stored_again(model: Any, tmp_path: Path) -> None:
+def test_texts_that_token_ids_contain_are_not_stored_again(model: Any, tmp_path: Path) -> None:
     text = "A long document. " * 300
     chat = Chat(model, tokenizer(), "octopus-4")
     assert chat.read({"role": "user", "content": text}) == chat.cache.tokens
@@ -105,7 +105,7 @@ def test_texts_in_the_token_ids_are_not_stored_again(model: Any, tmp_path: Path)
     assert kvpack.load(tmp_path / "chat.kvpack").metadata["title"] == "one"
 
 
-def test_a_store_serves_the_beginning_of_a_conversation(model: Any, tmp_path: Path) -> None:
+def test_a_store_provides_the_beginning_of_a_conversation(model: Any, tmp_path: Path) -> None:
     words, identity = tokenizer(), kvpack.Identity.of(model, "raw")
     with kvpack.Store(tmp_path / "store", identity, chunk=32) as store:
         first = Chat(model, words, store=store)
@@ -126,7 +126,7 @@ def test_a_store_serves_the_beginning_of_a_conversation(model: Any, tmp_path: Pa
         _ = Chat(model, words, store=store).cache
 
 
-def test_a_store_that_does_not_fit_is_refused_at_once(model: Any, tmp_path: Path) -> None:
+def test_an_unsuitable_store_is_refused_at_once(model: Any, tmp_path: Path) -> None:
     words = tokenizer()
     with pytest.raises(InvalidType, match=r"store is 'chats', expected a kvpack\.Store, such as kvpack\.Store\('chats', "):
         Chat(model, words, store="chats")  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ def test_loading_refuses_the_cache_of_another_model(model: Any, tmp_path: Path) 
         Chat.load(tmp_path / "chat.kvpack", load_model(dtype=torch.bfloat16), words)
 
 
-def test_another_template_is_noticed(model: Any, tmp_path: Path) -> None:
+def test_a_changed_template_is_noticed(model: Any, tmp_path: Path) -> None:
     chat = Chat(model, tokenizer(), "raw")
     chat.read(HELLO)
     chat.save(tmp_path / "chat.kvpack")
@@ -159,7 +159,7 @@ def test_another_template_is_noticed(model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "window"), [("Qwen3-Next", {}), ("Mistral", {"sliding_window": 16})])
-def test_the_same_tokens_need_no_warning_even_if_the_cache_cannot_go_back(name: str, window: dict[str, int], tmp_path: Path) -> None:
+def test_the_same_tokens_give_no_warning_even_if_the_cache_cannot_go_back(name: str, window: dict[str, int], tmp_path: Path) -> None:
     """Layers with states or a sliding window may reuse no tokens after an edited message, but the template is the same."""
     other, words = model_of(name, vocab_size=264, max_position_embeddings=512, **window), tokenizer()
     chat = Chat(other, words, "raw")
@@ -178,7 +178,7 @@ def test_the_same_tokens_need_no_warning_even_if_the_cache_cannot_go_back(name: 
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Mistral"])
-def test_a_store_serves_models_with_states_and_windows(name: str, tmp_path: Path) -> None:
+def test_a_store_supports_models_with_states_and_windows(name: str, tmp_path: Path) -> None:
     """States are stored after the last whole chunk of each prompt; a conversation shorter than a chunk is not stored."""
     other = model_of(name, vocab_size=264, max_position_embeddings=512)
     words, identity = tokenizer(), kvpack.Identity.of(other, "raw")
@@ -199,7 +199,7 @@ def test_a_store_serves_models_with_states_and_windows(name: str, tmp_path: Path
         assert store.match(short.cache.token_ids) == (0 if name == "Qwen3-Next" else first.prompt_tokens)
 
 
-def test_without_a_template_texts_are_joined(model: Any, tmp_path: Path) -> None:
+def test_texts_are_concatenated_without_a_template(model: Any, tmp_path: Path) -> None:
     prompt = "[[key O9B4KF = EL3GUXNT]] and some more text after that.\n"
     chat = Chat(model, ByteTokenizer(), "raw")
     chat.read({"role": "user", "content": prompt})
@@ -211,7 +211,7 @@ def test_without_a_template_texts_are_joined(model: Any, tmp_path: Path) -> None
     assert chat.messages[0]["content"] == f"{prompt}[[key O9B4KF = "
 
 
-def test_messages_that_a_template_refuses_change_nothing(model: Any) -> None:
+def test_messages_refused_by_a_template_change_nothing(model: Any) -> None:
     chat = Chat(model, tokenizer(ALTERNATING), "raw", messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     before = list(chat.messages)
     with pytest.raises(InvalidParameter, match="rejects these messages: roles must alternate"):
@@ -240,7 +240,7 @@ def test_messages_that_cannot_be_read_are_refused(model: Any, tmp_path: Path) ->
     assert again.reused == chat.cache.tokens
 
 
-def test_texts_beyond_a_files_room_are_refused(model: Any, tmp_path: Path) -> None:
+def test_texts_that_do_not_fit_in_a_file_are_refused(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "chat.kvpack"
     chat = Chat(model, tokenizer(REASONING), "raw", messages=[
         {"role": "user", "content": HELLO}, {"role": "assistant", "content": f"<think>{'x' * 70_000}</think>Hello."},
@@ -256,7 +256,7 @@ def test_texts_beyond_a_files_room_are_refused(model: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not (real_model.model_folder() / "tokenizer.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
-def test_a_real_tokenizer_gives_messages_back(tmp_path: Path) -> None:
+def test_a_real_tokenizer_reconstructs_messages(tmp_path: Path) -> None:
     words = transformers.AutoTokenizer.from_pretrained(real_model.model_folder())
     torch.manual_seed(0)
     settings = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 2}

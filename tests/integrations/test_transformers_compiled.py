@@ -63,7 +63,7 @@ def logits(run: Any, cache: KvpackCache, padding: str | None, counts: tuple[int,
         ("DeepSeek-V3", 1, "left"),
     ],
 )
-def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, layers: int, padding: str) -> None:
+def test_a_compiled_model_gives_the_same_results_as_eager_mode(name: str, layers: int, padding: str) -> None:
     model = model_of(name, num_hidden_layers=layers)
     eager, compiled = (KvpackCache(model, "raw") for _ in "ab")
     expected = logits(model, eager, padding)
@@ -86,7 +86,7 @@ def test_a_compiled_model_gives_what_it_gives_eagerly(name: str, layers: int, pa
         ("GPT-OSS", 1, "raw", "right"),
     ],
 )
-def test_a_model_over_packed_layers_is_one_graph(name: str, layers: int, recipe: str, padding: str | None) -> None:
+def test_a_model_over_packed_layers_is_compiled_to_one_graph(name: str, layers: int, recipe: str, padding: str | None) -> None:
     """Tests with and without padding, and with sliding windows of 12 tokens, which the passes fill and exceed.
 
     The model's forward is that of caches whose steps may be replayed.
@@ -103,7 +103,7 @@ def test_a_model_over_packed_layers_is_one_graph(name: str, layers: int, recipe:
 
 
 @pytest.mark.filterwarnings("ignore:.*which share")
-def test_padding_in_a_graph_may_differ_from_pass_to_pass() -> None:
+def test_padding_in_a_graph_may_change_between_passes() -> None:
     """The same code handles no padding, and padding on the left, on the right of the first pass, and in its middle."""
     model = model_of("Mistral", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
@@ -122,7 +122,7 @@ def test_padding_in_a_graph_may_differ_from_pass_to_pass() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
-def test_what_no_graph_holds_is_refused_by_its_reason() -> None:
+def test_unsupported_features_in_a_graph_are_refused_with_a_reason() -> None:
     model = model_of("Llama")
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
     ids = torch.full((1, 4), 5)
@@ -135,7 +135,7 @@ def test_what_no_graph_holds_is_refused_by_its_reason() -> None:
             run(ids, past_key_values=KvpackCache(model, "raw", **options), **given)
 
 
-def test_a_copied_mask_of_other_padding_is_refused() -> None:
+def test_a_copied_mask_with_other_padding_is_refused() -> None:
     """Attention identifies such a mask by its placeholder tensor."""
     cache = KvpackCache(model_of("Llama"), "raw")
     starts = cache.compiled.starts(0, 4, torch.tensor([[True, True, True, False]]))
@@ -143,7 +143,7 @@ def test_a_copied_mask_of_other_padding_is_refused() -> None:
         cache.compiled.attend(0, torch.zeros(1, 4, 4, 16), starts=starts.clone(), causal=True)
 
 
-def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
+def test_a_graph_records_passes_like_eager_code() -> None:
     """Compiled code records inputs that token ids do not determine, and passes that end in an error."""
     model = model_of("Llama", num_hidden_layers=1)
     run = torch.compile(lambda *args, **kwargs: model(*args, **kwargs), backend="aot_eager", fullgraph=True)
@@ -161,7 +161,7 @@ def test_a_graph_tells_of_passes_as_eager_code_does() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*which share")
-def test_steps_are_compiled_once_for_all_steps_and_caches() -> None:
+def test_steps_are_compiled_once_for_all_caches() -> None:
     model = model_of("Llama", num_hidden_layers=1)
     run = torch.compile(model, backend="eager")
     stats = torch._dynamo.utils.counters["stats"]

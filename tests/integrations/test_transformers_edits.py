@@ -122,7 +122,7 @@ def saved(model: Any, path: Path) -> Path:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_model_is_refused_wherever_the_file_meets_it(name: str, tmp_path: Path) -> None:
+def test_an_edited_model_is_refused_wherever_the_file_is_used(name: str, tmp_path: Path) -> None:
     make, edit = EDITS[name]
     model = make()
     path = saved(model, tmp_path / "file")
@@ -190,7 +190,7 @@ def frozen(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [unchanged, copy.deepcopy, moved, strided, there_and_back, frozen], ids=lambda change: change.__name__)
-def test_the_same_weights_are_the_same_model(change: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_equal_weights_mean_the_same_model(change: Callable[[Any], Any], tmp_path: Path) -> None:
     path = saved(small_llama(), tmp_path / "file")
     model = change(small_llama())
     with torch.inference_mode(), KvpackCache.load(path, model) as cache:
@@ -200,7 +200,7 @@ def test_the_same_weights_are_the_same_model(change: Callable[[Any], Any], tmp_p
     assert kvpack.Identity.of(model, "raw").weights == kvpack.load(path).model["weights"]
 
 
-def test_the_digest_is_that_of_every_weight_by_itself() -> None:
+def test_the_digest_combines_digests_of_single_weights() -> None:
     """Threads and tied weights do not affect the digest, and the sample digest of the first stores is unchanged."""
     import hashlib
     import json
@@ -269,7 +269,7 @@ def test_a_model_edited_between_loading_and_the_first_pass_is_refused(
 
 
 @pytest.mark.parametrize("edit", [one_value, negate_embedding, other_data])
-def test_an_edit_of_weights_without_versions_is_refused(edit: Callable[[Any], None], tmp_path: Path) -> None:
+def test_edits_of_weights_without_version_counters_are_refused(edit: Callable[[Any], None], tmp_path: Path) -> None:
     """Tensors created in inference mode have no versions, so all values are compared again."""
     path = saved(small_llama(), tmp_path / "file")
     with torch.inference_mode():
@@ -282,7 +282,7 @@ def test_an_edit_of_weights_without_versions_is_refused(edit: Callable[[Any], No
                 model(FOLLOWING, past_key_values=cache)
 
 
-def test_a_model_edited_after_the_first_pass_over_a_loaded_cache_is_noted(tmp_path: Path) -> None:
+def test_edits_after_the_first_pass_over_a_loaded_cache_are_recorded(tmp_path: Path) -> None:
     path, model = saved(small_llama(), tmp_path / "file"), small_llama()
     with torch.no_grad(), KvpackCache.load(path, model) as cache:
         one_value(model)
@@ -294,7 +294,7 @@ def test_a_model_edited_after_the_first_pass_over_a_loaded_cache_is_noted(tmp_pa
         assert cache.packed.inputs.undetermined == ("tokens 45 to 49 were computed after the model's weights changed",)
 
 
-def test_weights_that_change_without_a_trace_between_passes_are_noted() -> None:
+def test_untraceable_changes_of_weights_between_passes_are_recorded() -> None:
     model = small_llama()
     with torch.inference_mode(), KvpackCache(model, "raw") as cache:
         model(IDS, past_key_values=cache)
@@ -313,7 +313,7 @@ def test_weights_that_change_without_a_trace_between_passes_are_noted() -> None:
         assert cache.packed.model["weights"] == kvpack.Identity.of(model, "raw").weights != first.model["weights"]
 
 
-def test_a_weight_that_no_step_looks_at_is_noted() -> None:
+def test_changes_of_weights_that_no_step_checks_are_recorded() -> None:
     """Single-token steps check only a few weights; a change of others is noticed when the cache is packed."""
     model = frozen(small_llama())
     with torch.inference_mode(), KvpackCache(model, "raw") as cache:
@@ -336,7 +336,7 @@ def test_edits_before_the_first_token_and_after_the_last_name_the_right_weights(
         assert cache.packed.inputs.undetermined == ()
 
 
-def test_a_cache_keeps_no_weights_and_names_a_model_that_is_gone() -> None:
+def test_a_cache_keeps_no_weights_and_names_deleted_models() -> None:
     import gc
     import weakref
 
@@ -374,7 +374,7 @@ def test_an_old_file_is_compared_by_its_sample_with_one_warning(tmp_path: Path) 
             KvpackCache.load(tmp_path / "old", model)
 
 
-def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_unreadable_weights_are_reported(tmp_path: Path) -> None:
     path = saved(small_llama(), tmp_path / "file")
     model = small_llama()
     model.lm_head.to("meta")
@@ -382,7 +382,7 @@ def test_weights_that_cannot_be_read_are_told(tmp_path: Path) -> None:
         KvpackCache.load(path, model).release()
 
 
-def test_a_model_that_cannot_be_named_is_not_taken_for_any_other(tmp_path: Path) -> None:
+def test_a_model_without_a_name_is_not_taken_for_any_other(tmp_path: Path) -> None:
     """For example, adapters have an effect unknown to kvpack: an error where a model must be named, a note elsewhere."""
     peft = pytest.importorskip("peft")
     settings = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
@@ -399,7 +399,7 @@ def test_a_model_that_cannot_be_named_is_not_taken_for_any_other(tmp_path: Path)
             assert not past.packed.model
 
 
-def test_adapters_are_compared_by_every_weight(tmp_path: Path) -> None:
+def test_adapters_are_compared_by_all_their_weights(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def made() -> Any:
@@ -420,7 +420,7 @@ def test_adapters_are_compared_by_every_weight(tmp_path: Path) -> None:
     KvpackCache.load(path, model).release()
 
 
-def test_another_dtype_is_another_model(tmp_path: Path) -> None:
+def test_another_dtype_makes_another_model(tmp_path: Path) -> None:
     path = saved(small_llama(), tmp_path / "file")
     with pytest.raises(InvalidParameter, match="a model whose dtype is 'float32', but this one's is 'bfloat16'"):
         KvpackCache.load(path, in_bf16())
@@ -431,7 +431,7 @@ def test_another_dtype_is_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_a_device_digests_the_same(tmp_path: Path) -> None:
+def test_a_device_computes_the_same_digest(tmp_path: Path) -> None:
     for make in (small_llama, tied, in_bf16, with_buffer, lambda: small_llama(hidden_size=256, intermediate_size=1000)):
         host, device = make(), make().to("cuda")
         path = saved(host, tmp_path / "file")

@@ -42,7 +42,7 @@ RECIPES = ["kivi-2", "oscar-2", "kivi-4;tail=32", "octopus-3", "k=group:b=2,g=32
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_loaded_cache_is_the_one_in_the_file(recipe: str, tmp_path: Path) -> None:
+def test_a_loaded_cache_equals_the_one_in_the_file(recipe: str, tmp_path: Path) -> None:
     model, path = model_of("Llama"), tmp_path / "file"
     with KvpackCache(model, recipe) as cache:
         model(ids(1, 185), past_key_values=cache)
@@ -59,7 +59,7 @@ def test_a_loaded_cache_is_the_one_in_the_file(recipe: str, tmp_path: Path) -> N
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_twelve_turns_through_a_file_take_the_bytes_of_one(recipe: str, tmp_path: Path) -> None:
+def test_twelve_turns_with_a_file_take_the_bytes_of_one(recipe: str, tmp_path: Path) -> None:
     model, path, prompt = model_of("Llama"), tmp_path / "file", ids(1, 245)
     with KvpackCache(model, recipe) as cache:
         model(prompt[:, :185], past_key_values=cache)

@@ -60,7 +60,7 @@ def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.scenario
 @pytest.mark.parametrize("make", [lambda: qwen("sdpa"), lambda: qwen("eager"), gemma], ids=["sdpa", "eager", "sliding windows, soft caps"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
-def test_generates_what_the_model_does_when_nothing_is_lost(make: Any, options: dict[str, Any]) -> None:
+def test_lossless_caches_generate_the_same_tokens_as_the_model(make: Any, options: dict[str, Any]) -> None:
     model = make()
     prompt = ids(1, 60)
     expected = model.generate(prompt, max_new_tokens=90, **OPTIONS, **options)
@@ -71,7 +71,7 @@ def test_generates_what_the_model_does_when_nothing_is_lost(make: Any, options: 
 
 
 @pytest.mark.parametrize("shape", [lambda ids: ids, lambda ids: ids[0], lambda ids: ids.tolist(), lambda ids: ids[0].tolist()])
-def test_the_cache_generates_as_its_model_does(model: Any, shape: Any) -> None:
+def test_the_caches_generate_equals_the_models(model: Any, shape: Any) -> None:
     prompt = ids(1, 60)
     expected = model.generate(prompt, max_new_tokens=9, **OPTIONS)
     # Padding and the end of a text are one token, of which transformers would warn.
@@ -108,7 +108,7 @@ def test_a_batch_is_packed_as_it_grows(model: Any) -> None:
     assert (file.packed_tokens, file.tail.shape[2]) == (269, 0)
 
 
-def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_attention_implementation_is_restored(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Meanwhile, other caches work as before."""
     switch._announced_model.clear()
     prompt = ids(1, 30)
@@ -133,7 +133,7 @@ def test_the_attention_comes_back(model: Any, caplog: pytest.LogCaptureFixture) 
     assert model.config._attn_implementation == "kvpack"
 
 
-def test_a_file_is_continued(model: Any, tmp_path: Path) -> None:
+def test_a_file_can_be_continued(model: Any, tmp_path: Path) -> None:
     prompt = ids(1, 40)
     with KvpackCache(model, "raw") as cache:
         text = model.generate(prompt, past_key_values=cache, max_new_tokens=10, **OPTIONS)
@@ -146,7 +146,7 @@ def test_a_file_is_continued(model: Any, tmp_path: Path) -> None:
         model.generate(ids(1, 50, seed=9), past_key_values=cache, max_new_tokens=1, **OPTIONS)
 
 
-def test_an_attention_that_was_set_meanwhile_stays(model: Any) -> None:
+def test_an_attention_implementation_set_meanwhile_is_kept(model: Any) -> None:
     with KvpackCache(model, "raw") as cache:
         model.set_attn_implementation("eager")
         with pytest.raises(InvalidParameter, match="the attention of Qwen2ForCausalLM is 'eager', which does not support packed layers"):
@@ -158,7 +158,7 @@ def test_an_attention_that_was_set_meanwhile_stays(model: Any) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_file_of_no_tokens_is_not_gone_on_from(model: Any, tmp_path: Path) -> None:
+def test_a_file_without_tokens_cannot_be_continued(model: Any, tmp_path: Path) -> None:
     """Such a file does not describe the contents of layers."""
     with KvpackCache(model, "octopus-4") as cache:
         kvpack.save(cache.packed, tmp_path / "empty")
@@ -166,7 +166,7 @@ def test_a_file_of_no_tokens_is_not_gone_on_from(model: Any, tmp_path: Path) -> 
         KvpackCache.load(tmp_path / "empty", model)
 
 
-def test_a_cache_of_a_configuration(model: Any) -> None:
+def test_cache_from_a_configuration(model: Any) -> None:
     ids = torch.arange(1, 21)[None]
     with KvpackCache(model, "octopus-4") as cache:
         expected = [model(part, past_key_values=cache).logits for part in (ids, ids[:, :1])]
@@ -185,7 +185,7 @@ def test_a_cache_of_a_configuration(model: Any) -> None:
         KvpackCache(recipe="raw")
 
 
-def test_what_a_cache_is_made_of(model: Any) -> None:
+def test_supported_constructor_arguments(model: Any) -> None:
     packed = kvpack.pack([(torch.zeros(1, 2, 4, 32),) * 2] * 3, "raw")
     assert KvpackCache.of(packed, model).get_seq_length() == 4
     for kind, text, call in [
@@ -198,7 +198,7 @@ def test_what_a_cache_is_made_of(model: Any) -> None:
             call()
 
 
-def test_what_would_move_or_pickle_a_cache_is_refused_by_name(model: Any) -> None:
+def test_moving_or_pickling_a_cache_is_refused_by_name(model: Any) -> None:
     with KvpackCache(model, "kivi-2") as cache:
         with pytest.raises(InvalidParameter, match=r"layers\[1\] is packed, and its pages stay on their device: leave offload out"):
             cache.offload(1)
@@ -206,7 +206,7 @@ def test_what_would_move_or_pickle_a_cache_is_refused_by_name(model: Any) -> Non
             torch.save(cache, io.BytesIO())
 
 
-def test_a_model_that_is_gone_leaves_nothing_to_the_next_one() -> None:
+def test_a_deleted_model_does_not_affect_the_next_one() -> None:
     model, other = qwen("sdpa"), qwen("sdpa")
     kept = switch.Switch.of(model)
     number = id(model.config)
@@ -248,7 +248,7 @@ def test_another_thread_saves_while_a_model_generates(model: Any, tmp_path: Path
         assert {layer.seen_tokens for layer in packed} == {packed.tokens}
 
 
-def test_a_thread_that_ended_within_a_pass_keeps_no_other_waiting(model: Any) -> None:
+def test_a_thread_that_ended_within_a_pass_does_not_block_others(model: Any) -> None:
     prompt, cache = torch.arange(1, 21)[None], KvpackCache(model, "octopus-4")
     thread = threading.Thread(target=cache.passes.lock.acquire)
     thread.start()
@@ -256,7 +256,7 @@ def test_a_thread_that_ended_within_a_pass_keeps_no_other_waiting(model: Any) ->
     assert model.generate(prompt, past_key_values=cache, max_new_tokens=2, **OPTIONS).shape[1] == 22
 
 
-def test_a_forward_without_its_signature_is_told_from_one_with_it(model: Any) -> None:
+def test_forwards_with_and_without_a_signature_are_distinguished(model: Any) -> None:
     """generate looks for an attention mask parameter, whose length shows whether it was passed all ids or only new ones."""
     text = ids(1, 60)
     expected = model.generate(text, max_new_tokens=4, **OPTIONS).tolist()
@@ -281,7 +281,7 @@ def test_a_forward_without_its_signature_is_told_from_one_with_it(model: Any) ->
             assert found[0, 40:].tolist() == expected[0][60:]
 
 
-def test_embeddings_go_on_after_the_cache(model: Any) -> None:
+def test_embeddings_continue_after_the_cache(model: Any) -> None:
     """generate drops as many embeddings as the cache has tokens, regardless of their values."""
     text = ids(1, 40)
     embeddings = model.get_input_embeddings()(text)

@@ -72,7 +72,7 @@ def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
 
 
 @pytest.mark.kernels
-def test_whatever_comes_between_steps_leaves_them_right(device: Device) -> None:
+def test_operations_between_steps_do_not_break_replays(device: Device) -> None:
     """Tests full windows, longer passes, dropped tokens, other rows, and a copy of the cache."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     logits: list[list[torch.Tensor]] = []
@@ -125,7 +125,7 @@ def test_caches_of_one_model_take_turns(device: Device) -> None:
 
 
 @pytest.mark.kernels
-def test_steps_in_other_modes_are_other_steps(device: Device) -> None:
+def test_steps_in_other_modes_have_other_graphs(device: Device) -> None:
     """Inference mode has a graph of its own; under autocast and with gradients, nothing is captured."""
     model, logits = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
@@ -162,7 +162,7 @@ def test_padding_may_grow_between_steps(device: Device) -> None:
 
 
 @pytest.mark.kernels
-def test_a_step_that_reads_the_length_gets_no_graph(device: Device) -> None:
+def test_a_step_that_reads_the_length_is_not_captured(device: Device) -> None:
     """Values read on the host during a capture would be constant in every replay."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     base, own = model.model, type(model.model).forward
@@ -193,7 +193,7 @@ LENGTHS: dict[str, Callable[[Any], bool]] = {
 
 
 @pytest.mark.parametrize("compared", LENGTHS.values(), ids=LENGTHS)
-def test_a_comparison_that_comes_out_otherwise_for_a_longer_cache_is_refused(compared: Callable[[Any], bool]) -> None:
+def test_a_comparison_that_depends_on_the_length_is_refused(compared: Callable[[Any], bool]) -> None:
     with pytest.raises(InvalidParameter, match="compares the length of the cache"):
         compared(CapturedLength(3))
     assert compared(CapturedLength(20)) == compared(20)
@@ -201,7 +201,7 @@ def test_a_comparison_that_comes_out_otherwise_for_a_longer_cache_is_refused(com
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["more", "nothing"])
-def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device) -> None:
+def test_a_step_that_compares_the_length_is_not_captured(name: str, device: Device) -> None:
     """The result of one comparison changes at the eighth token; that of another never changes."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp, caches = model.model.layers[0].mlp, []
@@ -220,7 +220,7 @@ def test_a_step_that_compares_the_length_gets_no_graph(name: str, device: Device
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("used", [True, False])
-def test_numbers_are_drawn_as_without_graphs(used: bool, device: Device) -> None:
+def test_random_numbers_equal_those_without_graphs(used: bool, device: Device) -> None:
     """A replay would draw different numbers."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp = model.model.layers[0].mlp
@@ -239,7 +239,7 @@ def test_numbers_are_drawn_as_without_graphs(used: bool, device: Device) -> None
 
 
 @pytest.mark.kernels
-def test_a_graph_is_for_no_fewer_tokens_than_it_was_told(device: Device) -> None:
+def test_a_graph_serves_no_fewer_than_its_minimum_tokens(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     mlp, caches = model.model.layers[0].mlp, []
     own = mlp.forward
@@ -256,7 +256,7 @@ def test_a_graph_is_for_no_fewer_tokens_than_it_was_told(device: Device) -> None
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("what", ["hooks", "errors"])
-def test_a_model_that_cannot_be_captured_runs_as_it_is(device: Device, what: str) -> None:
+def test_a_model_that_cannot_be_captured_runs_normally(device: Device, what: str) -> None:
     model = model_of("Llama", **SIZES).to(DEVICE)
     calls = []
     if what == "hooks":
@@ -345,7 +345,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_change_of_a_model_is_seen(name: str) -> None:
+def test_every_change_of_a_model_is_noticed(name: str) -> None:
     model = model_of("Llama", **SIZES)
     snapshot = ModelSnapshot(model)
     model.lm_head.weight.mul_(2)
@@ -418,7 +418,7 @@ def test_hooks_on_all_modules_are_called(device: Device) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_replay_that_fails_leaves_the_step(error: type[BaseException], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_replay_leaves_the_step_to_the_model(error: type[BaseException], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     expected = eager(model, RECIPE)
     logits = [model(ids(1, 1, step), past_key_values=expected).logits for step in range(5)]
@@ -453,7 +453,7 @@ def test_a_replay_that_fails_leaves_the_step(error: type[BaseException], device:
 
 
 @pytest.mark.cuda
-def test_threads_capture_each_its_own(device: Device) -> None:
+def test_threads_capture_separate_graphs(device: Device) -> None:
     models = [model_of("Llama", **SIZES).to(DEVICE) for _ in range(4)]
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     expected = [model.generate(ids(1, 8, seed), past_key_values=eager(model, RECIPE), **options) for seed, model in enumerate(models)]
@@ -470,7 +470,7 @@ def test_threads_capture_each_its_own(device: Device) -> None:
 
 
 @pytest.mark.kernels
-def test_only_steps_are_captured(device: Device) -> None:
+def test_only_decode_steps_are_captured(device: Device) -> None:
     """Passes with gradients, hidden states, tokens hidden on the right, or embeddings are not captured."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     hidden = torch.ones(1, 5, dtype=torch.long, device=DEVICE)
@@ -490,7 +490,7 @@ def test_only_steps_are_captured(device: Device) -> None:
 
 
 @pytest.mark.kernels
-def test_the_model_is_as_it_was(device: Device) -> None:
+def test_the_model_is_left_unchanged(device: Device) -> None:
     """The model is restored after release and with the last cache; other caches are unaffected meanwhile."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     before = dict(vars(model))
@@ -542,7 +542,7 @@ def test_a_graph_ends_with_its_cache(device: Device) -> None:
         gc.enable()
 
 
-def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stubs replace PyTorch's functions, which need a device."""
     calls: list[Any] = []
 
@@ -579,7 +579,7 @@ def test_a_capture_that_fails_ends_for_pytorch(monkeypatch: pytest.MonkeyPatch) 
     assert gc.isenabled()
 
 
-def test_without_a_device_there_are_none() -> None:
+def test_there_are_no_graphs_without_a_device() -> None:
     model = model_of("Llama")
     with KvpackCache(model, "octopus-4", graphs=True) as cache:
         for step in range(5):
@@ -589,7 +589,7 @@ def test_without_a_device_there_are_none() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", [architecture.name for architecture in ZOO if architecture.name not in ENCODED])
-def test_the_zoo_generates_the_same_tokens(name: str, device: Device) -> None:
+def test_models_of_the_zoo_generate_the_same_tokens(name: str, device: Device) -> None:
     model = model_of(name).to("cuda")
     # MPT's configuration leaves caches out.
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "use_cache": True}
@@ -603,7 +603,7 @@ def test_the_zoo_generates_the_same_tokens(name: str, device: Device) -> None:
 
 
 @pytest.mark.cuda
-def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
+def test_a_step_that_waits_for_the_device_is_not_captured(device: Device) -> None:
     model = model_of("Llama", **SIZES).to("cuda")
     mlp = model.model.layers[1].mlp
     own = mlp.forward
@@ -623,7 +623,7 @@ def test_a_step_that_waits_for_the_device_gets_no_graph(device: Device) -> None:
     ("name", "reason"),
     [("Falcon-H1", "it keeps states"), ("Qwen2-VL", "it has multi-dimensional rotary positions"), ("Bloom", "keys and values are decoded")],
 )
-def test_a_cache_that_gets_no_graphs_says_so(name: str, reason: str) -> None:
+def test_a_cache_without_graphs_says_why(name: str, reason: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         KvpackCache(model_of(name), "raw", graphs=True)

@@ -76,7 +76,7 @@ def test_a_model_that_is_not_loaded(model: Any, file: Path) -> None:
     KvpackCache.load(file, model).release()
 
 
-def test_a_packed_cache_in_place_of_its_own(model: Any, file: Path) -> None:
+def test_a_packed_cache_instead_of_a_models_own(model: Any, file: Path) -> None:
     packed = kvpack.load(file)
     ids = torch.cat([IDS, NEW], 1)
     for call in (lambda: model.generate(ids, past_key_values=packed, **OPTIONS), lambda: model(ids, past_key_values=packed)):
@@ -87,7 +87,7 @@ def test_a_packed_cache_in_place_of_its_own(model: Any, file: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"copy": True}, {"memory_limit": 10**6}, {"copy": True, "memory_limit": 10**6, "device": "cpu"}])
-def test_a_file_is_loaded_as_kvpack_load_does(options: dict[str, Any], model: Any, file: Path) -> None:
+def test_files_are_loaded_like_kvpack_load_does(options: dict[str, Any], model: Any, file: Path) -> None:
     with KvpackCache.load(file, model, **options) as cache:
         assert cache.get_seq_length() == 40
     with pytest.raises(kvpack.LimitExceeded):
@@ -117,7 +117,7 @@ def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pyt
     ],
     ids=["the same", "its beginning", "only the new message", "other ids", "longer other ids"],
 )
-def test_ids_that_do_not_continue_the_cache(ids: torch.Tensor, message: str, model: Any, file: Path) -> None:
+def test_token_ids_that_do_not_continue_the_cache(ids: torch.Tensor, message: str, model: Any, file: Path) -> None:
     with KvpackCache.load(file, model) as cache, pytest.raises(InvalidParameter, match=message):
         model.generate(ids, past_key_values=cache, **OPTIONS)
     with KvpackCache.load(file, model, prompt=ids) as cache:
@@ -141,7 +141,7 @@ def test_beams_over_one_sequence(model: Any, file: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [lambda model: torch.save(model, io.BytesIO()), pickle.dumps], ids=["torch.save", "pickle"])
-def test_a_watched_model_is_not_pickled(save: Callable[[Any], Any], model: Any, file: Path) -> None:
+def test_a_recorded_model_cannot_be_pickled(save: Callable[[Any], Any], model: Any, file: Path) -> None:
     with KvpackCache.load(file, model) as cache:
         with pytest.raises(InvalidParameter, match=r"call release\(\) on the cache first"):
             save(model)
@@ -153,7 +153,7 @@ def test_a_watched_model_is_not_pickled(save: Callable[[Any], Any], model: Any, 
     save(model)
 
 
-def test_reading_keys_warns_of_the_access(model: Any, file: Path) -> None:
+def test_reading_keys_gives_a_warning(model: Any, file: Path) -> None:
     with KvpackCache.load(file, model) as cache:
         with pytest.warns(kvpack.KvpackWarning, match=r"layers\[1\]\.values was read"):
             assert cache.layers[1].values.shape[2] == 40

@@ -64,7 +64,7 @@ def logits_of(model: Any, attention: str, cache: type = DynamicCache, mask: torc
     return result
 
 
-def test_a_model_is_the_same_after_a_prompt_with_an_image() -> None:
+def test_a_prompt_with_an_image_does_not_change_the_models_identity() -> None:
     """The model stores the position of the text after the image, which is set again for every prompt."""
     model, other = (model_of("Qwen2-VL", image_token_id=60) for _ in range(2))
     prompt = PROMPT.clone()
@@ -81,7 +81,7 @@ def test_a_model_is_the_same_after_a_prompt_with_an_image() -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_that_says_it_is_not_causal_is_as_over_plain_tensors(attention: str) -> None:
+def test_explicitly_noncausal_attention_equals_that_over_dense_tensors(attention: str) -> None:
     """Eager attention uses the mask. Without a mask, SDPA uses is_causal, for a prompt but not for its continuation."""
     model = model_of("Llama", attention=attention)
     for layer in model.model.layers:
@@ -98,7 +98,7 @@ def test_attention_that_says_it_is_not_causal_is_as_over_plain_tensors(attention
 
 
 @pytest.mark.scenario
-def test_compiled_attention_that_says_it_is_not_causal_is_refused() -> None:
+def test_explicitly_noncausal_compiled_attention_is_refused() -> None:
     model = model_of("Llama", attention="eager")
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
@@ -117,7 +117,7 @@ def test_compiled_attention_that_says_it_is_not_causal_is_refused() -> None:
     assert torch.allclose(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_a_mask_is_causal_where_the_model_asks_for_one_and_its_attention_does_not_say_so() -> None:
+def test_a_mask_is_causal_if_the_model_asks_for_one_and_its_attention_is_silent() -> None:
     """BigBirdPegasus has only eager attention, and its is_causal is False."""
     torch.manual_seed(0)
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4}
@@ -148,7 +148,7 @@ PADDING[1, :5] = 0
 @pytest.mark.parametrize("mask", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("name", ["Llama", "GPT-OSS", "Gemma-2", "Mistral", "GPT-2", "Qwen2-VL", "Llama-4", "DeepSeek-V3", "StableLM"])
-def test_plain_tensors_go_to_the_models_own_attention_bit_for_bit(name: str, cache: type, mask: torch.Tensor | None) -> None:
+def test_dense_tensors_use_the_models_own_attention_bit_for_bit(name: str, cache: type, mask: torch.Tensor | None) -> None:
     model = model_of(name)
     own = model.config._attn_implementation
     expected = logits_of(model, own, cache, mask)
@@ -157,14 +157,14 @@ def test_plain_tensors_go_to_the_models_own_attention_bit_for_bit(name: str, cac
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT-2"])
-def test_or_to_eager_attention_when_that_is_named(name: str) -> None:
+def test_dense_tensors_use_eager_attention_if_it_is_named(name: str) -> None:
     model = model_of(name)
     for one, other in zip(logits_of(model, "eager"), logits_of(model, "kvpack|eager"), strict=True):
         assert torch.equal(one, other)
     assert KvpackCache.of(recorded(model), model).get_seq_length() == 32
 
 
-def test_masks_that_packed_attention_lacks_are_right_over_plain_tensors() -> None:
+def test_masks_unsupported_by_packed_attention_work_with_dense_tensors() -> None:
     model = model_of("Llama")
     positions = torch.tensor([[*range(16), *range(16)]])
     found = []
@@ -189,7 +189,7 @@ class Box:
         return Box(sdpa_mask(**{**options, "allow_is_causal_skip": False}))
 
 
-def test_masks_that_are_no_tensors_go_to_the_attention_that_has_them() -> None:
+def test_non_tensor_masks_are_passed_to_the_attention_that_supports_them() -> None:
     AttentionInterface.register("boxed", Box.attention)
     AttentionMaskInterface.register("boxed", Box.mask)
     model, holes = model_of("Llama"), torch.ones_like(PROMPT)
@@ -206,7 +206,7 @@ def test_masks_that_are_no_tensors_go_to_the_attention_that_has_them() -> None:
 
 @pytest.mark.parametrize("mask", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_last_logits_are_those_of_all(attention: str, mask: torch.Tensor | None) -> None:
+def test_the_last_logits_are_part_of_all_logits(attention: str, mask: torch.Tensor | None) -> None:
     """Gemma-4's layers that share keys and values receive only the last queries."""
     model = model_of("Gemma-4", attention)
     ids = torch.cat([PROMPT, FOLLOWING], 1).expand(2, -1)
@@ -217,7 +217,7 @@ def test_the_last_logits_are_those_of_all(attention: str, mask: torch.Tensor | N
             torch.testing.assert_close(found, expected)
 
 
-def test_a_model_that_chooses_keys_by_indices_is_refused_under_another_name() -> None:
+def test_a_model_that_selects_keys_by_index_is_refused_under_another_name() -> None:
     """It makes a mask of them where its attention is called "sdpa" or "eager"."""
     sizes = {
         "num_key_value_heads": 4,
@@ -242,7 +242,7 @@ def test_a_model_that_chooses_keys_by_indices_is_refused_under_another_name() ->
         model(PROMPT)
 
 
-def test_a_copy_of_a_model_sends_plain_tensors_where_the_model_does() -> None:
+def test_a_copy_of_a_model_uses_the_same_dense_attention() -> None:
     for attention, weights in (("eager", True), ("sdpa", False)):
         model = model_of("Qwen2-VL", attention)
         with KvpackCache(model, "raw"):
@@ -282,7 +282,7 @@ def test_packed_cross_attention_is_decoded_with_a_warning() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["Llama", "Falcon", "DeepSeek-V3"])
-def test_attention_that_was_left_as_it_is_says_what_to_write(name: str, attention: str) -> None:
+def test_an_unchanged_attention_implementation_gives_an_error_with_a_fix(name: str, attention: str) -> None:
     model = model_of(name)
     packed = recorded(model)
     model.set_attn_implementation(attention)
@@ -310,14 +310,14 @@ TOUCHES: list[Any] = [
 
 
 @pytest.mark.parametrize("touch", TOUCHES)
-def test_touching_packed_states_says_what_to_write(touch: Any) -> None:
+def test_using_packed_states_directly_gives_an_error_with_a_fix(touch: Any) -> None:
     model = model_of("Llama")
     states, _ = KvpackCache.of(recorded(model)).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 0)
     with pytest.raises(InvalidParameter, match="set_attn_implementation"):
         touch(states)
 
 
-def test_a_pass_that_failed_between_layers_is_not_continued() -> None:
+def test_a_pass_that_failed_between_layers_cannot_be_continued() -> None:
     model = model_of("Llama")
     cache = KvpackCache.of(recorded(model))
     with pytest.raises(InvalidParameter, match="set_attn_implementation"):
@@ -327,7 +327,7 @@ def test_a_pass_that_failed_between_layers_is_not_continued() -> None:
         model(FOLLOWING, past_key_values=cache)
 
 
-def test_a_first_pass_that_failed_between_layers_is_not_continued() -> None:
+def test_a_first_pass_that_failed_between_layers_cannot_be_continued() -> None:
     model = model_of("Llama")
     cache = KvpackCache(model, "raw")
     hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -353,7 +353,7 @@ def interrupt(*_: Any) -> None:
 @pytest.mark.parametrize("end", [fail, interrupt])
 @pytest.mark.parametrize("module", ["model.layers.1", "lm_head"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "GPT-OSS", "Llama-4"])
-def test_a_pass_that_failed_is_made_again_without_the_tokens_that_it_added(name: str, module: str, end: Any) -> None:
+def test_a_failed_pass_is_repeated_without_the_tokens_that_it_added(name: str, module: str, end: Any) -> None:
     model = model_of(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvpackWarning)
@@ -371,7 +371,7 @@ def test_a_pass_that_failed_is_made_again_without_the_tokens_that_it_added(name:
             assert torch.equal(model(FOLLOWING, past_key_values=one).logits, expected)
 
 
-def test_generate_goes_on_after_tokens_of_a_failed_pass_that_it_is_given() -> None:
+def test_generate_continues_after_tokens_of_a_failed_pass() -> None:
     model = model_of("Llama")
     cache = KvpackCache(model, "raw")
     ids = torch.cat([PROMPT, FOLLOWING], 1)
@@ -385,7 +385,7 @@ def test_generate_goes_on_after_tokens_of_a_failed_pass_that_it_is_given() -> No
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
 @pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
-def test_gradients_are_not_lost_in_silence(dense: bool, masked: bool) -> None:
+def test_gradients_are_not_lost_silently(dense: bool, masked: bool) -> None:
     model = model_of("Llama")
     mask = torch.tensor([[1, 1, 0, 1, 1]]) if masked else None
     with torch.no_grad():
@@ -403,7 +403,7 @@ def test_gradients_are_not_lost_in_silence(dense: bool, masked: bool) -> None:
     assert model.lm_head.weight.grad is not None
 
 
-def test_attention_weights_are_those_of_dense_layers_or_refused() -> None:
+def test_attention_weights_equal_those_of_dense_layers_or_are_refused() -> None:
     model = model_of("Llama", "eager")
     expected = model(FOLLOWING, output_attentions=True).attentions
     with KvpackCache(model, "raw", dense=True) as cache:
@@ -438,7 +438,7 @@ def test_caches_of_other_models_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi-3", "StarCoder2", "Gemma-3", "GPT-OSS"])
-def test_sliding_layers_go_on_and_are_cropped_within_their_window(name: str) -> None:
+def test_sliding_layers_continue_and_are_cropped_within_their_window(name: str) -> None:
     model = model_of(name)
     packed = recorded(model)
     dense = model(PROMPT).past_key_values
@@ -465,7 +465,7 @@ def test_dense_sliding_layers_need_the_window() -> None:
     assert torch.equal(model(FOLLOWING, past_key_values=KvpackCache.of(packed, model, dense=True)).logits, expected)
 
 
-def test_positions_of_several_dimensions_go_on_as_the_prompt_ended() -> None:
+def test_multidimensional_positions_continue_after_the_prompt() -> None:
     global PROMPT
     model = model_of("Qwen2-VL", image_token_id=60)
     text, PROMPT = PROMPT, PROMPT.clone()
@@ -504,7 +504,7 @@ def test_positions_of_several_dimensions_go_on_as_the_prompt_ended() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_text_goes_on_in_a_model_of_images() -> None:
+def test_text_continues_in_an_image_model() -> None:
     model = model_of("Qwen2-VL")
     packed = recorded(model)
     expected = model(FOLLOWING, past_key_values=model(PROMPT).past_key_values).logits
@@ -535,7 +535,7 @@ PAST = [(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))]
         (Path("prompt.kvpack"), "a PosixPath is not a packed cache: use {}kvpack.load('prompt.kvpack')"),
     ],
 )
-def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tmp_path: Path) -> None:
+def test_arguments_that_are_no_packed_caches_give_an_error_with_a_fix(given: Any, instead: str, tmp_path: Path) -> None:
     path = isinstance(given, (str, Path))
     continued = "KvpackCache.load(path, model) continues a file" if path else instead.format("KvpackCache.of(")
     with pytest.raises(InvalidType, match=re.escape(continued)):
@@ -545,7 +545,7 @@ def test_what_is_no_packed_cache_says_what_to_write(given: Any, instead: str, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_none_is_what_a_store_gives_for_a_miss(tmp_path: Path) -> None:
+def test_none_is_accepted_because_a_store_returns_it_for_a_miss(tmp_path: Path) -> None:
     with pytest.raises(InvalidType, match=re.escape("use KvpackCache(model, recipe), which begins an empty one")):
         KvpackCache.of(None)  # type: ignore[arg-type]
     with pytest.raises(InvalidType, match="a NoneType is not a packed cache"):
@@ -583,7 +583,7 @@ def test_a_cache_that_names_its_model_is_refused_by_another(change: Any, field: 
     KvpackCache.of(replace(cache, model={}), model)
 
 
-def test_of_what_differs_the_cause_is_named() -> None:
+def test_errors_name_the_cause_of_a_difference() -> None:
     """With another dtype, the weights differ too."""
     model = model_of("Llama")
     packed = KvpackCache(model, "raw").packed
@@ -593,7 +593,7 @@ def test_of_what_differs_the_cause_is_named() -> None:
         KvpackCache.of(packed, model_of("Llama", vocab_size=65))
 
 
-def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: Path) -> None:
+def test_undetermined_inputs_are_refused_by_a_store_after_a_file(tmp_path: Path) -> None:
     model = model_of("Llama", "kvpack")
     cache = KvpackCache.of(recorded(model), model)
     ids = torch.cat([PROMPT, FOLLOWING, FOLLOWING], 1)
@@ -607,7 +607,7 @@ def test_what_ids_do_not_determine_is_refused_by_a_store_after_a_file(tmp_path: 
         assert store.save(ids[:, :32], loaded[:, :32]) == 32
 
 
-def test_attention_without_the_window_of_its_cache_has_its_layers_decoded() -> None:
+def test_layers_are_decoded_for_attention_without_the_caches_window() -> None:
     """Moshi passes no window to attention, which sees all tokens that its cache has kept of earlier passes."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96, "sliding_window": 8}
@@ -625,14 +625,14 @@ def test_attention_without_the_window_of_its_cache_has_its_layers_decoded() -> N
         assert torch.equal(model(part, past_key_values=cache).logits, model(part, past_key_values=past).logits)
 
 
-def test_layers_of_what_images_gave_are_refused() -> None:
+def test_layers_with_image_tokens_are_refused() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = MllamaForCausalLM(MllamaTextConfig(**sizes, intermediate_size=96, cross_attention_layers=[1], pad_token_id=0))
     with pytest.raises(InvalidParameter, match=r"layers \[1\] of MllamaForCausalLM keep keys and values of images"):
         KvpackCache(model, "raw")
 
 
-def test_a_part_without_an_attention_is_left_without() -> None:
+def test_a_model_part_without_attention_is_left_unchanged() -> None:
     model = model_of("Qwen2-VL")
     model.config.vision_config._attn_implementation = None
     KvpackCache(model, "raw").release()

@@ -66,7 +66,7 @@ def positions(first: int, last: int) -> torch.Tensor:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("model_type", HEADS)
-def test_a_file_goes_on_where_the_image_left_off(model_type: str, tmp_path: Path) -> None:
+def test_a_file_continues_after_the_image(model_type: str, tmp_path: Path) -> None:
     model, new = tiny(model_type), tiny(model_type)
     assert "mrope_section" not in str(model.config)
     dense = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -85,7 +85,7 @@ def test_a_file_goes_on_where_the_image_left_off(model_type: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("model_type", sorted(HEADS.keys() - {"qwen3_5", "minicpmv4_7"}))
-def test_attention_alone_tells_such_a_model(model_type: str) -> None:
+def test_attention_alone_identifies_models_with_several_position_dimensions(model_type: str) -> None:
     model = tiny(model_type)
     with KvpackCache(model, "raw") as past:
         model(PROMPT, position_ids=positions(0, 32), past_key_values=past)
@@ -101,7 +101,7 @@ def test_attention_alone_tells_such_a_model(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-3", "GPT-OSS"])
-def test_other_models_have_positions_of_one_dimension(name: str) -> None:
+def test_other_models_have_one_dimensional_positions(name: str) -> None:
     model = model_of(name)
     assert not Model(model).has_multidimensional_positions
     assert not any(has_multidimensional_positions(module) for module in model.modules())
@@ -155,7 +155,7 @@ def test_beams_over_a_stored_image() -> None:
     assert new.generate(WITH_IMAGE, past_key_values=KvpackCache.of(packed, new), **options).tolist() == expected.tolist()
 
 
-def test_rows_of_a_padded_batch_have_their_own() -> None:
+def test_rows_of_a_padded_batch_have_their_own_positions() -> None:
     model, new = (model_of("Qwen2-VL") for _ in range(2))
     rows = torch.cat([PROMPT, torch.nn.functional.pad(PROMPT[:, 9:], (9, 0))])
     mask = (rows != 0).long()
@@ -172,7 +172,7 @@ def test_rows_of_a_padded_batch_have_their_own() -> None:
     assert swapped.position_offsets == (-9, 0)
 
 
-def test_what_is_recorded_counts() -> None:
+def test_recorded_positions_count() -> None:
     model = model_of("Qwen2-VL", image_token_id=60)
     with KvpackCache(model, "raw") as past:
         model(WITH_IMAGE, past_key_values=past, **images())

@@ -72,7 +72,7 @@ def test_the_common_tokens_are_kept(name: str, prompt: torch.Tensor, kept: int, 
 
 
 @pytest.mark.filterwarnings("ignore:.*which share")
-def test_of_lossy_tokens_those_in_common_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_common_lossy_tokens_are_kept_unchanged(tmp_path: Path) -> None:
     model = model_of("Llama")
     path = file_of(model, tmp_path / "file", recipe="kv=group:b=4,g=8")
     with KvpackCache.load(path, model, prompt=changed(45)) as cache:
@@ -82,7 +82,7 @@ def test_of_lossy_tokens_those_in_common_are_kept_as_they_are(tmp_path: Path) ->
         assert len(generated(model, changed(45), cache)[0]) == 76
 
 
-def test_rows_keep_what_all_of_them_begin_with(tmp_path: Path) -> None:
+def test_rows_keep_their_common_prefix(tmp_path: Path) -> None:
     model = model_of("Llama")
     path = file_of(model, tmp_path / "file", IDS.expand(2, -1))
     prompt = torch.cat([changed(50), changed(30)])
@@ -102,7 +102,7 @@ def of_frequencies(kind: str) -> Any:
 
 @pytest.mark.parametrize(("tokens", "prompt", "kept"), [(24, 23, 15), (24, 40, 0), (40, 20, 0)], ids=["both short", "to long", "from long"])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_keys_of_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: int, kept: int, tmp_path: Path) -> None:
+def test_keys_with_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: int, kept: int, tmp_path: Path) -> None:
     """If RoPE's frequencies depend on the sequence's length, the same token ids have other keys in a long sequence."""
     model = of_frequencies(kind)
     path = file_of(model, tmp_path / "file", changed(30, 45)[:, :tokens])
@@ -119,7 +119,7 @@ def test_keys_of_other_frequencies_are_not_kept(kind: str, tokens: int, prompt: 
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_keys_of_a_long_sequence_that_was_cut_are_not_kept(kind: str, tmp_path: Path) -> None:
+def test_keys_of_a_cropped_long_sequence_are_not_kept(kind: str, tmp_path: Path) -> None:
     """However few are left of them; those that a short pass made before are."""
     model = of_frequencies(kind)
     ids, prompt = changed(45), changed(15)[:, :22]
@@ -160,7 +160,7 @@ def test_sliding_layers_keep_what_they_can(token: int, kept: int, tmp_path: Path
     assert generated(model, prompt, cache) == generated(model, prompt)
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_incomparable_prompts_are_refused(tmp_path: Path) -> None:
     model = model_of("Llama")
     path = file_of(model, tmp_path / "file")
     cache = kvpack.load(path)
@@ -228,7 +228,7 @@ def test_a_file_names_its_model_and_keeps_its_metadata(tmp_path: Path, capsys: A
     assert "model one\n" in printed
 
 
-def test_a_model_whose_weights_are_elsewhere_is_named_without_them() -> None:
+def test_a_model_with_offloaded_weights_is_named_without_them() -> None:
     model = model_of("Llama")
     model.config._name_or_path = "one"
     whole = identity_of(model)

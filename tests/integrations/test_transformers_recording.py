@@ -53,7 +53,7 @@ def hooks_of(model: Any) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
-def test_ids_of_all_passes_follow_one_another() -> None:
+def test_ids_of_all_passes_are_concatenated() -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model), model)
     for part in FOLLOWING.split([2, 1, 1], 1):
@@ -74,7 +74,7 @@ def test_generate_is_recorded(name: str) -> None:
     assert cache.packed.inputs == Inputs(ids_of(ids[:, :-1]))
 
 
-def test_passes_without_the_model_are_told() -> None:
+def test_passes_outside_the_model_are_reported() -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model))
     assert cache.packed.inputs == Inputs(ids_of(PROMPT))
@@ -87,7 +87,7 @@ def test_passes_without_the_model_are_told() -> None:
     assert cache.packed[:, :20].inputs == Inputs(ids_of(PROMPT))
 
 
-def test_of_first_tokens_that_nobody_recorded_the_caller_vouches() -> None:
+def test_the_caller_may_vouch_for_first_tokens_without_recorded_ids() -> None:
     model = model_of()
     packed = pack(model(PROMPT).past_key_values, FP32)
     cache = KvpackCache.of(packed, model)
@@ -146,7 +146,7 @@ UNDETERMINED = [
 
 
 @pytest.mark.parametrize(("run", "why"), UNDETERMINED)
-def test_what_ids_do_not_determine_is_named(run: Any, why: str) -> None:
+def test_undetermined_inputs_are_named(run: Any, why: str) -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model), model)
     run(model, cache)
@@ -157,7 +157,7 @@ def test_what_ids_do_not_determine_is_named(run: Any, why: str) -> None:
 
 
 @pytest.mark.parametrize(("run", "why"), UNDETERMINED)
-def test_so_it_is_for_the_prefill_of_a_plain_cache(run: Any, why: str) -> None:
+def test_undetermined_inputs_are_named_for_the_prefill_of_a_plain_cache(run: Any, why: str) -> None:
     model = model_of()
     past = DynamicCache(config=model.config)
     with recording(model) as record:
@@ -183,7 +183,7 @@ def test_a_mask_that_hides_tokens_is_named() -> None:
     assert record.inputs(past).undetermined == ("tokens 0 to 19 were computed with an attention mask that hides tokens",)
 
 
-def test_plain_passes_outside_the_recording_are_told() -> None:
+def test_plain_passes_outside_the_recording_are_reported() -> None:
     model = model_of()
     past = DynamicCache(config=model.config)
     model(PROMPT, past_key_values=past)
@@ -198,7 +198,7 @@ def test_plain_passes_outside_the_recording_are_told() -> None:
         record.inputs(DynamicCache())
 
 
-def test_rows_of_other_ids_are_told_and_selecting_one_makes_them_known() -> None:
+def test_rows_with_different_ids_are_reported_and_selecting_one_makes_them_known() -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model), model)
     cache.batch_repeat_interleave(2)
@@ -212,7 +212,7 @@ def test_rows_of_other_ids_are_told_and_selecting_one_makes_them_known() -> None
     assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, torch.tensor([[40, 41, 50, 51]])], 1)))
 
 
-def test_many_passes_are_kept() -> None:
+def test_many_passes_are_recorded() -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model), model)
     ids = torch.arange(90)[None] % 60
@@ -221,7 +221,7 @@ def test_many_passes_are_kept() -> None:
     assert cache.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, ids], 1)))
 
 
-def test_a_copy_is_recorded_on_its_own() -> None:
+def test_a_copy_is_recorded_independently() -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model), model)
     model(FOLLOWING, past_key_values=cache)
@@ -231,7 +231,7 @@ def test_a_copy_is_recorded_on_its_own() -> None:
     assert other.packed.inputs == Inputs(ids_of(torch.cat([PROMPT, FOLLOWING, FOLLOWING[:, :1]], 1)))
 
 
-def test_a_copy_of_a_model_goes_on_without_it() -> None:
+def test_a_copy_of_a_model_is_not_recorded() -> None:
     model = model_of()
     expected = model.generate(PROMPT, do_sample=False, max_new_tokens=4, pad_token_id=0)
     cache = KvpackCache(model, "raw")
@@ -259,7 +259,7 @@ def test_another_model_is_refused() -> None:
     other(PROMPT, past_key_values=own)
 
 
-def test_generate_takes_embeddings_beside_a_cache() -> None:
+def test_generate_accepts_embeddings_with_a_cache() -> None:
     model = model_of()
     options = {"inputs_embeds": model.get_input_embeddings()(PROMPT), "do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
     expected = model.generate(**options)
@@ -271,7 +271,7 @@ def test_generate_takes_embeddings_beside_a_cache() -> None:
     assert inputs.starts[0] == 0
 
 
-def test_hooks_go_with_the_last_cache_of_a_model() -> None:
+def test_hooks_are_removed_with_the_last_cache_of_a_model() -> None:
     model = model_of()
     first, second = KvpackCache.of(recorded(model), model), KvpackCache.of(recorded(model), model)
     hooks = hooks_of(model)
@@ -288,7 +288,7 @@ def test_hooks_go_with_the_last_cache_of_a_model() -> None:
     assert "prepare_inputs_for_generation" not in vars(model)
 
 
-def test_what_follows_a_release_is_not_recorded() -> None:
+def test_passes_after_a_release_are_not_recorded() -> None:
     model = model_of()
     cache = KvpackCache.of(recorded(model), model)
     cache.release()
@@ -298,7 +298,7 @@ def test_what_follows_a_release_is_not_recorded() -> None:
     assert "were not recorded" in found.undetermined[0]
 
 
-def test_hooks_keep_no_cache_and_no_model() -> None:
+def test_hooks_keep_neither_caches_nor_models_alive() -> None:
     import weakref
 
     model = model_of()
@@ -335,7 +335,7 @@ def test_a_wrapper_that_calls_the_inner_forward_is_recorded_once(given: str) -> 
     assert KvpackCache(wrapper, FP32).packed.model == KvpackCache(inner, FP32).packed.model != {}
 
 
-def test_other_ids_than_the_caches_are_refused() -> None:
+def test_ids_that_contradict_the_cache_are_refused() -> None:
     model = model_of()
     packed = recorded(model)
     other = PROMPT.clone()
@@ -530,7 +530,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("layers", [slice(None), slice(1)], ids=["all layers", "the first layer"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_ids_do_not_stay_with_values_that_were_changed(change: Any, layers: slice) -> None:
+def test_ids_are_dropped_if_values_were_changed(change: Any, layers: slice) -> None:
     model = model_of()
     with recording(model) as record:
         past = model(PROMPT, use_cache=True).past_key_values
@@ -554,7 +554,7 @@ def test_ids_do_not_stay_with_values_that_were_changed(change: Any, layers: slic
 
 
 @pytest.mark.parametrize("change", [_evicted, _without_the_first, _with_another_value])
-def test_ids_do_not_stay_with_values_that_were_changed_between_passes(change: Any) -> None:
+def test_ids_are_dropped_if_values_were_changed_between_passes(change: Any) -> None:
     model = model_of()
     with recording(model) as record:
         past = model(PROMPT, use_cache=True).past_key_values
@@ -565,7 +565,7 @@ def test_ids_do_not_stay_with_values_that_were_changed_between_passes(change: An
     assert (inputs.tokens, inputs.starts[0]) == (0, 0)
 
 
-def test_ids_do_not_stay_with_values_that_a_hook_drops_while_decoding() -> None:
+def test_ids_are_dropped_if_a_hook_drops_values_during_decoding() -> None:
     """Some presses compress only once in several steps."""
     model = model_of()
 
@@ -588,7 +588,7 @@ def test_ids_do_not_stay_with_values_that_a_hook_drops_while_decoding() -> None:
 ROWS = torch.arange(3, 63).reshape(3, 20)
 
 
-def test_inputs_are_packed_with_the_values_that_they_were_recorded_for_alone() -> None:
+def test_inputs_are_packed_only_with_the_values_that_they_were_recorded_for() -> None:
     model = model_of()
     with recording(model) as record:
         past = model(ROWS, use_cache=True).past_key_values
@@ -613,7 +613,7 @@ def test_inputs_are_packed_with_the_values_that_they_were_recorded_for_alone() -
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1], [0, 0, 2, 2], [1, 2]])
-def test_ids_follow_rows_that_are_selected(rows: list[int]) -> None:
+def test_ids_follow_selected_rows(rows: list[int]) -> None:
     model = model_of()
     with recording(model) as record:
         past = model(ROWS, use_cache=True).past_key_values
@@ -626,7 +626,7 @@ def test_ids_follow_rows_that_are_selected(rows: list[int]) -> None:
         assert record.inputs(past).known_ids == tuple(ids_of(torch.cat([ROWS[row], following[n, :-1]])) for n, row in enumerate(rows))
 
 
-def test_ids_follow_the_rows_of_beams() -> None:
+def test_ids_follow_beams() -> None:
     model = model_of()
     with recording(model) as record:
         past = DynamicCache(config=model.config)
@@ -647,7 +647,7 @@ def test_ids_follow_the_rows_of_beams() -> None:
             torch.testing.assert_close(mine[0], theirs[0], rtol=1e-4, atol=1e-4)
 
 
-def test_newest_tokens_that_were_dropped_leave_the_ids_of_the_others() -> None:
+def test_ids_of_other_tokens_are_kept_if_the_newest_are_dropped() -> None:
     model = model_of()
     with recording(model) as record:
         past = model(PROMPT, use_cache=True).past_key_values

@@ -56,7 +56,7 @@ def transcribed(model: Any, frames: int, cache: Any = None, **options: Any) -> l
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("recipe", ["raw", "kivi-2"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma-2", "Qwen3-Next", "Falcon-H1"])
-def test_a_reset_cache_takes_any_number_of_sequences(name: str, recipe: str, batch: int) -> None:
+def test_a_reset_cache_accepts_any_number_of_sequences(name: str, recipe: str, batch: int) -> None:
     model = model_of(name)
     with KvpackCache(model, recipe) as cache, KvpackCache(model, recipe) as new:
         model(ids(3, 40), past_key_values=cache)
@@ -70,7 +70,7 @@ def test_a_reset_cache_takes_any_number_of_sequences(name: str, recipe: str, bat
         assert cache.packed.nbytes == new.packed.nbytes
 
 
-def test_both_parts_of_a_reset_cache_take_any_number_of_sequences() -> None:
+def test_both_parts_of_a_reset_cache_accept_any_number_of_sequences() -> None:
     model = model_of("BART")
     past = EncoderDecoderCache(*(KvpackCache(model, "raw", dense=True) for _ in range(2)))
     with past.self_attention_cache, past.cross_attention_cache:
@@ -81,7 +81,7 @@ def test_both_parts_of_a_reset_cache_take_any_number_of_sequences() -> None:
             past.reset()
 
 
-def test_a_live_layer_without_tokens_keeps_its_codecs_and_takes_any_batch() -> None:
+def test_an_empty_live_layer_keeps_its_codecs_and_accepts_any_batch_size() -> None:
     live = LiveCache("kivi-2", layers=2)
     for layer in range(2):
         live.update(layer, *random_pairs(1, 200, dims=(64, 64), batch=2)[0])
@@ -96,7 +96,7 @@ def test_a_live_layer_without_tokens_keeps_its_codecs_and_takes_any_batch() -> N
 
 
 @pytest.mark.parametrize("frames", [100, 260])
-def test_each_segment_of_a_recording_begins_with_an_empty_cache(frames: int) -> None:
+def test_each_segment_of_a_recording_starts_with_an_empty_cache(frames: int) -> None:
     model = whisper()
     past = EncoderDecoderCache(*(KvpackCache(model, "raw", dense=True) for _ in range(2)))
     expected = transcribed(model, frames)
@@ -108,7 +108,7 @@ def test_each_segment_of_a_recording_begins_with_an_empty_cache(frames: int) -> 
             past.reset()
 
 
-def test_a_segment_that_may_be_computed_twice_is_refused_one_cache_before_anything_is_computed() -> None:
+def test_a_segment_that_may_be_recomputed_is_refused_before_anything_is_computed() -> None:
     model = whisper()
     past = EncoderDecoderCache(*(KvpackCache(model, "raw", dense=True) for _ in range(2)))
     with past.self_attention_cache as tokens, past.cross_attention_cache as encoded:

@@ -76,7 +76,7 @@ def test_a_saved_batch_has_the_ids_of_each_row(tmp_path: Path) -> None:
         assert cache.packed.inputs.rows == tuple(as_bytes(row[:-1]) for row in expected)
 
 
-def test_rows_that_are_not_those_of_the_file_are_refused(tmp_path: Path) -> None:
+def test_rows_that_differ_from_the_file_are_refused(tmp_path: Path) -> None:
     model, rows = model_of("Llama"), ids(3, TOKENS)
     path = saved(model, tmp_path / "file", rows)
     others = {
@@ -94,7 +94,7 @@ def test_rows_that_are_not_those_of_the_file_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("chosen", [[1], [2, 0], [1, 1, 0]])
-def test_selected_rows_go_on_from_their_own_prompts_alone(chosen: list[int], tmp_path: Path) -> None:
+def test_selected_rows_continue_only_from_their_own_prompts(chosen: list[int], tmp_path: Path) -> None:
     model, rows = model_of("Llama"), ids(3, TOKENS)
     cache = kvpack.load(saved(model, tmp_path / "file", rows)).select(chosen)
     kvpack.save(cache, tmp_path / "selected")
@@ -129,7 +129,7 @@ def of_a_version_before(cache: kvpack.Cache) -> kvpack.Cache:
 
 
 @pytest.mark.parametrize("same", [0, 4])
-def test_rows_of_which_a_file_does_not_hold_the_ids_go_on_with_a_prompt_alone(same: int, tmp_path: Path) -> None:
+def test_rows_with_unknown_ids_only_continue_with_a_prompt(same: int, tmp_path: Path) -> None:
     model, rows = model_of("Llama"), ids(2, TOKENS)
     rows[:, :same] = 7
     rows[:, same] = torch.tensor([8, 9])
@@ -152,7 +152,7 @@ def test_rows_of_which_a_file_does_not_hold_the_ids_go_on_with_a_prompt_alone(sa
         assert torch.equal(model.generate(prompt, attention_mask=mask, past_key_values=own, **OPTIONS), expected)
 
 
-def test_a_padded_batch_of_an_earlier_version_is_not_told_to_give_a_prompt(tmp_path: Path) -> None:
+def test_for_a_padded_batch_of_an_earlier_version_no_prompt_is_suggested(tmp_path: Path) -> None:
     model = model_of("Llama")
     rows, mask = padded(ids(2, TOKENS))
     old = of_a_version_before(kvpack.load(saved(model, tmp_path / "file", rows, mask)))
@@ -215,7 +215,7 @@ def test_hidden_tokens_stay_hidden_without_the_model(tmp_path: Path) -> None:
     assert torch.equal(model(given[:, TOKENS:], attention_mask=right, past_key_values=cache).logits, expected)
 
 
-def test_a_cache_that_was_never_saved_keeps_padding_hidden_from_turn_to_turn() -> None:
+def test_an_unsaved_cache_keeps_padding_hidden_between_turns() -> None:
     model = model_of("Llama")
     rows, mask = padded(ids(2, TOKENS))
     with KvpackCache(model, "raw") as cache:
@@ -230,7 +230,7 @@ def test_a_cache_that_was_never_saved_keeps_padding_hidden_from_turn_to_turn() -
         assert cache.packed.inputs == Inputs(as_bytes(given[0]))
 
 
-def test_tokens_in_between_are_hidden_too(tmp_path: Path) -> None:
+def test_tokens_in_between_are_also_hidden(tmp_path: Path) -> None:
     """Tests padding on the right of a prompt, and rows that ended before the others."""
     model, rows = model_of("Llama"), ids(2, TOKENS)
     mask = torch.ones_like(rows)
@@ -278,7 +278,7 @@ def test_a_prompt_is_compared_where_it_is_not_padded(tmp_path: Path) -> None:
         KvpackCache.load(path, model, prompt=given)
 
 
-def test_a_mask_of_which_a_file_says_no_more_is_demanded(tmp_path: Path) -> None:
+def test_a_mask_is_required_if_a_file_does_not_record_it(tmp_path: Path) -> None:
     model = model_of("Llama")
     rows, mask = padded(ids(1, TOKENS).expand(2, -1))
     with KvpackCache(model, "raw") as cache:

@@ -83,7 +83,7 @@ def loaded(model: Any, folder: Path, *names: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["T5", "BART", "Whisper"])
-def test_generate_refuses_another_source(name: str, tmp_path: Path) -> None:
+def test_generate_refuses_a_different_source(name: str, tmp_path: Path) -> None:
     model = whisper() if name == "Whisper" else model_of(name)
     one, other = (features(0), features(1)) if name == "Whisper" else (A, B)
     ids, _ = saved(model, one, tmp_path, "one"), saved(model, other, tmp_path, "other")
@@ -100,7 +100,7 @@ def test_generate_refuses_another_source(name: str, tmp_path: Path) -> None:
             generated(model, source, loaded(model, tmp_path, "one", "other"), ids)
 
 
-def test_passes_and_outputs_of_an_encoder_are_compared_too(tmp_path: Path) -> None:
+def test_passes_and_encoder_outputs_are_compared(tmp_path: Path) -> None:
     model = model_of("BART")
     ids = saved(model, A, tmp_path, "one")
     new = {"decoder_input_ids": ids[:, -1:], "use_cache": True}
@@ -120,7 +120,7 @@ def test_passes_and_outputs_of_an_encoder_are_compared_too(tmp_path: Path) -> No
         assert past.self_attention_cache.get_seq_length() == ids.shape[1] - 1
 
 
-def test_a_cache_of_outputs_alone_is_compared_by_them(tmp_path: Path) -> None:
+def test_caches_with_known_outputs_only_are_compared_by_them(tmp_path: Path) -> None:
     model = model_of("BART")
     outputs = [model.get_encoder()(source) for source in (A, B)]
     past = empty(model)
@@ -188,7 +188,7 @@ def test_an_ordinary_cache_is_recorded_with_its_source() -> None:
     torch.testing.assert_close(model(input_ids=A, decoder_input_ids=BEGUN[:, 3:], past_key_values=past).logits, expected)
 
 
-def test_no_source_continues_tokens_of_several() -> None:
+def test_no_single_source_continues_tokens_of_several() -> None:
     model = model_of("T5")
     past = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with recording(model) as record:
@@ -201,7 +201,7 @@ def test_no_source_continues_tokens_of_several() -> None:
             model(input_ids=source, decoder_input_ids=BEGUN[:, 3:], past_key_values=pair)
 
 
-def test_parts_that_are_no_transformers_models_are_compared_too() -> None:
+def test_parts_of_other_libraries_are_compared() -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_layers": 1, "decoder_layers": 2}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
@@ -217,7 +217,7 @@ def test_parts_that_are_no_transformers_models_are_compared_too() -> None:
     torch.testing.assert_close(model(input_ids=A, decoder_input_ids=BEGUN[:, 3:], past_key_values=pair).logits, expected)
 
 
-def test_a_source_that_is_not_known_is_told_once(tmp_path: Path) -> None:
+def test_an_unknown_source_is_reported_once(tmp_path: Path) -> None:
     """The source is unknown in files written before sources were recorded."""
     model = model_of("BART")
     ids = saved(model, A, tmp_path, "one")
@@ -237,7 +237,7 @@ def test_a_source_that_is_not_known_is_told_once(tmp_path: Path) -> None:
     assert not [text for text in inputs.undetermined if "sha256" in text]
 
 
-def test_caches_are_used_again_for_another_source_once_they_are_empty() -> None:
+def test_empty_caches_can_be_reused_for_another_source() -> None:
     model = model_of("T5")
     past = empty(model)
     with warnings.catch_warnings():

@@ -55,7 +55,7 @@ def generated(model: Any, ids: torch.Tensor, cache: Any = None, **options: Any) 
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Falcon-H1", "Lfm2Config"])
-def test_a_model_generates_into_a_file_and_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_model_generates_into_a_file_and_continues(name: str, tmp_path: Path) -> None:
     model = small(name)
     expected = generated(model, ROWS, max_new_tokens=12)
     with KvpackCache(model, "raw") as cache:
@@ -81,13 +81,13 @@ def test_beams(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Lfm2Config", "Llama"])
-def test_generate_compiles_no_model(name: str) -> None:
+def test_generate_does_not_compile_a_model(name: str) -> None:
     """On a CUDA device, generate compiles models for caches that report a fixed size."""
     with KvpackCache(small(name), "raw") as cache:
         assert not cache.is_compileable
 
 
-def test_states_that_are_not_kept_do_not_go_back() -> None:
+def test_states_that_are_not_kept_cannot_go_back() -> None:
     model = small("Falcon-H1")
     with KvpackCache(model, "raw") as cache:
         generated(model, PROMPT, cache)
@@ -115,7 +115,7 @@ FOLLOWING = torch.tensor([[7, 40, 9, 22, 5]])
 
 
 @pytest.mark.parametrize("name", ["Falcon-H1", "Jamba", "Qwen3-Next", "Lfm2Config"])
-def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
+def test_a_cache_goes_back_to_kept_states(name: str) -> None:
     """The continuation equals that of a cache that ended there, bit for bit, including keys and values."""
     model = small(name)
 
@@ -165,7 +165,7 @@ def test_a_cache_goes_back_to_states_that_it_has_kept(name: str) -> None:
         assert torch.equal(follows(cache), expected[10])
 
 
-def test_a_cache_goes_back_on_every_row_and_beam() -> None:
+def test_a_cache_goes_back_for_every_row_and_beam() -> None:
     model = small("Falcon-H1")
     with KvpackCache(model, "raw") as cache:
         model(ROWS[:, :16], past_key_values=cache)
@@ -203,7 +203,7 @@ def test_a_failed_pass_is_undone_by_going_back() -> None:
             assert torch.equal(model(PROMPT[:, 16:], past_key_values=copy.deepcopy(cache)).logits, expected)
 
 
-def test_a_prompt_keeps_what_states_allow() -> None:
+def test_a_prompt_keeps_as_much_as_states_allow() -> None:
     model = small("Qwen3-Next")
     with KvpackCache(model, "raw") as cache:
         for start in (0, 16):
@@ -220,7 +220,7 @@ def test_a_prompt_keeps_what_states_allow() -> None:
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_states_are_not_gone_on_from_after_a_pass_that_failed(number: int, error: type[BaseException]) -> None:
+def test_states_cannot_be_continued_after_a_failed_pass(number: int, error: type[BaseException]) -> None:
     def fail(*_: Any) -> None:
         raise error
 
@@ -243,7 +243,7 @@ def test_states_are_not_gone_on_from_after_a_pass_that_failed(number: int, error
     torch.testing.assert_close(model(PROMPT, past_key_values=cache).logits, expected)
 
 
-def test_a_cache_and_a_model_keep_the_same_states() -> None:
+def test_a_cache_and_a_model_have_the_same_states() -> None:
     model, other = small("Falcon-H1"), model_of("Llama")
     with KvpackCache(model, "raw") as cache:
         generated(model, PROMPT, cache)
@@ -262,7 +262,7 @@ def test_a_cache_and_a_model_keep_the_same_states() -> None:
         KvpackCache.of(strange, model)
 
 
-def test_a_model_that_keeps_its_states_in_its_modules_is_refused() -> None:
+def test_a_model_that_stores_states_in_its_modules_is_refused() -> None:
     model = small("RecurrentGemmaConfig")
     with KvpackCache(model, "raw") as cache:
         model(PROMPT, past_key_values=cache)

@@ -156,7 +156,7 @@ def test_a_row_of_a_padded_batch_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma-3"])
-def test_turns_add_to_what_is_stored(name: str, tmp_path: Path) -> None:
+def test_turns_extend_the_stored_prompt(name: str, tmp_path: Path) -> None:
     """Each turn loads the chunks stored by the previous one, the last of which sliding layers still have, and stores the next ones."""
     model = model_of(name)
     ids, stored = PROMPT, 0
@@ -173,7 +173,7 @@ def test_turns_add_to_what_is_stored(name: str, tmp_path: Path) -> None:
         assert store.counters()["faults"] == {}
 
 
-def test_a_cache_that_keeps_all_goes_back_to_any_token() -> None:
+def test_a_cache_with_all_states_goes_back_to_any_token() -> None:
     model = model_of("Mistral")
     longer = torch.cat([PROMPT, QUESTIONS[:1]], 1)
     with kvpack.prefill(model, longer, "raw") as cache:
@@ -182,7 +182,7 @@ def test_a_cache_that_keeps_all_goes_back_to_any_token() -> None:
         assert generated(model, PROMPT, cache) == generated(model, PROMPT)
 
 
-def test_prefill_computes_what_a_cache_lacks() -> None:
+def test_prefill_computes_missing_tokens() -> None:
     model = model_of("Llama")
     calls: list[int] = []
     handle = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(args[0].shape[1]), with_kwargs=True)
@@ -197,7 +197,7 @@ def test_prefill_computes_what_a_cache_lacks() -> None:
         assert generated(model, torch.cat([PROMPT, QUESTIONS[:1]], 1), cache) == generated(model, torch.cat([PROMPT, QUESTIONS[:1]], 1))
 
 
-def test_prefill_refuses_what_does_not_follow() -> None:
+def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
     model = model_of("Llama")
     with kvpack.prefill(model, PROMPT, "raw") as cache:
         packed = cache.packed
@@ -279,7 +279,7 @@ def test_another_process_resumes_models_with_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["left", "none"])
-def test_a_batch_resumes_with_states(where: str, tmp_path: Path) -> None:
+def test_a_batch_with_states_resumes(where: str, tmp_path: Path) -> None:
     model = model_of("Falcon-H1")
     save(tmp_path, model, every=32, chunk=CHUNK)
     ids = torch.cat([PROMPT[:, :64].expand(2, -1), QUESTIONS], 1)
@@ -295,7 +295,7 @@ def test_a_batch_resumes_with_states(where: str, tmp_path: Path) -> None:
         assert generated(model, ids, own, attention_mask=mask) == expected
 
 
-def test_turns_of_a_model_with_states_add_to_what_is_stored(tmp_path: Path) -> None:
+def test_turns_of_a_model_with_states_extend_the_stored_prompt(tmp_path: Path) -> None:
     """Each turn resumes after the last whole chunk of the previous prompt."""
     model = model_of("Qwen3-Next")
     ids, stored = PROMPT, 0
@@ -313,7 +313,7 @@ def test_turns_of_a_model_with_states_add_to_what_is_stored(tmp_path: Path) -> N
         assert store.counters()["faults"] == {}
 
 
-def test_states_that_a_recording_keeps_are_stored(tmp_path: Path) -> None:
+def test_states_kept_by_a_recording_are_stored(tmp_path: Path) -> None:
     """The recording is made by hand, over transformers' own cache."""
     model = model_of("Falcon-H1")
     with recording(model) as record:
@@ -341,7 +341,7 @@ def test_states_that_a_recording_keeps_are_stored(tmp_path: Path) -> None:
         kvpack.pack(past, "raw", states_at=7)  # type: ignore[arg-type]
 
 
-def test_a_recording_forgets_states_of_rows_that_moved() -> None:
+def test_a_recording_drops_states_of_moved_rows() -> None:
     model = model_of("Falcon-H1")
     rows = torch.cat([PROMPT, PROMPT.flip(1)])
     with recording(model) as record:

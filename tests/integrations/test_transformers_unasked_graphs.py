@@ -48,7 +48,7 @@ def steps(model: Any, cache: Any, count: int = STEPS) -> list[torch.Tensor]:
 
 
 @pytest.mark.kernels
-def test_a_long_row_of_steps_is_replayed(device: Device) -> None:
+def test_many_equal_steps_are_replayed(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     before, expected = dict(vars(model)), eager(model)
     logits = steps(model, expected)
@@ -155,7 +155,7 @@ REPLAYED = ("a function of a module",) if INTERPRETED else tuple(FOREIGN)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_code_of_others_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_third_party_code_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Foreign code is detected in a model that has it, and when it is added to a model."""
     change, reason = FOREIGN[name]
     model = model_of("Llama", **SIZES)
@@ -168,7 +168,7 @@ def test_code_of_others_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", REPLAYED)
-def test_a_model_with_code_of_its_own_is_not_replayed(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_custom_code_is_not_replayed(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     change, reason = FOREIGN[name]
     found = []
     for replays in (False, True):
@@ -185,7 +185,7 @@ def test_a_model_with_code_of_its_own_is_not_replayed(name: str, device: Device,
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", [name for name in REPLAYED if name != "a weight"])
-def test_code_that_changes_between_steps_is_run(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_changes_between_steps_runs(name: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for replays in (False, True):
         model = model_of("Llama", **SIZES).to(DEVICE)
@@ -200,14 +200,14 @@ def test_code_that_changes_between_steps_is_run(name: str, device: Device, monke
 
 
 @pytest.mark.parametrize("name", [architecture.name for architecture in ZOO])
-def test_the_code_of_the_zoo_is_known(name: str) -> None:
+def test_code_of_the_zoo_is_known(name: str) -> None:
     snapshot = ModelSnapshot(model_of(name))
     assert snapshot.foreign_part is None
     assert snapshot.unchanged()
 
 
 @pytest.mark.kernels
-def test_a_mode_sees_every_operation(device: Device) -> None:
+def test_a_dispatch_mode_sees_every_operation(device: Device) -> None:
     class Counting(TorchDispatchMode):
         count = 0
 
@@ -231,7 +231,7 @@ def test_a_mode_sees_every_operation(device: Device) -> None:
 
 
 @pytest.mark.kernels
-def test_a_capture_that_fails_is_not_tried_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_capture_is_not_retried(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def failing(call: Callable[[], Any], device: torch.device) -> Any:
@@ -253,7 +253,7 @@ def test_a_capture_that_fails_is_not_tried_again(device: Device, monkeypatch: py
 
 
 @pytest.mark.kernels
-def test_what_a_model_says_of_itself_keeps_it_no_longer(device: Device) -> None:
+def test_attributes_of_a_model_do_not_keep_it_alive(device: Device) -> None:
     """Attributes that refer to the model itself do not keep it alive."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.generate = types.MethodType(type(model).generate, model)
@@ -268,7 +268,7 @@ def test_what_a_model_says_of_itself_keeps_it_no_longer(device: Device) -> None:
 
 
 @pytest.mark.kernels
-def test_a_forward_that_is_there_before_the_cache_stays(device: Device) -> None:
+def test_a_custom_forward_is_kept(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.forward = own = types.MethodType(type(model).forward, model)
     cache = cache_of(model, device, graphs=None)
@@ -277,7 +277,7 @@ def test_a_forward_that_is_there_before_the_cache_stays(device: Device) -> None:
     assert device.captured == 0
 
 
-def test_on_a_cpu_the_model_keeps_its_forward() -> None:
+def test_the_model_keeps_its_forward_on_the_cpu() -> None:
     model = model_of("Llama")
     with KvpackCache(model, "octopus-4") as cache:
         assert cache.graphs is None

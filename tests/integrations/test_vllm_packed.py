@@ -152,7 +152,7 @@ class Engine:
         return [layer[block, : self.groups[group].page_bytes].clone() for layer in self.layers[group]]
 
 
-def test_blocks_of_several_groups_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_several_groups_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
     assert engine.worker.submit_store(3, gpu([[4, 7, 1, 2], [5, 6]], [0, 2]), cpu([0, 3, 5]))
     (result,) = engine.worker.get_finished()
@@ -178,7 +178,7 @@ def test_blocks_of_several_groups_come_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.released == [True]
 
 
-def test_a_damaged_row_is_a_block_that_was_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_row_is_reported_as_a_block_that_was_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, "octopus-4")
     engine.layers[0][1][3].view(torch.bfloat16)[5] = float("nan")
     engine.worker.submit_store(1, gpu([[1, 2, 3], []], [0, 0]), cpu([0, 1]))
@@ -194,7 +194,7 @@ def test_a_damaged_row_is_a_block_that_was_not_loaded(monkeypatch: pytest.Monkey
     assert all(torch.equal(one, old) for one, old in zip(engine.bytes_of(0, 7) + engine.bytes_of(0, 9), before, strict=True))
 
 
-def test_every_call_leaves_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_keeps_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, "octopus-4")
     engine.layers[0][1][3].view(torch.bfloat16)[5] = float("nan")
     kind, worker = type(engine.worker), Watched(engine.worker)
@@ -221,7 +221,7 @@ def test_every_call_leaves_the_hosts_settings(monkeypatch: pytest.MonkeyPatch) -
     assert worker.called >= {name for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
 
 
-def test_vllm_shows_what_workers_and_tiers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_reports_the_counters_of_workers_and_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, "octopus-4")
     definitions = module(monkeypatch, "spec").KvpackSpec.build_metric_definitions({})
     assert "vllm's" in definitions
@@ -253,7 +253,7 @@ def test_vllm_shows_what_workers_and_tiers_count(monkeypatch: pytest.MonkeyPatch
     assert metrics.add_scheduler_stats(other, manager).values == {"vllm's": {(): 1}, metrics.PACKED + "ratio": {(): 3.2}}
 
 
-def test_what_a_tier_brings_back_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_from_a_tier_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
     keys = [key(0), key(1), key(2, group=1)]
     engine.worker.submit_store(1, gpu([[1, 2, 3, 4], [5, 6]], [0, 0]), cpu([0, 1, 2], keys))
@@ -311,7 +311,7 @@ def test_rows_name_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(x, y) for x, y in zip(engine.bytes_of(0, 9), engine.bytes_of(0, 3), strict=True))
 
 
-def test_chunks_may_be_filled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_may_be_partially_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window has passed the first block of a chunk before vLLM stores it, in memory that contained another chunk."""
     engine = Engine(monkeypatch)
     engine.worker.submit_store(1, gpu([[1, 2], []], [0, 0]), cpu([0], [key(7)]))
@@ -340,7 +340,7 @@ def test_chunks_may_be_filled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(x, y) for x, y in zip(engine.bytes_of(0, 9), engine.bytes_of(0, 4), strict=True))
 
 
-def test_the_manager_tells_workers_the_keys() -> None:
+def test_the_manager_sends_keys_to_workers() -> None:
     class Manager:
         def prepare_store(self, keys: Any, req_context: Any) -> Any:
             kept = [key for key in keys if key != b"there"]
@@ -399,7 +399,7 @@ def test_chunks_have_the_size_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec_class(config()).config.model.dtype == folders[0]
 
 
-def test_groups_that_vllm_leaves_out_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_omitted_by_vllm_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys use the numbers of all groups, but a spec only has the offloaded groups."""
     given = config()
     for group, number in zip(given.groups, (1, 4), strict=True):
@@ -429,7 +429,7 @@ def with_basis(tmp_path: Path, **changes: Any) -> Any:
     return replace(given, groups=tuple(types.SimpleNamespace(layer_names=names, tokens_per_block=TOKENS) for _ in groups))
 
 
-def test_a_recipe_takes_the_basis_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_recipe_uses_the_basis_of_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec_class = module(monkeypatch, "spec").KvpackSpec
     spec = spec_class(with_basis(tmp_path))
     ((codec,),) = spec.codecs
@@ -444,7 +444,7 @@ def test_a_recipe_takes_the_basis_of_its_model(monkeypatch: pytest.MonkeyPatch, 
     assert other.config.model.dtype != spec.config.model.dtype
 
 
-def test_a_basis_that_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_invalid_basis_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec_class = module(monkeypatch, "spec").KvpackSpec
     with pytest.raises(MissingBasis, match="the recipe 'kv=klt:bits=4' needs a basis: set basis to the path of the file"):
         spec_class(with_basis(tmp_path, options={"basis": None}))
@@ -487,7 +487,7 @@ def vllm_config(of_model: dict[str, Any] | None = None, **changes: Any) -> Any:
     return types.SimpleNamespace(**{**made, "speculative_config": None, **changes})
 
 
-def test_settings_name_what_vllm_was_started_with() -> None:
+def test_errors_name_the_settings_of_vllm() -> None:
     def settings(of_model: dict[str, Any] | None = None, **changes: Any) -> str:
         kept = {"rope_theta": 1e4, "transformers_version": "5.1", "hidden_size": 64, **(of_model or {})}
         return relevant_settings(vllm_config(kept, **changes))
@@ -538,14 +538,14 @@ class Quantization:
     ],
     ids=["connector", "recipe", "layout", "bytes", "weights", "canonical", "pipeline", "layers", "groups"],
 )
-def test_what_cannot_be_right_is_refused(given: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_are_refused(given: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if message.startswith("vLLM offloads"):
         given = replace(given, groups=(types.SimpleNamespace(layer_names=["a"], tokens_per_block=TOKENS),))
     with pytest.raises(InvalidParameter, match=message):
         module(monkeypatch, "spec").KvpackSpec(given)
 
 
-def test_groups_are_read_from_vllms_own_description(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_read_from_vllms_description(monkeypatch: pytest.MonkeyPatch) -> None:
     class AttentionSpec:
         dtype, tokens_per_state, block_size = torch.bfloat16, 1, TOKENS
 
@@ -632,7 +632,7 @@ def one_group(monkeypatch: pytest.MonkeyPatch) -> Any:
     return types.SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=tensors)
 
 
-def test_the_blocks_of_attention_are_compared_with_the_layouts_name(one_group: Any) -> None:
+def test_attention_blocks_are_compared_with_the_named_layout(one_group: Any) -> None:
     """vLLM's attention may store tokens first, or split the cache's blocks: pages would mix heads."""
     memory = torch.zeros(BLOCKS, HEADS * TOKENS * 2 * DIM + 32)
     of_block = memory[:, :-32]
@@ -692,7 +692,7 @@ def configured(**options: Any) -> Any:
     return vllm_config(kv_transfer_config=types.SimpleNamespace(kv_connector_extra_config=options))
 
 
-def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connector_describes_the_model_to_its_spec(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION, STATES])
     config = configured(layout="adjacent", recipe="octopus-4")
     made = connector.KvpackConnector(config, "worker", one_group)
@@ -721,7 +721,7 @@ def test_the_connector_tells_its_spec_of_the_model(connector: Any, one_group: An
 STORE = {"placement": "store", "location": "/cache", "recipe": "octopus-4", "layout": "adjacent"}
 
 
-def test_the_connector_tells_the_tier_of_a_store_of_the_model(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connector_describes_the_model_to_the_tier(connector: Any, one_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector, "groups_of", lambda vllm_config, kv: [ATTENTION])
     config = configured(**STORE, max_bytes=9, tenant="a", cpu_bytes_to_use=5, secondary_tiers=[{"type": "fs"}])
     # vLLM asks for the metrics before there is a connector, and for connectors of the scheduler and of the workers.

@@ -233,7 +233,7 @@ def fill(memory: numpy.ndarray, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("layout", "workers"), [("adjacent", 1), ("adjacent-tokens-first", 2), ("split", 1), ("cpu-vec", 1)])
-def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_chunks_are_restored_in_another_process(layout: str, workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
     config = Config("model", workers=workers, kv_cache_layout="LBNHC" if layout == "adjacent-tokens-first" else "LBHNC")
     memory = rows_of(config, 4)
     fill(memory, 0)
@@ -268,7 +268,7 @@ def test_chunks_come_back_in_another_process(layout: str, workers: int, tier_cla
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_groups_of_attention_and_states_come_back(workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_groups_of_attention_and_states_are_restored(workers: int, tier_class: Callable[..., Any], tmp_path: Path) -> None:
     """Each chunk is a block of one group: keys and values are encoded, and states are stored byte for byte."""
     window = attention(2)
     groups = (attention(), STATES, window)
@@ -319,7 +319,7 @@ def test_groups_of_attention_and_states_come_back(workers: int, tier_class: Call
     tier.shutdown()
 
 
-def test_a_prefix_of_each_group_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_prefix_of_each_group_is_evicted_from_its_end(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     config = Config("model", blocks_per_chunk=1, groups=TWO.groups, extra_config=TWO.extra_config)
     memory = rows_of(config, 8)
     fill(memory, 3)
@@ -335,7 +335,7 @@ def test_a_prefix_of_each_group_is_evicted_from_its_end_on(tier_class: Callable[
     tier.shutdown()
 
 
-def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_cache_with_other_vllm_settings_is_separate(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     """vLLM chooses its layout by backend and environment, and a name may mean another arrangement with either."""
     memory, key = rows_of(Config("model"), 1), [bytes(36)]
     fill(memory, 0)
@@ -349,7 +349,7 @@ def test_a_cache_that_vllm_keeps_otherwise_is_another(tier_class: Callable[..., 
     assert found == [False, False, False, True]
 
 
-def test_a_model_that_was_started_otherwise_is_another(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_model_started_with_other_settings_is_separate(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     """vLLM's keys do not cover configuration overrides, quantization and random weights, nor does it pass them to a tier."""
     memory, key = rows_of(Config("model"), 1), [bytes(36)]
     fill(memory, 0)
@@ -383,7 +383,7 @@ def test_one_flipped_bit_costs_one_chunk(tier_class: Callable[..., Any], tmp_pat
     tier.shutdown()
 
 
-def test_every_call_leaves_the_hosts_settings(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_keeps_the_hosts_settings(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config("model")
     memory = rows_of(config, 4)
     fill(memory, 1)
@@ -417,7 +417,7 @@ def test_every_call_leaves_the_hosts_settings(tier_class: Callable[..., Any], tm
     assert tier.called >= public - {"build_metric_definitions"}
 
 
-def test_vllm_shows_what_a_tier_counts(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_vllm_reports_the_counters_of_a_tier(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     config = Config("model")
     memory = rows_of(config, 4)
     fill(memory, 1)
@@ -478,7 +478,7 @@ TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention
         "inside", "layers",
     ],
 )
-def test_what_cannot_be_right_is_refused_at_the_start(
+def test_invalid_settings_are_refused_at_startup(
     config: Config, options: dict[str, Any], message: str, tier_class: Callable[..., Any], tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidParameter, match=message):
@@ -510,17 +510,17 @@ def test_the_entry_point_names_the_tier_and_the_connector(tier_class: Callable[.
     assert ConnectorFactory._registry == {"KvpackConnector": ("kvpack.integrations.vllm.connector", "KvpackConnector")}
 
 
-def test_the_connector_passes_every_option_of_the_tier_on(tier_class: Callable[..., Any]) -> None:
+def test_the_connector_passes_on_every_option_of_the_tier(tier_class: Callable[..., Any]) -> None:
     options = {name for name, one in inspect.signature(tier_class).parameters.items() if one.kind is one.KEYWORD_ONLY}
     # vLLM gives the last.
     assert options == {*integration.STORE_OPTIONS, "locality"}
 
 
-def test_without_vllm_the_entry_point_does_nothing() -> None:
+def test_the_entry_point_does_nothing_without_vllm() -> None:
     integration.register()
 
 
-def test_a_vllm_without_tiers_is_told_of_the_connector(tier_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_tiers_is_referred_to_the_connector(tier_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The connector refuses that vLLM by name. An error here would prevent every vLLM from starting where kvpack is installed."""
     ConnectorFactory._registry.clear()
     monkeypatch.delitem(sys.modules, "vllm.v1.kv_offload.tiering.factory")
@@ -531,7 +531,7 @@ def test_a_vllm_without_tiers_is_told_of_the_connector(tier_class: Callable[...,
 
 
 @pytest.mark.parametrize("name", ["adjacent", "adjacent-tokens-first", "split", "cpu-vec"])
-def test_a_named_layout_is_certified_by_a_writer(name: str) -> None:
+def test_a_named_layout_is_verified_with_a_writer(name: str) -> None:
     geometry = PageGeometry(1, HEADS, TOKENS, DIM, DIM)
     page = torch.zeros(BLOCK // 2, dtype=torch.bfloat16)
     arranged = arrangement(name, HEADS, TOKENS, DIM)
@@ -596,7 +596,7 @@ class Chunks:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
-def test_a_folder_in_any_condition_costs_misses_alone(
+def test_a_damaged_folder_causes_only_misses(
     condition: Any, tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     condition(lambda folder=tmp_path, **options: Chunks(tier_class, folder, **options), tmp_path, monkeypatch)
@@ -623,7 +623,7 @@ SMALLER_BLOCKS = {"groups": named(attention(6)), "extra_config": told(attention(
     ],
     ids=["dtype", "tp", "chunk", "block", "settings", "model", "heads", "adapter", "weights", "recipe", "tenant", "layout"],
 )
-def test_a_restart_with_other_settings_misses(
+def test_chunks_are_misses_after_a_restart_with_other_settings(
     config: dict[str, Any], options: dict[str, Any], tier_class: Callable[..., Any], tmp_path: Path
 ) -> None:
     engine = Chunks(tier_class, tmp_path)
@@ -647,7 +647,7 @@ def test_a_restart_with_other_settings_misses(
     engine.close()
 
 
-def test_a_request_that_is_gone_leaves_its_chunks_to_the_next(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_finished_request_leaves_its_chunks_to_the_next(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     """One request is aborted or preempted while its chunks are loaded, and another requests them before they have arrived."""
     engine = Chunks(tier_class, tmp_path)
     assert engine.store([0, 1]) == [True, True]
@@ -674,7 +674,7 @@ def test_a_request_that_is_gone_leaves_its_chunks_to_the_next(tier_class: Callab
     engine.close()
 
 
-def test_a_job_that_fails_as_a_whole_is_counted(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_fails_completely_is_counted(tier_class: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM only sees misses, so only the counter shows the operator the reason."""
     engine = Chunks(tier_class, tmp_path)
 
@@ -688,7 +688,7 @@ def test_a_job_that_fails_as_a_whole_is_counted(tier_class: Callable[..., Any], 
     engine.close()
 
 
-def test_a_prefix_is_evicted_from_its_end_on(tier_class: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_prefix_is_evicted_from_its_end(tier_class: Callable[..., Any], tmp_path: Path) -> None:
     """vLLM's jobs have keys in any order, and one request may have several jobs."""
     keys = [key(chunk) for chunk in range(4)]
     positions = {one: (number + 1) * 2 * TOKENS for number, one in enumerate(keys)}

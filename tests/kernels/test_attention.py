@@ -132,7 +132,7 @@ def test_head_dims(family: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("words", ["element=e4m3", "element=e5m2,per=token", "element=e2m1,scales=e8m0", "element=e2m1,scales=e4m3"])
-def test_minifloats_of_any_fields_and_blocks(words: str) -> None:
+def test_minifloats_with_any_fields_and_blocks(words: str) -> None:
     """Tests rows with fewer words than a tile has columns, columns of many bytes, partial blocks, and three words of scales."""
     for dim, fields in (
         ((16, 0), (40, 1), (40, 3), (96, 0), (64, 16)) if INTERPRETED else ((16, 0), (40, 1), (40, 3), (96, 0), (192, 0), (64, 16))
@@ -147,7 +147,7 @@ def test_minifloats_of_any_fields_and_blocks(words: str) -> None:
 @pytest.mark.parametrize(
     ("element", "spread", "fused"), [("e2m1", 23, True), ("e2m1", 24, False), ("e4m3", 14, True), ("e4m3", 15, False), ("e5m2", 9, False)]
 )
-def test_powers_of_two_that_tiles_do_not_hold_are_left_to_torch(element: str, spread: int, fused: bool) -> None:
+def test_powers_of_two_beyond_tiles_are_left_to_torch(element: str, spread: int, fused: bool) -> None:
     """The smallest element is in a block that is 2^spread times smaller than another of its token."""
     from kvpack.kernels.attend import attention
 
@@ -168,7 +168,7 @@ def test_powers_of_two_that_tiles_do_not_hold_are_left_to_torch(element: str, sp
 @pytest.mark.parametrize(
     ("words", "values"), [("", "group:b=2,g=32"), ("", "minifloat:element=e2m1,scales=e8m0"), (",qjl=fp16", "raw:dtype=bf16")]
 )
-def test_keys_of_a_block_per_step(words: str, values: str) -> None:
+def test_keys_per_step_of_a_block(words: str, values: str) -> None:
     """The products of a step use the power of two of its block: small, large, with two tokens per row of values, and with signs."""
     k_codec, v_codec = codecs(f"minifloat:element=e2m1,scales=e8m0{words}", values, (128, 64))
     side = random_side(k_codec, 1, (70,), 0, 1)
@@ -180,7 +180,7 @@ def test_keys_of_a_block_per_step(words: str, values: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
-def test_widths_of_codes(bits: int) -> None:
+def test_code_widths(bits: int) -> None:
     for fields in (128 // bits, 3):
         group = Group(40, bits, "token", 32, "none", 0, "none", (("codes", fields),))
         scalar, _ = codecs(f"scalar:b={bits}", "raw:dtype=bf16", (40, 40))
@@ -189,7 +189,7 @@ def test_widths_of_codes(bits: int) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("k", "v"), [((1, 1), (42, 4)), ((48, 3), (48, 4)), ((682, 4), (96, 8)), ((171, 1), (192, 3))])
-def test_widths_of_codewords_and_radii(k: tuple[int, int], v: tuple[int, int]) -> None:
+def test_codeword_and_radius_widths(k: tuple[int, int], v: tuple[int, int]) -> None:
     """Tests dense quaternions whose codewords and radii are one symbol or two, and with more codewords than shared memory can store."""
     k_codec, v_codec = codecs("quaternion:s={},r={}".format(*k), "quaternion:s={},r={}".format(*v), (64, 60))
     check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
@@ -241,7 +241,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
-def test_sequences_of_unequal_lengths(mode: str) -> None:
+def test_sequences_with_different_lengths(mode: str) -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 47), 9, 2, batch=5))
     check(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
@@ -267,7 +267,7 @@ STARTS: dict[str, dict[str, Any]] = {
     [(mode, False) for mode in STARTS] + [(mode, True) for mode in list(STARTS)[:: 2 if INTERPRETED else 1]],
     ids=lambda given: given if isinstance(given, str) else "two tokens a row" if given else "a token a row",
 )
-def test_sequences_with_padding_before_them(mode: str, dual: bool) -> None:
+def test_left_padded_sequences(mode: str, dual: bool) -> None:
     """Tests starts between tiles, inside them, in the tail, and after all tokens."""
     if dual:
         k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
@@ -282,7 +282,7 @@ def test_sequences_with_padding_before_them(mode: str, dual: bool) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize(("tiles", "window"), [(1, None), (2, 200)] if INTERPRETED else [(1, None), (1, 200), (2, None), (2, 200)])
 @pytest.mark.parametrize("family", ["group 4", "dense quaternion", "scalar 3, outliers"])
-def test_programs_of_many_tiles_with_padding_before_them(
+def test_programs_with_many_tiles_and_left_padding(
     family: str, tiles: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each program has invisible tiles, masked ones, and whole ones."""
@@ -299,7 +299,7 @@ def test_programs_of_many_tiles_with_padding_before_them(
 
 
 @pytest.mark.cuda
-def test_starts_change_between_replays_of_a_cuda_graph() -> None:
+def test_starts_may_change_between_replays_of_a_cuda_graph() -> None:
     layer = kvpack.pack(random_pairs(1, 3000, batch=2, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
     q = torch.randn(2, 4, 1, 64, device=DEVICE)
     starts = torch.tensor([0, 100], device=DEVICE)
@@ -353,7 +353,7 @@ WIDE = {
         *((k, v) for number, v in enumerate(NARROW) for k in (list(WIDE) * 2)[number:][: 1 if INTERPRETED else len(WIDE)]),
     ],
 )
-def test_two_tokens_a_row(k: str, v: str) -> None:
+def test_two_tokens_per_row(k: str, v: str) -> None:
     from kvpack.kernels.tiles import loaders
 
     both = NARROW | WIDE
@@ -377,7 +377,7 @@ def test_two_tokens_a_row(k: str, v: str) -> None:
         pytest.param("polar:b=5.5", (128, 32), id="two levels"),
     ],
 )
-def test_trees_of_radii(recipe: str, dims: tuple[int, int]) -> None:
+def test_radius_trees(recipe: str, dims: tuple[int, int]) -> None:
     tokens = 31 if INTERPRETED else 70
     k_codec, v_codec = codecs(recipe, recipe, dims)
     check(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
@@ -396,7 +396,7 @@ def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_over_two_tokens_a_row(mode: str) -> None:
+def test_modes_over_two_tokens_per_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["octahedral 3"], NARROW["group 2, groups of tokens"], (64, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1), random_side(v_codec, 1, (50, 251), 9, 2))
     check(layer, 2, **MODES[mode])
@@ -405,7 +405,7 @@ def test_modes_over_two_tokens_a_row(mode: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("mode", LENGTHS)
-def test_unequal_lengths_over_two_tokens_a_row(mode: str) -> None:
+def test_different_lengths_over_two_tokens_per_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
     check(layer, 2, lengths=[310, 0, 1, 250, 130], **LENGTHS[mode])
@@ -419,7 +419,7 @@ def test_batches_and_heads() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
-def test_where_the_norms_of_four_triplets_lie(dim: int) -> None:
+def test_positions_of_the_norms_of_four_triplets(dim: int) -> None:
     """The indices that byte permutations select equal those read one by one."""
     from kvpack.kernels.bitpack import thread_digits, thread_rows
     from kvpack.kernels.tables import register_table
@@ -453,7 +453,7 @@ def test_many_short_pages() -> None:
 
 
 @pytest.mark.kernels
-def test_a_layer_of_a_tail_alone_and_of_one_token() -> None:
+def test_layers_with_only_a_tail_or_one_token() -> None:
     k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 64))
     check(Layer(random_side(k_codec, 2, (), 20, 1), random_side(v_codec, 2, (), 20, 2)), 2)
     check(Layer(random_side(k_codec, 2, (1,), 0, 1), random_side(v_codec, 2, (1,), 0, 2)), 2)
@@ -479,7 +479,7 @@ def test_norms_of_any_size() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [20, 64, 128])
-def test_scales_of_keys_of_any_size(dim: int) -> None:
+def test_key_scales_of_any_size(dim: int) -> None:
     """Tests groups of more tokens than a tile, with scales near the ends of binary16 and ordinary scores."""
     k_codec, v_codec = codecs("group:b=2,g=64", "group:b=2,g=32", (dim, 64))
     layer = Layer(random_side(k_codec, 1, (150, 70), 0, 1), random_side(v_codec, 1, (150, 70), 0, 2))
@@ -493,7 +493,7 @@ def test_scales_of_keys_of_any_size(dim: int) -> None:
 
 
 @pytest.mark.kernels
-def test_streams_of_any_strides() -> None:
+def test_streams_with_any_strides() -> None:
     k_codec, v_codec = codecs(KEYS["scalar 3"], VALUES["group 4"], (64, 64))
     layer = Layer(random_side(k_codec, 2, (65,), 0, 1), random_side(v_codec, 2, (65,), 0, 2))
     expected = exact(q := torch.randn(1, 2, 1, 64), layer)
@@ -512,7 +512,7 @@ def test_streams_of_any_strides() -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", [name for name, words in KEYS.items() if not words.startswith("minifloat")])
-def test_no_word_reads_outside_a_table(family: str) -> None:
+def test_no_word_reads_beyond_a_table(family: str) -> None:
     """Invalid digits decode to something finite, because indices are masked to the table's size."""
     from kvpack.kernels.attend import attention
 
@@ -548,7 +548,7 @@ def test_no_word_reads_outside_a_table(family: str) -> None:
         pytest.param("kv=quaternion:s=24,r=4,outliers=3", True, id="outliers"),
     ],
 )
-def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_uses_kernels_where_they_are_exact_enough(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import attention
 
     called = []
@@ -564,7 +564,7 @@ def test_attend_takes_the_kernels_where_they_are_right(recipe: str, fused: bool,
 
 
 @pytest.mark.kernels
-def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_queries_and_gradients_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend.attention import MAX_ROW_BLOCKS, MAX_ROWS
 
     layer = kvpack.pack(random_pairs(1, 70, dims=(64, 64)), "kivi-4").to(DEVICE)[0]
@@ -576,7 +576,7 @@ def test_long_queries_and_gradients_stay_with_torch(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.kernels
-def test_a_prefill_chunk_is_attended_over_rows_that_kernels_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_chunk_is_attended_over_decoded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kvpack.pack(random_pairs(1, 600, dims=(64, 64)), "k=scalar:b=3;v=group:b=4;tail=32")[0]
     q = torch.randn(1, 4, 512, 64)
     expected = exact(q, layer)
@@ -605,7 +605,7 @@ def test_many_programs(k: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("begin", [0, 33], ids=["aligned", "inside a token group"])
-def test_tiles_of_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_with_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If tiles are within token groups, scales are loaded once per tile of 64 tokens."""
     from kvpack.kernels.attend import plan
     from kvpack.kernels.tiles import shapes
@@ -633,7 +633,7 @@ def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
 
 
 @pytest.mark.cuda
-def test_in_a_cuda_graph() -> None:
+def test_attention_in_a_cuda_graph() -> None:
     layer = kvpack.pack(random_pairs(1, 5000, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
     q = torch.randn(1, 4, 1, 64, device=DEVICE)
     stream = torch.cuda.Stream()
@@ -650,7 +650,7 @@ def test_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.cuda
-def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
+def test_lengths_may_change_between_replays_of_a_cuda_graph() -> None:
     layer = kvpack.pack(random_pairs(1, 3000, batch=2, dims=(64, 64)), "k=scalar:b=4;v=group:b=4;tail=128").to(DEVICE)[0]
     q = torch.randn(2, 4, 1, 64, device=DEVICE)
     lengths = torch.tensor([3000, 1], device=DEVICE)
@@ -669,7 +669,7 @@ def test_lengths_change_between_replays_of_a_cuda_graph() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("tail", [0, 32], ids=["pages alone", "a raw tail in a frame of its own"])
 @pytest.mark.parametrize("q_heads", [4, 160], ids=["rotated row by row", "rotated by products"])
-def test_what_was_prepared_is_launched_again(tail: int, q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_launches_are_reused(tail: int, q_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call over a layer skips checks and planning, and is equally correct for another query."""
     layer = kvpack.pack(random_pairs(1, 75, dims=(32, 32)), f"kv=scalar:b=4;tail={tail}")[0]
     queries = [torch.randn(1, q_heads, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -682,7 +682,7 @@ def test_what_was_prepared_is_launched_again(tail: int, q_heads: int, monkeypatc
 
 
 @pytest.mark.kernels
-def test_checks_come_before_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_checked_before_prepared_launches_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kvpack.pack(random_pairs(1, 40, dims=(32, 32)), "kv=scalar:b=4")[0]
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))

@@ -46,7 +46,7 @@ def test_attention(words: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("words", ["scalar:b=3,mean=32", "group:b=4,g=32"])
-def test_one_kept_matrix_takes_queries_to_the_frame(words: str) -> None:
+def test_one_cached_matrix_maps_queries_to_the_frame(words: str) -> None:
     # No operation of torch comes before the kernels, so that a CUDA graph may hold the whole call.
     k, v = keys_and_values(words)
     layer = Layer(random_side(k, 2, (64,), 9, 1), random_side(v, 2, (64,), 9, 2))
@@ -63,7 +63,7 @@ def test_many_queries() -> None:
 
 
 @pytest.mark.parametrize("words", KEYS.values(), ids=KEYS)
-def test_c_attends_and_unpacks(words: str) -> None:
+def test_c_attends_and_unpacks_balanced_keys(words: str) -> None:
     k_codec, v_codec = keys_and_values(words)
     k, v = random_side(k_codec, 2, (64, 32, 32), 9, 1), random_side(v_codec, 2, (64, 32, 32), 9, 2)
     prepared = attend.PreparedAttention.create(k, v)

@@ -55,7 +55,7 @@ def compiled(folder: Path, *arguments: str) -> Any:
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
 @pytest.mark.parametrize("recipe", KERNELS)
-def test_kernels_compile_for_a_device_that_is_not_there(recipe: str, tmp_path: Path) -> None:
+def test_kernels_compile_without_the_device(recipe: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", *(["--every"] if recipe in EVERY_CALL else []), recipe)
     assert KERNELS[recipe] <= set(found["kernels"])
 
@@ -70,7 +70,7 @@ def test_the_default_recipe_compiles(tmp_path: Path) -> None:
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
 @pytest.mark.parametrize(("capability", "kernels"), [("80", {"attend_split", "unpack_tiles"}), ("89", {"attend_split"})])
-def test_kernels_fit_chips_with_less_shared_memory(capability: str, kernels: set[str], tmp_path: Path) -> None:
+def test_kernels_fit_on_chips_with_less_shared_memory(capability: str, kernels: set[str], tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", "--capability", capability, "k=octahedral:b=3;v=group:b=3")
     assert kernels <= set(found["kernels"])
     assert found["registers_and_shared_memory"]["_attend"][1] <= found["shared_memory"]

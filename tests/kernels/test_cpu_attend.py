@@ -185,7 +185,7 @@ def test_groups_in_columns_of_any_number_of_bytes(dim: int, bits: int, fields: i
     assert_alike(found, by_torch(q, layer, scale=0.1), layer)
 
 
-def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attend, "MIN_VALUES", 1)
     cache = kvpack.pack(random_pairs(1, 9000, heads=3), "kivi-2;tail=128")
     q = torch.randn(1, 6, 2, 64)
@@ -197,7 +197,7 @@ def test_threads_and_their_number_do_not_change_a_bit(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "10000", "\u0661"])
-def test_a_number_of_threads_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_number_of_threads_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(THREADS, text)
     with pytest.raises(InvalidParameter, match=r"KVPACK_THREADS is .*; set it to an integer from 1 to 9999, or unset it"):
         kvpack.attend(torch.zeros(1, 2, 1, 64), kvpack.pack(random_pairs(1, 40), "kivi-2")[0])
@@ -207,7 +207,7 @@ def _layer(tokens: int) -> tuple[torch.Tensor, Layer]:
     return torch.randn(1, 8, 1, 64), kvpack.pack(random_pairs(1, tokens), "kivi-2")[0]
 
 
-def test_a_forked_child_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_can_attend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attend, "MIN_VALUES", 1)
     q, layer = _layer(9000)
     expected = by_c(q, layer, 0.1, True, None, None, None, None, threads=3)
@@ -257,7 +257,7 @@ def host_settings() -> Iterator[None]:
 
 @pytest.mark.usefixtures("host_settings")
 @pytest.mark.parametrize("flush", [False, True])
-def test_denormals_stay_as_the_host_set_them(flush: bool) -> None:
+def test_the_hosts_denormal_mode_is_kept(flush: bool) -> None:
     layer = kvpack.pack([(x, x) for x in (torch.ones(1, 2, 300, 64),)], "kivi-2")[0]
     q, tiny = torch.ones(1, 4, 1, 64), torch.tensor(2.0**-130)
     if not torch.set_flush_denormal(flush):
@@ -273,7 +273,7 @@ def test_denormals_stay_as_the_host_set_them(flush: bool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 @settings(max_examples=12)
-def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
+def test_no_word_reads_out_of_bounds(family: str, data: st.DataObject) -> None:
     """Pages in memory are not verified: any bits result in some values, and never in a crash."""
     q, layer, options = data.draw(calls(family, plain=True))
     assert attention.cpu_attention(q, layer) is not None
@@ -291,7 +291,7 @@ def test_no_word_reads_outside(family: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3", "raw"])
-def test_scores_thousands_of_thousands_apart(recipe: str) -> None:
+def test_scores_that_differ_by_thousands(recipe: str) -> None:
     """Scores 8.8 to 17 million below the maximum have exponents beyond 32-bit integers; sanitizers run this test."""
     k, v = random_pairs(1, 300)[0]
     k *= 2.0**-10
@@ -303,7 +303,7 @@ def test_scores_thousands_of_thousands_apart(recipe: str) -> None:
     torch.testing.assert_close(found[0, :, 0], layer.v.unpack(torch.float32)[0, :, 7])
 
 
-def test_counts_of_words_that_are_not_there_read_nothing_outside() -> None:
+def test_wrong_word_counts_do_not_read_out_of_bounds() -> None:
     layer = kvpack.pack(random_pairs(1, 600), "lossless")[0]
     for side in layer.sides.values():
         side.runs[0].streams["word_counts"].view(torch.int16).fill_(-1)
@@ -312,7 +312,7 @@ def test_counts_of_words_that_are_not_there_read_nothing_outside() -> None:
     assert kvpack.attend(q, layer).shape == q.shape
 
 
-def test_runs_of_lossless_have_tables_of_their_own(level: int) -> None:
+def test_lossless_runs_have_their_own_tables(level: int) -> None:
     cache = kvpack.pack(random_pairs(1, 300, batch=2), "lossless")
     for number, tokens in enumerate((1, 256, 70)):
         cache = cache.append([tuple(x * 2.0 ** (8 * number) for x in pair) for pair in random_pairs(1, tokens, batch=2)])
@@ -323,7 +323,7 @@ def test_runs_of_lossless_have_tables_of_their_own(level: int) -> None:
         assert_alike(found, by_torch(q, cache[0], scale=0.1, sliding_window=window), cache[0])
 
 
-def test_flags_that_change_later_read_nothing_outside() -> None:
+def test_flags_changed_later_do_not_read_out_of_bounds() -> None:
     q, layer = torch.randn(1, 2, 1, 64), kvpack.pack(random_pairs(1, 300), "int-4-med3")[0]
     expected = kvpack.attend(q, layer)
     for side in layer.sides.values():
@@ -333,7 +333,7 @@ def test_flags_that_change_later_read_nothing_outside() -> None:
     assert torch.equal(kvpack.attend(q, layer), expected)
 
 
-def test_nan_in_raw_values_shows() -> None:
+def test_nan_in_raw_values_is_visible() -> None:
     x = torch.randn(1, 1, 200, 64)
     x[0, 0, 150, 3] = torch.nan
     layer = kvpack.pack([(x, torch.randn(1, 1, 200, 64))], "raw")[0]
@@ -346,7 +346,7 @@ def test_nan_in_raw_values_shows() -> None:
 @pytest.mark.parametrize("q_heads", [2, 14])
 @pytest.mark.parametrize("dim", [128, 40])
 @pytest.mark.parametrize("recipe", ["bf16", "lossless", "kv=lossless:dtype=bf16,chunk=256", "k=group:b=4,g=8;v=raw:dtype=bf16"])
-def test_nan_of_tokens_that_a_sequence_hides_stays_hidden(recipe: str, dim: int, q_heads: int, level: int) -> None:
+def test_nan_in_hidden_tokens_stays_hidden(recipe: str, dim: int, q_heads: int, level: int) -> None:
     """Padding may contain anything, wherever chunks and tiles begin, and with torch operations too."""
     q = torch.randn(2, q_heads, 1, dim, generator=torch.Generator().manual_seed(1))
     ((k, v),) = random_pairs(1, 600, batch=2, dims=(dim, dim))
@@ -361,7 +361,7 @@ def test_nan_of_tokens_that_a_sequence_hides_stays_hidden(recipe: str, dim: int,
 
 
 @pytest.mark.parametrize("infinite", [torch.inf, -torch.inf])
-def test_infinite_keys_do_as_in_torch(infinite: float) -> None:
+def test_infinite_keys_behave_as_in_torch(infinite: float) -> None:
     k, v = torch.rand(1, 1, 200, 64), torch.randn(1, 1, 200, 64)
     k[0, 0, 7] = infinite
     layer, q = kvpack.pack([(k, v)], "raw")[0], torch.rand(1, 2, 1, 64)
@@ -382,7 +382,7 @@ def test_a_thousand_runs_agree_with_torch() -> None:
     assert_alike(kvpack.attend(q, merged), expected, layer)
 
 
-def test_what_c_does_not_take_is_left_to_torch() -> None:
+def test_unsupported_calls_are_left_to_torch() -> None:
     pairs = random_pairs(1, 100)
     q = torch.randn(1, 2, 1, 64)
     assert isinstance(attention.cpu_attention(q, kvpack.pack(pairs, "kivi-2")[0]), cpu_attend.PreparedAttention)
@@ -397,7 +397,7 @@ def test_what_c_does_not_take_is_left_to_torch() -> None:
     torch.testing.assert_close(kvpack.attend(q, layer), kvpack.attend(q, transposed), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     q, layer = _layer(100)
     assert kvpack.backends()["cpu"].startswith(f"C kernels for {library.levels()[0]}")
     assert kvpack.backends()["cuda"].startswith("no CUDA device (with one: ") == (not torch.cuda.is_available())

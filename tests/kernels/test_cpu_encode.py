@@ -91,7 +91,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(data=st.data())
-def test_any_group_is_encoded_to_the_same_bytes(data: st.DataObject) -> None:
+def test_groups_are_encoded_to_the_same_bytes_as_in_formats(data: st.DataObject) -> None:
     words = {
         "b": str(data.draw(st.integers(1, 8))),
         "g": data.draw(st.sampled_from(("4", "8", "16", "32", "64", "128"))),
@@ -140,7 +140,7 @@ MINIFLOATS = [
 @pytest.mark.parametrize("words", MINIFLOATS)
 @given(data=st.data())
 @settings(max_examples=15)
-def test_any_minifloat_is_encoded_to_the_same_bytes(words: str, data: st.DataObject) -> None:
+def test_minifloats_are_encoded_to_the_same_bytes_as_in_formats(words: str, data: st.DataObject) -> None:
     codec = create("minifloat", data.draw(st.sampled_from((64, 128, 192))), **dict(word.split("=") for word in words.split(",")))
     shape = (data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 600)), codec.dim)
     x = contents(data.draw(st.sampled_from(CONTENTS)), shape, data.draw(st.integers(0, 99)))
@@ -170,7 +170,7 @@ def test_any_minifloat_is_encoded_to_the_same_bytes(words: str, data: st.DataObj
 @LEVELS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", ["element=e4m3", "element=e4m3,scales=e8m0", "element=e2m1,scales=e4m3"])
-def test_a_value_of_a_minifloat_that_is_no_number_is_found_wherever_it_is(words: str, dtype: torch.dtype, level: int) -> None:
+def test_nan_in_minifloat_input_is_found_anywhere(words: str, dtype: torch.dtype, level: int) -> None:
     codec = create("minifloat", 64, **dict(word.split("=") for word in words.split(",")))
     x = contents("gaussian", (1, 1, 40, 64), 0).to(dtype)
     assert cpu_encode.encode(codec, x, level=level) is not None
@@ -186,7 +186,7 @@ def test_a_value_of_a_minifloat_that_is_no_number_is_found_wherever_it_is(words:
 @pytest.mark.parametrize(
     "words", ["scalar:b=2,mean=128,mean_bits=4", "octahedral:b=3,mean=16", "scalar:b=4,mean=64,norm=log8", "angle:n=64,mean=1024"]
 )
-def test_means_are_those_of_formats(words: str, dtype: torch.dtype, level: int) -> None:
+def test_means_equal_those_of_formats(words: str, dtype: torch.dtype, level: int) -> None:
     codec = kvpack.Recipe(f"k={words};v=raw;raw=0").codec(0, 1, "k", 64)
     x = contents("gaussian", (2, 2, 300, 64), 3) + 4 * contents("gaussian", (2, 2, 1, 64), 4)
     x[1, 0, 130:] = 0
@@ -221,7 +221,7 @@ def at_45_degrees(x: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
     return (2 * product.square() - squares).abs() <= 1e-3 * squares
 
 
-def test_codecs_that_differ_in_their_search_alone_share_no_table() -> None:
+def test_codecs_that_differ_only_in_their_search_share_no_table() -> None:
     """The search is not stored in files, so the codecs are equal."""
     x = contents("gaussian", (1, 1, 300, 64), 0)
     for rounding in ("scalar", "local3x3", "full", "local2x2"):
@@ -232,7 +232,7 @@ def test_codecs_that_differ_in_their_search_alone_share_no_table() -> None:
 
 
 @pytest.mark.parametrize("levels", [4, 8])
-def test_a_line_tells_between_which_levels_the_nearest_direction_is(levels: int) -> None:
+def test_a_line_finds_the_levels_around_the_nearest_direction(levels: int) -> None:
     """At the start of a line's step, the nearest direction has the level shared with the previous step.
 
     This suffices, because the directions nearest to a codeword are connected, and the codeword is within its own steps.
@@ -264,7 +264,7 @@ def test_directions_of_any_table_are_found(level: int) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("codec_id", "dim", "words"), CLOSE, ids=[f"{codec} {words} {dim}" for codec, dim, words in CLOSE])
-def test_codes_and_scales_are_those_of_formats(codec_id: str, dim: int, words: str) -> None:
+def test_codes_and_scales_equal_those_of_formats(codec_id: str, dim: int, words: str) -> None:
     codec = create(codec_id, dim, **dict(word.split("=") for word in words.split(",")))
     x = contents("gaussian", (2, 2, 300, dim), dim) * torch.exp2(torch.arange(300) % 7 - 3.0)[:, None]
     x[0, 1, 5] = 0
@@ -306,7 +306,7 @@ def assert_close_codes(codec: Codec, x: torch.Tensor, found: dict[str, torch.Ten
 @pytest.mark.parametrize("family", ["scalar", "octahedral", "angle", "quaternion", "trellis"])
 @given(data=st.data())
 @settings(max_examples=15)
-def test_any_codec_is_encoded_as_well_as_by_formats(family: str, data: st.DataObject) -> None:
+def test_every_codec_is_encoded_as_accurately_as_in_formats(family: str, data: st.DataObject) -> None:
     words, dim, side = data.draw(CASES[family].options), data.draw(st.sampled_from(DIMS)), data.draw(st.sampled_from("kv"))
     try:
         codec = create(family, dim, side, **words)
@@ -340,7 +340,7 @@ def test_any_codec_is_encoded_as_well_as_by_formats(family: str, data: st.DataOb
 
 @LEVELS
 @pytest.mark.parametrize("seed", [31, 49])
-def test_a_subnormal_step_stays_what_its_codes_were_chosen_for(seed: int, level: int) -> None:
+def test_a_subnormal_step_keeps_the_value_used_to_choose_codes(seed: int, level: int) -> None:
     codec, x = create("angle", 128, n="2"), contents("mixed", (1, 2, 19, 128), seed)
     streams = cpu_encode.encode(codec, x, level=level)
     assert streams is not None
@@ -351,7 +351,9 @@ def test_a_subnormal_step_stays_what_its_codes_were_chosen_for(seed: int, level:
 @pytest.mark.parametrize(
     ("value", "error"), [*((value, InvalidParameter) for value in (torch.nan, -torch.inf)), (3e7, OutOfRange), (3e38, OutOfRange)]
 )
-def test_values_are_refused_as_by_formats(recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_values_are_refused_as_in_formats(
+    recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = contents("gaussian", (1, 2, 40, 64), 0)
     x[0, 1, 35, 63] = value
     messages = []
@@ -367,7 +369,7 @@ def test_values_are_refused_as_by_formats(recipe: str, value: float, error: type
 @pytest.mark.parametrize(
     ("value", "error"), [*((value, InvalidParameter) for value in (torch.nan, torch.inf, -torch.inf)), (2e5, OutOfRange)]
 )
-def test_values_that_are_refused_are_named(axis: str, value: float, error: type[KvpackError]) -> None:
+def test_refused_values_are_named(axis: str, value: float, error: type[KvpackError]) -> None:
     x = torch.randn(1, 2, 700, 64)
     x[0, 1, 650, 37] = value
     codec = create("group", 64, b="4", axis=axis)
@@ -381,7 +383,7 @@ def test_values_that_are_refused_are_named(axis: str, value: float, error: type[
 @LEVELS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("axis", ["token", "channel"])
-def test_a_value_of_a_group_that_is_no_number_is_found_wherever_it_is(axis: str, dtype: torch.dtype, level: int) -> None:
+def test_nan_in_group_input_is_found_anywhere(axis: str, dtype: torch.dtype, level: int) -> None:
     codec = create("group", 96, b="2", axis=axis)
     x = contents("gaussian", (1, 1, 40, 96), 0).to(dtype)
     assert cpu_encode.encode(codec, x, level=level) is not None
@@ -393,7 +395,7 @@ def test_a_value_of_a_group_that_is_no_number_is_found_wherever_it_is(axis: str,
 
 
 @pytest.mark.parametrize("recipe", ["kivi-2", "kivi-4;tail=64", "int-3"])
-def test_packed_caches_are_those_of_torch(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_caches_equal_those_of_torch(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [tuple(torch.randn(2, 3, 333, 128).to(torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2))]
     calls = []
     original = cpu_encode.encode
@@ -409,7 +411,7 @@ def test_packed_caches_are_those_of_torch(recipe: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("recipe", ["channel scale", "qjl", "outliers", "block rotation"])
-def test_what_sidecars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_remaining_after_sidecars_are_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [(torch.randn(2, 3, 333, 64).to(torch.bfloat16), torch.randn(2, 3, 333, 64).to(torch.bfloat16))]
     calls = []
     original = cpu_encode.encode

@@ -21,7 +21,7 @@ RECIPES = ["kv=group:b=4,g=16,axis=channel", "kivi-2", "octopus-3", "kv=scalar:b
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_any_call_writes_its_slot_and_its_row_alone(recipe: str) -> None:
+def test_calls_write_only_their_slot_and_row(recipe: str) -> None:
     source = random.Random(recipe)
     for _ in range(4):
         layers, heads, tokens = source.randint(1, 3), source.randint(1, 3), source.randint(1, 70)
@@ -40,7 +40,7 @@ def test_any_call_writes_its_slot_and_its_row_alone(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8;raw=0", "mxfp8;raw=0", "nvfp4;raw=0", "kv=minifloat:element=e5m2,per=head;raw=0"])
-def test_rows_of_minifloats_are_those_of_the_format(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minifloat_rows_equal_those_of_formats(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = PageGeometry(2, 3, 40, 64, 64, "bf16")
     given = torch.randn(3, 2, 3, 40, 2, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     # Each layer and page has another scale.
@@ -55,7 +55,7 @@ def test_rows_of_minifloats_are_those_of_the_format(recipe: str, monkeypatch: py
     assert rows[0] == rows[1]
 
 
-def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
+def test_checksums_read_only_their_words() -> None:
     source = random.Random(0)
     for words in (0, 1, 15, 16, 17, 33, 1000):
         data, start = memoryview(bytearray(source.randbytes(4 * words))), source.getrandbits(64)
@@ -68,7 +68,7 @@ def test_any_call_of_the_checksum_reads_its_words_alone() -> None:
 @pytest.mark.parametrize("shared", [(), (HEADS,), (TOKENS,), (HEADS, TOKENS)])
 @pytest.mark.parametrize("group", [32, 1])
 @pytest.mark.parametrize("tokens", [16, 128, 200])
-def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, shared: tuple[str, ...]) -> None:
+def test_raw_tokens_of_pages_equal_those_of_formats(tokens: int, group: int, shared: tuple[str, ...]) -> None:
     source = torch.Generator().manual_seed(tokens)
     x = torch.randn(64, 4, tokens, 32, generator=source) * torch.tensor([1.0, 20.0, 0.1, 1.0])[:, None, None]
     x[:, torch.arange(4), torch.randint(tokens, (4,), generator=source)] *= torch.linspace(1, 7, 64)[:, None, None]
@@ -88,7 +88,7 @@ def test_raw_tokens_of_pages_are_those_of_the_format(tokens: int, group: int, sh
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 37, 100), (1, 2, 5, 7), (1, 1, 130, 64)], ids=str)
-def test_norms_are_those_of_the_format(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_norms_equal_those_of_formats(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = norms_per_head(x)
     for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([x, x], 3)[..., : shape[3]]):

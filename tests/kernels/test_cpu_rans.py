@@ -28,7 +28,7 @@ TABLES = "of chunks", "of all chunks", "of symbols"
     st.integers(0, 9999),
 )  # fmt: skip
 @settings(max_examples=40)
-def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alphabet: int, valid: bool, kind: str, seed: int) -> None:
+def test_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alphabet: int, valid: bool, kind: str, seed: int) -> None:
     from kvpack.kernels.cpu import rans as compiled
 
     source = numpy.random.default_rng(seed)
@@ -63,7 +63,7 @@ def test_any_chunks_are_coded_and_decoded_alike(chunks: int, longest: int, alpha
 
 
 @given(st.integers(1, 40), st.sampled_from((16, 64, 256)), st.integers(1, 400), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_values_are_coded_to_the_streams_of_formats(half: int, chunk: int, tokens: int, any_bits: bool, follows: bool, seed: int) -> None:
+def test_streams_equal_those_of_formats(half: int, chunk: int, tokens: int, any_bits: bool, follows: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     if any_bits:
         x = torch.randint(-(2**15), 2**15, (2, tokens, 3, 2 * half), generator=generator).to(torch.int16).view(torch.bfloat16)
@@ -86,7 +86,7 @@ def test_values_are_coded_to_the_streams_of_formats(half: int, chunk: int, token
 
 
 @given(st.integers(1, 40), st.sampled_from((16, 64, 256)), st.integers(1, 90), st.integers(0, 99))
-def test_joined_values_are_those_of_formats(half: int, chunk: int, tokens: int, seed: int) -> None:
+def test_joined_values_equal_those_of_formats(half: int, chunk: int, tokens: int, seed: int) -> None:
     """The results agree in every bit, for pages of any strides and lengths, partial chunks and a tail."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, (2, 3, 3 * tokens, 2 * half), generator=generator).to(torch.int16)
@@ -105,7 +105,7 @@ def test_joined_values_are_those_of_formats(half: int, chunk: int, tokens: int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cache_decodes_by_c(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_decoded_in_c(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 700, 64, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
     cache = kvpack.pack([(x, x)], "lossless")[:, :650]
     calls: list[int] = []
@@ -119,7 +119,7 @@ def test_a_cache_decodes_by_c(dtype: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(found, x[:, :, :650])
 
 
-def test_torch_alone_decodes_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_decodes_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache = kvpack.pack([(x, x)], "lossless")
     monkeypatch.setenv(dispatch.VARIABLE, "torch")
@@ -127,7 +127,7 @@ def test_torch_alone_decodes_without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(cache[0].unpack(torch.bfloat16)[0], x)
 
 
-def test_tables_that_do_not_sum_are_left_to_formats() -> None:
+def test_tables_with_wrong_totals_are_left_to_formats() -> None:
     from kvpack.kernels.cpu import rans as compiled
 
     tables = numpy.array([[4096, 0], [1, 0]])

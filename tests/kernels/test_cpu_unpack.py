@@ -105,7 +105,7 @@ def test_any_side_agrees_with_formats(family: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", range(len(library.levels())), ids=library.levels())
-def test_every_kind_of_float_is_rounded_as_torch_rounds(level: int, dtype: torch.dtype) -> None:
+def test_floats_are_rounded_as_in_torch(level: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (1, 1, 4096, 64), generator=generator).to(torch.int32)
     # Halfway cases, the ends of binary16, denormals, infinities.
@@ -123,7 +123,7 @@ def test_every_kind_of_float_is_rounded_as_torch_rounds(level: int, dtype: torch
 
 
 @pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3", "fp16"])
-def test_a_cache_unpacks_by_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_unpacked_in_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = cpu_unpack.unpack_into
     monkeypatch.setattr(cpu_unpack, "unpack_into", lambda *arguments: calls.append(arguments) or original(*arguments))

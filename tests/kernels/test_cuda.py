@@ -43,7 +43,7 @@ def test_a_cache_is_encoded_on_the_device(recipe: str, tmp_path: object) -> None
 
 
 @pytest.mark.parametrize("recipe", ["octopus-3-scaled", "hqmq-s24-r4-med3", "rotatekv-2", "octopus-qjl-2", "raw"])
-def test_rows_of_a_batch_are_selected_where_they_are(recipe: str) -> None:
+def test_batch_rows_are_selected_on_the_device(recipe: str) -> None:
     cache = kvpack.pack(random_pairs(1, 300, batch=3, dims=(128, 128)), recipe)
     found = cache.to("cuda").select([2, 0, 0])
     assert all(side.device.type == "cuda" for side in found[0].sides.values())

@@ -93,7 +93,7 @@ def test_layers_share_a_launch() -> None:
 
 
 @pytest.mark.kernels
-def test_codecs_without_a_loader_of_their_own_are_decoded_otherwise() -> None:
+def test_codecs_without_a_loader_are_decoded_otherwise() -> None:
     from kvpack.kernels.attend import scratch
 
     for codec in ("raw:dtype=fp16", "scalar:b=3,qjl=fp16", "group:b=4,g=32,outliers=3"):

@@ -68,7 +68,7 @@ EDGES = (
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("blocks", [1, 60, digests.BLOCKS_AT_ONCE])
-def test_digests_are_those_of_xxhash_at_every_edge(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_equal_those_of_xxhash_at_every_boundary(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tensors are in one call: tensors of many sizes share its launches, up to the maximum."""
     monkeypatch.setattr(digests, "BLOCKS_AT_ONCE", blocks)
     data = random_bytes(max(EDGES) + 64)
@@ -142,9 +142,7 @@ def _readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize(("recipe", "piece_bytes"), [("k=octahedral:b=3;v=group:b=3", 1 << 10), ("kivi-2;raw=0", 1 << 21)])
-def test_damage_is_refused_with_the_words_of_the_cpu(
-    recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_gives_the_same_error_as_on_the_cpu(recipe: str, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit is flipped in the first, the last and another byte of every tensor, and in the padding; the host hashes nothing."""
     reads_of(piece_bytes, monkeypatch)
     path = tmp_path / "a"
@@ -170,7 +168,7 @@ def test_damage_is_refused_with_the_words_of_the_cpu(
 
 @pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
-def test_damage_is_refused_whoever_checks_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_found_by_every_check_of_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some layers are checked by the device and others by the host, in reads smaller than a tensor."""
     reads_of(1 << 10, monkeypatch)
     path = tmp_path / "a"
@@ -190,7 +188,7 @@ def test_damage_is_refused_whoever_checks_a_layer(tmp_path: Path, monkeypatch: p
         assert found[0] == "DigestMismatch"
 
 
-def test_the_first_digest_of_the_file_is_told(tmp_path: Path) -> None:
+def test_the_first_wrong_digest_in_the_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a"
     kvpack.save(kvpack.pack(random_pairs(5, 40), "kivi-2"), path)
     with container.open_file(path) as file:
@@ -225,7 +223,9 @@ def test_the_device_checks_what_presets_store(recipe: str, tmp_path: Path, monke
 @pytest.mark.parametrize(
     "options", [{"compress": True}, {"recipe": "kivi-2-u8"}, {"recipe": "nvfp4"}, {"recipe": "octopus-qjl-2"}], ids=str
 )
-def test_the_host_hashes_what_a_device_does_not_check(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_hashes_tensors_that_a_device_does_not_check(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host must hash zstd frames, and bytes whose rules it checks, before it uses them."""
     recipe, path = options.get("recipe", "octopus-3"), tmp_path / "a"
     kvpack.save(kvpack.pack(random_pairs(2, 70, batch=1), recipe), path, compress="compress" in options)
@@ -239,7 +239,7 @@ def test_the_host_hashes_what_a_device_does_not_check(options: dict[str, Any], t
 
 @pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
-def test_a_file_that_is_cut_after_it_was_opened_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_truncated_after_opening_is_reported_as_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads_of(1 << 10, monkeypatch)
     kvpack.save(kvpack.pack(random_pairs(3, 70), "octopus-3"), tmp_path / "a")
     file = container.open_file(tmp_path / "a")
@@ -265,7 +265,7 @@ def stored(cache: kvpack.Cache) -> dict[str, bytes]:
     ],
     ids=str,
 )
-def test_copies_of_any_size_are_what_the_cpu_loads(
+def test_copies_of_any_size_equal_those_on_the_cpu(
     layers: Any, least: int, copy_bytes: int, read_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Consecutive layers in a file are copied together, except across a layer that is left out or has states."""
@@ -295,7 +295,7 @@ def test_copies_of_any_size_are_what_the_cpu_loads(
 @pytest.mark.scenario
 @pytest.mark.usefixtures("_readers")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_load_that_is_interrupted_leaves_no_thread(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_load_leaves_no_thread(error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread reads into released memory, or from a closed descriptor."""
     for name, nbytes in (("COPY_BYTES", 1 << 12), ("PIECE_BYTES", 1 << 10), ("READ_BYTES", 1 << 10)):
         monkeypatch.setattr(staged_reads, name, nbytes)

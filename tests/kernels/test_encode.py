@@ -156,7 +156,7 @@ def squared_error(codec: Codec, x: torch.Tensor, streams: dict[str, torch.Tensor
 @pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases(EXACT)
-def test_codes_and_scales_are_those_of_the_format(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
+def test_codes_and_scales_equal_those_of_formats(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
     codec, x = codec_of(codec_id, dim, side, words), values(dim, dtype, 2, 70)
     streams, expected = encoded(codec, x), codec.encode(x.float())
     assert streams is not None
@@ -168,7 +168,7 @@ def test_codes_and_scales_are_those_of_the_format(codec_id: str, dim: int, side:
 @pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @cases(CLOSE)
-def test_distortion_is_that_of_the_format(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
+def test_distortion_equals_that_of_formats(codec_id: str, dim: int, side: str, dtype: str, words: str) -> None:
     codec, x = codec_of(codec_id, dim, side, words), values(dim, dtype)
     streams, expected = encoded(codec, x), codec.encode(x.float())
     assert streams is not None
@@ -212,7 +212,7 @@ def test_one_head_of_one_token(codec_id: str, dim: int, side: str, dtype: str, w
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @settings(max_examples=10 if INTERPRETED else 5)
 @given(st.data())
-def test_any_options_and_contents(data: st.DataObject) -> None:
+def test_any_options_and_values(data: st.DataObject) -> None:
     codec_id = data.draw(st.sampled_from(("group", "minifloat", "scalar", "octahedral", "angle", "quaternion", "polar")))
     words, dim, side = data.draw(CASES[codec_id].options), data.draw(st.sampled_from(DIMS)), data.draw(st.sampled_from("kv"))
     try:
@@ -234,7 +234,7 @@ def test_any_options_and_contents(data: st.DataObject) -> None:
 
 
 @pytest.mark.kernels
-def test_a_subnormal_step_stays_what_its_codes_were_chosen_for() -> None:
+def test_a_subnormal_step_keeps_the_value_used_to_choose_codes() -> None:
     codec, x = create("angle", 128, n="2"), contents("mixed", (1, 2, 19, 128), 31)
     streams = encoded(codec, x)
     assert streams is not None
@@ -254,12 +254,12 @@ def test_a_subnormal_step_stays_what_its_codes_were_chosen_for() -> None:
         pytest.param("scalar", 64, "b=3,qjl=fp16", id="sidecar"),
     ],
 )
-def test_what_the_kernels_lack_is_left_to_the_format(codec_id: str, dim: int, words: str) -> None:
+def test_unsupported_options_are_left_to_formats(codec_id: str, dim: int, words: str) -> None:
     assert encoded(codec_of(codec_id, dim, "k", words), values(dim, "float32")) is None
 
 
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
-def test_devices_without_products_of_bfloat16_are_left_to_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_bfloat16_products_are_left_to_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.encode.encode import supports_bf16_products
 
     for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
@@ -288,7 +288,9 @@ RECIPES = (
     [(float("nan"), InvalidParameter), (float("-inf"), InvalidParameter), (3e7, OutOfRange), (3e38, OutOfRange)],
     ids=str,
 )
-def test_values_are_refused_as_by_the_format(recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_values_are_refused_as_in_formats(
+    recipe: str, value: float, error: type[KvpackError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = contents("gaussian", (1, 2, 40, 64), 0)
     # Of either sign, so that a center of a group does not make up for it.
     x[0, 1, 35, 63], x[0, 1, 35, 62] = value, -value if error is OutOfRange else 0.0
@@ -305,7 +307,7 @@ def test_values_are_refused_as_by_the_format(recipe: str, value: float, error: t
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("recipe", RECIPES[3:])
 @pytest.mark.parametrize("size", [2.0**-130, 2.0**-60, 2.0**70], ids=lambda size: f"{size:.0e}")
-def test_values_whose_squares_leave_binary32_are_left_to_the_format(recipe: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_whose_squares_exceed_binary32_are_left_to_formats(recipe: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe += {"scalar": ",norm=fp32", "octahedral": ",norm=fp32", "angle": ",range=fp32", "quaternion": ",norm=fp32"}[
         recipe.split(":")[0].removeprefix("kv=")
     ]
@@ -321,7 +323,7 @@ def test_values_whose_squares_leave_binary32_are_left_to_the_format(recipe: str,
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("backend", dispatch.BACKENDS)
-def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_and_append_use_the_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.encode import encode
 
     calls = []
@@ -346,7 +348,7 @@ def test_pack_and_append_take_the_kernels(backend: str, monkeypatch: pytest.Monk
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("recipe", ["channel scale", "qjl", "outliers", "block rotation"])
-def test_what_sidecars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_remaining_after_sidecars_are_encoded_by_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.encode import encode
 
     calls = []
@@ -369,7 +371,7 @@ def test_what_sidecars_leave_is_encoded_by_the_kernels(recipe: str, monkeypatch:
 @pytest.mark.kernels
 @settings(max_examples=20 if INTERPRETED else 10)
 @given(packings(), st.integers(0, 2**32 - 1))
-def test_digits_are_packed_as_the_format_packs_them(packing: Columns, seed: int) -> None:
+def test_digits_are_packed_as_in_formats(packing: Columns, seed: int) -> None:
     from kvpack.kernels.encode.columns import Term, plan_packing
 
     generator = torch.Generator().manual_seed(seed)
@@ -399,7 +401,7 @@ def test_kernel_offsets_of_tokens_are_64_bit() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "kv=minifloat:element=e5m2,per=head,scales=fp16"])
-def test_a_run_keeps_the_scales_of_the_run_before(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_scales_of_the_previous_run(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales are chosen as in formats/: kept if they fit, larger with room to grow, and smaller if values are far smaller."""
     x = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(DEVICE)
     found = {}
@@ -416,7 +418,7 @@ def test_a_run_keeps_the_scales_of_the_run_before(recipe: str, monkeypatch: pyte
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("live", [False, True], ids=["pack", "live"])
-def test_a_token_that_its_groups_fit_badly_is_raw_or_named(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_fits_its_groups_badly_is_raw_or_named(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """This also applies to windows of tokens that a live cache encodes."""
     if INTERPRETED:
         monkeypatch.setenv("KVPACK_KERNELS", "triton")

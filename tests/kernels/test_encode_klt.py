@@ -92,7 +92,7 @@ def zip_codes(codec: Klt, streams: Mapping[str, torch.Tensor]) -> dict[int, torc
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("dim", "widths", "dtype", "gain"), CASES)
-def test_codes_are_those_of_the_format(dim: int, widths: bytes, dtype: str, gain: str) -> None:
+def test_codes_equal_those_of_formats(dim: int, widths: bytes, dtype: str, gain: str) -> None:
     codec, x = klt(dim, widths, gain), values(dim, dtype, 2, 70)
     streams = encoded(codec, x)
     assert streams is not None
@@ -107,7 +107,7 @@ OF_HEADS = [
 
 
 @pytest.mark.parametrize(("dim", "widths", "dtype", "gain"), OF_HEADS)
-def test_codes_of_heads_are_those_of_the_format(dim: int, widths: bytes, dtype: str, gain: str) -> None:
+def test_codes_with_widths_per_head_equal_those_of_formats(dim: int, widths: bytes, dtype: str, gain: str) -> None:
     from kvpack.kernels import codecs
 
     codec, x = with_widths_of_heads(klt(dim, bytes(-(-dim // 16) * [1]), gain), widths), values(dim, dtype, 2, 70)
@@ -140,7 +140,7 @@ def test_one_token() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_what_the_kernel_lacks_is_left_to_the_format() -> None:
+def test_unsupported_options_are_left_to_formats() -> None:
     x = values(32, "float32", 1, 9)
     assert encoded(klt(32, bytes([3, 1]), rows="fp32"), x) is None
     codec = klt(32, bytes([3, 1]))
@@ -153,7 +153,7 @@ def test_what_the_kernel_lacks_is_left_to_the_format() -> None:
     assert encoded(codec, x) is None
 
 
-def test_a_basis_is_needed_of_as_many_heads() -> None:
+def test_the_basis_must_have_as_many_heads() -> None:
     codec, x = klt(32, bytes([3, 1])), values(32, "float32", 1, 9)
     with pytest.raises(MissingBasis, match="were not passed"):
         encoded(replace(codec, source=None), x)

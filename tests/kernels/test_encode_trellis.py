@@ -19,7 +19,7 @@ pytestmark = pytest.mark.kernels
 
 
 @pytest.mark.parametrize(("bits", "state_bits", "dim"), [(1, 10, 32), (2, 8, 48), (3, 10, 16), (4, 8, 16)])
-def test_the_kernel_finds_the_path_of_the_format(bits: int, state_bits: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_finds_the_same_path_as_formats(bits: int, state_bits: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs include zeros, values beyond the table, and equal costs; a program searches several rows with memory for one."""
     x = contents("gaussian", (5, dim), bits) * dim**-0.5
     x[1], x[2, ::3] = 0, 3.0
@@ -32,7 +32,7 @@ def test_the_kernel_finds_the_path_of_the_format(bits: int, state_bits: int, dim
 
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @pytest.mark.parametrize(("words", "dtype"), [("norm=fp16", torch.bfloat16), ("norm=log8,norm_rule=norm", torch.float32)])
-def test_streams_are_those_of_the_format(words: str, dtype: torch.dtype) -> None:
+def test_streams_equal_those_of_formats(words: str, dtype: torch.dtype) -> None:
     codec = create("trellis", 16, "k", b="2", states="256", **dict(word.split("=") for word in words.split(",")))
     x = contents("gaussian", (2, 2, 3, 16), 0).to(dtype)
     with torch.device(DEVICE):
@@ -46,7 +46,7 @@ def test_streams_are_those_of_the_format(words: str, dtype: torch.dtype) -> None
         assert torch.equal(streams[name].float(), stream.float()), name
 
 
-def test_pages_of_an_engine_are_left_to_the_format() -> None:
+def test_engine_pages_are_left_to_formats() -> None:
     codec = create("trellis", 16, "k", b="2")
     x = torch.zeros(1, 1, 2, 16)
     encoding = encode.prepare(codec, x)

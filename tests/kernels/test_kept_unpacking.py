@@ -48,7 +48,7 @@ def unpacked_side(side: Side, dtype: torch.dtype = torch.bfloat16) -> torch.Tens
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", CODECS)
-def test_later_calls_make_no_tables(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_calls_build_no_tables(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     side = a_side(codec)
     first = unpacked_side(side)
     narrow = unpacked_side(side, torch.float16)
@@ -63,7 +63,7 @@ def test_later_calls_make_no_tables(codec: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_kept_dies_with_the_side(codec: str) -> None:
+def test_cached_launches_are_released_with_the_side(codec: str) -> None:
     from kvpack.kernels.decode import sides
 
     side = a_side(codec)
@@ -76,7 +76,7 @@ def test_what_is_kept_dies_with_the_side(codec: str) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", CODECS)
-def test_copies_of_streams_are_not_kept(codec: str) -> None:
+def test_copies_of_streams_are_not_cached(codec: str) -> None:
     from kvpack.kernels.decode import sides
 
     side = a_side(codec, (128,))
@@ -92,7 +92,7 @@ def test_copies_of_streams_are_not_kept(codec: str) -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", ["group:b=4,g=32", "octahedral:b=3"])
-def test_sides_of_one_shape_are_told_apart(codec: str) -> None:
+def test_sides_with_equal_shapes_are_distinguished(codec: str) -> None:
     some = [a_side(codec, seed=seed) for seed in range(3)]
     for side in (*some, *some):
         error = (unpacked_side(side).float() - side.to("cpu").unpack(torch.float32).to(DEVICE)).norm()
@@ -101,7 +101,7 @@ def test_sides_of_one_shape_are_told_apart(codec: str) -> None:
 
 
 @pytest.mark.kernels
-def test_a_live_cache_unpacks_what_it_holds_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_cache_unpacks_its_current_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     live = kvpack.LiveCache("kv=group:b=4,g=32;tail=32", layers=1)
     given = random_pairs(1, 160, dims=(64, 64))[0]

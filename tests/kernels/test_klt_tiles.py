@@ -73,19 +73,19 @@ def of_heads(name: str) -> tuple[Klt, Klt]:
 
 
 @pytest.mark.parametrize("name", OF_HEADS)
-def test_widths_of_heads(name: str) -> None:
+def test_widths_per_head(name: str) -> None:
     k, v = of_heads(name)
     check(Layer(*sides(k, v)), 4)
 
 
-def test_widths_of_heads_over_pages_and_a_tail() -> None:
+def test_widths_per_head_over_pages_and_a_tail() -> None:
     k, v = of_heads("every width")
     check(Layer(*sides(k, v, (50, 33), 9, 2)), 4, q_len=3)
     check(Layer(*sides(replace(v, gain="fp16"), k, (21, 64))), 2)
     check(Layer(sides(k, v)[0], random_side(codecs("group:b=2,g=32", "scalar:b=2", (64, 64))[0], 2, (40,), 0, 3)), 4)
 
 
-def test_widths_of_heads_by_rows_in_the_cache() -> None:
+def test_widths_per_head_with_stored_rows() -> None:
     layer = []
     for name, codec in zip("kv", of_heads("a head without codes"), strict=True):
         side = random_side(replace(codec, source=None, rows="fp16"), 2, (40, 35), 5, 4, 2)
@@ -147,7 +147,7 @@ def test_modes_over_pages_and_a_tail(mode: str) -> None:
     check(Layer(*sides(k, v, (50, 33), 9, 2)), 4, **MODES[mode])
 
 
-def test_beside_another_codec() -> None:
+def test_keys_with_another_codec_for_values() -> None:
     """Tiles of the other side may have two tokens per row; frames of other codecs have one matrix for all heads."""
     k, v = klt(64, bytes([3, 1, 0, 2])), klt(64, bytes([2, 1, 1, 0]), "v")
     groups, scalars = codecs("group:b=2,g=32", "scalar:b=2", (64, 64))
@@ -157,7 +157,7 @@ def test_beside_another_codec() -> None:
 
 @pytest.mark.parametrize("rows", ["fp16", "fp32"])
 @pytest.mark.parametrize("widths", [bytes([2, 3]), bytes([0, 2])])
-def test_rows_in_the_cache(widths: bytes, rows: str) -> None:
+def test_stored_rows(widths: bytes, rows: str) -> None:
     """Each sequence and page has its own rows, all of which name the same basis; columns without codes add nothing."""
     layer = []
     for name in "kv":
@@ -172,13 +172,13 @@ def test_rows_in_the_cache(widths: bytes, rows: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12])
-def test_scales_of_a_basis(scale: float) -> None:
+def test_basis_scales(scale: float) -> None:
     """Values are far from 1: tables include their unit as far as binary16 allows."""
     k, v = klt(32, bytes([4, 1]), scale=2.0**5), klt(32, bytes([1, 3]), "v", scale=scale)
     check(Layer(*sides(k, v)), 4)
 
 
-def test_what_tiles_do_not_hold_is_left_to_torch() -> None:
+def test_values_beyond_tiles_are_left_to_torch() -> None:
     from kvpack.kernels.attend import attention
     from kvpack.kernels.tiles.loaders import tiles_of
 
@@ -238,7 +238,7 @@ def test_unpacking(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("half", range(3))
-def test_halves_have_selectors_of_their_own(half: int) -> None:
+def test_each_half_has_its_own_selector(half: int) -> None:
     from kvpack.kernels.bitpack import row_registers
 
     # The register of halves has two bytes, the others four.

@@ -122,7 +122,7 @@ def test_dims_and_numbers_of_queries(dims: tuple[int, int], q_len: int) -> None:
 
 
 @pytest.mark.kernels
-def test_queries_of_all_tokens() -> None:
+def test_as_many_queries_as_tokens() -> None:
     check(layer_of("group:b=4,g=32", "group:b=2,g=32", (128,), 0), 2, 128)
     check(layer_of("group:b=4,g=32", "group:b=2,g=32", (), 30), 2, 30, torch.bfloat16)
 
@@ -139,7 +139,7 @@ def test_queries_of_all_tokens() -> None:
         "kv=group:b=4,g=32,channel_scale=fp16",
     ],
 )
-def test_attend_takes_it_for_many_queries(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_uses_the_kernel_for_many_queries(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import attention
 
     monkeypatch.setattr(attention, "MAX_ROW_BLOCKS", 8)
@@ -166,7 +166,7 @@ def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.kernels
-def test_tokens_of_a_block_and_their_splits() -> None:
+def test_tokens_per_block_and_splits() -> None:
     from kvpack.kernels.attend import scratch
 
     side = layer_of("group:b=4,g=32", "group:b=4,g=32", (32,), 13, batch=2, heads=3).k
@@ -189,7 +189,7 @@ def test_tokens_of_a_block_and_their_splits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize(("batch", "q_len"), [(1, 33), (1, 300), (2, 64), (2, 500)])
-def test_the_fastest_library_that_is_not_deterministic(batch: int, q_len: int, causal: bool, dtype: torch.dtype) -> None:
+def test_the_fastest_library_is_not_always_deterministic(batch: int, q_len: int, causal: bool, dtype: torch.dtype) -> None:
     torch.use_deterministic_algorithms(False)
     layer = layer_of("octahedral:b=3", "group:b=4,g=32", (2048, 1024), 77, batch, dims=(128, 128))
     check(layer, 8, q_len, dtype, causal=causal)
@@ -198,7 +198,7 @@ def test_the_fastest_library_that_is_not_deterministic(batch: int, q_len: int, c
 @pytest.mark.cuda
 @pytest.mark.parametrize("peer", ["cudnn", "flash", None])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_library_returns_its_log_sum_exp(peer: str | None, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import many_queries
 
     torch.use_deterministic_algorithms(False)
@@ -217,7 +217,7 @@ def test_every_library_gives_its_log_sum_exp(peer: str | None, causal: bool, mon
 @pytest.mark.kernels
 # Layers of the first two share what is prepared; with the others, that depends on values.
 @pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=group:b=3", "bf16", "octopus-3", "fp8;raw=0", "oscar-2-u8;raw=0"])
-def test_layers_that_lie_alike_are_attended_each_by_its_own_values(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_equal_layouts_are_attended_with_their_own_values(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds next to layers with other pages, or another tail."""
     from kvpack.kernels.attend import many_queries
 
@@ -242,7 +242,7 @@ def test_layers_that_lie_alike_are_attended_each_by_its_own_values(recipe: str, 
 
 @pytest.mark.scenario
 @pytest.mark.kernels
-def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_known_together_get_their_tables_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer gets its own tables, one with other pages gets none of theirs, and the cache keeps no layer alive."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
@@ -281,7 +281,7 @@ def test_layers_that_are_known_together_get_their_tables_at_once(monkeypatch: py
 
 @pytest.mark.scenario
 @pytest.mark.kernels
-def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
+def test_pages_of_a_layer_may_have_streams_in_different_orders() -> None:
     from kvpack.kernels.attend import many_queries
 
     def layer(seed: int) -> Layer:
@@ -303,7 +303,7 @@ def test_pages_of_a_layer_may_have_their_streams_in_other_orders() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.kernels
-def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_all_layers_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests layers of a loaded cache, one with a different number of heads, also after their pages have changed."""
     from kvpack.kernels.attend import layer_sharing, many_queries
 
@@ -340,7 +340,7 @@ def test_many_queries_attend_all_layers_by_tables_of_one_copy(monkeypatch: pytes
 
 @pytest.mark.scenario
 @pytest.mark.kernels
-def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_checks_one_of_the_layers_with_equal_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack import attention
     from kvpack.kernels.attend import many_queries
 
@@ -381,7 +381,7 @@ def test_attend_checks_one_of_the_layers_that_lie_alike(monkeypatch: pytest.Monk
         ("octahedral:b=3", "group:b=3,g=32", 1, {"sink_logits": [0.5, 1.0, -1.0, 2.0]}, 0),
     ],
 )
-def test_one_call_attends_all_where_it_gives_the_result(
+def test_one_call_attends_all_where_the_result_is_the_same(
     k: str, v: str, batch: int, mode: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests short prefixes whose values are decoded to their own frame."""
@@ -434,7 +434,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", OTHERS)
-def test_nothing_that_was_prepared_serves_a_call_that_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_state_is_not_used_for_a_different_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds for calls before and after the usual one."""
     from kvpack import attention
     from kvpack.kernels.attend import many_queries

@@ -159,7 +159,7 @@ def test_every_product_of_nvfp4_is_exact(dim: int, dtype: torch.dtype, run_scale
 @needs_loaded_bounds
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("words", ["scales=e4m3", "per=token,scales=fp32", "qjl=fp16", "scales=e4m3,qjl=fp16"])
-def test_zeros_of_the_largest_scale_are_zeros(words: str) -> None:
+def test_zeros_with_the_largest_scale_stay_zeros(words: str) -> None:
     """Powers of two missing in elements are moved to the scale, which must not become infinite."""
     codec, _ = codecs(f"minifloat:element=e2m1,{words}", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (20,), 0, 1)
@@ -177,7 +177,7 @@ def test_zeros_of_the_largest_scale_are_zeros(words: str) -> None:
 @pytest.mark.kernels
 @needs_loaded_bounds
 @pytest.mark.parametrize("run_scale", [2.0**100, -(2.0**-100), 0.0])
-def test_scales_of_runs_of_any_size(run_scale: float) -> None:
+def test_run_scales_of_any_size(run_scale: float) -> None:
     """Tests two runs, one with far larger values."""
     codec, raw = codecs("minifloat:element=e2m1,scales=e4m3", "raw:dtype=bf16", (64, 64))
     side = random_side(codec, 1, (40, 33), 0, 1)

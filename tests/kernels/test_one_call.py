@@ -42,7 +42,7 @@ def drawn() -> set[str]:
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not INTERPRETED, reason="compiled code calls no Python functions")
-def test_the_picture_names_every_file_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_names_every_file_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     layer = kvpack.pack(random_pairs(1, 256, dims=(128, 128)), "kv=group:b=4,g=32").to(DEVICE)[0]
     q = torch.randn(1, 4, 1, 128)

@@ -65,7 +65,7 @@ def joined(halves: tuple[int, int]) -> int:
     return halves[0] | halves[1] << 16
 
 
-def test_each_half_takes_its_own_byte() -> None:
+def test_each_half_selects_its_own_byte() -> None:
     for words, sides in zip(pairs(50, 1 << 16), pairs(50, 2), strict=True):
         shifts = sides[0] * 8, sides[1] * 8
         assert run(bitfields.BYTES_PTX.value, joined(words), joined(shifts)) == tuple(

@@ -17,7 +17,7 @@ COUNT = 1024
 @pytest.mark.parametrize(
     ("entries", "bits", "position"), [(3, 2, 0), (16, 4, 12), (24, 5, 3), (128, 7, 9), (256, 8, 0), (576, 10, 6), (4608, 13, 1)]
 )
-def test_any_word_finds_its_entry_or_the_last(
+def test_any_word_finds_its_entry_or_the_last_one(
     entries: int, bits: int, position: int, values: int, warps: int, budget: int, fast: bool
 ) -> None:
     from kvpack.kernels.tables import shared_table, table_assembly
@@ -45,7 +45,7 @@ def test_any_word_finds_its_entry_or_the_last(
     assert torch.equal(out[:-1].reshape(values, COUNT).cpu(), table[(words.to(torch.int32) & 0xFFFF) >> position & ((1 << bits) - 1)].T)
 
 
-def test_what_is_declared_leaves_matrices_where_the_matrix_units_read_them() -> None:
+def test_declared_memory_leaves_matrices_where_matrix_instructions_read_them() -> None:
     """The compiler's memory begins after the table: at byte 1,536, products of 128 x 16 by 16 x 64 values were wrong on an H200."""
     from kvpack.kernels.tables import table_assembly
 

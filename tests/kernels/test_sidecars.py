@@ -82,7 +82,7 @@ def test_means_of_pages_batches_and_lengths(k: str) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("mean", [8, 128])
 @pytest.mark.parametrize("v", ["scalar:b=3", "scalar:b=4"])
-def test_means_beside_tiles_of_two_tokens_per_row(v: str, mean: int) -> None:
+def test_means_with_two_tokens_per_row(v: str, mean: int) -> None:
     """Tiles are in one page of means or in several; the tokens of a row are apart, or neighbors if both sides have such rows."""
     k_codec, v_codec = codecs(f"scalar:b=2,mean={mean},mean_bits=4", v, (64, 64))
     found = loaders.dual_tiles_of(k_codec)
@@ -93,7 +93,7 @@ def test_means_beside_tiles_of_two_tokens_per_row(v: str, mean: int) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("k", ["scalar:b=3,mean=128", "group:b=4,axis=channel,rotation=hadamard,mean=8,mean_bits=4,channel_scale=fp16"])
-def test_means_beside_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw tokens cut a page at positions other than the start of a page of means."""
     from kvpack.kernels.attend import attention
 
@@ -138,7 +138,7 @@ def test_means_of_a_growing_layer(window: int | None) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("fields", [3, 8, 16, 24, 64, 128])
-def test_widths_of_columns_of_signs(fields: int) -> None:
+def test_widths_of_sign_columns(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
     k_codec, v_codec = (CodecWithSidecars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
     check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
@@ -176,7 +176,7 @@ def test_factors_of_any_size() -> None:
         "kv=group:b=4,g=32,scales=u8,outliers=2,channel_scale=fp16",
     ],
 )
-def test_beside_other_sidecars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_scales_with_other_sidecars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.attend import attention
 
     generator = torch.Generator().manual_seed(3)
@@ -195,7 +195,7 @@ def test_beside_other_sidecars(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("norm", [0.0, 1e-3, 1e3])
-def test_outliers_of_any_size_beside_their_token(norm: float) -> None:
+def test_outliers_of_any_size_relative_to_their_token(norm: float) -> None:
     k_codec, v_codec = codecs(*("scalar:b=3,norm=fp32,outliers=3" for _ in "kv"), (64, 64))
     layer = Layer(random_side(k_codec, 1, (80,), 0, 1), random_side(v_codec, 1, (80,), 0, 2))
     for side in layer.sides.values():
@@ -209,7 +209,7 @@ def test_outliers_of_any_size_beside_their_token(norm: float) -> None:
 
 
 @pytest.mark.kernels
-def test_what_no_writer_puts_in_an_outliers_place_is_left_to_torch() -> None:
+def test_outliers_that_no_writer_produces_are_left_to_torch() -> None:
     from kvpack.kernels.attend import attention
 
     codec, _ = codecs("group:b=4,g=4,axis=channel,outliers=3", "raw:dtype=bf16", (64, 64))
@@ -248,7 +248,7 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("limit", [1, 2 * 64 * 300])
-def test_blocks_of_raw_tokens_are_decoded_once_for_any_window(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_with_raw_tokens_are_decoded_once_for_any_window(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows begin inside blocks, and one block has values beyond binary16."""
     from kvpack.kernels.attend import segments
 
@@ -271,7 +271,7 @@ def test_blocks_of_raw_tokens_are_decoded_once_for_any_window(limit: int, monkey
 @pytest.mark.parametrize(
     "recipe", ["kv=scalar:b=3,norm=fp32;raw=4,0.6", "k=octahedral:b=3;v=group:b=3,g=32;raw=4,0.6", "kv=trellis:b=2,states=256;raw=4,0.6"]
 )
-def test_raw_tokens_all_over_a_page_leave_it_to_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scattered_raw_tokens_do_not_disable_the_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in 64 tokens is raw: only the tokens around it are decoded first."""
     from kvpack.kernels.attend import attention, segments
     from kvpack.kernels.attend.prepared import Options
@@ -298,7 +298,7 @@ def test_outliers_of_many_tokens() -> None:
 
 
 @pytest.mark.kernels
-def test_more_outliers_than_a_thread_holds() -> None:
+def test_more_outliers_than_fit_in_a_thread() -> None:
     """Some tokens have mostly outlier chunks and others none, in tiles that begin inside a granule of entries."""
     k_codec, v_codec = codecs("group:b=4,g=64,axis=channel,outliers=3", "quaternion:s=24,r=3,outliers=3", (64, 64))
     sides = []
@@ -317,7 +317,7 @@ def test_more_outliers_than_a_thread_holds() -> None:
 
 
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
-def test_patches_fit_beside_tables() -> None:
+def test_patches_fit_with_tables() -> None:
     from kvpack.kernels.tiles import loaders
     from kvpack.kernels.tiles.shapes import MULTIPROCESSOR_BYTES, STATIC_SHARED_BYTES, LaunchShape, plan_patches
 
@@ -341,7 +341,7 @@ def test_patches_fit_beside_tables() -> None:
 
 
 @pytest.mark.kernels
-def test_pages_of_channel_scales_beside_a_raw_tail() -> None:
+def test_pages_with_channel_scales_and_a_raw_tail() -> None:
     """Queries have different norms in each frame: one page scales its channels by 8, one by 1/4, and the tail not at all."""
     from kvpack.kernels.attend import attention
     from kvpack.kernels.attend.prepared import Options

@@ -14,7 +14,7 @@ TOKENS = 64
 @pytest.mark.parametrize("fast", [False] if INTERPRETED else [False, True], ids=lambda fast: "assembly" if fast else "portable")
 @pytest.mark.parametrize("turned", [False, True], ids=lambda turned: "turned" if turned else "straight")
 @pytest.mark.parametrize("symbols", [16, 9])
-def test_every_symbol_arrives(symbols: int, turned: bool, fast: bool) -> None:
+def test_every_symbol_reaches_its_channel(symbols: int, turned: bool, fast: bool) -> None:
     from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, WIDTH
     from support.symbol_tile_kernel import Rows, tile_of_words
 

@@ -29,7 +29,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
-def test_a_launch_takes_the_shared_memory_that_it_is_given(compiled: Any) -> None:
+def test_a_launch_gets_the_requested_shared_memory(compiled: Any) -> None:
     from kvpack.kernels import triton_internals
 
     own = triton_internals.shared_bytes(compiled)
@@ -40,7 +40,7 @@ def test_a_launch_takes_the_shared_memory_that_it_is_given(compiled: Any) -> Non
     assert triton_internals.shared_bytes(compiled) == own
 
 
-def test_a_launcher_of_other_values_is_refused() -> None:
+def test_a_launcher_for_other_values_is_refused() -> None:
     import triton
 
     from kvpack.kernels import triton_internals
@@ -51,7 +51,7 @@ def test_a_launcher_of_other_values_is_refused() -> None:
             triton_internals.shared_bytes(SimpleNamespace(packed_metadata=packed, metadata=metadata))
 
 
-def test_tables_do_not_begin_in_the_compilers_shared_memory() -> None:
+def test_tables_do_not_overlap_the_compilers_shared_memory() -> None:
     from kvpack.kernels import triton_internals
 
     size = triton_internals.COMPILER_BYTES + 1
@@ -156,7 +156,7 @@ def test_launches_of_one_class_are_bound_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.cuda
-def test_kept_launches_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_launches_give_the_same_results_as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from kvpack.kernels.bitpack.columns import launch

@@ -73,7 +73,7 @@ def check_group(codec: Group, batch: int, heads: int, tokens: int) -> None:
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("bits", range(1, 9), ids=lambda bits: f"{bits} bits")
-def test_group_kernel_equals_the_format(bits: int, axis: str) -> None:
+def test_group_kernel_equals_formats(bits: int, axis: str) -> None:
     # Columns of one field, of a byte left over, of fields across words, and the widest; widths off every power of two.
     for number, (dim, fields) in enumerate(((40, 1), (80, 3), (63, 5), (40, 128 // bits))):
         size, token_scale = GROUP_SIZES[(number + bits) % len(GROUP_SIZES)], TOKEN_SCALES[(number + bits) % len(TOKEN_SCALES)]
@@ -92,14 +92,14 @@ def test_group_kernel_on_the_default_layout(bits: int, side: str) -> None:
 
 
 @pytest.mark.kernels
-def test_group_kernel_of_no_tokens() -> None:
+def test_group_kernel_with_zero_tokens() -> None:
     codec = create("group", 64, "k", b="2")
     assert isinstance(codec, Group)
     check_group(codec, 2, 1, 0)
 
 
 @pytest.mark.kernels
-def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
+def test_group_kernel_copies_only_misaligned_scales() -> None:
     from kvpack.kernels.decode import group
 
     scales = torch.arange(24, dtype=torch.float16).reshape(1, 1, 3, 4, 2)
@@ -111,7 +111,7 @@ def test_group_kernel_copies_only_scales_that_are_not_aligned() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("stream", ["codes.1", "scales", "token_scale"])
-def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> None:
+def test_group_kernel_refuses_streams_that_are_too_short(stream: str) -> None:
     from kvpack.kernels.decode import decode
 
     codec = create("group", 80, "v", b="3", token_scale="fp32")
@@ -138,7 +138,7 @@ def test_group_kernel_refuses_streams_that_it_would_read_past(stream: str) -> No
         "element=e2m1,scales=e4m3",
     ],
 )
-def test_minifloat_kernel_equals_the_format(words: str) -> None:
+def test_minifloat_kernel_equals_formats(words: str) -> None:
     """Tests any finite elements and scales, and words with any number of fields."""
     from kvpack.kernels.decode import decode
 
@@ -193,7 +193,7 @@ def check_tables(codec: Codec, streams: dict[str, torch.Tensor], expected: torch
 @pytest.mark.kernels
 @pytest.mark.usefixtures("uninitialized_is_poisoned")
 @table_codecs
-def test_table_kernel_equals_the_format(codec_id: str, dim: int, words: str) -> None:
+def test_table_kernel_equals_formats(codec_id: str, dim: int, words: str) -> None:
     codec = create(codec_id, dim, **dict(word.split("=") for word in words.split(",")))
     x = torch.randn(2, 2, 19, dim, generator=torch.Generator().manual_seed(dim))
     x[0, 1, 3] = 0
@@ -203,7 +203,7 @@ def test_table_kernel_equals_the_format(codec_id: str, dim: int, words: str) -> 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("words", ["n=48,norm=linear4,arrangement=direct", "s=7,r=3,arrangement=direct", "n=48,norm=fp32"])
-def test_table_kernel_stays_in_its_table_whatever_the_words(words: str) -> None:
+def test_table_kernel_never_reads_beyond_its_table(words: str) -> None:
     codec = create("angle" if words.startswith("n") else "quaternion", 64, **dict(word.split("=") for word in words.split(",")))
     streams = random_streams(codec, 1, 2, 40, seed=1) | {
         name: torch.ones(layout.shape, dtype=torch.float32 if layout.dtype == "F32" else torch.float16)
@@ -217,7 +217,7 @@ def test_table_kernel_stays_in_its_table_whatever_the_words(words: str) -> None:
 
 
 @pytest.mark.kernels
-def test_table_kernel_refuses_streams_that_it_would_read_past() -> None:
+def test_table_kernel_refuses_streams_that_are_too_short() -> None:
     from kvpack.kernels.decode import decode
 
     codec = create("scalar", 80, b="3")
@@ -258,19 +258,19 @@ def check_unpack(packing: Columns, seed: int = 0) -> None:
         pytest.param(7, (65536,), 8, id="fields of a whole word"),
     ],
 )
-def test_unpack_kernel_equals_the_format(symbols: int, bases: tuple[int, ...], fields: int) -> None:
+def test_unpack_kernel_equals_formats(symbols: int, bases: tuple[int, ...], fields: int) -> None:
     check_unpack(Columns(symbols, bases, fields))
 
 
 @pytest.mark.kernels
 @settings(max_examples=15)
 @given(packings(), st.integers(0, 2**32 - 1))
-def test_unpack_kernel_on_any_packing(packing: Columns, seed: int) -> None:
+def test_unpack_kernel_with_any_packing(packing: Columns, seed: int) -> None:
     check_unpack(packing, seed)
 
 
 @pytest.mark.kernels
-def test_unpack_kernel_refuses_planes_that_it_would_read_past() -> None:
+def test_unpack_kernel_refuses_planes_that_are_too_short() -> None:
     from kvpack.kernels.bitpack import columns
 
     packing = Columns(32, (8,), 8)
@@ -337,7 +337,7 @@ def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], mon
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("file", DECODED)
-def test_kernels_decode_a_vector_to_its_values(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_decode_vectors_to_their_values(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     check_values(file, unpacked(file, DEVICE))
 
@@ -394,7 +394,7 @@ def require_memory(gibibytes: int) -> None:
         pytest.param("triton", "cuda", "4.0.0rc1", True, id="triton on cuda"),
     ],
 )
-def test_choice(variable: str | None, device: str, version: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_choice(variable: str | None, device: str, version: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, variable, version)
     assert dispatch.uses_triton(torch.device(device)) == expected
 
@@ -407,7 +407,7 @@ def test_choice(variable: str | None, device: str, version: str | None, expected
         pytest.param(None, "but none is installed", id="not installed"),
     ],
 )
-def test_a_device_without_its_kernels_is_told_of_once(version: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_kernels_of_a_device_are_reported_once(version: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, None, version)
     triton_version.warn_unsupported.cache_clear()
     with pytest.warns(KvpackWarning, match=message):
@@ -425,7 +425,7 @@ def test_a_device_without_its_kernels_is_told_of_once(version: str | None, messa
         pytest.param("triton", "meta", "3.6.0", "but got one on meta: unset it$", id="another device"),
     ],
 )
-def test_a_choice_that_cannot_be_met_is_refused(
+def test_an_unavailable_choice_is_refused(
     variable: str, device: str, version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_environment(monkeypatch, variable, version)
@@ -433,7 +433,7 @@ def test_a_choice_that_cannot_be_met_is_refused(
         dispatch.uses_triton(torch.device(device))
 
 
-def test_a_page_is_decoded_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_decoded_as_the_environment_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvpack.pack(random_pairs(1, 32), "kivi-2")
     monkeypatch.setenv(dispatch.VARIABLE, "gpu")
     with pytest.raises(InvalidParameter, match="KVPACK_KERNELS is 'gpu'"):

@@ -48,7 +48,7 @@ def unpacked(side: Side, dtype: torch.dtype) -> torch.Tensor:
     [("bf16", 32, 16), ("bf16", 20, 32), ("bf16", 9, 16), ("fp16", 16, 32), ("fp16", 6, 16)],
     ids=str,
 )
-def test_every_bit_of_any_pages(dtype: str, dim: int, chunk: int) -> None:
+def test_every_bit_of_any_page_is_restored(dtype: str, dim: int, chunk: int) -> None:
     x = values(DTYPES[dtype], (2, 1, 150, dim))
     cache = kvpack.pack([(x[:, :, :64], None)], f"kv=lossless:dtype={dtype},chunk={chunk}")
     # Other exponents: runs of tables of their own, and pages of them.
@@ -71,7 +71,7 @@ def test_every_bit_of_any_pages(dtype: str, dim: int, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_device_gives_what_the_cpu_gives(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_results_equal_cpu_results(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = values(DTYPES[dtype], (1, 2, 70, 16))
     cache = kvpack.pack([(x, x)], "lossless")
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
@@ -89,7 +89,7 @@ def test_the_device_gives_what_the_cpu_gives(dtype: str, monkeypatch: pytest.Mon
     torch.testing.assert_close(found, kvpack.attend(q, cache[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_any_words_give_some_values() -> None:
+def test_invalid_words_decode_to_arbitrary_values() -> None:
     from kvpack.kernels.decode import decode
     from kvpack.kernels.decode.rows import PackedPart
 

@@ -89,7 +89,7 @@ def test_pages_of_a_codec_are_decoded_together(codec: str, dim: int, dtype: torc
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_coded_frame(codec: str) -> None:
+def test_coded_frame(codec: str) -> None:
     from kvpack.kernels.decode import decode
 
     made, _ = codecs(CODECS[codec], CODECS[codec], (64, 64))
@@ -99,7 +99,7 @@ def test_the_coded_frame(codec: str) -> None:
 
 
 @pytest.mark.kernels
-def test_polar_of_equal_pairs() -> None:
+def test_polar_with_equal_pairs() -> None:
     made, _ = codecs("polar:b=3", "polar:b=3", (64, 64))
     side = random_side(made, 2, (128, 70), 0, 1, batch=2)
     assert relative_error(fused(side, torch.bfloat16), side.unpack(torch.float32)) < EXACT[torch.bfloat16] / 2 + 2.0**-10
@@ -108,7 +108,7 @@ def test_polar_of_equal_pairs() -> None:
 @pytest.mark.scenario
 @pytest.mark.kernels
 @pytest.mark.parametrize(("codec", "dim"), [("octahedral:b=3", 96), ("quaternion:s=24,r=3", 64), ("angle:n=128", 80), ("scalar:b=3", 256)])
-def test_programs_of_several_tiles(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_with_several_tiles(codec: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import tiles
 
     made, _ = codecs(codec, codec, (dim, dim))
@@ -139,7 +139,7 @@ def test_channel_scales_of_each_page(codec: str, dim: int) -> None:
 
 
 @pytest.mark.kernels
-def test_a_device_of_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import unpack
 
     made, _ = codecs("octahedral:b=3", "raw", (128, 128))
@@ -168,7 +168,7 @@ def test_values_beyond_binary16_are_rotated(size: float) -> None:
 
 
 @pytest.mark.kernels
-def test_a_range_of_tokens_and_what_no_kernel_takes() -> None:
+def test_token_ranges_and_unsupported_values() -> None:
     from kvpack.kernels.decode import sides
 
     group, wide = codecs("group:b=4,g=32", "scalar:b=3,qjl=fp16", (64, 64))
@@ -202,7 +202,7 @@ def test_a_layer_unpacks_alike_with_and_without_kernels(recipe: str, monkeypatch
 
 
 @pytest.mark.kernels
-def test_unpacking_nothing() -> None:
+def test_unpacking_zero_tokens() -> None:
     made, _ = codecs("group:b=4,g=32", "raw", (64, 64))
     side = Side(made, (), torch.zeros(1, 2, 0, 64))
     assert fused(side, torch.bfloat16).shape == (1, 2, 0, 64)
@@ -210,7 +210,7 @@ def test_unpacking_nothing() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("codec", ["octahedral:b=3", "group:b=4,g=32,rotation=hadamard"])
-def test_tokens_beyond_the_reach_of_offsets_are_left(codec: str) -> None:
+def test_tokens_beyond_the_range_of_offsets_are_left_out(codec: str) -> None:
     from kvpack.kernels.decode import decode, sides
 
     made, _ = codecs(codec, codec, (64, 64))
@@ -219,7 +219,7 @@ def test_tokens_beyond_the_reach_of_offsets_are_left(codec: str) -> None:
 
 
 @pytest.mark.kernels
-def test_streams_that_are_not_laid_out_as_the_codec_says_are_refused() -> None:
+def test_streams_with_a_wrong_layout_are_refused() -> None:
     from kvpack.kernels.decode import rows, unpack
 
     made, _ = codecs("octahedral:b=3", "raw", (64, 64))

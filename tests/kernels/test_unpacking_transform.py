@@ -113,7 +113,7 @@ def random_streams(dim: int, heads: int, chunk: int, tokens: int, side: str) -> 
 
 @pytest.mark.parametrize("held", [True, False], ids=["binary16", "binary32"])
 @pytest.mark.parametrize(("dim", "chunk"), [(16, 64), (5, 16)])
-def test_factors_are_those_of_the_page_bit_for_bit(dim: int, chunk: int, held: bool) -> None:
+def test_factors_equal_those_of_formats_bit_for_bit(dim: int, chunk: int, held: bool) -> None:
     from kvpack.kernels.decode import transform_chunks
 
     codec, streams = random_streams(dim, 2, chunk, 70, "v")
@@ -163,7 +163,7 @@ def with_longer_numbers(codec: Transform) -> Transform:
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_frames_of_more_bits_than_binary16_has(side: str) -> None:
+def test_frames_with_more_precision_than_binary16(side: str) -> None:
     from kvpack.kernels.decode import decode
 
     codec, streams = random_streams(6, 2, 16, 20, side)
@@ -187,7 +187,7 @@ def damaged(streams: dict[str, torch.Tensor], kind: int) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("kind", range(5))
-def test_what_no_encoder_makes_is_refused_by_name_as_by_the_cpu(kind: int) -> None:
+def test_streams_that_no_encoder_produces_are_refused_as_on_the_cpu(kind: int) -> None:
     from kvpack.kernels.decode import transform
 
     codec, streams = random_streams(8, 2, 16, 20, "k")
@@ -207,7 +207,7 @@ def outcome(call: Any) -> str | None:
     return None
 
 
-def test_any_streams_give_some_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_streams_decode_to_arbitrary_values(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpack.kernels.decode import decode
     from kvpack.kernels.decode.rows import PackedPart
 
@@ -223,7 +223,7 @@ def test_any_streams_give_some_values(monkeypatch: pytest.MonkeyPatch) -> None:
         decode.decode_into(codec, [PackedPart(there({**streams, "states": streams["states"][:, :, 1:]}), 40, 0)], out, True)
 
 
-def test_tables_that_do_not_sum_are_left_to_torch() -> None:
+def test_tables_with_wrong_totals_are_left_to_torch() -> None:
     from kvpack.kernels.decode import decode, transform
     from kvpack.kernels.decode.rows import PackedPart
 
@@ -239,7 +239,7 @@ def test_tables_that_do_not_sum_are_left_to_torch() -> None:
 
 
 @pytest.mark.scenario
-def test_the_device_gives_what_the_cpu_gives(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_results_equal_cpu_results(basis: Basis, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvpack.pack([pair(40)], kvpack.Recipe("kv=transform:bits=3,chunk=16;tail=16", basis)).append([pair(5)])
     q = torch.randn(1, 4, 3, 12, generator=torch.Generator().manual_seed(1))
     expected = kvpack.attend(q, cache[0])

@@ -68,7 +68,7 @@ def is_refused(codec: Codec, streams: Mapping[str, torch.Tensor]) -> bool:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
+def test_rules_find_the_same_errors_as_the_codec(recipe: str) -> None:
     """Tests one invalid bit pattern at a time, in the first and the last word of each stream and between them."""
     random = numpy.random.default_rng(0)
     for side in sides_of(recipe):
@@ -89,7 +89,7 @@ def test_rules_find_what_the_codec_refuses(recipe: str) -> None:
 
 
 @pytest.mark.scenario
-def test_some_of_each_kind_of_rule_are_broken() -> None:
+def test_every_kind_of_rule_is_broken_at_least_once() -> None:
     """Tests that limits of columns, spare bits and floats of both sizes occur; the test above would not notice if none did."""
     kinds = set()
     for recipe in RECIPES:
@@ -99,7 +99,7 @@ def test_some_of_each_kind_of_rule_are_broken() -> None:
     assert kinds == {"F16", "F32", "spare", "limits"}
 
 
-def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwise() -> None:
+def test_custom_checks_run_on_the_host_unless_the_codec_table_says_otherwise() -> None:
     own = {kind.__name__ for kind, row in codecs.CODECS.items() if row.has_rules is codecs.support_all and kind.check is not Codec.check}
     assert own == set()
 
@@ -112,7 +112,7 @@ def test_a_check_of_its_own_is_the_hosts_unless_the_table_of_codecs_says_otherwi
         "kv=octahedral:b=3,channel_scale=fp16,outliers=3,sinks=2",
     ],
 )  # fmt: skip
-def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_path: Path) -> None:
+def test_a_loaded_file_gives_the_same_error_as_on_the_cpu(recipe: str, tmp_path: Path) -> None:
     cache, refused = kvpack.pack(random_pairs(2, 40), recipe), 0
     contents, arrays = files.file_arguments(cache)
     for name in [name for name in arrays if name.startswith("1.")]:
@@ -129,7 +129,7 @@ def test_a_loaded_file_is_refused_with_the_words_of_the_cpu(recipe: str, tmp_pat
     assert load(tmp_path / "a").tokens == cache.tokens
 
 
-def test_a_digest_is_told_before_a_rule(tmp_path: Path) -> None:
+def test_a_wrong_digest_is_reported_before_a_broken_rule(tmp_path: Path) -> None:
     contents, arrays = files.file_arguments(kvpack.pack(random_pairs(3, 40), "octopus-3;raw=0"))
     arrays["0.k.norm"] = numpy.full_like(arrays["0.k.norm"], 0xFF)
     container.write(tmp_path / "a", contents, arrays)

@@ -25,7 +25,7 @@ def tokens(count: int, seed: int, batch: int) -> tuple[torch.Tensor, torch.Tenso
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.DataObject, tmp_path: Path) -> None:
+def test_tokens_keep_their_positions_whatever_happens_between_files(data: st.DataObject, tmp_path: Path) -> None:
     """Values are kept exactly, and keys within the error of their codec, which is zero for raw ones."""
     window = data.draw(st.sampled_from([None, 40]))
     recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32" + data.draw(st.sampled_from(["", ";tail=64"]))
@@ -78,7 +78,7 @@ def test_whatever_is_done_between_files_every_token_stays_where_it_is(data: st.D
         assert not whole or all(run % 32 == 0 for run in layer.k.merged_runs()[:-1])
 
 
-def test_a_query_whose_window_a_crop_has_cut_is_refused_until_its_tokens_are_there() -> None:
+def test_a_query_whose_window_was_cropped_is_refused_until_its_tokens_are_back() -> None:
     """A layer with a window of 40 has the last 72 of 200 tokens; without 33 of these, the last query lacks one."""
     recipe = "k=group:b=8,g=32,axis=token;v=raw:dtype=fp32;tail=64"
     live = LiveCache(recipe, layers=1, sliding_windows=[40])

@@ -47,7 +47,7 @@ def compiled() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "octopus-3", "kivi-2"])
-def test_compiled_code_does_what_eager_code_does(recipe: str, compiled: Callable[..., Any]) -> None:
+def test_compiled_code_equals_eager_code(recipe: str, compiled: Callable[..., Any]) -> None:
     eager, live = (kvpack.LiveCache(recipe, layers=2) for _ in range(2))
     for found, expected in zip(results(compiled, live), results(step, eager), strict=True):
         torch.testing.assert_close(found, expected)
@@ -59,7 +59,7 @@ def test_compiled_code_does_what_eager_code_does(recipe: str, compiled: Callable
             assert torch.equal(found_side, side)
 
 
-def test_code_is_compiled_for_shapes_and_not_for_a_cache_or_a_step(compiled: Callable[..., Any]) -> None:
+def test_code_is_compiled_per_shape_but_not_per_cache_or_step(compiled: Callable[..., Any]) -> None:
     stats = torch._dynamo.utils.counters["stats"]
     counts = []
     for recipe in ("fp32", "octopus-3"):
@@ -70,7 +70,7 @@ def test_code_is_compiled_for_shapes_and_not_for_a_cache_or_a_step(compiled: Cal
     assert counts == [3, 0]
 
 
-def test_a_layer_that_eager_code_filled_is_attended() -> None:
+def test_a_layer_filled_by_eager_code_is_attended() -> None:
     live = kvpack.LiveCache("fp32", layers=1)
     k, v = torch.randn(2, 1, 2, 50, 64, generator=torch.Generator().manual_seed(0))
     live.update(0, k, v[..., :32])
@@ -83,7 +83,7 @@ def test_a_layer_that_eager_code_filled_is_attended() -> None:
     torch._dynamo.reset()
 
 
-def test_padding_on_the_left_is_skipped_in_compiled_code() -> None:
+def test_left_padding_is_skipped_in_compiled_code() -> None:
     def step(live: kvpack.LiveCache, k: torch.Tensor, q: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         live.update(0, k, k)
         return live.attend(0, q, starts=starts) * 2
@@ -97,14 +97,14 @@ def test_padding_on_the_left_is_skipped_in_compiled_code() -> None:
     torch._dynamo.reset()
 
 
-def test_what_eager_code_refuses_is_refused(compiled: Callable[..., Any]) -> None:
+def test_compiled_code_refuses_the_same_arguments_as_eager_code(compiled: Callable[..., Any]) -> None:
     live = kvpack.LiveCache("fp32", layers=2)
     x = torch.zeros(1, 2, 3, 64)
     with pytest.raises(InvalidParameter, match=r"layers\[0\]"):
         compiled(live, x, torch.zeros(1, 2, 4, 64), torch.zeros(1, 4, 3, 64))
 
 
-def test_a_cache_that_is_gone_is_refused() -> None:
+def test_a_deleted_cache_is_refused() -> None:
     from kvpack.live import operators
 
     ticket = operators.first_ticket(kvpack.LiveCache("fp32", layers=1))
@@ -112,7 +112,7 @@ def test_a_cache_that_is_gone_is_refused() -> None:
         operators.live_update(ticket, torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1, 64), 0)
 
 
-def test_the_shapes_that_compilers_are_told_are_true() -> None:
+def test_declared_shapes_are_correct() -> None:
     from kvpack.live import operators
 
     live = kvpack.LiveCache("bf16", layers=1)

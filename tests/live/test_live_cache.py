@@ -48,7 +48,7 @@ def joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_tokens_are_those_given_in_whole_windows_packed(recipe: str) -> None:
+def test_given_tokens_are_stored_and_complete_windows_are_packed(recipe: str) -> None:
     live, parts = LiveCache(recipe, layers=1), []
     for seed, count in enumerate([300, 1, 1, 40, 130, *[1] * 20, 500]):
         parts.append(tokens(count, seed))
@@ -70,7 +70,7 @@ def test_tokens_are_those_given_in_whole_windows_packed(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_pass_sees_its_own_tokens_as_they_were_given(recipe: str) -> None:
+def test_a_pass_attends_its_own_tokens_unpacked(recipe: str) -> None:
     live = LiveCache(recipe, layers=1)
     given = tokens(300)
     live.update(0, *given)
@@ -80,7 +80,7 @@ def test_a_pass_sees_its_own_tokens_as_they_were_given(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_steps_are_attended_as_the_frozen_cache_is(recipe: str) -> None:
+def test_steps_attend_like_the_frozen_cache(recipe: str) -> None:
     live = LiveCache.of(kvpack.pack(random_pairs(2, 200, dims=(64, 64)), recipe))
     for step in range(150):
         for layer in range(2):
@@ -91,7 +91,7 @@ def test_steps_are_attended_as_the_frozen_cache_is(recipe: str) -> None:
             torch.testing.assert_close(found, kvpack.attend(queries(1), live.freeze()[1]), rtol=1e-4, atol=1e-4)
 
 
-def test_pages_are_shared_and_never_change(tmp_path: Path) -> None:
+def test_pages_are_shared_and_immutable(tmp_path: Path) -> None:
     live = LiveCache("kv=group:b=4,g=32", layers=1)
     live.update(0, *tokens(300))
     live.attend(0, queries(1))
@@ -122,7 +122,7 @@ def test_truncate_keeps_the_first_tokens(count: int) -> None:
         assert torch.equal(found, torch.cat([first[:, :, : 300 - count], second], 2))
 
 
-def test_truncate_keeps_no_more_than_there_is() -> None:
+def test_truncate_beyond_the_end_keeps_all_tokens() -> None:
     live = LiveCache("raw", layers=2)
     with pytest.raises(OutOfBounds, match=r"the cache: truncate\(3\) of a layer that has seen no tokens"):
         live.truncate(3)
@@ -135,7 +135,7 @@ def test_truncate_keeps_no_more_than_there_is() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 100, 300, 700])
-def test_what_was_given_may_be_written_over(count: int) -> None:
+def test_given_tensors_may_be_overwritten(count: int) -> None:
     live, given = LiveCache("raw", layers=1), tokens(count)
     buffers = [x.clone().requires_grad_() for x in given]
     live.update(0, buffers[0], buffers[1])
@@ -149,7 +149,7 @@ def test_what_was_given_may_be_written_over(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 29, 290])
-def test_truncate_after_a_long_update_leaves_a_sliding_layer_its_window(count: int) -> None:
+def test_truncate_after_a_long_update_keeps_the_window_of_a_sliding_layer(count: int) -> None:
     live = LiveCache("raw", layers=1, sliding_windows=[20])
     parts = [tokens(seen, seed) for seed, seen in enumerate((10, 400, 1))]
     live.update(0, *parts[0])
@@ -173,7 +173,7 @@ def test_truncate_after_a_long_update_leaves_a_sliding_layer_its_window(count: i
         ("select", lambda live: live.select([0, 0]), 400),
     ],
 )
-def test_a_change_that_fails_for_one_side_changes_neither(
+def test_a_failed_change_of_one_side_changes_neither(
     recipe: str, method: str, change: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, calls = LiveCache(recipe, layers=1), []
@@ -201,7 +201,7 @@ def test_a_change_that_fails_for_one_side_changes_neither(
     assert k.shape[2] == live.tokens == count
 
 
-def test_rows_of_the_batch_are_selected_and_repeated() -> None:
+def test_batch_rows_are_selected_and_repeated() -> None:
     live = LiveCache("raw", layers=1)
     given = tokens(200, batch=3)
     live.update(0, *given)
@@ -215,7 +215,7 @@ def test_rows_of_the_batch_are_selected_and_repeated() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["raw", "kivi-2", "k=group:b=2,g=32;v=raw"])
-def test_a_sliding_layer_holds_its_window_and_little_more(recipe: str) -> None:
+def test_a_sliding_layer_stores_little_more_than_its_window(recipe: str) -> None:
     live, parts = LiveCache(recipe, layers=1, sliding_windows=[100]), []
     for seed, count in enumerate([700, 3, *[1] * 300]):
         parts.append(tokens(count, seed))
@@ -230,7 +230,7 @@ def test_a_sliding_layer_holds_its_window_and_little_more(recipe: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_sides_whose_tails_differ_go_on_together() -> None:
+def test_sides_with_different_tails_continue_together() -> None:
     """A file may have raw keys of a partial group, next to values that are all packed."""
     cache = kvpack.pack(random_pairs(1, 64, dims=(64, 64)), "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axis=channel")
     cache = cache.append([tokens(20, 3, dtype=torch.float32)])
@@ -252,7 +252,7 @@ UNEVEN = ["kivi-2", "oscar-2", "k=group:b=4,g=32,axis=token;v=group:b=4,g=32,axi
 
 
 @pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
-def test_a_cache_that_nothing_is_done_to_is_the_one_it_was_made_from(recipe: str) -> None:
+def test_an_unchanged_cache_freezes_to_the_original(recipe: str) -> None:
     cache = kvpack.pack(random_pairs(2, 64, dims=(64, 64)), recipe).append([tokens(57, 1), tokens(57, 2)])
     for packed in (False, True):
         for mine, given in zip(LiveCache.of(cache).freeze(packed=packed), cache, strict=True):
@@ -262,7 +262,7 @@ def test_a_cache_that_nothing_is_done_to_is_the_one_it_was_made_from(recipe: str
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", [*UNEVEN, "octopus-3", "kivi-2;tail=64"])
 @pytest.mark.parametrize("step", [1, 7, 33])
-def test_turns_end_with_the_groups_of_one_turn(recipe: str, step: int, tmp_path: Path) -> None:
+def test_turns_end_with_complete_groups(recipe: str, step: int, tmp_path: Path) -> None:
     parts = [tokens(step, seed) for seed in range(-(-150 // step))]
     path = tmp_path / "turn.kvpack"
     first = LiveCache(recipe, layers=1)
@@ -285,7 +285,7 @@ def test_turns_end_with_the_groups_of_one_turn(recipe: str, step: int, tmp_path:
 
 @pytest.mark.parametrize("recipe", UNEVEN)
 @pytest.mark.parametrize("change", ["nothing", "cut into the tail", "cut into pages", "select", "long update", "reset", "copy", "fail"])
-def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_full(recipe: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_complete(recipe: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64), batch=2), recipe).append([tokens(25, 3, batch=2, dtype=torch.float32)])
     given = [x.unpack(torch.float32) for x in cache[0].sides.values()]
     live = LiveCache.of(cache)
@@ -337,7 +337,7 @@ def test_raw_tokens_of_one_side_stay_exact_until_their_group_is_full(recipe: str
     torch.testing.assert_close(live.attend(0, q), kvpack.attend(q, live.freeze()[0]), rtol=1e-4, atol=1e-4)
 
 
-def test_sides_end_at_one_token_again_as_soon_as_both_finish_their_groups() -> None:
+def test_sides_end_at_the_same_token_once_both_complete_their_groups() -> None:
     cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kivi-2;raw=0").append([tokens(25, 3)])
     live = LiveCache.of(cache)
     for step in range(8):
@@ -348,7 +348,7 @@ def test_sides_end_at_one_token_again_as_soon_as_both_finish_their_groups() -> N
     assert [(side.packed_tokens, side.tail.shape[2]) for side in live.freeze()[0].sides.values()] == [(128, 1), (128, 1)]
 
 
-def test_sides_that_never_end_at_one_token_lose_no_raw_token() -> None:
+def test_sides_that_never_end_at_the_same_token_lose_no_raw_token() -> None:
     """After a cut inside a group, groups of keys and values of the same size end at different tokens."""
     cache = kvpack.pack(random_pairs(1, 96, dims=(64, 64)), "kv=group:b=4,g=32,axis=token")
     k, v = cache[0].k, cache[0].v
@@ -366,7 +366,7 @@ def test_sides_that_never_end_at_one_token_lose_no_raw_token() -> None:
     assert found.v.merged_runs() == (480,)
 
 
-def test_a_wider_dtype_is_kept_exactly() -> None:
+def test_a_wider_dtype_is_stored_exactly() -> None:
     live = LiveCache("octopus-3", layers=1)
     live.update(0, *tokens(3))
     wide = tokens(2, 1, dtype=torch.float32)
@@ -376,7 +376,7 @@ def test_a_wider_dtype_is_kept_exactly() -> None:
     assert torch.equal(k[:, :, 3:], wide[0])
 
 
-def test_a_copy_goes_on_by_itself() -> None:
+def test_a_copy_continues_independently() -> None:
     live = LiveCache("kivi-2", layers=1)
     live.update(0, *tokens(200))
     other = copy.deepcopy(live)
@@ -384,7 +384,7 @@ def test_a_copy_goes_on_by_itself() -> None:
     assert (live.tokens, other.tokens) == (200, 201)
 
 
-def test_moving_keeps_what_the_cache_knows() -> None:
+def test_moving_keeps_everything_that_the_cache_knows() -> None:
     """Layers without tokens need the basis, too."""
     live = LiveCache("kivi-2", layers=2, sliding_windows=[None, 4])
     live.keep_past(1)
@@ -400,7 +400,7 @@ def test_moving_keeps_what_the_cache_knows() -> None:
 
 @pytest.mark.parametrize("layer", [-1, 2])
 @pytest.mark.parametrize("call", ["seen_tokens", "stored_tokens", "batch", "shapes", "keep_past", "layer", "reset"])
-def test_a_layer_that_the_cache_does_not_have_is_named(call: str, layer: int) -> None:
+def test_a_missing_layer_is_named(call: str, layer: int) -> None:
     live = LiveCache("kivi-2", layers=2)
     live.update(0, *tokens(3))
     with pytest.raises(OutOfBounds, match=f"layer {layer} is out of range: the cache has 2 layers"):
@@ -411,7 +411,7 @@ def test_a_layer_that_the_cache_does_not_have_is_named(call: str, layer: int) ->
         live.truncate(1, layer)
 
 
-def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
+def test_invalid_updates_are_refused_without_losing_anything() -> None:
     live = LiveCache("kivi-2", layers=2)
     k, v = tokens(150)
     live.update(0, k, v)
@@ -447,7 +447,7 @@ def test_what_cannot_continue_is_refused_and_nothing_is_lost() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("recipe", "batch"), [("kv=group:b=4,g=8;tail=8", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=4", 2), (MEANS, 1)])
-def test_steps_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are on the device, and rolling the window changes work tables but no launch."""
     from kvpack.coding import dispatch
     from support.interpreter import DEVICE, INTERPRETED
@@ -534,7 +534,7 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
     ("recipe", "batch"),
     [("fp32;tail=16", 1), ("k=octahedral:b=2;v=scalar:b=4;tail=16", 3), ("kv=group:b=4,g=8,axis=token;tail=16", 1)],
 )
-def test_steps_of_a_sliding_layer_run_kernels_alone(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_sliding_layer_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages come and go, but launches stay the same: only the work tables are rewritten."""
     _, by_steps, changed = sliding(recipe, batch, monkeypatch)
     assert by_steps == [True] * 13
@@ -543,7 +543,7 @@ def test_steps_of_a_sliding_layer_run_kernels_alone(recipe: str, batch: int, mon
 
 
 @pytest.mark.kernels
-def test_steps_begin_where_each_sequence_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_start_at_each_sequences_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests padding in pages, up to the raw tail, and of all tokens, for one query and for several."""
     from kvpack.coding import dispatch
     from kvpack.live.steps import Steps
@@ -574,7 +574,7 @@ def test_steps_begin_where_each_sequence_begins(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kernels", ["", "torch"], ids=["C kernels, if built", "torch"])
-def test_rows_with_padding_before_them_are_attended_alike(kernels: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_padded_rows_are_attended_alike(kernels: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """This includes a sliding layer that has dropped some padding, and reordered rows."""
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     live, parts = LiveCache("raw", layers=1, sliding_windows=[window]), []
@@ -597,7 +597,7 @@ def test_rows_with_padding_before_them_are_attended_alike(kernels: str, window: 
 
 
 @pytest.mark.cuda
-def test_a_graph_of_steps_is_replayed_across_windows() -> None:
+def test_a_captured_step_is_replayed_across_windows() -> None:
     live = LiveCache.of(kvpack.pack(random_pairs(1, 4096, dims=(128, 128)), "octopus-3").to("cuda"))
     k, v = (torch.zeros(1, 2, 1, 128, device="cuda") for _ in "kv")
     q = torch.randn(1, 4, 1, 128, device="cuda")
@@ -638,7 +638,7 @@ def test_a_graph_of_steps_is_replayed_across_windows() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("starts", [None, [100, 4200]], ids=["without padding", "with padding"])
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2", "oscar-2", "bf16"])
-def test_a_graph_of_steps_of_a_sliding_layer_is_replayed_across_windows(recipe: str, starts: list[int] | None) -> None:
+def test_a_captured_step_of_a_sliding_layer_is_replayed_across_windows(recipe: str, starts: list[int] | None) -> None:
     """A graph attends to the current tokens: tokens leave the window within a graph, and pages leave the layer between replays."""
     window = 1024
     live = LiveCache(recipe, layers=1, sliding_windows=[window])
@@ -692,7 +692,7 @@ def test_a_graph_of_steps_of_a_sliding_layer_is_replayed_across_windows(recipe: 
 
 
 @pytest.mark.parametrize("recipe", ["octopus-3", "kivi-2;tail=64", "raw"])
-def test_tokens_come_in_and_out_of_inference_mode(recipe: str) -> None:
+def test_tokens_may_enter_and_leave_inference_mode(recipe: str) -> None:
     live = LiveCache(recipe, layers=1)
     for step in range(200):
         with torch.inference_mode(step % 3 == 0):
@@ -737,7 +737,7 @@ def test_steps_on_the_cpu_prepare_a_layer_once(monkeypatch: pytest.MonkeyPatch) 
     assert step(1) > first + 2
 
 
-def test_steps_on_the_cpu_go_on_until_a_window_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_the_cpu_reuse_a_layer_until_a_window_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     live, step = LiveCache("octopus-3", layers=1), tokens(1)
     live.update(0, *tokens(200))

@@ -99,7 +99,7 @@ def host_decoded(codec: PageCodec, rows: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def test_tokens_that_cost_others_and_have_no_room_are_warned_of_once() -> None:
+def test_harmful_tokens_without_free_slots_give_one_warning() -> None:
     """The count is returned with the results of a job, for which the host waits anyway."""
     geometry = PageGeometry(layers=2, heads=2, tokens=64, dim_k=64, dim_v=64)
     pages, (k, _) = on_device(geometry, 2)
@@ -127,7 +127,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("tokens", "recipe", "side", "value"), LOSSES)
-def test_tokens_that_lose_precision_are_raw_or_counted_as_on_the_host(tokens: int, recipe: str, side: str, value: float) -> None:
+def test_imprecise_tokens_are_raw_or_counted_as_on_the_host(tokens: int, recipe: str, side: str, value: float) -> None:
     """If the page has room, the token is raw; otherwise it is counted, and a warning is issued."""
     geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=128, dim_v=128, dtype="fp32")
     pages, made = on_device(geometry, 3)
@@ -165,7 +165,7 @@ def test_tokens_that_lose_precision_are_raw_or_counted_as_on_the_host(tokens: in
 
 
 @pytest.mark.parametrize("recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,rounding=scaled;v=raw", "k=polar:b=4;v=raw"])
-def test_a_token_whose_direction_its_codec_fits_badly_is_counted(recipe: str) -> None:
+def test_a_token_with_a_large_direction_error_is_counted(recipe: str) -> None:
     """The kernels that encode pages measure the errors."""
     geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64, dtype="fp32")
     pages, (k, _) = on_device(geometry, 3)
@@ -183,7 +183,7 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_counted(recipe: str) ->
     assert codec.raw_tokens_left_out == 1
 
 
-def test_a_token_that_is_too_large_and_fits_badly_itself_is_counted_once() -> None:
+def test_a_token_with_two_problems_is_counted_once() -> None:
     geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64, dtype="fp32")
     pages, (k, _) = on_device(geometry, 2)
     codec = PageCodec("k=scalar:b=4,mean=32;v=raw", geometry)
@@ -205,7 +205,7 @@ CASES = (
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("geometry", "recipe"), [pytest.param(*case, id=f"{case[0].dim_k} {case[1]}") for case in CASES])
-def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_pages_equal_those_of_the_host(geometry: PageGeometry, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = PageCodec(recipe, geometry)
     pages, given = on_device(geometry, 4)
     expected = by_host(codec, given, [3, 1])
@@ -233,7 +233,7 @@ def test_rows_and_pages_are_those_of_the_host(geometry: PageGeometry, recipe: st
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kv=klt:bits=4", "kv=klt:bits=4,widths=heads", "klt-4"])
-def test_pages_of_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_with_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     basis = Basis.of_bytes(random_basis({(0, "k"): (2, 64), (0, "v"): (2, 32), (1, "k"): (2, 64), (1, "v"): (2, 32)}, 2))
     codec = PageCodec(Recipe(recipe, basis), SMALL)
     pages, given = on_device(SMALL, 3)
@@ -259,7 +259,7 @@ def test_pages_of_a_basis_are_coded_together(recipe: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("recipe", ["octopus-3-scaled", "turboquant-2.5"])
-def test_layers_that_lie_otherwise_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_different_layouts_are_coded_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = PageCodec(recipe, SMALL)
     given = values(SMALL, 3)
     expected = by_host(codec, given, [2, 0])
@@ -280,7 +280,7 @@ def test_layers_that_lie_otherwise_are_coded_together(recipe: str, monkeypatch: 
             assert torch.equal(x[0].cpu(), before[0, number])
 
 
-def test_a_device_without_memory_leaves_pages_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_left_to_the_host_if_device_memory_is_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -324,7 +324,7 @@ def refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         *(f"kv=minifloat:element={of},per=head,scales={dtype}" for of in ("e4m3", "e2m1") for dtype in ("fp16", "fp32")),
     ],
 )
-def test_scales_of_any_values_are_those_of_the_host(recipe: str) -> None:
+def test_scales_of_any_values_equal_those_of_the_host(recipe: str) -> None:
     sizes = [0.0, 1e-45, 3e-42, 1e-38, 2.0**-24, 1e-6, 448.0, 6.1e4, 2.9e7, 3.3e38, torch.inf, torch.nan]
     pages, given = on_device(WIDE, len(sizes))
     for x in given:
@@ -378,7 +378,7 @@ def to_device(sides: Any) -> list[Any]:
     return [[moved(layer) for layer in side] if isinstance(side, list) else moved(side) for side in sides]
 
 
-def test_a_job_fails_page_by_page_and_writes_nothing_of_a_bad_one() -> None:
+def test_a_job_fails_page_by_page_and_writes_nothing_of_a_bad_page() -> None:
     codec = PageCodec("kivi-4", SMALL, namespace=bytes(range(32)))
     pages, given = on_device(SMALL, 6)
     keys = [b"%d" % number for number in range(6)]
@@ -403,7 +403,7 @@ def test_a_job_fails_page_by_page_and_writes_nothing_of_a_bad_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-def test_a_page_that_no_codec_takes_is_named() -> None:
+def test_a_page_that_no_codec_supports_is_named() -> None:
     codec = PageCodec("octopus-3", SMALL)
     pages, given = on_device(SMALL, 3)
     given[1][1, 1, 1, 3, 7] = float("nan")
@@ -450,7 +450,7 @@ def test_padding_is_zero_and_checked() -> None:
 
 
 @pytest.mark.parametrize("size", [128, 4096, 1 << 16, (1 << 16) + 64, 3 * (1 << 16) - 64])
-def test_the_checksum_of_rows_of_any_size(size: int) -> None:
+def test_checksums_of_rows_of_any_size(size: int) -> None:
     from kvpack.kernels.pages import checksum
 
     source = random.Random(size)
@@ -482,7 +482,7 @@ def test_other_dtypes(dtype: str) -> None:
             torch.testing.assert_close(x.cpu().float().flip(0), y.float(), rtol=2**-2, atol=2**-6)
 
 
-def test_rows_in_the_hosts_memory() -> None:
+def test_rows_in_host_memory() -> None:
     codec = PageCodec("kivi-4", WIDE)
     pages, given = on_device(WIDE, 2)
     buffers = [bytearray(b"\xaa" * (codec.nbytes + 9)) for _ in range(2)]
@@ -503,7 +503,7 @@ def test_rows_in_the_hosts_memory() -> None:
             assert torch.equal(x[1], old[1])
 
 
-def test_memory_of_inference_mode() -> None:
+def test_tensors_created_in_inference_mode() -> None:
     with torch.inference_mode():
         pages, _ = on_device(SMALL, 2)
         target, found = on_device(SMALL, 2, seed=5)

@@ -41,7 +41,7 @@ def pool_of(place: Place, slots: int) -> tuple[torch.Tensor, list[tuple[torch.Te
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *BLOCKED])
-def test_a_layout_is_found_and_its_pages_are_packed(name: str) -> None:
+def test_a_layout_is_detected_and_its_pages_are_packed(name: str) -> None:
     place = (PLAIN | BLOCKED)[name]
     pool, pairs = pool_of(place, 3)
     scratch = torch.zeros(pool.shape[1], dtype=torch.bfloat16)
@@ -68,7 +68,7 @@ def test_a_layout_is_found_and_its_pages_are_packed(name: str) -> None:
     assert not other[2].any()
 
 
-def test_layouts_of_equal_shape_have_other_digests() -> None:
+def test_layouts_with_equal_shapes_have_different_digests() -> None:
     digests = set()
     for place in (PLAIN | BLOCKED).values():
         page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
@@ -76,7 +76,7 @@ def test_layouts_of_equal_shape_have_other_digests() -> None:
     assert len(digests) == len(PLAIN) + len(BLOCKED)
 
 
-def test_one_sided_pages_of_bytes() -> None:
+def test_one_sided_byte_pages() -> None:
     geometry = PageGeometry(layers=1, heads=1, tokens=4, dim_k=6, dim_v=None, dtype="u8")
     page = torch.zeros(4, 8, dtype=torch.uint8)
 
@@ -88,7 +88,7 @@ def test_one_sided_pages_of_bytes() -> None:
     assert layout.strides == {"k": (0, (0, 0, 8, 1))}
 
 
-def test_writers_that_are_no_permutation_are_refused() -> None:
+def test_writers_that_do_not_permute_values_are_refused() -> None:
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
     half = page.numel() // 2
 
@@ -155,7 +155,7 @@ def test_writers_that_change_some_values_are_refused(dtype: str, change: str) ->
         PageLayout.detect(geometry, write, page)
 
 
-def test_channels_from_last_to_first_are_gathered() -> None:
+def test_channels_in_reverse_order_are_gathered() -> None:
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
     layout = PageLayout.detect(GEOMETRY, writer(lambda k, v: torch.stack([k, v]).flip(-1), page), page)
     with pytest.raises(InvalidParameter, match="the layout cannot be described by strides"):
@@ -165,7 +165,7 @@ def test_channels_from_last_to_first_are_gathered() -> None:
     assert staging.sides["k"][0][0, 0, 0].tolist() == list(range(15, -1, -1))
 
 
-def test_slots_and_stagings_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_slots_and_staging_buffers_are_refused() -> None:
     """A negative slot would count from the end, and a repeated slot would keep one of two pages."""
     page = torch.zeros(2 * 2 * 2 * 8 * 16, dtype=torch.bfloat16)
     layout = PageLayout.detect(GEOMETRY, writer(lambda k, v: torch.stack([k, v], 3), page), page)

@@ -46,13 +46,13 @@ def test_many_tensors(x: Strided, begins: list[int], alike: bool) -> None:
 
 @given(TENSORS, st.integers(1, 3), st.integers(0, 60), st.integers(1, 60))
 @settings(max_examples=40)
-def test_layers_and_sides_of_a_pool(x: Strided, layers: int, step: int, side: int) -> None:
+def test_layers_and_sides_in_one_pool(x: Strided, layers: int, step: int, side: int) -> None:
     tensors = [x._replace(begin=x.begin + layer * step + first) for first in (0, side) for layer in range(layers)]
     expected = any(map(overlap_alone, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2))
     assert (find_overlap(tensors) is not None) == expected
 
 
-def test_large_pools_are_decided_at_once() -> None:
+def test_large_pools_are_decided_quickly() -> None:
     layers, page = 80, 8 * 16 * 128 * 2
     axes = ((100_000, 2 * layers * page), (8, 16 * 128 * 2), (16, 128 * 2), (128, 2))
     pool = [Strided((2 * layer + side) * page, 2, axes) for side in (0, 1) for layer in range(layers)]

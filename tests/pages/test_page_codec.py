@@ -56,7 +56,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "octopus-3;boundary-1", "kv=scalar:b=3,channel_scale=fp16", MEANS])
-def test_a_page_decodes_to_what_its_cache_does(recipe: str) -> None:
+def test_a_page_decodes_to_the_same_values_as_a_cache(recipe: str) -> None:
     codec = PageCodec(recipe, SMALL)
     pages, given = filled(SMALL, 3)
     rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
@@ -85,7 +85,7 @@ SLOTTED = {
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", SLOTTED.values(), ids=SLOTTED)
-def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
+def test_tokens_with_low_norms_get_slots(recipe: str) -> None:
     """The keys determine the raw tokens of both sides; the lowest norms get slots, and tokens without a slot are counted."""
     geometry = PageGeometry(layers=2, heads=2, tokens=130, dim_k=64, dim_v=64)
     with PageCodec(recipe, geometry, threads=2) as codec:
@@ -121,7 +121,7 @@ def test_tokens_of_low_norm_have_slots(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["kivi-2", "oscar-2", "oscar-2-scaled", "hqmq-s24-r3", "kv=group:b=2,g=16"])
 @pytest.mark.parametrize("tokens", [16, 64])
-def test_a_token_that_costs_others_and_has_no_room_is_warned_of_once(recipe: str, tokens: int) -> None:
+def test_a_harmful_token_without_a_free_slot_gives_one_warning(recipe: str, tokens: int) -> None:
     geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=64, dim_v=64)
     pages, (k, _) = filled(geometry, 2)
     with PageCodec(recipe, geometry) as codec:
@@ -155,7 +155,7 @@ FIT_BADLY = [
 
 
 @pytest.mark.parametrize(("recipe", "side", "value"), FIT_BADLY)
-def test_a_token_that_scales_and_means_do_not_fit_is_raw_where_there_is_room(recipe: str, side: str, value: float) -> None:
+def test_a_token_that_fits_neither_scales_nor_means_is_raw_if_a_slot_is_free(recipe: str, side: str, value: float) -> None:
     geometry = PageGeometry(layers=2, heads=2, tokens=64, dim_k=64, dim_v=64)
     pages, (k, v) = filled(geometry, 2)
     k += 3
@@ -182,7 +182,7 @@ WITHOUT_ROOM = [*(row for row in FIT_BADLY if "mean=32" not in row[0]), ("kv=min
 
 
 @pytest.mark.parametrize(("recipe", "side", "value"), WITHOUT_ROOM)
-def test_a_token_that_scales_and_means_do_not_fit_is_counted_without_room(recipe: str, side: str, value: float) -> None:
+def test_a_token_that_fits_neither_scales_nor_means_is_counted_without_a_slot(recipe: str, side: str, value: float) -> None:
     value *= 2 if "mean" in recipe else 1
     geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64)
     pages, (k, v) = filled(geometry, 2)
@@ -210,7 +210,7 @@ def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, s
     return (k if side == "k" else v).float()
 
 
-def test_a_page_by_a_basis_has_slots() -> None:
+def test_a_page_with_a_basis_has_slots() -> None:
     shapes = {(layer, side): (SMALL.heads, 64) for layer in range(SMALL.layers) for side in "kv"}
     codec = PageCodec(kvpack.Recipe("klt-4", Basis.of_bytes(random_basis(shapes, SMALL.layers))), SMALL)
     pages, (k, v) = filled(SMALL, 2)
@@ -225,7 +225,7 @@ def test_a_page_by_a_basis_has_slots() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["kv=klt:bits=4,rows=basis", "kv=klt:bits=4,rows=fp16", "k=scalar:b=4,frame=balanced;v=scalar:b=4"])
-def test_a_page_by_a_basis_decodes_to_what_its_cache_does(recipe: str) -> None:
+def test_a_page_with_a_basis_decodes_to_the_same_values_as_a_cache(recipe: str) -> None:
     dims = {"k": SMALL.dim_k, "v": SMALL.dim_v}
     shapes = {(layer, side): (SMALL.heads, dim) for layer in range(SMALL.layers) for side, dim in dims.items()}
     keys = {layer: shape for (layer, side), shape in shapes.items() if side == "k"}
@@ -247,7 +247,7 @@ PRESETS = ["raw", "kivi-4", "octopus-4", "turboquant-4", "oscar-2-u8", "polarqua
 
 
 @pytest.mark.parametrize("recipe", PRESETS)
-def test_the_hosts_settings_change_nothing_and_stay(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_settings_have_no_effect_and_are_kept(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM creates models with a 16-bit default dtype and on a default device, and allows no call of set_num_threads."""
 
     def forbidden(*_: object) -> None:
@@ -305,7 +305,7 @@ def test_any_strides(name: str, recipe: str) -> None:
             assert torch.equal(found, x[:, layer])
 
 
-def test_threads_give_the_same_rows() -> None:
+def test_any_number_of_threads_gives_the_same_rows() -> None:
     pages, _ = filled(SMALL, 6)
     with PageCodec("octopus-4", SMALL) as one, PageCodec("octopus-4", SMALL, threads=2) as two:
         rows = [torch.zeros(6, one.nbytes, dtype=torch.uint8) for _ in range(3)]
@@ -317,7 +317,7 @@ def test_threads_give_the_same_rows() -> None:
         assert torch.equal(rows[0], rows[2])
 
 
-def test_a_bad_page_fails_alone() -> None:
+def test_a_bad_page_does_not_affect_others() -> None:
     pages, given = filled(SMALL, 4)
     given[1][2, 1, 1, 3, 7] = float("nan")
     codec = PageCodec("octopus-3", SMALL)
@@ -407,7 +407,7 @@ def test_fp8_in_and_out(dtype: str) -> None:
         assert 0 < error < (0.12 if dtype == "fp8_e4m3" else 0.15)
 
 
-def test_values_beyond_fp8_are_its_largest() -> None:
+def test_values_beyond_fp8_are_clipped() -> None:
     geometry = PageGeometry(1, 1, 2, 16, None, "fp8_e4m3")
     pages, (given,) = filled(geometry, 1)
     given[0, 0, 0, 0] = torch.tensor([448.0, *[-300.0] * 15]).to(given.dtype)
@@ -417,7 +417,7 @@ def test_values_beyond_fp8_are_its_largest() -> None:
     assert torch.isfinite(found.float()).all()
 
 
-def test_slots_of_bytes_are_kept() -> None:
+def test_byte_slots_are_stored_unchanged() -> None:
     geometry = PageGeometry(layers=2, heads=1, tokens=64, dim_k=656, dim_v=None, dtype="u8")
     pages, given = filled(geometry, 2)
     codec = PageCodec("raw", geometry)
@@ -445,7 +445,7 @@ def test_latents_are_two_sides() -> None:
         assert 0.01 < error < 0.12
 
 
-def test_the_hosts_settings_stay() -> None:
+def test_the_hosts_settings_are_kept() -> None:
     """Calls in the middle of a host's forward pass leave its threads, random state, default dtype and modes unchanged."""
     torch.manual_seed(5)
     before_dtype = torch.get_default_dtype()
@@ -473,7 +473,7 @@ def test_the_hosts_settings_stay() -> None:
 
 
 @pytest.mark.parametrize("recipe", [*PRESETS, "kv=scalar:b=3,channel_scale=fp16", *SLOTTED.values()])
-def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> None:
+def test_arbitrary_bytes_with_a_correct_checksum_are_refused_or_decoded(recipe: str) -> None:
     """An attacker may write such rows: with ``values``, the codecs' rules are checked, and no call accesses other memory."""
     codec = PageCodec(recipe, SMALL)
     pages, _ = filled(SMALL, 1)
@@ -493,7 +493,7 @@ def test_any_bytes_with_a_right_checksum_are_refused_or_decoded(recipe: str) -> 
         assert share or (checked is None and found[0].any())
 
 
-def test_no_call_sets_the_hosts_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_call_changes_the_hosts_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page is so large that an encoder would use several threads, but vLLM forbids the call."""
 
     def forbidden(*_: object) -> None:
@@ -554,7 +554,7 @@ class Taken(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recipe", [*BY_C, *BY_TORCH["encode"]])
-def test_pages_take_no_memory_where_c_codes_them(recipe: str) -> None:
+def test_pages_coded_in_c_need_no_memory(recipe: str) -> None:
     """The engine provides memory for both directions; ``PageCodec`` lists the codecs that use PyTorch operations."""
     if not dispatch.uses_c(torch.device("cpu")):
         pytest.skip("the C kernels are off, or not installed")
@@ -591,7 +591,7 @@ def test_pages_take_no_memory_where_c_codes_them(recipe: str) -> None:
     ],
     ids=["recipe", "dtype", "layers", "heads", "tokens", "sides"],
 )
-def test_a_row_of_another_page_says_what_differs(recipe: str, geometry: PageGeometry, message: str) -> None:
+def test_errors_say_how_a_row_of_another_page_differs(recipe: str, geometry: PageGeometry, message: str) -> None:
     codec, other = PageCodec("raw", SMALL), PageCodec(recipe, geometry)
     row = bytearray(codec.nbytes)
     assert codec.encode_into(filled(SMALL, 1)[0], [0], [row]) == [None]
@@ -600,7 +600,7 @@ def test_a_row_of_another_page_says_what_differs(recipe: str, geometry: PageGeom
     assert f"row 0 is the row of a different page: {message}" in str(refused)
 
 
-def test_a_row_of_another_length_or_description_says_so() -> None:
+def test_errors_report_another_length_or_description_of_a_row() -> None:
     codec = PageCodec("raw", SMALL)
     row = bytearray(codec.nbytes)
     assert codec.encode_into(filled(SMALL, 1)[0], [0], [row]) == [None]
@@ -628,12 +628,12 @@ def test_a_row_of_another_length_or_description_says_so() -> None:
         ("octopus-3;tail=32", "the recipe keeps the newest 32 tokens raw"),
     ],
 )
-def test_recipes_whose_sizes_are_not_known_are_refused(recipe: str, message: str) -> None:
+def test_recipes_with_unknown_sizes_are_refused(recipe: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         PageCodec(recipe, SMALL)
 
 
-def test_arguments_that_fit_no_page_are_refused() -> None:
+def test_unsuitable_arguments_are_refused() -> None:
     pages, given = filled(SMALL, 2)
     codec = PageCodec("raw", SMALL)
     room: Any = [bytearray(codec.nbytes)]
@@ -666,7 +666,7 @@ def test_arguments_that_fit_no_page_are_refused() -> None:
             call()
 
 
-def test_memory_that_pages_share_is_refused() -> None:
+def test_memory_shared_between_pages_is_refused() -> None:
     """Only one of several pages reported as written would remain, or parts of each."""
     pages, (k, v) = filled(SMALL, 2)
     codec = PageCodec("kivi-2", SMALL, threads=2)
@@ -696,7 +696,7 @@ def test_memory_that_pages_share_is_refused() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
-def test_slots_that_overlap_are_refused(recipe: str) -> None:
+def test_overlapping_slots_are_refused(recipe: str) -> None:
     """They are refused for any strides, and any layers and sides that share memory; nothing is written."""
     geometry = kvpack.pages.PageGeometry(2, 1, 32, 32, 32)
     codec = PageCodec(recipe, geometry)
@@ -738,7 +738,7 @@ def test_slots_that_overlap_are_refused(recipe: str) -> None:
 
 @pytest.mark.parametrize("slots", [numpy.array([1, 0], numpy.int32), numpy.array([1, 0], numpy.uint8), torch.tensor([1, 0]).int()])
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
-def test_slots_of_an_engines_integers(recipe: str, slots: Any) -> None:
+def test_integer_slots_of_an_engine(recipe: str, slots: Any) -> None:
     pages, given = filled(SMALL, 2)
     codec = PageCodec(recipe, SMALL)
     rows, expected = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))
@@ -753,7 +753,7 @@ def _encoded_in_a_child(codec: PageCodec, pages: PageBuffer, rows: list[bytearra
     results.put((codec.encode_into(pages, [0, 1], rows), rows))
 
 
-def test_a_codec_goes_on_in_a_fork() -> None:
+def test_a_codec_works_in_a_forked_process() -> None:
     pages, _ = filled(SMALL, 2)
     with PageCodec("kivi-2", SMALL, threads=2) as codec:
         rows, others = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))
@@ -769,7 +769,7 @@ def test_a_codec_goes_on_in_a_fork() -> None:
 @pytest.mark.parametrize(
     "recipe", ["k=octahedral:b=3;v=raw", "k=scalar:b=4,mean=32;v=raw", "k=group:b=4,g=64,axis=channel,rotation=hadamard;v=raw"]
 )
-def test_a_token_whose_direction_its_codec_fits_badly_is_named(recipe: str) -> None:
+def test_a_token_with_a_large_direction_error_is_named(recipe: str) -> None:
     """Pages without room for raw tokens count it; pages of ordinary tokens cause no warning."""
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
     pages, (k, _) = filled(geometry, 2)
@@ -788,7 +788,7 @@ def test_a_token_whose_direction_its_codec_fits_badly_is_named(recipe: str) -> N
 
 
 @pytest.mark.parametrize("kernels", ["", "torch"])
-def test_a_token_that_is_too_large_and_fits_badly_itself_is_counted_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_with_two_problems_is_counted_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
     pages, (k, _) = filled(geometry, 2)
@@ -803,7 +803,7 @@ def test_a_token_that_is_too_large_and_fits_badly_itself_is_counted_once(kernels
 
 
 @pytest.mark.parametrize("kernels", ["", "torch"])
-def test_a_token_of_low_norm_without_room_is_harmless(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_with_a_low_norm_without_a_slot_is_harmless(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots go to tokens of high norm first: a token of low norm without one only loses its own precision."""
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     geometry = PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)

@@ -45,7 +45,7 @@ def test_a_file_is_cold_until_it_is_read(tmp_path: Path) -> None:
     assert not is_cold(descriptor, 0, 10)
 
 
-def test_pages_behind_the_end_of_a_file_are_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_pages_beyond_the_end_of_a_file_raise_an_error_instead_of_a_signal(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(4 * mmap.PAGESIZE))
     with (tmp_path / "a").open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))

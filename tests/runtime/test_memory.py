@@ -29,7 +29,7 @@ def test_a_result_is_an_ordinary_tensor(values: int) -> None:
     assert torch.equal(copy.deepcopy(x), x.clone())
 
 
-def test_results_that_are_kept_together_do_not_overlap() -> None:
+def test_simultaneous_results_do_not_overlap() -> None:
     with memory.shared_arena(VALUES):
         found = [
             memory.empty((40_000 + number, 3), dtype, CPU) for number, dtype in enumerate((torch.float16, torch.uint16, torch.float32))
@@ -46,7 +46,7 @@ def test_results_that_are_kept_together_do_not_overlap() -> None:
     assert (last == 2).all()
 
 
-def test_memory_serves_the_next_pack_once_no_result_uses_it() -> None:
+def test_memory_is_reused_once_no_result_uses_it() -> None:
     def taken() -> list[torch.Tensor]:
         with memory.shared_arena(VALUES):
             return [memory.empty((40_000 + number,), torch.float16, CPU).fill_(number) for number in range(3)]
@@ -63,7 +63,7 @@ def test_memory_serves_the_next_pack_once_no_result_uses_it() -> None:
     assert all((x == number).all() for found in (second, third) for number, x in enumerate(found))
 
 
-def test_a_few_values_are_on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_results_are_on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", None)
     with memory.shared_arena(VALUES - 1):
         memory.empty((1000, 1000), torch.float16, CPU)
@@ -71,7 +71,7 @@ def test_a_few_values_are_on_the_heap(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.empty((100,), torch.float16, CPU)
 
 
-def test_a_limit_of_memory_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_allocates_under_a_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object, **__: object) -> None:
         raise OSError
 
@@ -79,7 +79,7 @@ def test_a_limit_of_memory_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -
     assert memory.empty((VALUES,), torch.float16, CPU).shape == (VALUES,)
 
 
-def test_unpacked_values_are_the_childs_own_after_a_fork() -> None:
+def test_unpacked_values_are_private_after_a_fork() -> None:
     (k, _) = kvpack.pack(random_pairs(1, 16384, heads=4), "kivi-2")[0].unpack()
     assert k is not None
     assert k.nbytes >= memory.MIN_OWN_MEMORY_BYTES

@@ -94,7 +94,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "scale", "kernels"), FLUSHED, indirect=["kernels"])
-def test_flushed_subnormals_change_no_bit(recipe: str, scale: str, kernels: str, tmp_path: Path) -> None:
+def test_flushing_subnormals_does_not_change_a_bit(recipe: str, scale: str, kernels: str, tmp_path: Path) -> None:
     given = values(SCALES[scale])
     file, found = results(recipe, given, tmp_path / "a")
     with flushed():
@@ -106,7 +106,7 @@ def test_flushed_subnormals_change_no_bit(recipe: str, scale: str, kernels: str,
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("recipe", "name"), [(recipe, "medium") for recipe in RECIPES] + [(recipe, "high") for recipe in RECIPES[::4]])
-def test_products_of_reduced_precision_round_no_factor(recipe: str, name: str, kernels: str, tmp_path: Path) -> None:
+def test_reduced_precision_does_not_round_factors(recipe: str, name: str, kernels: str, tmp_path: Path) -> None:
     """8-bit factors would be off by 2^-9; binary32 sums are off by 2^-20."""
     k, v, q = values(1.0)
     _, found = results(recipe, (k, v, q), tmp_path / "a")
@@ -142,7 +142,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_no_product_of_float32_is_left_to_a_reduced_precision(recipe: str, kernels: str, tmp_path: Path) -> None:
+def test_no_float32_product_uses_reduced_precision(recipe: str, kernels: str, tmp_path: Path) -> None:
     """This machine may not round factors on which others do."""
     given = values(1.0)
     with precision("medium"), Products() as products:
@@ -153,7 +153,7 @@ def test_no_product_of_float32_is_left_to_a_reduced_precision(recipe: str, kerne
     assert products.found or kernels == "cpu" or recipe in ("raw", "lossless"), "the products were not seen"
 
 
-def test_the_search_of_quaternions_is_not_reduced() -> None:
+def test_the_quaternion_search_does_not_use_reduced_precision() -> None:
     planes = [torch.randn(4000, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     search = _search(0, 24)
     expected = search.search_products(planes)
@@ -163,7 +163,7 @@ def test_the_search_of_quaternions_is_not_reduced() -> None:
     assert (found == expected).float().mean() > 0.999
 
 
-def test_only_the_calling_thread_keeps_subnormals_and_only_meanwhile() -> None:
+def test_subnormals_are_kept_only_in_the_calling_thread_and_only_temporarily() -> None:
     states: list[bool] = []
     inside, go_on = threading.Event(), threading.Event()
 

@@ -81,7 +81,7 @@ def test_nothing_is_read_before_it_is_allowed(data: bytes, descriptor: int) -> N
     assert (memory[10:] == 7).all()
 
 
-def test_reads_that_fail_are_told_and_the_others_are_made(data: bytes, descriptor: int) -> None:
+def test_failed_reads_are_reported_and_others_complete(data: bytes, descriptor: int) -> None:
     """Some reads are partly or completely past the end of the file, or have an invalid target address."""
     memory = numpy.zeros((6, 1000), numpy.uint8)
     starts = (0, SIZE - 999, 1000, SIZE + 5, 2000, 3000)
@@ -99,7 +99,7 @@ def test_reads_that_fail_are_told_and_the_others_are_made(data: bytes, descripto
     os.close(folder)
 
 
-def test_a_reader_that_nobody_waits_for_ends(descriptor: int) -> None:
+def test_an_abandoned_reader_ends(descriptor: int) -> None:
     before, memory = threads(), numpy.zeros(SIZE, numpy.uint8)
     for _ in range(20):
         running = Reader(library(), descriptor, [(0, SIZE, memory.ctypes.data)] * 30, memory, 4096, 8)
@@ -109,7 +109,7 @@ def test_a_reader_that_nobody_waits_for_ends(descriptor: int) -> None:
     assert ended_threads(before)
 
 
-def test_no_threads_at_all(descriptor: int) -> None:
+def test_works_without_threads(descriptor: int) -> None:
     with pytest.raises(MemoryError, match="no thread"):
         Reader(library(), descriptor, [], None, 4096, 0)
 
@@ -143,7 +143,7 @@ def opened() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_direct_reads_have_the_bytes_of_any_place(data: bytes, descriptor: int) -> None:
+def test_direct_reads_return_bytes_at_any_offset(data: bytes, descriptor: int) -> None:
     """Reads whole blocks, up to the end of the file, whose last block is partial."""
     before, direct = opened(), open_direct(descriptor)
     if direct is None:
@@ -164,7 +164,7 @@ def no_memory(size: int) -> memoryview:
     raise OSError(errno.ENOMEM, f"no memory for {size} bytes")
 
 
-def test_a_cold_file_is_read_past_the_page_cache(tmp_path: Path, data: bytes, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_file_bypasses_the_page_cache(tmp_path: Path, data: bytes, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is read in pieces, the last of which is not a whole block; the page cache provides what direct reads cannot."""
     before, cold = opened(), [True]
     monkeypatch.setattr(reader_module, "_PIECE_BYTES", 2 * BLOCK)

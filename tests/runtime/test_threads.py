@@ -13,14 +13,14 @@ from kvpack.runtime import threads
 from kvpack.runtime.threads import StartedCalls, in_parallel
 
 
-def test_results_are_in_order_and_calls_at_once() -> None:
+def test_results_are_in_order_and_calls_are_concurrent() -> None:
     together = threading.Barrier(4)
     assert list(in_parallel(lambda n: together.wait(60) * 0 + n, range(12), 4)) == list(range(12))
     assert list(in_parallel(str, [], 4)) == []
     assert list(in_parallel(str, [1], 4)) == ["1"]
 
 
-def test_no_more_are_begun_than_are_asked_for() -> None:
+def test_no_more_calls_start_than_requested() -> None:
     begun: list[int] = []
     calls = in_parallel(lambda n: begun.append(n) or n, range(100), 3)
     assert [next(calls), next(calls)] == [0, 1]
@@ -31,7 +31,7 @@ def test_no_more_are_begun_than_are_asked_for() -> None:
     assert len(begun) == seen, "after it closed nothing is under way"
 
 
-def test_what_a_call_raises_is_raised_in_its_place() -> None:
+def test_exceptions_are_raised_in_order() -> None:
     calls = in_parallel(lambda n: 1 // (3 - n), range(6), 4)
     assert [next(calls) for _ in range(3)] == [0, 0, 1]
     with pytest.raises(ZeroDivisionError):
@@ -43,27 +43,27 @@ def _none(*_: Any) -> int:
 
 
 @pytest.mark.parametrize("start", [_none, lambda *_: 0], ids=["no thread starts", "threads end before they begin"])
-def test_without_threads_the_caller_does_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_does_the_work_without_threads(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads._thread, "start_new_thread", start)
     assert list(in_parallel(lambda n: n * n, range(9), 4)) == [n * n for n in range(9)]
 
 
 @pytest.mark.parametrize("at_once", [0, 1, 3])
-def test_begun_calls_end_in_threads_or_with_who_waits(at_once: int) -> None:
+def test_started_calls_finish_in_threads_or_in_the_waiting_caller(at_once: int) -> None:
     begun = StartedCalls(lambda n: n * n, range(9), at_once)
     begun.wait()
     assert begun.results() == begun.results() == [n * n for n in range(9)]
     assert StartedCalls(str, [], at_once).results() == []
 
 
-def test_the_first_error_is_raised_where_results_are_asked_for() -> None:
+def test_the_first_error_is_raised_when_results_are_requested() -> None:
     begun = StartedCalls(lambda n: 1 // (3 - n), range(6), 2)
     begun.wait()
     with pytest.raises(ZeroDivisionError):
         begun.results()
 
 
-def test_nothing_is_kept_that_only_the_calls_need() -> None:
+def test_nothing_used_only_by_calls_is_kept_alive() -> None:
     class Memory:
         pass
 

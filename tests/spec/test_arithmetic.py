@@ -13,7 +13,7 @@ SHARE = 24
 """The tests make one in this many changes."""
 
 
-def test_changes_are_found_in_every_module_that_computes() -> None:
+def test_mutations_are_found_in_every_module_that_computes() -> None:
     changes = all_changes()
     assert {change.path.relative_to(FOLDER).with_suffix("").parts[0] for change in changes} == set(ARITHMETIC)
     assert len(changes) > 1500
@@ -21,7 +21,7 @@ def test_changes_are_found_in_every_module_that_computes() -> None:
 
 
 @pytest.mark.scenario
-def test_a_share_of_the_changes_is_caught_by_a_vector_or_listed_with_a_reason() -> None:
+def test_a_share_of_the_mutations_is_caught_by_a_vector_or_listed_with_a_reason() -> None:
     chosen = [change for change in all_changes() if zlib.crc32(change.name.encode()) % SHARE == 0 and change.name not in listed()]
     survivors = [change.name for change in chosen if caught_by(change) is None]
     assert not survivors

@@ -102,14 +102,14 @@ def test_a_golden_file_decodes_to_the_stored_values(name: str) -> None:
     assert_within([x for side in sides for x in side.values], expected, [x for side in sides for x in side.tolerances])
 
 
-def test_the_decoder_knows_every_codec_and_imports_only_the_standard_library() -> None:
+def test_the_decoder_supports_every_codec_and_imports_only_the_standard_library() -> None:
     assert set(CODECS) <= set(SECOND_CODECS)
     lines = [line for path in MODULES for line in path.read_text(encoding="utf-8").splitlines()]
     imported = {line.split()[1] for line in lines if line.startswith(("import ", "from "))}
     assert {name.split(".")[0] for name in imported if not name.startswith(".")} <= set(sys.stdlib_module_names)
 
 
-def test_modules_of_the_decoder_import_only_modules_behind_them_in_the_list_of_the_package() -> None:
+def test_decoder_modules_import_only_modules_later_in_the_list() -> None:
     """Modules of ``codecs`` count as the folder."""
     assert decoder.__doc__ is not None
     lines = [line for line in decoder.__doc__.splitlines() if line.startswith("- ")]
@@ -124,13 +124,13 @@ def test_modules_of_the_decoder_import_only_modules_behind_them_in_the_list_of_t
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_file_of_a_recipe(recipe: str, tmp_path: Path) -> None:
+def test_file_of_a_recipe(recipe: str, tmp_path: Path) -> None:
     pairs = random_pairs(2, 33, batch=2, heads=1, dims=(64, 80), seed=1)
     cache = kvpack.pack(pairs, recipe, model={"name": "test"}, start=11)
     assert_decoded_alike(saved(cache, tmp_path), tmp_path)
 
 
-def test_a_compressed_file(tmp_path: Path) -> None:
+def test_compressed_file(tmp_path: Path) -> None:
     pairs = [(k.round(), v.round()) for k, v in random_pairs(1, 40)]
     data = saved(kvpack.pack(pairs, "k=raw:dtype=fp32;v=group:b=2,g=32"), tmp_path, compress=True)
     assert "zstd" in {tensor.filter for tensor in assert_decoded_alike(data, tmp_path).tensors}
@@ -155,7 +155,7 @@ def test_logarithmic_norms_whose_terms_cancel_stay_within_the_tolerance() -> Non
 
 @given(data=st.data(), seed=st.integers(0, 2**32))
 @settings(max_examples=25)
-def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
+def test_arbitrary_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int) -> None:
     # What a codec needs of a basis is not in its files.
     codec = data.draw(codecs(bounded=False).filter(lambda codec: not codec.bases_needed))
     source = random.Random(seed)
@@ -185,7 +185,7 @@ def test_any_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFactory,
     st.integers(0, 999),
 )
 @settings(max_examples=15)
-def test_any_levels_of_transform(
+def test_arbitrary_levels_of_transform(
     tmp_path_factory: pytest.TempPathFactory, heads: int, dim: int, scope: str, side: str, step: int, seed: int
 ) -> None:
     source = random.Random(seed)
@@ -202,7 +202,7 @@ def test_any_levels_of_transform(
 
 
 @given(packing=packings(), seed=st.integers(0, 2**32))
-def test_any_packing(packing: Columns, seed: int) -> None:
+def test_arbitrary_packings(packing: Columns, seed: int) -> None:
     digits = random_digits(packing, packing.symbols, (2,), random.Random(seed))
     planes = [plane.to(torch.int32).tolist() for plane in packing.pack([digit.to(torch.int32) for digit in digits])]
     columns = SecondColumns(packing.symbols, packing.bases, packing.fields, packing.alphabets)
@@ -218,7 +218,7 @@ def test_digests_around_every_branch_of_xxh3() -> None:
         assert xxh3_128(data[:length]) == xxhash.xxh3_128_digest(data[:length]), length
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_command_line(tmp_path: Path) -> None:
     data = bytearray((FOLDER / "group-2-bits.kvpack").read_bytes())
     path = tmp_path / "file.kvpack"
     path.write_bytes(data)
@@ -238,7 +238,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", KINDS)
-def test_flipped_lost_and_added_bytes_are_refused(kind: str) -> None:
+def test_flipped_missing_and_extra_bytes_are_refused(kind: str) -> None:
     data = small_file(kind)
     source = random.Random(kind)
     for at in sorted({*range(0, len(data), 29), *range(len(data) - 40, len(data)), *range(60)}):
@@ -461,7 +461,7 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_with_right_digests_is_refused_or_accepted_alike(name: str) -> None:
+def test_changes_with_correct_digests_are_treated_alike(name: str) -> None:
     codec, change, rule, error = CHANGES[name]
     original = one_side(codec)
     parts = Parts.of(original)
@@ -484,7 +484,7 @@ def other_forms(packed: bytes, start: int) -> Iterator[bytes]:
     yield packed[:-1]
 
 
-def test_a_header_that_is_not_canonical_is_refused() -> None:
+def test_a_noncanonical_header_is_refused() -> None:
     parts = Parts.of(one_side(GROUP))
     packed = msgpack.packb(parts.header)
     start = packed.index(b"\xa5start") + 6
@@ -499,7 +499,7 @@ def test_a_header_that_is_not_canonical_is_refused() -> None:
         assert refused_alike(parts.joined(packed.replace(b"\xa4test", text))), text
 
 
-def test_any_byte_of_a_header_with_right_digests() -> None:
+def test_changed_header_bytes_with_correct_digests() -> None:
     source = random.Random(5)
     accepted = 0
     for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDECARS, BLOCKS):
@@ -512,7 +512,7 @@ def test_any_byte_of_a_header_with_right_digests() -> None:
     assert accepted > 5
 
 
-def test_any_bit_of_the_payload_with_right_digests() -> None:
+def test_changed_payload_bits_with_correct_digests() -> None:
     source = random.Random(6)
     refused = accepted = 0
     for codec in (GROUP, QUATERNION, OCTAHEDRAL, ANGLE, RAW, SIDECARS, BLOCKS):
@@ -543,14 +543,14 @@ def test_any_bit_of_the_payload_with_right_digests() -> None:
     ],
     ids=["2", "two digits", "0", "leading zero", "number", "format"],
 )
-def test_another_version_is_refused_whatever_else_the_file_holds(old: str, new: str, error: str) -> None:
+def test_another_version_is_refused_whatever_else_the_file_contains(old: str, new: str, error: str) -> None:
     data = small_file("raw").replace(old.encode(), new.encode())
     rule, found = verdict(data)
     assert rule == "container.md, JSON header"
     assert found == error
 
 
-def test_a_pad_that_is_not_zero_is_refused() -> None:
+def test_a_nonzero_pad_is_refused() -> None:
     parts = Parts.of(one_side(GROUP))
     parts.header["recipe"] = "a recipe of another length"
     data = bytearray(parts.joined())
@@ -560,14 +560,14 @@ def test_a_pad_that_is_not_zero_is_refused() -> None:
     assert verdict(bytes(data)) == ("container.md, Tensors and alignment", "InvalidPayload")
 
 
-def test_a_frame_of_no_content_is_a_tensor_without_bytes() -> None:
+def test_an_empty_frame_is_a_tensor_without_bytes() -> None:
     parts = Parts.of(one_side(RAW, runs=()))
     frame(compressed)(parts)
     assert parts.header["tensors"][0][2:4] == [[1, 2, 0, 3], "zstd"]
     assert not refused_alike(parts.joined())
 
 
-def test_a_cache_is_no_basis() -> None:
+def test_a_cache_is_not_a_basis() -> None:
     def by(basis: bytes) -> Any:
         codec = Klt.of(16, hashlib.sha256(basis).digest(), 0, "k", b"\2")
         return decoder.read(one_side(codec), None, [basis])
@@ -579,7 +579,7 @@ def test_a_cache_is_no_basis() -> None:
         by(parts.joined())
 
 
-def test_without_a_decompressor_a_frame_is_refused_by_name() -> None:
+def test_a_frame_is_refused_by_name_without_a_decompressor() -> None:
     parts = Parts.of(one_side(RAW))
     frame(compressed)(parts)
     with pytest.raises(decoder.Refused, match=r"0\.k\.values: no decompressor was given"):

@@ -29,7 +29,7 @@ def unpacked(data: bytes) -> list[Any]:
     return list(unpacker)
 
 
-def test_the_rows_are_the_file() -> None:
+def test_rows_cover_the_file() -> None:
     at = 0
     for offset, text, _ in ROWS:
         assert int(offset) == at
@@ -37,7 +37,7 @@ def test_the_rows_are_the_file() -> None:
     assert b"".join(row_bytes(text) for _, text, _ in ROWS) == FILE.read_bytes()
 
 
-def test_what_rows_say_is_in_their_bytes() -> None:
+def test_rows_describe_their_bytes() -> None:
     seen = 0
     for _, text, meaning in ROWS:
         data = row_bytes(text)
@@ -63,7 +63,7 @@ def test_what_rows_say_is_in_their_bytes() -> None:
     assert seen == 10 + 4 + 4 + 2 + 19
 
 
-def test_the_values_are_those_of_the_vector() -> None:
+def test_values_equal_those_of_the_vector() -> None:
     rows = re.findall(r"^\| (\d) \| (\d) \| (.+) \|$", TEXT, re.MULTILINE)
     values = [float(value) for _, _, row in rows for value in row.split()]
     expected = numpy.fromfile(FILE.with_suffix(".f32"), "<f4")

@@ -27,7 +27,7 @@ def test_headers_of_every_form() -> None:
     assert {frame.size_bytes for frame in frames()} == {1, 2, 4, 8}
 
 
-def test_blocks_of_every_type_before_and_after_one_another() -> None:
+def test_blocks_of_every_type_next_to_each_other() -> None:
     pairs = {(a.kind, b.kind) for frame in frames() for a, b in zip(frame.blocks, frame.blocks[1:], strict=False)}
     assert {("raw", "compressed"), ("compressed", "raw"), ("compressed", "compressed"), ("compressed", "repeated")} <= pairs
 

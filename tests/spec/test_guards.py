@@ -52,14 +52,14 @@ def test_guards_are_found_in_every_module_that_checks() -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("path", [*LIBRARY, *MODULES], ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_share_of_the_guards_is_shown_by_a_file_or_by_the_test_that_the_list_names(path: Path) -> None:
+def test_a_share_of_the_guards_is_covered_by_a_file_or_by_the_listed_test(path: Path) -> None:
     for guard in guards_of(path):
         if zlib.crc32(guard.name.encode()) % SHARE == 0 and guard.name not in listed():
             assert caught_by_a_file(guard), f"no file shows what {guard.name} is for"
 
 
 @pytest.mark.scenario
-def test_a_guard_that_is_out_is_in_again_afterwards() -> None:
+def test_a_removed_guard_is_restored_afterwards() -> None:
     guard = next(guard for guard in all_guards() if guard.text == "actual != expected" and guard.where == "check_hash")
     assert caught_by_a_file(guard) == "invalid/digest-of-a-tensor.kvpack"
     assert all(reading.outcome() == reading.refusal for reading in readings(False) if "digest-of" in reading.name)
@@ -72,7 +72,7 @@ def test_a_memory_limit_holds_for_bytes_in_memory() -> None:
         container.open_bytes(data, memory_limit=len(data) - 1)
 
 
-def test_loading_makes_the_checks_of_verifying() -> None:
+def test_loading_makes_the_same_checks_as_verifying() -> None:
     """Verifying reads a file in pieces, and loading checks it on use: both must make the same checks."""
     for file, line in LINES.items():
         if "error" in line and "either" not in line:
@@ -89,7 +89,7 @@ def load(data: bytes, file: str) -> object:
     return Basis.of_bytes(data) if opened.header.is_basis else files.read(opened, basis=given)
 
 
-def test_no_writer_names_a_required_feature() -> None:
+def test_no_writer_can_name_a_required_feature() -> None:
     with pytest.raises(UnsupportedVersion, match="needs the feature 'new-feature'"):
         Contents(codecs=(), layers=(), required=("new-feature",))
 
@@ -101,7 +101,7 @@ def test_the_second_decoder_needs_a_decompressor() -> None:
 
 
 @pytest.mark.scenario
-def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> None:
+def test_refused_files_use_at_most_four_times_their_size_of_memory() -> None:
     """Memory beyond 8 MiB is bounded, because declared contents are not allocated before they are checked."""
     lines = {file: line for file, line in LINES.items() if "error" in line and "either" not in line}
     refused = {file: ((FOLDER / file).read_bytes(), load_basis(file)) for file in lines}
@@ -145,7 +145,7 @@ def test_no_file_that_is_refused_takes_more_memory_than_four_times_itself() -> N
     ],
     ids=str,
 )
-def test_what_several_guards_refuse_is_named_by_the_one_that_knows_the_parameter(
+def test_the_guard_that_knows_the_parameter_names_it(
     codec: Codec, change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=message):
@@ -153,7 +153,7 @@ def test_what_several_guards_refuse_is_named_by_the_one_that_knows_the_parameter
 
 
 @pytest.mark.parametrize(("codec", "name"), [(GROUP, "centre"), (OCTAHEDRAL, "rounding")], ids=["centre", "rounding"])
-def test_what_only_steers_an_encoder_is_checked_too(codec: Codec, name: str) -> None:
+def test_encoder_only_options_are_checked_too(codec: Codec, name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"{name} is 'other', expected one of"):
         dataclasses.replace(codec, **{name: "other"})  # type: ignore[arg-type]
 
@@ -173,7 +173,7 @@ def test_entries_are_named(entries: dict[object, int], message: str) -> None:
         parse_header(msgpack.packb(parts.header))
 
 
-def test_the_parts_of_a_frame_have_their_sizes() -> None:
+def test_parts_of_a_frame_have_their_sizes() -> None:
     codec = PageCodec("raw", PageGeometry(1, 1, 1, 8, None))
     for namespace, key in ((b"x", bytes(32)), (bytes(32), b"x")):
         with pytest.raises(InvalidParameter, match=f"namespace has {len(namespace)} bytes and key has {len(key)}, expected 32 and 32"):
@@ -203,7 +203,7 @@ def test_offsets_of_no_sequence_are_refused_in_a_file_without_sides() -> None:
         decoder.read(parts.joined())
 
 
-def test_no_row_is_longer_than_its_checksum_takes() -> None:
+def test_no_row_is_longer_than_its_checksum_supports() -> None:
     with pytest.raises(LimitExceeded, match="at most 4294967232 are allowed: use pages of fewer tokens"):
         PageCodec("raw", PageGeometry(64, 64, 4096, 128, 128))
 

@@ -33,13 +33,13 @@ def range_in(text: str) -> tuple[int, int] | None:
 
 
 @pytest.mark.parametrize("codec_id", CODECS)
-def test_the_table_has_the_stored_parameters_in_their_order(codec_id: str) -> None:
+def test_the_table_lists_stored_parameters_in_order(codec_id: str) -> None:
     stored = [one for one in dataclasses.fields(CODECS[codec_id]) if one.metadata.get("stored", True)]  # type: ignore[arg-type]
     assert [(name, type_name) for name, type_name, _ in rows_of(codec_id)] == [(one.name, TYPES[str(one.type)]) for one in stored]
 
 
 @pytest.mark.parametrize("codec_id", CODECS)
-def test_the_table_has_the_declared_values(codec_id: str) -> None:
+def test_the_table_lists_declared_values(codec_id: str) -> None:
     declared = {one.name: one.metadata for one in dataclasses.fields(CODECS[codec_id])}  # type: ignore[arg-type]
     compared = 0
     for name, type_name, text in rows_of(codec_id):

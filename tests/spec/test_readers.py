@@ -41,7 +41,7 @@ def test_a_reader_agrees_with_all_store_entries(name: str) -> None:
         assert list(spec_readers.entry_differences(reader)) == []
 
 
-def test_an_entry_of_another_class_is_a_difference(tmp_path: Path) -> None:
+def test_another_error_class_for_an_entry_is_a_difference(tmp_path: Path) -> None:
     answers = {name: "DigestMismatch" if line.get("damaged") else "Undecryptable" for name, line in spec_readers.entries().items()}
 
     def read(path: Path, bases: object = (), wanted: object = None) -> Answer:
@@ -78,14 +78,14 @@ def test_a_reader_refuses_values_of_other_types(name: str, tmp_path: Path) -> No
     assert wrong == []
 
 
-def test_a_refusal_of_another_class_is_a_difference() -> None:
+def test_another_error_class_is_a_difference() -> None:
     line = LINES[REFUSED]
     assert spec_readers._line_difference(Answer(line["error"], "container-11", None, {}), FOLDER, line) is None
     for answer in (Answer("Truncated", "container-4", None, {}), Answer("ok", "", numpy.zeros(0, "f4"), {})):
         assert spec_readers._line_difference(answer, FOLDER, line) is not None
 
 
-def test_other_values_and_other_facts_are_differences() -> None:
+def test_other_values_and_other_metadata_are_differences() -> None:
     line = LINES[DECODED]
     values = Expected.of(FOLDER, line).values
     right = Answer("ok", "", values, {"offsets": None, "hidden": [], "states": {}, "starts": [3]})
@@ -102,7 +102,7 @@ def test_other_values_and_other_facts_are_differences() -> None:
         assert spec_readers._line_difference(answer, FOLDER, line) is not None
 
 
-def test_a_reader_that_accepts_what_the_library_refuses_is_a_difference() -> None:
+def test_accepting_a_refused_file_is_a_difference() -> None:
     data = (FOLDER / DECODED).read_bytes()
     values = Expected.of(FOLDER, LINES[DECODED]).values
     accepting = SimpleNamespace(name="x", read=lambda path, bases: Answer("ok", "", values, {}))
@@ -115,7 +115,7 @@ def test_a_reader_that_accepts_what_the_library_refuses_is_a_difference() -> Non
     assert list(spec_readers.file_differences([accepting], bytes(damaged), [])) != []
 
 
-def test_a_reader_that_differs_in_a_packed_page_is_found() -> None:
+def test_a_difference_in_a_packed_page_is_found() -> None:
     folder = FOLDER.parent / "row-vectors"
     values = numpy.fromfile(folder / "raw.f32", "<f4")
     right = SimpleNamespace(name="x", read=lambda path, bases: Answer("ok", "", values, {}))

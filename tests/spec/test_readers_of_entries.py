@@ -51,7 +51,7 @@ console.log(JSON.stringify(answers));
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_entries_of_a_store(tmp_path: Path, encrypted: bool) -> None:
+def test_store_entries(tmp_path: Path, encrypted: bool) -> None:
     if reason := spec_readers.missing("javascript"):
         pytest.skip(reason)
     ids = prompt(2)

@@ -38,7 +38,7 @@ DECODED = [file for file, line in LINES.items() if "rule" not in line]
 REFUSED = [file for file, line in LINES.items() if "rule" in line]
 
 
-def test_no_vector_was_changed_added_or_lost() -> None:
+def test_vectors_were_not_changed_added_or_lost() -> None:
     assert {f"{name}.row" for name in vectors()} == set(LINES)
     listed = {MANIFEST.name: None}
     for file, line in LINES.items():
@@ -55,7 +55,7 @@ def test_no_vector_was_changed_added_or_lost() -> None:
     assert sum(path.stat().st_size for path in found.values()) <= 2**18
 
 
-def test_every_rule_that_a_row_can_show_has_a_vector() -> None:
+def test_every_testable_rule_of_rows_has_a_vector() -> None:
     kept = {kind: {n for n, rule in rules().items() if n.startswith("row-") and rule.kept_by == kind} for kind in ("refusal", "values")}
     for kind, files in (("refusal", REFUSED), ("values", DECODED)):
         assert {rule for file in files for rule in LINES[file]["rules"]} == kept[kind]
@@ -107,7 +107,7 @@ def test_both_readers_decode_a_row_to_its_values(file: str) -> None:
     assert sealed(again) == again
 
 
-def test_the_example_of_an_entry() -> None:
+def test_example_of_an_entry() -> None:
     row = (FOLDER / "raw.row").read_bytes()
     read = decoder.read_row(row)
     (size,) = struct.unpack_from("<I", row, 96)
@@ -117,7 +117,7 @@ def test_the_example_of_an_entry() -> None:
     assert f"[raw.row](row-vectors/raw.row) is the entry `{name.hex()}`" in (FOLDER.parent / "row.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_the_checksum() -> None:
+def test_example_of_the_checksum() -> None:
     text = (FOLDER.parent / "row.md").read_text(encoding="utf-8")
     sum_ = 0
     for word in (1, 2, 3):

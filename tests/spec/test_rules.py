@@ -19,7 +19,7 @@ def test_every_must_has_a_number(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", PAGES)
-def test_numbers_run_without_gaps_and_occur_once(prefix: str) -> None:
+def test_rule_numbers_are_consecutive_and_unique(prefix: str) -> None:
     numbers = [number for number, _, _ in marked(prefix)]
     assert sorted(numbers) == sorted(f"{prefix}-{n}" for n in range(1, len(numbers) + 1))
 
@@ -29,7 +29,7 @@ def test_every_page_is_numbered() -> None:
     assert pages <= {*(document for prefix in PAGES for document in documents(prefix)), "rules.md"}
 
 
-def test_the_table_has_every_rule() -> None:
+def test_the_table_lists_every_rule() -> None:
     listed = list(rules())
     assert listed == sorted(listed, key=lambda number: (listed_page(number), int(number.rpartition("-")[2])))
     assert set(listed) == {number for prefix in PAGES for number, _, _ in marked(prefix)}
@@ -42,7 +42,7 @@ def listed_page(number: str) -> int:
 
 
 @pytest.mark.parametrize("number", rules())
-def test_a_row_of_the_table(number: str) -> None:
+def test_row_of_the_table(number: str) -> None:
     rule = rules()[number]
     assert rule.kept_by in KEPT_BY
     assert bool(rule.errors) == (rule.kept_by == "refusal")
@@ -50,7 +50,7 @@ def test_a_row_of_the_table(number: str) -> None:
         assert issubclass(getattr(errors, name), errors.KvpackError)
 
 
-def test_the_classes_of_refusals_are_those_of_the_library() -> None:
+def test_error_classes_are_those_of_the_library() -> None:
     text = (SPEC / "README.md").read_text(encoding="utf-8")
     classes = re.findall(r"^\| `(\w+)` \|", text[text.index("### Refusals") : text.index("### Writers")], re.MULTILINE)
     assert {error for rule in rules().values() for error in rule.errors} == set(classes)
@@ -60,7 +60,7 @@ def test_the_classes_of_refusals_are_those_of_the_library() -> None:
     assert set(classes) == refusing - {"Undecryptable"}
 
 
-def test_rules_that_the_text_names_exist() -> None:
+def test_rules_named_in_the_text_exist() -> None:
     for path in SPEC.rglob("*.md"):
         for text in re.findall(r"\brules? ((?:[a-z-]+-\d+(?:, | and )?)+)", path.read_text(encoding="utf-8")):
             for number in re.findall(r"[a-z-]+-\d+", text):

@@ -52,7 +52,7 @@ def test_every_codec_has_a_page_and_a_row() -> None:
         assert f"Codec id `{row['codec']}`, status {row['status']}." in PAGES[row["codec"]].read_text(encoding="utf-8")
 
 
-def test_what_is_stable_stays_so() -> None:
+def test_stable_parts_stay_stable() -> None:
     """A stable part must keep reading existing files, so the word must not be withdrawn."""
     text = section(SPEC / "changes.md", "Status")
     status = {row["part"]: row["status"] for row in table(text, "part", "what it defines", "status")}
@@ -66,7 +66,7 @@ def test_what_is_stable_stays_so() -> None:
 
 
 @pytest.mark.parametrize("codec_id", sorted(CODECS))
-def test_a_codecs_page_has_the_headings_in_order_and_the_parameters_of_the_code(codec_id: str) -> None:
+def test_codec_pages_have_ordered_headings_and_the_parameters_of_the_code(codec_id: str) -> None:
     text = PAGES[codec_id].read_text(encoding="utf-8")
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert headings == HEADINGS
@@ -80,7 +80,7 @@ def test_a_codecs_page_has_the_headings_in_order_and_the_parameters_of_the_code(
     assert [next(iter(row.values())) for row in rows] == stored
 
 
-def test_the_text_is_no_longer_than_its_limits() -> None:
+def test_the_text_is_within_its_length_limits() -> None:
     normative, informative = (sum(words.values()) for words in counts().values())
     assert 0 < normative <= MAX_NORMATIVE
     assert 0 < informative <= MAX_INFORMATIVE
@@ -97,7 +97,7 @@ def test_dtypes() -> None:
     assert {row["dtype"]: int(row["bytes"]) for row in rows} == DTYPE_BYTES
 
 
-def test_limits_of_packing() -> None:
+def test_packing_limits() -> None:
     rows = table(section(SPEC / "packing.md", "Bit packing"), "limit of packing", "value")
     found = {row["limit of packing"]: eval_power(row["value"]) for row in rows}
     assert found == {
@@ -122,7 +122,7 @@ def parsed_packing(text: str) -> Columns:
 
 
 @pytest.mark.parametrize("row", tables(section(SPEC / "test-values.md", "Examples in hexadecimal"))[0], ids=lambda row: row["packing"])
-def test_examples_of_packing(row: dict[str, str]) -> None:
+def test_packing_examples(row: dict[str, str]) -> None:
     packing = parsed_packing(row["packing"])
     digits = [list(map(int, digit.split())) for digit in row["digits of the symbols"].split(";")]
     planes = packing.pack([torch.tensor([digit]) for digit in digits])
@@ -131,7 +131,7 @@ def test_examples_of_packing(row: dict[str, str]) -> None:
     assert [digit[0].tolist() for digit in packing.unpack([torch.tensor([words], dtype=torch.uint16) for words in stored])] == digits
 
 
-def test_the_lettered_example() -> None:
+def test_lettered_example() -> None:
     text = section(SPEC / "test-values.md", "Example: 3-bit symbols")
     packing = parsed_packing(re.findall(r"columns\([^)]*\)", text)[0])
     letters = re.findall(r"`((?:[A-Za-z]{3} ?)+)`", text)
@@ -153,7 +153,7 @@ def test_the_lettered_example() -> None:
 
 
 @given(packings())
-def test_the_size_formula(packing: Columns) -> None:
+def test_size_formula(packing: Columns) -> None:
     assert "2·(W·(Q div 2) + ⌈W / 2⌉·(Q mod 2))" in section(SPEC / "packing.md", "Bit packing")
     w, q = math.ceil(packing.symbols / packing.fields), packing.column_bytes
     assert packing.row_bytes == 2 * (w * (q // 2) + math.ceil(w / 2) * (q % 2))
@@ -161,7 +161,7 @@ def test_the_size_formula(packing: Columns) -> None:
 
 @pytest.mark.parametrize("base", [2, 3, 4, 8, 9, 16, 32, 48, 64, 100, 128, 256, 1024, 65536], ids=str)
 @pytest.mark.parametrize("symbols", [1, 5, 21, 43, 64, 128], ids=str)
-def test_the_rule_for_the_default_fields(symbols: int, base: int) -> None:
+def test_rule_for_default_fields(symbols: int, base: int) -> None:
     def rank(fields: int) -> tuple[int, bool, int, int]:
         packing = Columns(symbols, (base,), fields)
         return packing.row_bytes, packing.column_bytes < 2, packing.column_bytes, fields
@@ -227,7 +227,7 @@ def test_ranges_of_raw_and_group() -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("tokens", [1, 32, 45], ids=str)
-def test_the_size_formulas_of_group(tokens: int, axis: str) -> None:
+def test_size_formulas_of_group(tokens: int, axis: str) -> None:
     codec = create("group", 80, b="3", g="32", axis=axis, token_scale="fp32")
     layout = codec.layout(1, 1, tokens)
     row, size = codec.packings()["codes"].row_bytes, 32
@@ -277,7 +277,7 @@ def test_worked_examples(page: Path) -> None:
         assert codec.unpack(stream, streams)[0][0, 0].tolist() == codes
 
 
-def test_the_worked_example_of_the_coder() -> None:
+def test_worked_example_of_the_entropy_coder() -> None:
     text = section(SPEC / "rans.md", "Worked example")
     frequencies = numpy.array([[int(row["f(s)"]) for row in table(text, "symbol s", "f(s)", "b(s)")]])
     starts = [int(row["b(s)"]) for row in table(text, "symbol s", "f(s)", "b(s)")]

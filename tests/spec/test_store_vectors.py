@@ -21,7 +21,7 @@ from spec.generate.store_vectors import FOLDER, MANIFEST, described, manifest, p
 LINES = manifest()
 
 
-def test_no_vector_was_changed_added_or_lost() -> None:
+def test_vectors_were_not_changed_added_or_lost() -> None:
     assert {f"{name}.entry" for name in vectors()} == set(LINES)
     assert {path.name for path in FOLDER.iterdir()} == {*LINES, MANIFEST.name}
     for file, line in LINES.items():
@@ -67,7 +67,7 @@ def root(identity: dict[str, str]) -> bytes:
 
 
 @pytest.mark.parametrize("file", LINES)
-def test_the_library_reads_an_entry_or_takes_it_as_absent(file: str) -> None:
+def test_the_library_reads_entries_or_treats_them_as_absent(file: str) -> None:
     line = LINES[file]
     if "file" in line:
         assert read(file, line) == (FOLDER / line["file"]).read_bytes()
@@ -78,7 +78,7 @@ def test_the_library_reads_an_entry_or_takes_it_as_absent(file: str) -> None:
         assert isinstance(refused.value, (Undecryptable, UnsupportedVersion)) != line["damaged"]
 
 
-def test_a_payload_without_tensors_has_the_digest_of_no_bytes() -> None:
+def test_a_payload_without_tensors_has_the_digest_of_an_empty_string() -> None:
     empty = Contents(codecs=(), layers=())
     data = container.to_bytes(empty, {})
     expected = payload_digest(empty, {})

@@ -32,7 +32,7 @@ MAX_BYTES = 10 << 20
 of it, and vectors at a limit of the format take up to 200 kB each."""
 
 
-def test_no_vector_was_changed_added_or_lost() -> None:
+def test_vectors_were_not_changed_added_or_lost() -> None:
     listed = {MANIFEST.relative_to(FOLDER).as_posix(): None}
     for file, line in LINES.items():
         listed[file] = line["sha256"]
@@ -50,7 +50,7 @@ def test_no_vector_was_changed_added_or_lost() -> None:
     assert sum(path.stat().st_size for path in found.values()) <= MAX_BYTES
 
 
-def test_every_vector_is_listed_as_it_is_defined() -> None:
+def test_every_vector_is_listed_as_defined() -> None:
     assert len(set(LINES) - set(DEFINED)) == FINISHED, "a vector is lost, or has lost what writes it"
     assert set(DEFINED) <= set(LINES)
     for file, vector in DEFINED.items():
@@ -60,7 +60,7 @@ def test_every_vector_is_listed_as_it_is_defined() -> None:
 @pytest.mark.parametrize(
     "number", [number for number, rule in rules().items() if rule.kept_by in ("refusal", "values") and not number.startswith("row-")]
 )
-def test_every_rule_that_a_file_can_show_has_a_vector(number: str) -> None:
+def test_every_testable_rule_of_files_has_a_vector(number: str) -> None:
     shown = [file for file, line in LINES.items() if number in line["rules"]]
     wanted = REFUSED if rules()[number].kept_by == "refusal" else DECODED
     assert set(shown) & set(wanted), f"no vector for {number}"
@@ -83,7 +83,7 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", [file for file in REFUSED if LINES[file]["rules"][0] in NEEDS_NO_BASIS and "basis" in LINES[file]])
-def test_what_needs_no_basis_is_refused_without_it(file: str) -> None:
+def test_rules_that_need_no_basis_are_enforced_without_it(file: str) -> None:
     data = (FOLDER / file).read_bytes()
     with pytest.raises(decoder.Refused) as refused:
         decoder.read(data)
@@ -92,14 +92,14 @@ def test_what_needs_no_basis_is_refused_without_it(file: str) -> None:
         container.open_bytes(data).verify()
 
 
-def test_every_line_says_what_readers_of_the_profile_core_do() -> None:
+def test_every_manifest_line_describes_core_readers() -> None:
     for file, line in LINES.items():
         keys = ("profile", "core") if "error" in line else ("core",)
         assert {key: line[key] for key in keys if key in line} == of_core(file, line), file
 
 
 @pytest.mark.parametrize("file", EITHER)
-def test_what_a_reader_may_decode_is_refused_by_its_class_or_accepted(file: str) -> None:
+def test_optional_vectors_are_refused_with_their_class_or_accepted(file: str) -> None:
     data = (FOLDER / file).read_bytes()
     assert decoder.read(data, lambda frame, size: bytes(size)).layers
     with contextlib.suppress(decoder.Refused):
@@ -109,7 +109,7 @@ def test_what_a_reader_may_decode_is_refused_by_its_class_or_accepted(file: str)
         container.open_bytes(data).verify()
 
 
-def test_what_a_reader_may_decode_is_named_by_a_correction() -> None:
+def test_optional_vectors_are_named_by_a_correction() -> None:
     corrections = (FOLDER.parent / "changes.md").read_text(encoding="utf-8").partition("## Corrections")[2]
     assert EITHER == [
         "invalid/zstd-block-offset-0.kvpack",
@@ -177,7 +177,7 @@ def check_ids(file: str, cache: Cache | None) -> None:
         assert list(known)[: len(given or [])] == given if given is not None else cache.inputs.undetermined == (NOT_READABLE,)
 
 
-def test_tolerances_are_those_of_the_pages_rounded_down() -> None:
+def test_tolerances_are_those_of_the_specification_rounded_down() -> None:
     """The second decoder evaluates the formulas of the pages in binary64."""
     for file in DECODED:
         bounds = numpy.array([tolerance for side in sides_of(read(file)) for tolerance in side.tolerances])
@@ -185,7 +185,7 @@ def test_tolerances_are_those_of_the_pages_rounded_down() -> None:
         assert ((given <= bounds) & (given >= bounds * (1 - 2**-23))).all(), file
 
 
-def test_a_value_that_is_off_by_twice_its_tolerance_differs() -> None:
+def test_an_error_of_twice_the_tolerance_is_a_difference() -> None:
     """Tests each value separately, in both directions; an exact value is changed to the next binary32."""
     for file in DECODED:
         expected = Expected.of(FOLDER, LINES[file])

@@ -56,7 +56,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any,
         yield tmp_path / "store", options
 
 
-def test_a_getter_without_the_basis_has_it_from_the_store(place: tuple[Any, dict[str, Any]]) -> None:
+def test_a_reader_without_the_basis_gets_it_from_the_store(place: tuple[Any, dict[str, Any]]) -> None:
     location, options = place
     with without_basis(location, **options) as store:
         assert store.load(IDS) == (0, None)
@@ -85,7 +85,7 @@ def test_a_getter_without_the_basis_has_it_from_the_store(place: tuple[Any, dict
 
 
 @pytest.mark.parametrize("text", ["klt-2", "kv=transform:bits=4,chunk=16"])
-def test_both_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path) -> None:
+def test_both_page_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: Path) -> None:
     shapes, scopes = {(0, "k"): (2, 16), (0, "v"): (2, 16)}, {(0, "k"): "layer", (0, "v"): "head"}
     basis, other = (Basis.of_bytes(random_basis(shapes, 1, seed=seed, scopes=scopes)) for seed in ("", "other"))
     recipe = kvpack.Recipe(text, basis)
@@ -144,7 +144,7 @@ def test_a_basis_of_another_model_is_refused(tmp_path: Path) -> None:
     assert held(tmp_path) == (1, 3), "it is whole, and others need it"
 
 
-def test_entries_whose_basis_is_nowhere_are_a_miss(tmp_path: Path) -> None:
+def test_entries_with_a_missing_basis_are_misses(tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         save(store, IDS)
     os.unlink(_path(tmp_path))
@@ -162,7 +162,7 @@ def test_entries_whose_basis_is_nowhere_are_a_miss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["a flipped bit", "cut", "empty", "junk", "another basis", "an entry", "a folder"])
 @pytest.mark.parametrize("found_by", ["a getter", "the next put"])
-def test_a_damaged_basis_is_a_miss_and_written_anew(harm: str, found_by: str, tmp_path: Path) -> None:
+def test_a_damaged_basis_is_a_miss_and_is_rewritten(harm: str, found_by: str, tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         whole = save(store, IDS)
     path = _path(tmp_path)
@@ -187,7 +187,7 @@ def test_a_damaged_basis_is_a_miss_and_written_anew(harm: str, found_by: str, tm
         assert same(store.load(IDS)[1], whole)
 
 
-def test_a_damaged_basis_in_one_tier_is_read_from_the_next(tmp_path: Path) -> None:
+def test_a_basis_damaged_in_one_tier_is_read_from_the_next(tmp_path: Path) -> None:
     tiers = [tmp_path / "fast", tmp_path / "slow"]
     with with_basis(tiers) as store:
         whole = save(store, IDS)
@@ -244,7 +244,7 @@ def _evict_all(location: Any, options: dict[str, Any]) -> None:
     assert (1, 1) in left or (1, 2) in left
 
 
-def test_the_basis_counts_and_nothing_is_stored_without_it(tmp_path: Path) -> None:
+def test_the_basis_counts_toward_the_budget_and_is_stored_first(tmp_path: Path) -> None:
     with with_basis(tmp_path, max_bytes=len(BASIS.data) - 1) as store:
         assert store.save(IDS, cache(len(IDS))) == 0
         assert store.counters()["refused_chunks"] == 1
@@ -261,7 +261,7 @@ def test_the_basis_counts_and_nothing_is_stored_without_it(tmp_path: Path) -> No
     assert held(tmp_path)[0] == 1
 
 
-def test_a_pin_keeps_the_basis_too(tmp_path: Path) -> None:
+def test_a_pin_also_keeps_the_basis(tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         whole = save(store, IDS)
         assert store.pin(IDS) == 3 * CHUNK
@@ -275,7 +275,7 @@ def test_a_pin_keeps_the_basis_too(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
-def test_collecting_removes_a_basis_that_nobody_needs(tmp_path: Path) -> None:
+def test_gc_removes_an_unused_basis(tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         save(store, IDS)
         other = load_basis("other")
@@ -297,7 +297,7 @@ def test_collecting_removes_a_basis_that_nobody_needs(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
-def test_collecting_keeps_a_basis_while_an_entry_cannot_be_told(tmp_path: Path) -> None:
+def test_gc_keeps_a_basis_while_an_entry_is_unreadable(tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         save(store, IDS)
         keys = store.keys(IDS)
@@ -320,7 +320,7 @@ def _packed(basis: Basis) -> kvpack.Cache:
     return kvpack.pack(random_pairs(2, len(IDS), heads=2, dims=(16, 16)), kvpack.Recipe("klt-2", basis))
 
 
-def test_keys_that_rotate_have_a_basis_each(tmp_path: Path) -> None:
+def test_each_encryption_key_has_its_own_basis_entry(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     with with_basis(tmp_path, encryption=KEYS) as store:
         whole = save(store, IDS)
@@ -355,7 +355,7 @@ def test_a_load_uses_the_basis_before_the_chunks(tmp_path: Path) -> None:
     assert min(times) > 10**18
 
 
-def test_a_basis_is_looked_for_once_there_is_something_to_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_basis_is_only_looked_up_if_there_is_something_to_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(StoredBasis, "get", lambda self: asked.append(self))
     with without_basis(tmp_path) as store:
@@ -370,7 +370,7 @@ def test_recipes_without_a_basis_have_none(tmp_path: Path) -> None:
         assert store.stats()["entries"] == 3
 
 
-def test_the_entry_is_the_file_of_the_basis(tmp_path: Path) -> None:
+def test_the_entry_is_the_basis_file(tmp_path: Path) -> None:
     with with_basis(tmp_path) as store:
         save(store, IDS)
     assert _path(tmp_path).read_bytes() == bytes(BASIS.data)

@@ -182,7 +182,7 @@ def _use_at_random(folder: Path, seed: int) -> None:
                 store.collect()
 
 
-def test_writers_that_race_and_are_killed_leave_readable_entries(folder: Path) -> None:
+def test_racing_and_killed_writers_leave_readable_entries(folder: Path) -> None:
     """There are more prompts than fit, in processes killed at random: all reads are correct, and the store continues to work."""
     choice = random.Random(0)
     children = []

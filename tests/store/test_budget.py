@@ -76,7 +76,7 @@ def most_held(folder: Path, writers: list[Any]) -> int:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
+def test_the_budget_holds_at_all_times(kind: str, tmp_path: Path) -> None:
     """There are more writers than entries that fit: none writes before there is room."""
     results = FORK.Queue()
     made: Any = FORK.Process if kind == "processes" else threading.Thread
@@ -93,7 +93,7 @@ def test_the_budget_holds_at_every_moment(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("mutant", ["counts after writing", "counts no unfinished file"])
-def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_violated_budget_is_noticed(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mutant == "counts after writing":
         monkeypatch.setattr(eviction.Reservation, "acquire", lambda self, descriptor: None)
     else:
@@ -109,7 +109,7 @@ def test_a_budget_that_does_not_hold_is_seen(mutant: str, tmp_path: Path, monkey
     assert any(most_of(tmp_path / str(attempt)) > BUDGET for attempt in range(ATTEMPTS))
 
 
-def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_count_includes_the_size_of_unfinished_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that counts the folder therefore includes the bytes that a writer has yet to write."""
     backend = Directory(tmp_path, Counters(), max_bytes=BUDGET)
     real, seen = eviction.Reservation.acquire, []
@@ -128,7 +128,7 @@ def test_an_unfinished_file_is_as_long_as_what_it_takes(tmp_path: Path, monkeypa
     assert seen == [len(HEAD) + 5000] * 2
 
 
-def test_the_count_stays_small(tmp_path: Path) -> None:
+def test_the_count_file_stays_small(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_bytes=10**8)
     ids, whole = prompt(2), cache(2 * CHUNK + 5)
     lengths = set()
@@ -140,7 +140,7 @@ def test_the_count_stays_small(tmp_path: Path) -> None:
     assert store._backend._usage.read().total == 0
 
 
-def test_a_count_of_an_earlier_version_is_counted_afresh(tmp_path: Path) -> None:
+def test_a_count_by_an_earlier_version_is_recomputed(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_bytes=10**8)
     save(store, prompt(2))
     stored = held(tmp_path)
@@ -149,7 +149,7 @@ def test_a_count_of_an_earlier_version_is_counted_afresh(tmp_path: Path) -> None
     assert store._backend._usage.read().total == held(tmp_path) > stored
 
 
-def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_from_before_a_reboot_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power loss, it may be older than the entries."""
     store = open_store(tmp_path, max_bytes=10**8)
     save(store, prompt(1))
@@ -161,7 +161,7 @@ def test_a_count_from_before_the_machine_was_started_is_counted_afresh(tmp_path:
     assert store._backend._usage.read().total == held(tmp_path)
 
 
-def test_what_is_given_back_is_not_given_back_twice(tmp_path: Path) -> None:
+def test_released_bytes_are_not_released_twice(tmp_path: Path) -> None:
     """A count that began after an entry was removed does not include it."""
     counted = disk_usage.DiskUsage(str(tmp_path / "usage"), lambda _: None)
     counted.replace(1000, None)
@@ -179,7 +179,7 @@ def test_what_is_given_back_is_not_given_back_twice(tmp_path: Path) -> None:
     assert counted.read().total == 850
 
 
-def test_a_writer_that_dies_keeps_no_room(tmp_path: Path) -> None:
+def test_a_dead_writer_reserves_no_bytes(tmp_path: Path) -> None:
     def die(folder: str) -> None:
         eviction.Reservation.acquire = lambda self, descriptor: (real(self, descriptor), os._exit(9))  # type: ignore[method-assign]
         write(folder, 1, 1)
@@ -196,7 +196,7 @@ def test_a_writer_that_dies_keeps_no_room(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "unfinished") == []
 
 
-def test_a_stopped_writer_that_holds_the_count_stalls_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_writer_that_locks_the_count_blocks_others_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_usage, "WAIT_SECONDS", 0.05)
     store = open_store(tmp_path, max_bytes=10**8)
     save(store, prompt(1))

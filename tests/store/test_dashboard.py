@@ -14,7 +14,7 @@ DASHBOARD = Path(kvpack.__file__).parent / "guides" / "grafana-dashboard.json"
 _METRIC = re.compile(r"kvpack_store_\w+")
 
 
-def test_every_metric_and_label_is_there(tmp_path: Path) -> None:
+def test_every_metric_and_label_exists(tmp_path: Path) -> None:
     store = open_store([tmp_path / "fast", tmp_path / "slow"])
     save(store, prompt(2))
     Path(entry_of(open_store(tmp_path / "fast"), prompt(2), 0)).write_bytes(b"damaged")

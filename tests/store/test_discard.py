@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DAMAGE = {"DigestMismatch", "InvalidHeader", "InvalidPayload", "NotKvpack", "Truncated", "NotConsecutive"}
 
 
-def test_damage_is_a_fault_of_bytes_and_nothing_else() -> None:
+def test_only_damaged_bytes_count_as_damage() -> None:
     classes = [found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, kvpack.KvpackError)]
     assert {found.__name__ for found in classes if is_damage(found("text"))} == DAMAGE
     assert not any(map(is_damage, [MemoryError(), OSError(errno.EIO, "text"), ValueError("text"), KvpackErrorOfALaterVersion("text")]))
@@ -43,7 +43,9 @@ REFUSALS = [
 
 @pytest.mark.parametrize("error", REFUSALS, ids=repr)
 @pytest.mark.parametrize("step", ["read", "concat"])
-def test_what_the_reader_lacks_removes_nothing(step: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_kept_if_the_reader_lacks_something(
+    step: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
 
@@ -58,7 +60,7 @@ def test_what_the_reader_lacks_removes_nothing(step: str, error: Exception, tmp_
     assert same(store.load(ids)[1], whole)
 
 
-def test_a_read_that_ends_early_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_read_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is truncated during a read, as another user may do, was not read completely."""
     store, ids = open_store(tmp_path), prompt(2)
     whole = save(store, ids)
@@ -85,7 +87,7 @@ def _of_another_codec(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [_of_a_later_version, _of_another_codec])
-def test_an_entry_of_a_later_version_stays(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_an_entry_of_a_later_version_is_kept(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
     path = entry_of(store, ids, 1)
@@ -102,7 +104,7 @@ def test_an_entry_of_a_later_version_stays(change: Callable[[bytes], bytes], tmp
         assert file.read() == later
 
 
-def test_an_encrypted_entry_stays_where_no_key_is_given(tmp_path: Path) -> None:
+def test_an_encrypted_entry_is_kept_if_no_key_is_given(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     secret, ids = open_store(tmp_path, encryption={"k": bytes(32)}), prompt(2)
     save(secret, ids)

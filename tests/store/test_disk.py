@@ -25,7 +25,7 @@ def on_disk(folder: Path) -> int:
 
 
 @pytest.mark.scenario
-def test_small_rows_take_whole_blocks(tmp_path: Path) -> None:
+def test_small_rows_take_complete_blocks(tmp_path: Path) -> None:
     pages = kvpack.pages.PageBuffer(GEOMETRY, *(torch.randn(1, 1, 1, 16, 32).bfloat16() for _ in range(2)))
     with kvpack.PageStore(tmp_path / "store", PAGES, GEOMETRY, max_bytes=1_500_000) as store:
         for number in range(700):
@@ -37,7 +37,7 @@ def test_small_rows_take_whole_blocks(tmp_path: Path) -> None:
     assert 0.7 * 1_500_000 < on_disk(tmp_path / "store") <= 1.05 * 1_500_000
 
 
-def test_the_count_is_what_the_disk_says(tmp_path: Path) -> None:
+def test_the_count_equals_the_disk_usage(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store", max_bytes=10**8)
     for seed in range(4):
         save(store, prompt(3, seed=seed))
@@ -61,14 +61,14 @@ def test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path: Path) -> None
     assert large.counters()["faults"] == small.counters()["faults"] == {}
 
 
-def test_a_smaller_budget_stores_while_there_is_room_for_it(tmp_path: Path) -> None:
+def test_a_store_with_a_smaller_budget_stores_while_there_is_space(tmp_path: Path) -> None:
     large, small = (open_store(tmp_path, max_bytes=size) for size in (2_000_000, 400_000))
     save(large, prompt(3))
     save(small, prompt(3, seed=1))
     assert small.counters()["evicted_entries"] == 0
 
 
-def test_a_budget_that_nobody_uses_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_budget_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = (open_store(tmp_path, max_bytes=size) for size in (1_000_000, 300_000))
     save(large, prompt(40))
     monkeypatch.setattr(disk_usage, "LIMIT_SECONDS", -1)
@@ -86,13 +86,13 @@ def test_gc_evicts_to_its_own_budget(tmp_path: Path) -> None:
     assert on_disk(tmp_path) <= 1.05 * 300_000
 
 
-def test_without_the_rule_the_smaller_budget_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_budget_evicts_without_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_usage.UsageCount, "effective_budget", lambda self, budget: budget)
     with pytest.raises(AssertionError):
         test_a_smaller_budget_evicts_nothing_of_a_larger_one(tmp_path)
 
 
-def test_machines_on_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_use_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each machine counts the folder once after it boots, and not again because another has put entries."""
     rounds: list[bytes] = []
     real = Evictor._try_round
@@ -110,7 +110,7 @@ def test_machines_on_one_folder_share_a_count(tmp_path: Path, monkeypatch: pytes
     assert on_disk(tmp_path) <= stores[0]._backend._usage.read().total
 
 
-def test_the_count_remembers_some_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_count_remembers_a_few_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, max_bytes=10**8)
     sizes = set()
     for number in range(40):
@@ -141,13 +141,13 @@ def test_a_copy_keeps_the_order_of_ancestors(tmp_path: Path) -> None:
     assert len(found) == left, "every entry that stays is found"
 
 
-def test_without_its_order_a_copy_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_without_its_order_is_useless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_usage.DiskUsage, "is_copy", lambda self: False)
     with pytest.raises(AssertionError, match="every entry that stays is found"):
         test_a_copy_keeps_the_order_of_ancestors(tmp_path)
 
 
-def test_entries_that_are_on_the_disk_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_on_disk_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads overlap. A missing entry ends the prefix as before, and an unreadable one is counted once."""
     ids = prompt(8)
     map_file, pairs = directory.map_file, threading.Barrier(2)

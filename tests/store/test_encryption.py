@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OLD, NEW = bytes(range(32)), bytes(range(16))
 
 
-def test_what_is_saved_is_loaded_with_the_key_alone(tmp_path: Path) -> None:
+def test_encrypted_entries_are_loaded_only_with_the_key(tmp_path: Path) -> None:
     ids = prompt(3)
     store = open_store(tmp_path, encryption={"old": OLD})
     whole = save(store, ids)
@@ -35,7 +35,7 @@ def test_what_is_saved_is_loaded_with_the_key_alone(tmp_path: Path) -> None:
     assert store.load(ids)[0] == 3 * CHUNK, "an entry of another key stays"
 
 
-def test_nothing_of_the_entry_is_in_the_clear(tmp_path: Path) -> None:
+def test_nothing_in_an_entry_is_readable_without_the_key(tmp_path: Path) -> None:
     store = open_store(tmp_path, encryption={"k": OLD})
     save(store, prompt(1))
     (path,) = entries(tmp_path)
@@ -60,7 +60,7 @@ def test_keys_rotate(tmp_path: Path) -> None:
     assert (after.load(ids)[0], after.load(more)[0]) == (0, 2 * CHUNK)
 
 
-def test_an_entry_takes_the_place_of_no_other(tmp_path: Path) -> None:
+def test_an_entry_cannot_replace_another(tmp_path: Path) -> None:
     store = open_store(tmp_path, encryption={"k": OLD})
     ids, others = prompt(2), prompt(2, seed=5)
     save(store, ids)
@@ -76,7 +76,7 @@ def test_an_entry_takes_the_place_of_no_other(tmp_path: Path) -> None:
             Cipher({"k": OLD}, tenant).decrypt(key, sealed)
 
 
-def test_what_cannot_be_read_beyond_a_gap_is_not_said_to_be_saved(tmp_path: Path) -> None:
+def test_unreadable_entries_after_a_gap_are_not_reported_as_stored(tmp_path: Path) -> None:
     store = open_store(tmp_path, encryption={"k": OLD})
     ids, others = prompt(3), prompt(2, seed=5)
     whole = save(store, ids)
@@ -98,7 +98,7 @@ def save_again(store: kvpack.Store, ids: list[int], whole: kvpack.Cache) -> kvpa
     return store.load(ids)[1]
 
 
-def test_every_byte_is_covered() -> None:
+def test_every_byte_is_authenticated() -> None:
     cipher = Cipher({"k": OLD}, "tenant")
     sealed = bytearray(b"".join(cipher.encrypt(bytes(32), [memoryview(b"some"), memoryview(b"text")])))
     for forged in (False, True):
@@ -114,7 +114,7 @@ def test_every_byte_is_covered() -> None:
             cipher.decrypt(bytes(32), bytes(sealed[:length]))
 
 
-def test_a_damaged_entry_heals_and_a_plain_one_is_none(tmp_path: Path) -> None:
+def test_a_damaged_entry_is_replaced_and_a_plain_one_is_a_miss(tmp_path: Path) -> None:
     ids = prompt(2)
     store = open_store(tmp_path, encryption={"k": OLD})
     whole = save(store, ids)
@@ -148,12 +148,12 @@ def test_a_damaged_entry_heals_and_a_plain_one_is_none(tmp_path: Path) -> None:
         ({7: OLD}, "the id of an encryption key is 7"),
     ],
 )
-def test_keys_that_cannot_be_are_refused(keys: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_keys_are_refused(keys: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=message):
         open_store(tmp_path, encryption=keys)
 
 
-def test_tenants_of_one_key_stay_apart(tmp_path: Path) -> None:
+def test_tenants_with_one_key_are_separate(tmp_path: Path) -> None:
     ids = prompt(2)
     save(open_store(tmp_path, encryption={"k": OLD}), ids)
     other = kvpack.Store(tmp_path, dataclasses.replace(IDENTITY, tenant="other"), chunk=CHUNK, encryption={"k": OLD})

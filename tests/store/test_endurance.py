@@ -20,7 +20,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_stress, "PROMPTS", 24)
 
 
-def test_processes_that_are_killed_leave_a_store_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_processes_leave_a_correct_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_stress, "BUDGET", 4_000_000)
     report = store_endurance.endure(str(tmp_path / "store"), 6, processes=2, kill_seconds=1)
     assert report["kills"] >= 4

@@ -71,7 +71,7 @@ def test_the_budget_holds_after_every_save(tmp_path: Path, entry_bytes: int) -> 
     assert os.listdir(tmp_path / "unfinished") == []
 
 
-def test_what_was_used_longest_ago_goes_first(tmp_path: Path, entry_bytes: int) -> None:
+def test_least_recently_used_entries_are_evicted_first(tmp_path: Path, entry_bytes: int) -> None:
     store = open_store(tmp_path, max_bytes=3 * entry_bytes)
     prompts = [prompt(1, seed=seed) for seed in range(5)]
     for ids in prompts[:3]:
@@ -84,7 +84,7 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path, entry_bytes: int) 
     assert [store.match(ids) > 0 for ids in prompts] == [False, False, True, True, True]
 
 
-def test_leaves_go_before_their_ancestors(tmp_path: Path, entry_bytes: int) -> None:
+def test_leaves_are_evicted_before_their_ancestors(tmp_path: Path, entry_bytes: int) -> None:
     store = open_store(tmp_path, max_bytes=8 * entry_bytes)
     branches = [prompt(4, first=2, seed=seed) for seed in (1, 2)]
     for ids in branches:
@@ -98,7 +98,7 @@ def test_leaves_go_before_their_ancestors(tmp_path: Path, entry_bytes: int) -> N
     assert found == [[4, 4], [4, 4], [4, 3], [4, 2], [3, 2], [2, 2], [1, 1], [0, 0]]
 
 
-def test_pins_keep_a_chain_in_every_process(tmp_path: Path, entry_bytes: int) -> None:
+def test_pins_keep_a_chain_for_all_processes(tmp_path: Path, entry_bytes: int) -> None:
     ids = prompt(2, seed=1)
     first = open_store(tmp_path, max_bytes=4 * entry_bytes)
     save(first, ids)
@@ -115,7 +115,7 @@ def test_pins_keep_a_chain_in_every_process(tmp_path: Path, entry_bytes: int) ->
     assert first.pin(ids) == 0
 
 
-def test_what_cannot_fit_is_refused_and_nothing_is_lost(tmp_path: Path, entry_bytes: int) -> None:
+def test_entries_that_cannot_fit_are_refused_without_loss(tmp_path: Path, entry_bytes: int) -> None:
     store = open_store(tmp_path, max_bytes=2 * entry_bytes)
     ids = prompt(2)
     save(store, ids)
@@ -132,7 +132,7 @@ def test_what_cannot_fit_is_refused_and_nothing_is_lost(tmp_path: Path, entry_by
     assert entries(tmp_path / "tiny") == []
 
 
-def test_a_minimum_of_free_disk_is_kept(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_minimum_of_free_disk_space_is_kept(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     capacity = 6 * entry_bytes
 
     class Disk:
@@ -167,7 +167,7 @@ def test_loaded_caches_outlive_the_eviction_of_their_files(tmp_path: Path, entry
 
 
 @pytest.mark.parametrize("hours", [-24 * 365, 24 * 365])
-def test_clocks_that_jump_break_no_rule(hours: int, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_jumps_break_no_rule(hours: int, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, max_bytes=6 * entry_bytes)
     branches = [prompt(3, first=1, seed=seed) for seed in (1, 2)]
     save(store, branches[0])
@@ -184,7 +184,7 @@ def test_clocks_that_jump_break_no_rule(hours: int, tmp_path: Path, entry_bytes:
             assert there == sorted(there, reverse=True), "an ancestor went before what follows it"
 
 
-def test_a_clock_that_was_ahead_keeps_nothing(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_was_ahead_does_not_keep_entries(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path, max_bytes=4 * entry_bytes)
     real = time.time_ns
     with monkeypatch.context() as patch:
@@ -195,7 +195,7 @@ def test_a_clock_that_was_ahead_keeps_nothing(tmp_path: Path, entry_bytes: int, 
     assert [store.match(prompt(2, seed=seed)) // CHUNK for seed in (1, 2, 3)] == [0, 2, 2]
 
 
-def test_times_fall_along_a_chain(tmp_path: Path) -> None:
+def test_last_uses_decrease_along_a_chain(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     long, short = prompt(4, first=2, seed=1), prompt(3, first=2, seed=2)
     save(store, long)
@@ -208,7 +208,7 @@ def test_times_fall_along_a_chain(tmp_path: Path) -> None:
             assert len(set(times)) == len(times)
 
 
-def test_what_a_lost_count_says_is_counted_again(tmp_path: Path, entry_bytes: int) -> None:
+def test_a_lost_count_is_recomputed(tmp_path: Path, entry_bytes: int) -> None:
     for damage in (None, b"", b"x" * 13, b"x" * 8 + (-1).to_bytes(8, "little", signed=True)):
         store = open_store(tmp_path, max_bytes=4 * entry_bytes)
         save(store, prompt(4, seed=1))
@@ -223,7 +223,7 @@ def test_what_a_lost_count_says_is_counted_again(tmp_path: Path, entry_bytes: in
             assert total(tmp_path) <= 4 * entry_bytes
 
 
-def test_unfinished_files_go_when_nobody_holds_their_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_files_are_removed_once_their_lock_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     save(store, prompt(1))
     folder = tmp_path / "unfinished"
@@ -247,7 +247,7 @@ def test_unfinished_files_go_when_nobody_holds_their_lock(tmp_path: Path, monkey
     assert store.counters()["faults"] == {}
 
 
-def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_evictor_blocks_others_only_briefly(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "WAIT_SECONDS", 0.05)
     store = open_store(tmp_path, max_bytes=2 * entry_bytes)
     save(store, prompt(2))
@@ -260,7 +260,9 @@ def test_an_evictor_that_is_stopped_stalls_nobody_for_long(tmp_path: Path, entry
     assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == CHUNK
 
 
-def test_a_writer_waits_as_often_on_a_busy_machine(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_waits_the_same_number_of_times_on_a_busy_machine(
+    tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a busy machine, each sleep takes seconds, and so does the work that the writer waits for."""
     store, other = (open_store(tmp_path, max_bytes=2 * entry_bytes) for _ in range(2))
     save(store, prompt(2))
@@ -284,7 +286,7 @@ def _save_in_child(store: kvpack.Store, results: Any) -> None:
     results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), EVEN.recipe)), store.load(ids)[0]))
 
 
-def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:
+def test_a_store_works_in_a_forked_process(tmp_path: Path, entry_bytes: int) -> None:
     store = open_store(tmp_path, max_bytes=4 * entry_bytes)
     save(store, prompt(2))
     results = FORK.Queue()
@@ -302,7 +304,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path, entry_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("mutant", ["truncates", "newest first", "no budget", "believes every clock", "keeps locks over a fork"])
-def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the most important tests fails on a store that breaks its rule."""
     if mutant == "truncates":
         # In place of unlink: a mapped file that is cut short ends the process that reads it, so only its size is looked at.
@@ -330,13 +332,13 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, entry_by
     if mutant == "believes every clock":
         monkeypatch.setattr(eviction, "FUTURE_NS", 10**20)
         with pytest.raises(AssertionError):
-            test_a_clock_that_was_ahead_keeps_nothing(tmp_path, entry_bytes, monkeypatch)
+            test_a_clock_that_was_ahead_does_not_keep_entries(tmp_path, entry_bytes, monkeypatch)
         return
     if mutant == "newest first":
         monkeypatch.setattr(eviction, "sorted", lambda entries: sorted(entries, reverse=True), raising=False)
         order = eviction.least_recently_used
         monkeypatch.setattr(eviction, "least_recently_used", lambda *given: (one for one in [*order(*given)][::-1]))
-        failing: Any = test_what_was_used_longest_ago_goes_first
+        failing: Any = test_least_recently_used_entries_are_evicted_first
     else:
         monkeypatch.setattr(eviction.Evictor, "_fits", lambda self, total, size: True)
         failing = test_the_budget_holds_after_every_save

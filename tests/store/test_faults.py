@@ -92,7 +92,7 @@ def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_no_fault_raises_or_harms(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fault_raises_an_error_or_does_harm(operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The n-th call of every operation fails, once or permanently; later calls are tested at growing intervals."""
     reached, number, tried = True, 1, 0
     while reached:
@@ -122,7 +122,7 @@ def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monke
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
-def test_a_system_that_refuses_everything_is_a_miss(code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_refuses_everything_causes_misses(code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_with_fault(folder, FaultyOs(OPERATIONS, 1, code, sticky=True), monkeypatch)
     with monkeypatch.context() as patch:
         store = open_store(folder)
@@ -155,7 +155,7 @@ def _used_until_killed(folder: Path, fault: FaultyOs) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store(moment: str, folder: Path) -> None:
+def test_a_kill_at_any_step_of_put_and_evict_leaves_a_consistent_store(moment: str, folder: Path) -> None:
     number, found = {"before": 1, "after": STRIDE // 2 + 1}[moment], []
     while True:
         shutil.rmtree(folder, ignore_errors=True)
@@ -173,7 +173,7 @@ def test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store(moment: str, f
     assert max(found) >= 3 * CHUNK
 
 
-def test_a_read_only_folder_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_can_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writable = open_store(folder)
     writable.save(PROMPTS[1], WHOLE[1])
     assert writable.pin(PROMPTS[1], owner="earlier") == 3 * CHUNK
@@ -191,7 +191,7 @@ def test_a_read_only_folder_serves(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert set(store.counters()["faults"]) == {f"{what} EROFS" for what in ("touch", "put", "pin", "unpin", "delete")}
 
 
-def test_a_folder_that_vanishes_is_a_miss(folder: Path) -> None:
+def test_a_removed_folder_is_a_miss(folder: Path) -> None:
     store = open_store(folder, max_bytes=BUDGET)
     store.save(PROMPTS[1], WHOLE[1])
     shutil.rmtree(folder)
@@ -281,13 +281,13 @@ def test_a_full_disk_is_a_miss(full_disks: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("variant", "seen"), [("leaves unfinished files", r"\.tmp'\] == \[\]"), ("raises", "No space left on device")])
-def test_a_store_that_minds_a_full_disk_is_seen(variant: str, seen: str, full_disks: Path) -> None:
+def test_errors_on_a_full_disk_are_noticed(variant: str, seen: str, full_disks: Path) -> None:
     with pytest.raises(AssertionError, match=seen):
         check_full_disk(*on_a_full_disk(full_disks, variant))
 
 
 @pytest.mark.parametrize("mutant", ["in place", "no clean-up", "raises", "believes short writes"])
-def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_of_these_rules_are_noticed(mutant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = directory.write_file
 
     def write_in_place(path: str, pieces: Any, *, complete: Any, **_: Any) -> int:
@@ -319,4 +319,4 @@ def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatc
         return
     monkeypatch.setattr(directory, "write_file", write_in_place)
     with pytest.raises(AssertionError):
-        test_a_kill_at_any_step_of_put_and_evict_leaves_a_whole_store("before", folder)
+        test_a_kill_at_any_step_of_put_and_evict_leaves_a_consistent_store("before", folder)

@@ -23,7 +23,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("looks_first", [False, True])
-def test_what_is_no_encrypted_entry_gives_way(bad: str, looks_first: bool, plain_entry: bytes, tmp_path: Path) -> None:
+def test_entries_that_are_not_encrypted_are_replaced(bad: str, looks_first: bool, plain_entry: bytes, tmp_path: Path) -> None:
     store, ids = open_store(tmp_path / "store", encryption=KEYS), prompt(3)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 1))
@@ -38,7 +38,7 @@ def test_what_is_no_encrypted_entry_gives_way(bad: str, looks_first: bool, plain
     assert same(found, whole)
 
 
-def test_what_another_key_opens_stays_and_is_not_called_stored(tmp_path: Path) -> None:
+def test_entries_of_another_key_are_kept_and_not_reported_as_stored(tmp_path: Path) -> None:
     ids = prompt(3)
     theirs = open_store(tmp_path / "store", encryption=OTHER_KEYS)
     whole = save(theirs, ids)
@@ -50,7 +50,7 @@ def test_what_another_key_opens_stays_and_is_not_called_stored(tmp_path: Path) -
     assert same(theirs.load(ids)[1], whole)
 
 
-def test_a_later_version_of_the_encryption_stays(tmp_path: Path) -> None:
+def test_entries_of_a_later_encryption_version_are_kept(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path / "store", encryption=KEYS), prompt(2)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 0))

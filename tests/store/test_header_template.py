@@ -37,7 +37,7 @@ def test_a_catalog_is_the_same_with_and_without_templates(tmp_path: Path, monkey
     assert found.unreadable == parsed.unreadable == {}
 
 
-def test_a_change_of_any_byte_is_noticed_as_without_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bytes_are_noticed_with_and_without_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path, EVEN) as store:
         save(store, prompt(3))
         keys = store.keys(prompt(3))

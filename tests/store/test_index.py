@@ -69,7 +69,7 @@ def unaware(backend: Directory, number: int) -> None:
     put(other, number)
 
 
-def test_what_its_users_do_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_by_the_store_itself_need_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = indexed(tmp_path)
     monkeypatch.setattr(index.Index, "_refresh_folder", lambda *given: pytest.fail("a folder was listed"))
     put(backend, 20)
@@ -89,14 +89,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_others_do_is_seen(change: str, tmp_path: Path) -> None:
+def test_changes_by_others_are_noticed(change: str, tmp_path: Path) -> None:
     backend = indexed(tmp_path)
     CHANGES[change](backend)
     for one in (backend, opened(tmp_path)):
         assert one.size() == truth(tmp_path)
 
 
-def test_a_change_that_no_time_tells_is_found_later(tmp_path: Path) -> None:
+def test_a_change_without_a_new_time_is_found_later(tmp_path: Path) -> None:
     backend = indexed(tmp_path)
     leaf = tmp_path / "0" / "1"
     changed = leaf.stat()
@@ -109,7 +109,7 @@ def test_a_change_that_no_time_tells_is_found_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["removed", "junk", "empty", "cut", "of another version", "of another run"])
-def test_an_index_in_any_state_is_no_fault(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_index_causes_no_fault(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     indexed(tmp_path).close()
     file = tmp_path / "index.db"
     if damage == "removed":
@@ -133,7 +133,7 @@ def test_an_index_in_any_state_is_no_fault(damage: str, tmp_path: Path, monkeypa
     assert backend._index.exists == (damage != "of another version")
 
 
-def test_a_copy_of_the_folder_is_listed_again(tmp_path: Path) -> None:
+def test_a_copied_folder_is_listed_again(tmp_path: Path) -> None:
     backend = indexed(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     next(iter((tmp_path / "b").glob("?/?/*"))).unlink()
@@ -143,7 +143,7 @@ def test_a_copy_of_the_folder_is_listed_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("death", ["before", "after"])
 @pytest.mark.parametrize("operation", ["replace", "unlink"])
-def test_a_kill_while_it_changes_leaves_it_behind_but_not_wrong(
+def test_a_kill_during_a_change_leaves_the_index_outdated_but_not_wrong(
     operation: str, death: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = indexed(tmp_path)
@@ -162,7 +162,7 @@ def test_a_kill_while_it_changes_leaves_it_behind_but_not_wrong(
         assert one.size() == truth(tmp_path)
 
 
-def test_a_fork_has_a_connection_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_its_own_connection(tmp_path: Path) -> None:
     backend = indexed(tmp_path)
     child = FORK.Process(target=lambda: (put(backend, 30), os._exit(0 if backend.size() == truth(tmp_path) else 1)))
     child.start()
@@ -172,7 +172,7 @@ def test_a_fork_has_a_connection_of_its_own(tmp_path: Path) -> None:
     assert backend.size() == truth(tmp_path) == (22, 22 * (100 + len(HEAD)))
 
 
-def test_a_locked_index_stalls_nobody(tmp_path: Path) -> None:
+def test_a_locked_index_blocks_nobody(tmp_path: Path) -> None:
     backend, other = indexed(tmp_path), opened(tmp_path)
     with other._index._transaction():
         assert put(backend, 30)
@@ -182,7 +182,7 @@ def test_a_locked_index_stalls_nobody(tmp_path: Path) -> None:
     assert backend.size() == truth(tmp_path)
 
 
-def test_entries_come_by_their_last_use_although_rows_are_older(tmp_path: Path) -> None:
+def test_entries_are_ordered_by_last_use_even_if_rows_are_older(tmp_path: Path) -> None:
     backend = opened(tmp_path)
     for number in range(30):
         put(backend, number, used_ns=10_000 + 10 * number)
@@ -201,7 +201,7 @@ def test_entries_come_by_their_last_use_although_rows_are_older(tmp_path: Path) 
     assert [row[3] for row in backend._index.oldest(99, (-1, -1), 2**62)] == times
 
 
-def test_what_dead_writers_took_is_found_again(tmp_path: Path) -> None:
+def test_bytes_reserved_by_dead_writers_are_reclaimed(tmp_path: Path) -> None:
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
     lost = backend._usage
@@ -256,7 +256,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.scenario
-def test_any_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_sequence_of_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     monkeypatch.setenv("KVPACK_TEST_FOLDER", str(tmp_path))
@@ -310,7 +310,7 @@ def test_encrypted_entries_are_not_described(tmp_path: Path) -> None:
     assert opened(tmp_path).described().totals == []
 
 
-def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_round_removes_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large eviction runs in several rounds, between which other processes have their turn."""
     size = 100 + len(HEAD)
     indexed(tmp_path)
@@ -324,7 +324,7 @@ def test_no_round_removes_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sum(rounds) == 13
 
 
-def test_room_is_made_while_some_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_freed_before_it_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process waits for a round: the one whose entry leaves little room makes more, and others use the remaining room."""
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
@@ -343,7 +343,7 @@ def test_room_is_made_while_some_is_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert 28 < truth(tmp_path)[0] <= 30
 
 
-def test_room_that_nothing_can_make_is_not_tried_for_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_evictions_are_not_retried_for_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, rounds = 100 + len(HEAD), []
     backend = indexed(tmp_path, max_bytes=40 * size)
     monkeypatch.setattr(eviction, "_LOW_FRACTION", 4)
@@ -353,7 +353,7 @@ def test_room_that_nothing_can_make_is_not_tried_for_every_entry(tmp_path: Path,
     assert len(rounds) == 1
 
 
-def test_a_fault_while_room_is_made_early_costs_the_entry_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_during_early_eviction_does_not_affect_the_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 100 + len(HEAD)
     backend = indexed(tmp_path, max_bytes=40 * size)
     monkeypatch.setattr(eviction, "_LOW_FRACTION", 4)
@@ -384,7 +384,7 @@ def test_a_round_does_not_list_all_entries_while_others_change_the_index(tmp_pat
     assert backend.size() == truth(tmp_path)
 
 
-def test_what_a_busy_index_misses_is_indexed_by_the_next_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_missed_by_a_busy_index_are_indexed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders need not be listed, because each user remembers its own changes."""
     backend = indexed(tmp_path)
     monkeypatch.setattr(index.Index, "_refresh_folder", lambda *given, **more: pytest.fail("a folder was listed"))
@@ -404,7 +404,7 @@ def test_what_a_busy_index_misses_is_indexed_by_the_next_change(tmp_path: Path, 
     assert other.size() == truth(tmp_path)
 
 
-def test_a_folder_that_others_change_before_the_miss_is_indexed_is_listed(tmp_path: Path) -> None:
+def test_a_folder_changed_before_a_missed_change_is_indexed_is_listed(tmp_path: Path) -> None:
     backend, listed = indexed(tmp_path), []
     other = opened(tmp_path)
     with other._index._transaction():
@@ -417,7 +417,7 @@ def test_a_folder_that_others_change_before_the_miss_is_indexed_is_listed(tmp_pa
     assert listed == [0]
 
 
-def test_a_folder_that_others_change_while_it_is_listed_is_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_changed_during_listing_is_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, changes = indexed(tmp_path), iter(range(21, 70, 7))
     real = index.Index._list_folder
 
@@ -439,7 +439,7 @@ def test_a_folder_that_others_change_while_it_is_listed_is_listed_again(tmp_path
     assert backend.size() == truth(tmp_path)
 
 
-def test_a_round_makes_room_before_it_lists_what_others_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_evicts_before_it_lists_changes_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size, entries = 100 + len(HEAD), []
     # One entry of a few is little here.
     monkeypatch.setattr(eviction, "_LOST_FRACTION", 1)
@@ -458,7 +458,7 @@ def test_a_round_makes_room_before_it_lists_what_others_changed(tmp_path: Path, 
     assert backend.size() == truth(tmp_path)
 
 
-def test_listing_a_folder_again_writes_only_the_rows_that_are_wrong(tmp_path: Path) -> None:
+def test_relisting_a_folder_rewrites_only_wrong_rows(tmp_path: Path) -> None:
     backend = indexed(tmp_path)
     (connection,) = [backend._index._open()]
     assert connection is not None

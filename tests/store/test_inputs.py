@@ -31,7 +31,7 @@ def computed(tokens: int, ids: list[int] | None = None, *undetermined: tuple[str
     return dataclasses.replace(cache(tokens), inputs=inputs)
 
 
-def test_a_digest_is_part_of_its_chunks_key_and_of_those_that_follow(tmp_path: Path) -> None:
+def test_a_digest_is_part_of_the_key_of_its_chunk_and_all_later_ones(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(4)
     plain, given = store.keys(ids), store.keys(ids, inputs=[b"", IMAGE, b"", b""])
     assert given[0] == plain[0]
@@ -41,7 +41,7 @@ def test_a_digest_is_part_of_its_chunks_key_and_of_those_that_follow(tmp_path: P
     assert len({given[3], plain[3], *other}) == 5
 
 
-def test_prefixes_of_equal_ids_and_other_inputs_share_nothing(tmp_path: Path) -> None:
+def test_prefixes_with_equal_ids_and_different_inputs_are_separate(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     one, two = [b"", IMAGE, b""], [b"", b"another", b""]
     first, second = cache(len(ids)), cache(len(ids), seed=1)
@@ -73,7 +73,7 @@ def test_prefixes_of_equal_ids_and_other_inputs_share_nothing(tmp_path: Path) ->
     ],
     ids=["few", "many", "long", "text", "bytes", "number"],
 )
-def test_inputs_that_cannot_be_are_refused(inputs: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(inputs: Any, message: str, tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(2)
     for call in (store.keys, store.match, store.load, store.pin, store.unpin, store.delete):
         with pytest.raises(InvalidParameter, match=message):
@@ -83,7 +83,7 @@ def test_inputs_that_cannot_be_are_refused(inputs: Any, message: str, tmp_path: 
     assert entries(tmp_path) == []
 
 
-def test_what_ids_do_not_determine_needs_inputs(tmp_path: Path) -> None:
+def test_undetermined_inputs_require_the_inputs_argument(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     made = computed(len(ids), ids, ("tokens 40 to 47 came from embeddings, not from token ids", 40))
     with pytest.raises(InvalidParameter, match=r"tokens 40 to 47 came from embeddings.*Pass inputs=.*Chunk 1 needs one"):
@@ -99,7 +99,7 @@ def test_what_ids_do_not_determine_needs_inputs(tmp_path: Path) -> None:
     assert open_store(tmp_path / "begin").save(ids[:CHUNK], made[:, :CHUNK]) == CHUNK, "what comes later changes no earlier chunk"
 
 
-def test_ids_that_are_not_the_caches_own_are_refused(tmp_path: Path) -> None:
+def test_ids_that_contradict_the_cache_are_refused(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(2)
     other = [*ids[:37], 7, *ids[38:]]
     with pytest.raises(InvalidParameter, match=rf"token 37 of the cache was computed from the id {ids[37]}, but token_ids\[37\] is 7"):
@@ -115,7 +115,7 @@ def test_ids_that_are_not_the_caches_own_are_refused(tmp_path: Path) -> None:
     assert store.save(ids, dataclasses.replace(partly, inputs=Inputs(token_bytes(ids)))) == 2 * CHUNK
 
 
-def test_a_cache_of_another_number_of_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_cache_with_another_number_of_tokens_is_refused(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(4)
     for count, tokens in ((133, 64), (64, 133), (133, 132), (132, 133)):
         with pytest.raises(InvalidParameter, match=rf"token_ids has {count} ids, but the cache has {tokens} tokens.*token_ids\[:n\]"):
@@ -125,7 +125,7 @@ def test_a_cache_of_another_number_of_tokens_is_refused(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
-def test_a_cache_that_knows_its_ids_is_stored_as_far_as_both_go(tmp_path: Path) -> None:
+def test_a_cache_with_known_ids_is_stored_up_to_the_shorter_of_both(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(4)
     assert store.save(ids, computed(132, ids[:132])) == 4 * CHUNK
     assert open_store(tmp_path / "2").save(ids[: 2 * CHUNK + 3], computed(133, ids)) == 2 * CHUNK
@@ -139,7 +139,7 @@ def test_a_window_that_dropped_tokens_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path).save(ids, cache(512))
 
 
-def test_a_loaded_cache_knows_what_it_is_of(tmp_path: Path) -> None:
+def test_a_loaded_cache_knows_its_inputs(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     save(store, ids)
     _, found = store.load(ids)
@@ -156,7 +156,7 @@ def test_a_loaded_cache_knows_what_it_is_of(tmp_path: Path) -> None:
     assert open_store(tmp_path / "other").save(ids, found, inputs=digests) == 3 * CHUNK
 
 
-def test_verify_recomputes_keys_with_their_inputs(tmp_path: Path) -> None:
+def test_verify_recomputes_keys_from_inputs(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(2)
     store.save(ids, cache(len(ids)), inputs=[IMAGE, b""])
     path = entry_of_key(store, store.keys(ids, inputs=[IMAGE, b""])[0])
@@ -171,7 +171,7 @@ def test_verify_recomputes_keys_with_their_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("feature", [b"", b"x" * 80, b"x" * 80 + b"\x01", b"x" * 80 + b"\x41" + b"x" * 69, b"x" * 80 + b"\x00" + b"x" * 7])
-def test_a_feature_that_is_cut_is_refused(feature: bytes) -> None:
+def test_a_truncated_feature_is_refused(feature: bytes) -> None:
     with pytest.raises(InvalidHeader, match=f"here: the {len(feature)} bytes of the feature 'prefix-store-2'"):
         ChunkFields.of(feature, "here")
 
@@ -208,7 +208,7 @@ def entry_of_key(store: kvpack.Store, key: bytes) -> str:
     return path
 
 
-def test_entries_of_older_layouts_are_reclaimed_and_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_entries_of_older_layouts_are_reclaimed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, ids, kept = open_store(tmp_path), prompt(2), prompt(2, seed=1)
     save(store, ids)
     save(store, kept, seed=1)

@@ -99,7 +99,7 @@ def two_workers(opened: Callable[..., kvpack.Store], lease: float | None, ids: l
     return computed, stores
 
 
-def test_the_second_waits_for_the_first(opened: Callable[..., kvpack.Store]) -> None:
+def test_the_second_process_waits_for_the_first(opened: Callable[..., kvpack.Store]) -> None:
     computed, stores = two_workers(opened, 30.0, prompt(3))
     assert computed == [0]
     assert [store.counters()["lease_waits"] for store in stores] == [0, 1]
@@ -109,13 +109,13 @@ def test_the_second_waits_for_the_first(opened: Callable[..., kvpack.Store]) -> 
     assert computed == [3 * CHUNK]
 
 
-def test_none_waits_for_nobody(opened: Callable[..., kvpack.Store]) -> None:
+def test_a_miss_without_a_lease_waits_for_nobody(opened: Callable[..., kvpack.Store]) -> None:
     computed, stores = two_workers(opened, None, prompt(3))
     assert computed == [0, 0]
     assert [store.counters()["lease_waits"] for store in stores] == [0, 0]
 
 
-def test_one_that_never_saves_delays_by_the_lease(opened: Callable[..., kvpack.Store]) -> None:
+def test_a_process_that_never_saves_delays_others_only_by_the_lease(opened: Callable[..., kvpack.Store]) -> None:
     ids = prompt(3)
     idle, other = opened(lease=2.0), opened(lease=2.0)
     taken = time.monotonic()
@@ -152,7 +152,7 @@ def _hold(place: Path, ids: list[int], ready: Any) -> None:
     time.sleep(600)
 
 
-def test_a_dead_process_frees_its_lease_of_a_folder_at_once(tmp_path: Path) -> None:
+def test_a_dead_process_releases_its_folder_lease_at_once(tmp_path: Path) -> None:
     ids = prompt(2)
     context = multiprocessing.get_context("fork")
     ready = context.Queue()
@@ -169,7 +169,7 @@ def test_a_dead_process_frees_its_lease_of_a_folder_at_once(tmp_path: Path) -> N
     assert [*(tmp_path / "store" / "unfinished").iterdir()] == []
 
 
-def test_a_lease_of_another_is_left_alone(tmp_path: Path) -> None:
+def test_leases_of_others_are_left_alone(tmp_path: Path) -> None:
     """A lease is released after it has expired and another holder has it."""
     pytest.importorskip("redis")
     with redis_running(tmp_path) as server:
@@ -186,7 +186,7 @@ def test_a_lease_of_another_is_left_alone(tmp_path: Path) -> None:
         assert stores[0]._backend.take_lease(key, 60.0) is not None
 
 
-def test_no_fault_makes_anybody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fault_makes_anyone_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
     dead = kvpack.Store("redis://127.0.0.1:1", IDENTITY, chunk=CHUNK, lease=600.0)
     assert dead.load(prompt(1)) == (0, None)
@@ -198,6 +198,6 @@ def test_no_fault_makes_anybody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("lease", [0, -1.0, float("nan"), float("inf"), True, "5"])
-def test_what_is_no_time_is_refused(lease: Any, tmp_path: Path) -> None:
+def test_invalid_times_are_refused(lease: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=r"lease is .*, expected a number of seconds above 0 and at most 1,000,000,000, or None not"):
         kvpack.Store(tmp_path, IDENTITY, chunk=CHUNK, lease=lease)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.scenario
 
 
-def test_nobody_finds_what_another_stored(tmp_path: Path) -> None:
+def test_nobody_finds_entries_of_another_identity(tmp_path: Path) -> None:
     report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
     assert report["lookups"] == 4000
     assert (report["hits"], report["refused"], report["owners_that_found_something_else"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("field", ["tenant", "adapter", "config", "extra", "inputs"])
-def test_a_field_that_is_not_in_the_key_is_seen(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_missing_from_the_key_is_noticed(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if field == "inputs":
         real = keys.chunk_key
         monkeypatch.setattr(keys, "chunk_key", lambda parent, ids, inputs: real(parent, ids, b""))

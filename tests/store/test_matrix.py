@@ -96,7 +96,7 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_promises_are_seen_to_break(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_promises_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault, name, put = MUTANTS[mutant]
     monkeypatch.setattr(name, put)
     # A run of few cases may miss what depends on the moment.

@@ -109,7 +109,7 @@ JUNK: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize("what", JUNK)
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_what_is_no_entry_is_replaced_by_save(what: str, number: int, encrypted: bool, tmp_path: Path) -> None:
+def test_invalid_entries_are_replaced_by_save(what: str, number: int, encrypted: bool, tmp_path: Path) -> None:
     """This works without a prior load, and anywhere in the chain: ``save`` reports only chunks that a load finds."""
     if encrypted:
         pytest.importorskip("cryptography")
@@ -127,7 +127,7 @@ def test_what_is_no_entry_is_replaced_by_save(what: str, number: int, encrypted:
 
 
 @pytest.mark.parametrize("what", JUNK)
-def test_what_a_gap_hides_is_replaced_too(what: str, tmp_path: Path) -> None:
+def test_invalid_entries_after_a_gap_are_replaced_too(what: str, tmp_path: Path) -> None:
     ids = prompt(3)
     whole = save(open_store(tmp_path), ids)
     store = open_store(tmp_path)
@@ -137,7 +137,7 @@ def test_what_a_gap_hides_is_replaced_too(what: str, tmp_path: Path) -> None:
     assert same(store.load(ids)[1], whole)
 
 
-def test_an_entry_of_another_name_is_replaced(tmp_path: Path) -> None:
+def test_an_entry_under_another_name_is_replaced(tmp_path: Path) -> None:
     store, ids, others = open_store(tmp_path), prompt(2), prompt(2, seed=5)
     whole = save(store, ids)
     save(store, others)
@@ -147,7 +147,7 @@ def test_an_entry_of_another_name_is_replaced(tmp_path: Path) -> None:
     assert same(again.load(ids)[1], whole)
 
 
-def test_what_is_larger_than_an_entry_is_replaced(tmp_path: Path) -> None:
+def test_objects_larger_than_entries_are_replaced(tmp_path: Path) -> None:
     ids = prompt(2)
     whole = save(open_store(tmp_path), ids)
     os.truncate(entry_of(open_store(tmp_path), ids, 1), 2**31)
@@ -157,7 +157,7 @@ def test_what_is_larger_than_an_entry_is_replaced(tmp_path: Path) -> None:
     assert same(store.load(ids)[1], whole)
 
 
-def test_what_cannot_be_replaced_is_not_said_to_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreplaceable_entries_are_not_reported_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
     path = entry_of(store, ids, 1)
@@ -169,7 +169,7 @@ def test_what_cannot_be_replaced_is_not_said_to_be_stored(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("other", ["good", "missing", "damaged"])
-def test_a_damaged_front_in_one_tier_is_replaced_by_save(other: str, tmp_path: Path) -> None:
+def test_a_front_damaged_in_one_tier_is_replaced_by_save(other: str, tmp_path: Path) -> None:
     ids, folders = prompt(3), [tmp_path / "a", tmp_path / "b"]
     whole = save(open_store(folders), ids)
     for folder in folders if other == "damaged" else folders[:1]:
@@ -186,7 +186,7 @@ def test_a_damaged_front_in_one_tier_is_replaced_by_save(other: str, tmp_path: P
     assert again.counters()["damaged_entries"] == 0
 
 
-def test_a_full_folder_with_an_entrys_name_loses_nothing(tmp_path: Path) -> None:
+def test_a_nonempty_folder_with_an_entrys_name_loses_nothing(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(1)
     whole = save(store, ids)
     JUNK["a full folder"](entry_of(store, ids, 0))
@@ -207,7 +207,7 @@ def test_an_entry_of_a_later_version_is_neither_stored_nor_replaced(tmp_path: Pa
     assert path.read_bytes() == later
 
 
-def test_a_writer_that_encrypts_replaces_what_is_not_encrypted(tmp_path: Path) -> None:
+def test_an_encrypting_writer_replaces_unencrypted_entries(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     ids = prompt(2)
     whole = save(open_store(tmp_path), ids)
@@ -219,7 +219,7 @@ def test_a_writer_that_encrypts_replaces_what_is_not_encrypted(tmp_path: Path) -
     assert secret.load(ids)[0] == 2 * CHUNK
 
 
-def test_a_good_entry_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path) -> None:
+def test_a_valid_entry_that_replaced_a_damaged_one_is_kept(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(1)
     whole = save(store, ids)
     (key,) = store.keys(ids)
@@ -241,7 +241,7 @@ def test_a_good_entry_that_took_the_place_of_a_damaged_one_stays(tmp_path: Path)
         ("{loop}", "cannot be a store: Too many levels"),
     ],
 )
-def test_locations_that_can_be_no_folder_are_refused(location: Any, message: str, tmp_path: Path) -> None:
+def test_locations_that_cannot_be_folders_are_refused(location: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     if isinstance(location, str):
@@ -252,14 +252,14 @@ def test_locations_that_can_be_no_folder_are_refused(location: Any, message: str
 
 @as_root
 @pytest.mark.parametrize("below", ["", "store"])
-def test_folders_that_cannot_be_reached_are_refused(below: str, shared: Path) -> None:
+def test_unreachable_folders_are_refused(below: str, shared: Path) -> None:
     closed = folder_of(shared, ANOTHER, 0o700)
     with user(NOBODY), pytest.raises(InvalidParameter, match="cannot be a store: Permission denied"):
         open_store(closed / below)
 
 
 @as_root
-def test_a_folder_of_another_user_is_read_with_care(shared: Path) -> None:
+def test_another_users_folder_is_read_with_care(shared: Path) -> None:
     """Entries that another user may change are copied and their values checked; the owner's own are mapped without these checks."""
     folder, ids = folder_of(shared, ANOTHER), prompt(3)
     with user(ANOTHER):
@@ -289,7 +289,7 @@ def test_a_folder_of_another_user_is_read_with_care(shared: Path) -> None:
 
 
 @as_root
-def test_a_path_of_full_length_serves_who_may_not_write(shared: Path) -> None:
+def test_a_path_of_maximum_length_works_for_readers(shared: Path) -> None:
     """An entry's path is the longest below a store: if it fits, all others do."""
     longest = 4095 - len("/3/f/") - 64
     path = str(shared)
@@ -316,7 +316,7 @@ def test_a_path_of_full_length_serves_who_may_not_write(shared: Path) -> None:
 
 
 @as_root
-def test_bad_values_in_a_folder_of_another_user_are_refused(shared: Path) -> None:
+def test_bad_values_in_another_users_folder_are_refused(shared: Path) -> None:
     """An owner of the folder may plant NaN scales with correct digests."""
     folder, ids = folder_of(shared, ANOTHER), prompt(1)
     with user(ANOTHER):
@@ -340,7 +340,7 @@ def test_bad_values_in_a_folder_of_another_user_are_refused(shared: Path) -> Non
 
 @as_root
 @pytest.mark.parametrize("what", ["file", "folder", "mode of a file", "mode of a folder"])
-def test_files_and_subfolders_of_others_are_no_part_of_a_store(what: str, shared: Path) -> None:
+def test_files_and_subfolders_of_others_are_ignored(what: str, shared: Path) -> None:
     folder, ids = folder_of(shared, ANOTHER, 0o700), prompt(1)
     with user(ANOTHER):
         whole = save(open_store(folder), ids)
@@ -363,7 +363,7 @@ def test_files_and_subfolders_of_others_are_no_part_of_a_store(what: str, shared
 
 
 @as_root
-def test_what_root_does_in_a_store_is_its_owners(shared: Path) -> None:
+def test_files_written_by_root_belong_to_the_stores_owner(shared: Path) -> None:
     folder, ids = folder_of(shared, NOBODY, 0o700), prompt(2)
     with open_store(folder, max_bytes=10**6) as store:
         store.collect()
@@ -387,7 +387,7 @@ def test_what_root_does_in_a_store_is_its_owners(shared: Path) -> None:
 
 
 @as_root
-def test_a_store_that_root_has_used_before_heals(shared: Path) -> None:
+def test_a_store_previously_used_by_root_is_repaired(shared: Path) -> None:
     """An earlier version, run as root, left a file that the owner may remove."""
     folder, ids = folder_of(shared, NOBODY, 0o700), prompt(2)
     with user(NOBODY):
@@ -402,7 +402,7 @@ def test_a_store_that_root_has_used_before_heals(shared: Path) -> None:
 
 
 @as_root
-def test_root_follows_no_link_that_an_owner_planted(shared: Path) -> None:
+def test_root_follows_no_links_of_an_owner(shared: Path) -> None:
     target = shared / "of-root"
     for number, (name, plant) in enumerate(itertools.product(("usage", "lock"), (os.symlink, os.link))):
         folder = folder_of(shared, NOBODY - number, 0o700)
@@ -445,7 +445,7 @@ def in_a_namespace() -> list[str]:
 
 
 @pytest.mark.scenario
-def test_writers_of_another_pid_namespace_lose_nothing(tmp_path: Path) -> None:
+def test_writers_in_another_pid_namespace_lose_nothing(tmp_path: Path) -> None:
     script = [sys.executable, "-c", NAMESPACE, str(tmp_path), str(TESTS)]
     opened = 0
     with subprocess.Popen([*in_a_namespace(), *script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -464,7 +464,7 @@ def test_writers_of_another_pid_namespace_lose_nothing(tmp_path: Path) -> None:
     assert (saved, faults) == (60 * 2 * CHUNK, {})
 
 
-def test_looking_sweeps_nothing(tmp_path: Path) -> None:
+def test_reading_does_not_remove_unfinished_files(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(1)
     save(store, ids)
     left = [tmp_path / "unfinished" / name for name in (".kvpack-999999999-aa-locked.tmp", ".kvpack-999999999-bb.tmp")]
@@ -479,18 +479,18 @@ def test_looking_sweeps_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
-def test_the_rules_above_are_seen_to_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_of_these_rules_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store without locks loses entries that it is writing while others open it."""
     monkeypatch.setattr("kvpack.store.eviction.sweep", lambda path, old: os.unlink(path) or True)
     with pytest.raises(AssertionError):
-        test_writers_of_another_pid_namespace_lose_nothing(tmp_path)
+        test_writers_in_another_pid_namespace_lose_nothing(tmp_path)
 
 
 @as_root
-def test_an_owner_that_is_not_looked_at_is_seen(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_owner_check_is_noticed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust.Trust, "_check", lambda self, path, status: None)
     with pytest.raises(AssertionError):
-        test_files_and_subfolders_of_others_are_no_part_of_a_store("file", shared)
+        test_files_and_subfolders_of_others_are_ignored("file", shared)
 
 
 SPELLINGS = {
@@ -510,7 +510,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_files_of_other_spellings_are_not_entries(spelling: str, tmp_path: Path) -> None:
+def test_misspelled_names_are_not_entries(spelling: str, tmp_path: Path) -> None:
     """They are not counted, listed or evicted, and do not count toward the budget."""
     store, ids = open_store(tmp_path), prompt(2)
     whole = save(store, ids)
@@ -535,7 +535,7 @@ def test_files_of_other_spellings_are_not_entries(spelling: str, tmp_path: Path)
     assert other.exists()
 
 
-def test_a_pin_of_a_terabyte_is_a_fault_and_not_read(tmp_path: Path) -> None:
+def test_a_pin_of_a_terabyte_is_a_fault_and_is_not_read(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(2)
     save(store, ids)
     store.pin(ids)

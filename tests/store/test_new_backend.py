@@ -90,7 +90,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Toy, "shelves", {})
 
 
-def test_what_is_saved_is_loaded_by_another_store() -> None:
+def test_saved_entries_are_loaded_by_another_store() -> None:
     ids = prompt(3)
     with kvpack.Store("toy://shelf", IDENTITY, chunk=CHUNK) as store:
         whole = save(store, ids)
@@ -114,7 +114,7 @@ def test_damage_is_a_miss() -> None:
         assert first not in shelf
 
 
-def test_it_is_a_tier_and_has_no_options_of_others(tmp_path: Path) -> None:
+def test_it_can_be_a_tier_and_has_no_options_of_other_backends(tmp_path: Path) -> None:
     ids = prompt(3)
     with kvpack.Store(["toy://shelf", tmp_path], IDENTITY, chunk=CHUNK) as store:
         save(store, ids)

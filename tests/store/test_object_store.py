@@ -81,7 +81,7 @@ def test_states_and_windows(place: tuple[Any, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "kivi-2"])
-def test_what_is_saved_is_loaded(recipe: str, place: Any) -> None:
+def test_saved_entries_are_loaded(recipe: str, place: Any) -> None:
     identity = dataclasses.replace(IDENTITY, recipe=recipe)
     ids = prompt(4)
     with opened(place, identity) as store:
@@ -99,21 +99,21 @@ def test_what_is_saved_is_loaded(recipe: str, place: Any) -> None:
     assert opened(place, dataclasses.replace(IDENTITY, recipe=recipe, tenant="other")).match(ids) == 0
 
 
-def test_settings_of_the_connection_are_settings_as_any(server: Server) -> None:
+def test_connection_settings_are_ordinary_options(server: Server) -> None:
     store = at(server, storage_options={**server.options, "user_agent": "kvpack", "allow_http": True})
     save(store, prompt(1))
     closed = at(server, storage_options={**server.options, "allow_http": False})
     assert closed.load(prompt(1)) == (0, None)
 
 
-def test_the_environment_names_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_name_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, variable in VARIABLES.items():
         monkeypatch.setenv(variable, server.options[name])
     save(kvpack.Store(server.url, IDENTITY, chunk=CHUNK), prompt(1))
     assert at(server).match(prompt(1)) == CHUNK
 
 
-def test_names_are_those_of_a_folder(tmp_path: Path) -> None:
+def test_names_equal_those_in_a_folder(tmp_path: Path) -> None:
     ids = prompt(3)
     whole = save(kvpack.Store(obstore.store.LocalStore(tmp_path), IDENTITY, chunk=CHUNK), ids)
     os.chmod(tmp_path, 0o700)
@@ -121,7 +121,7 @@ def test_names_are_those_of_a_folder(tmp_path: Path) -> None:
         assert same(kvpack.Store(location, IDENTITY, chunk=CHUNK).load(ids)[1], whole)
 
 
-def test_an_entry_is_put_once_by_any_writer(place: Any) -> None:
+def test_an_entry_is_stored_only_once_by_all_writers(place: Any) -> None:
     stores = [opened(place) for _ in range(2)]
     ids = prompt(6)
     whole = cache(len(ids))
@@ -153,7 +153,7 @@ def test_pins_deletion_and_sizes(place: Any) -> None:
     assert (store.stats()["entries"], store.stats()["bytes"]) == (0, 0)
 
 
-def test_the_budget_holds_and_leaves_go_first(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_holds_and_leaves_are_evicted_first(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_SLACK", 10**9)
     size = opened(place, EVEN)
     save(size, prompt(1, seed=99))
@@ -199,7 +199,7 @@ def test_uses_are_merged_into_one_record(place: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("part", [1000, 8 * 2**20])
-def test_large_entries_come_in_ranges(part: int, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_entries_are_fetched_in_ranges(part: int, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "PART_BYTES", part)
     monkeypatch.setattr(objects, "_FRONT_BYTES", 5000)
     store = opened(place)
@@ -233,7 +233,7 @@ def test_an_object_that_changes_between_two_ranges_is_a_miss(server: Server, mon
     assert store.counters()["damaged_entries"] == 0
 
 
-def test_what_is_damaged_is_a_miss_and_heals(place: Any) -> None:
+def test_damaged_entries_are_misses_and_are_replaced(place: Any) -> None:
     store = opened(place)
     ids = prompt(3)
     whole = save(store, ids)
@@ -252,7 +252,7 @@ def test_what_is_damaged_is_a_miss_and_heals(place: Any) -> None:
     assert store.save(ids, whole) == store.match(ids) == 3 * CHUNK, "a new entry takes the place of an empty one"
 
 
-def test_what_is_no_entry_gives_way_and_what_another_key_opens_stays(place: Any) -> None:
+def test_invalid_entries_are_replaced_and_entries_of_other_keys_are_kept(place: Any) -> None:
     pytest.importorskip("cryptography")
     ours = opened(place, encryption={"ours": bytes(32)})
     ids = prompt(3)
@@ -285,7 +285,7 @@ def test_nothing_larger_than_an_entry_is_fetched(place: Any) -> None:
     assert same(store.load(ids)[1], whole)
 
 
-def test_records_that_others_put_take_no_memory(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_others_use_no_memory(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "MAX_RECORDS_BYTES", 10_000)
     store = opened(place)
     ids = prompt(2)
@@ -304,7 +304,7 @@ def test_records_that_others_put_take_no_memory(place: Any, monkeypatch: pytest.
     assert store.counters()["faults"]["list LimitExceeded"] == 2
 
 
-def test_a_server_that_lies_is_a_miss(server: Server) -> None:
+def test_wrong_replies_of_a_server_are_misses(server: Server) -> None:
     ids = prompt(1)
     store = at(server)
     save(store, ids)
@@ -343,7 +343,7 @@ def test_a_server_that_lies_is_a_miss(server: Server) -> None:
         (503, "SlowDown", None),
     ],
 )
-def test_what_no_request_changes_is_told_at_opening(status: int, code: str, message: str | None) -> None:
+def test_permanent_errors_are_reported_when_opening(status: int, code: str, message: str | None) -> None:
     with lying() as (liar, options):
         liar.body = f"<Error><Code>{code}</Code></Error>".encode()
         liar.length, liar.status = len(liar.body), status
@@ -358,12 +358,12 @@ def test_what_no_request_changes_is_told_at_opening(status: int, code: str, mess
                     open_at()
 
 
-def test_a_bucket_that_is_not_there_is_told_at_opening(server: Server) -> None:
+def test_a_missing_bucket_is_reported_when_opening(server: Server) -> None:
     with pytest.raises(InvalidParameter, match="NoSuchBucket"):
         kvpack.Store("s3://another/some/prefix", IDENTITY, chunk=CHUNK, storage_options=server.options)
 
 
-def test_a_bucket_that_is_gone_is_a_fault(server: Server) -> None:
+def test_a_removed_bucket_is_a_fault(server: Server) -> None:
     with lying() as (liar, options):
         for code, count in (("NoSuchKey", 0), ("NoSuchBucket", 2)):
             liar.body = f"<Error><Code>{code}</Code></Error>".encode()
@@ -375,7 +375,7 @@ def test_a_bucket_that_is_gone_is_a_fault(server: Server) -> None:
             assert sum(store.counters()["faults"].values()) == count
 
 
-def test_a_server_that_gives_no_leave_is_asked_on(server: Server) -> None:
+def test_a_server_that_denies_permission_is_still_asked(server: Server) -> None:
     with lying() as (liar, options):
         liar.status = 403
         store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options)
@@ -384,11 +384,11 @@ def test_a_server_that_gives_no_leave_is_asked_on(server: Server) -> None:
         assert store.counters()["faults"] == {"get PermissionDeniedError": 5}
 
 
-def test_a_server_that_dies_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_may_restart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     check_death_and_return(server, lambda: at(server), monkeypatch)
 
 
-def test_a_server_that_hangs_costs_one_wait_and_not_many(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_server_costs_only_one_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(3)
     whole = save(at(server), ids)
     store = at(server, timeout=0.3)
@@ -410,7 +410,7 @@ def _load_in_child(store: kvpack.Store, results: Any) -> None:
     results.put((store.load(prompt(2))[0], store.counters()["faults"]))
 
 
-def test_a_fork_is_a_miss_and_hangs_nobody(server: Server) -> None:
+def test_calls_in_a_forked_process_are_misses_and_do_not_hang(server: Server) -> None:
     store = at(server)
     save(store, prompt(2))
     results = FORK.Queue()
@@ -424,7 +424,7 @@ def test_a_fork_is_a_miss_and_hangs_nobody(server: Server) -> None:
 
 
 @pytest.mark.scenario
-def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hit_is_correct_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
     monkeypatch.setattr(object_store, "INTERVAL_SECONDS", 0.05)
     check_hits_of_an_unsteady_server(server, lambda: at(server, max_bytes=100_000, timeout=0.5), steps=4, seconds=0.4)
@@ -441,7 +441,7 @@ def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server
         ("file://host/x", {}, "names the host 'host'"),
     ],
 )
-def test_locations_that_cannot_work_are_refused(location: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_locations_are_refused(location: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(location, IDENTITY, chunk=CHUNK, **options)
     with pytest.raises(InvalidParameter, match="storage_options is for URLs only"):
@@ -449,13 +449,13 @@ def test_locations_that_cannot_work_are_refused(location: str, options: dict[str
 
 
 @pytest.mark.parametrize("mutant", ["overwrites", "trusts sizes", "no breaker", "ancestors first"])
-def test_the_rules_above_are_seen_to_break(mutant: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_of_these_rules_are_noticed(mutant: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test fails on a store that breaks its rule."""
     place = (server.url, {"storage_options": server.options})
     if mutant == "overwrites":
         monkeypatch.setattr(objects.Objects, "put_new", objects.Objects.put)
         with pytest.raises(AssertionError):
-            test_an_entry_is_put_once_by_any_writer(place)
+            test_an_entry_is_stored_only_once_by_all_writers(place)
     elif mutant == "trusts sizes":
         monkeypatch.setattr(objects, "PART_BYTES", 2**60)
         with lying() as (liar, options):
@@ -466,9 +466,9 @@ def test_the_rules_above_are_seen_to_break(mutant: str, server: Server, monkeypa
     elif mutant == "no breaker":
         monkeypatch.setattr(breaker.CircuitBreaker, "allows_request", lambda self: True)
         with pytest.raises((AssertionError, KeyError)):
-            test_a_server_that_dies_and_comes_back(server, monkeypatch)
+            test_a_server_may_restart(server, monkeypatch)
     else:
         real = last_used.UseLog.record_use
         monkeypatch.setattr(last_used.UseLog, "record_use", lambda self, chain: real(self, chain[::-1]))
         with pytest.raises(AssertionError):
-            test_the_budget_holds_and_leaves_go_first(place, monkeypatch)
+            test_the_budget_holds_and_leaves_are_evicted_first(place, monkeypatch)

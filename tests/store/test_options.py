@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 NAMES = [field.name for field in dataclasses.fields(StoreOptions)]
 
 
-def test_the_keywords_are_the_fields() -> None:
+def test_keyword_arguments_are_the_fields() -> None:
     assert set(StoreKeywords.__annotations__) == set(NAMES)
     for store in (kvpack.Store, kvpack.PageStore):
         (options,) = (one for one in inspect.signature(store).parameters.values() if one.kind is one.VAR_KEYWORD)
         assert "StoreKeywords" in str(options.annotation)
 
 
-def test_kinds_take_options_that_there_are() -> None:
+def test_each_location_kind_has_its_options() -> None:
     known = {field.name for field in dataclasses.fields(LocationOptions)}
     taken = set().union(*(kind.options for kind in (*KINDS, FOLDER)))
     assert taken == known
 
 
-def test_a_tier_has_the_options_of_a_location() -> None:
+def test_a_tier_has_the_options_of_its_location() -> None:
     assert {field.name for field in dataclasses.fields(kvpack.Tier)} == {"location"} | {f.name for f in dataclasses.fields(LocationOptions)}
 
 
@@ -48,11 +48,11 @@ def test_invalid_counts_are_refused_by_both(options: dict[str, Any], tmp_path: P
 
 @pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf"), 1e10])
 @pytest.mark.parametrize("location", ["redis://127.0.0.1:1", "s3://bucket/prefix"])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout: Any, location: str) -> None:
+def test_an_invalid_timeout_is_refused(timeout: Any, location: str) -> None:
     with pytest.raises(InvalidParameter, match=r"timeout is .*, expected a number of seconds above 0 and at most 1,000,000,000"):
         kvpack.Store(location, IDENTITY, timeout=timeout)
 
 
-def test_an_option_that_nobody_has_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="max_byte"):
         kvpack.Store(tmp_path, IDENTITY, max_byte=1)

@@ -62,7 +62,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "encrypted"])
-def test_pages_come_back_by_their_keys(location: Any, options: dict[str, Any]) -> None:
+def test_pages_are_loaded_by_their_keys(location: Any, options: dict[str, Any]) -> None:
     given, values = pages()
     target, found = cleared()
     with PageStore(location, IDENTITY, GEOMETRY, **options) as store:
@@ -84,7 +84,7 @@ def test_pages_come_back_by_their_keys(location: Any, options: dict[str, Any]) -
         assert "kvpack_store_row_bytes" in store.prometheus()
 
 
-def test_other_processes_read_them_and_other_identities_do_not(tmp_path: Path) -> None:
+def test_other_processes_but_not_other_identities_read_pages(tmp_path: Path) -> None:
     given, _ = pages()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
         store.put(KEYS, given, range(4))
@@ -99,7 +99,7 @@ def test_other_processes_read_them_and_other_identities_do_not(tmp_path: Path) -
     assert not theirs.any()
 
 
-def test_pages_of_other_shapes_leave_one_another_alone(tmp_path: Path) -> None:
+def test_pages_of_other_shapes_are_separate(tmp_path: Path) -> None:
     given, _ = pages()
     target, _ = cleared()
     wide = PageGeometry(layers=1, heads=1, tokens=16, dim_k=128, dim_v=128)
@@ -134,7 +134,7 @@ def test_clearing_removes_the_pages_of_one_identity(location: Any, options: dict
         assert store.counters()["faults"] == {}
 
 
-def test_clearing_says_what_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearing_reports_the_remaining_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, _ = pages()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
         store.put(KEYS, given, range(4))
@@ -148,7 +148,7 @@ def entry(folder: Path, key: bytes) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, SECRET], ids=["plain", "encrypted"])
-def test_a_damaged_entry_is_a_miss_alone_and_is_replaced(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_entry_is_a_single_miss_and_is_replaced(options: dict[str, Any], tmp_path: Path) -> None:
     given, _ = pages()
     target, found = cleared()
     with PageStore(tmp_path, IDENTITY, GEOMETRY, **options) as store:
@@ -165,7 +165,7 @@ def test_a_damaged_entry_is_a_miss_alone_and_is_replaced(options: dict[str, Any]
         assert store.get_into(KEYS, target, range(4)) == [True] * 4
 
 
-def test_the_entry_of_another_page_is_a_miss(tmp_path: Path) -> None:
+def test_an_entry_of_another_page_is_a_miss(tmp_path: Path) -> None:
     given, _ = pages()
     target, found = cleared()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
@@ -178,7 +178,7 @@ def test_the_entry_of_another_page_is_a_miss(tmp_path: Path) -> None:
         assert store.get_into(KEYS[:1], target, [2]) == [False]
 
 
-def test_a_bad_entry_of_a_fast_tier_does_not_hide_that_of_a_slower_one(tmp_path: Path) -> None:
+def test_a_bad_entry_in_a_fast_tier_does_not_hide_one_in_a_slower_tier(tmp_path: Path) -> None:
     given, _ = pages()
     target, found = cleared()
     with PageStore([tmp_path / "fast", tmp_path / "slow"], IDENTITY, GEOMETRY) as store:
@@ -213,7 +213,7 @@ def test_descendants_are_evicted_before_their_ancestors(tmp_path: Path) -> None:
         assert store.contains([*KEYS[:2], b"another", b"one more"]) == [True, True, False, True]
 
 
-def test_a_load_leaves_the_first_page_to_be_evicted_last(location: Any) -> None:
+def test_a_load_marks_the_first_page_as_most_recently_used(location: Any) -> None:
     if type(location).__module__.startswith("obstore"):
         pytest.skip("lists the times at which its entries were put")
     keys = [bytes([number]) for number in range(20)]
@@ -227,7 +227,7 @@ def test_a_load_leaves_the_first_page_to_be_evicted_last(location: Any) -> None:
         assert times == sorted(times, reverse=True)
 
 
-def test_jobs_are_polled(tmp_path: Path) -> None:
+def test_jobs_can_be_polled(tmp_path: Path) -> None:
     given, _ = pages()
     target, found = cleared()
     with PageStore(tmp_path, IDENTITY, GEOMETRY, jobs=2) as store:
@@ -252,7 +252,7 @@ def test_jobs_are_polled(tmp_path: Path) -> None:
             store.submit_get(KEYS[:1], target, [0, 1])
 
 
-def test_a_job_is_that_of_the_lists_when_it_was_submitted(tmp_path: Path) -> None:
+def test_a_job_uses_the_lists_as_they_were_when_submitted(tmp_path: Path) -> None:
     given, _ = pages()
     target, found = cleared()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
@@ -279,7 +279,7 @@ def _in_child(store: PageStore, target: PageBuffer, results: Any) -> None:
     results.put((job.results, len(store.finished())))
 
 
-def test_a_closed_store_takes_no_more_calls(tmp_path: Path) -> None:
+def test_a_closed_store_refuses_calls(tmp_path: Path) -> None:
     given, _ = pages()
     store = PageStore(tmp_path, IDENTITY, GEOMETRY)
     submitted = store.submit_put(KEYS[:1], given, [0])
@@ -305,7 +305,7 @@ def test_a_closed_store_takes_no_more_calls(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
-def test_jobs_go_on_in_a_fork(tmp_path: Path) -> None:
+def test_jobs_work_in_a_forked_process(tmp_path: Path) -> None:
     given, _ = pages()
     target, _ = cleared()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
@@ -326,7 +326,7 @@ def test_jobs_go_on_in_a_fork(tmp_path: Path) -> None:
         assert job.results == [True] * 4
 
 
-def test_the_hosts_settings_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("the host's threads are not ours")
 
@@ -352,7 +352,7 @@ def test_the_hosts_settings_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert torch.is_inference_mode_enabled()
 
 
-def test_pages_by_a_basis(tmp_path: Path) -> None:
+def test_pages_with_a_basis(tmp_path: Path) -> None:
     basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2, model={"name": "model"}))
     recipe = Recipe("kv=klt:bits=4", basis)
     (tmp_path / "x.basis").write_bytes(basis.data)
@@ -376,7 +376,7 @@ def test_pages_by_a_basis(tmp_path: Path) -> None:
         PageStore(tmp_path / "store", Identity("another", recipe), GEOMETRY)
 
 
-def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
+def test_a_page_codec_accepts_a_basis(tmp_path: Path) -> None:
     basis = Basis.of_bytes(random_basis({(layer, side): (2, 32) for layer in range(2) for side in "kv"}, 2))
     (tmp_path / "x.basis").write_bytes(basis.data)
     with kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", tmp_path / "x.basis"), GEOMETRY) as codec:
@@ -392,7 +392,7 @@ def test_a_codec_takes_a_basis(tmp_path: Path) -> None:
         kvpack.pages.PageCodec(kvpack.Recipe("kv=klt:bits=4", basis), replace(GEOMETRY, heads=1))
 
 
-def test_commands_know_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_support_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, _ = pages()
     with PageStore(tmp_path, IDENTITY, GEOMETRY) as store:
         store.put(KEYS, given, range(4))

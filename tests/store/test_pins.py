@@ -46,7 +46,7 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(holds, "time", type("Later", (), {"time": staticmethod(lambda: real() + seconds)}))
 
 
-def test_a_pin_ends(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_expires(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path / "store", max_bytes=4 * size)
     save(store, IDS)
     assert store.pin(IDS, owner="job 7", seconds=100) == 2 * CHUNK
@@ -63,7 +63,7 @@ def test_a_pin_ends(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) 
     assert store.counters()["faults"] == {}
 
 
-def test_each_owner_has_its_own(tmp_path: Path, size: int) -> None:
+def test_each_owner_has_a_separate_pin(tmp_path: Path, size: int) -> None:
     store = open_store(tmp_path / "store")
     save(store, IDS)
     for owner in ("a", "b", None):
@@ -92,7 +92,7 @@ def test_the_end_of_a_chain_is_not_pinned_without_its_beginning(tmp_path: Path) 
     assert not store._backend.pins()
 
 
-def test_a_pin_of_an_earlier_version_holds(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pin_by_an_earlier_version_is_valid(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "store"
     store = open_store(folder)
     save(store, IDS)
@@ -107,7 +107,7 @@ def test_a_pin_of_an_earlier_version_holds(tmp_path: Path, size: int, capsys: py
     assert not fill(folder, size)
 
 
-def test_what_blocks_a_store_is_named_and_undone(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pin_that_blocks_a_store_is_named_and_can_be_removed(tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "store")
     store = open_store(folder)
     save(store, IDS)
@@ -129,14 +129,14 @@ def test_what_blocks_a_store_is_named_and_undone(tmp_path: Path, size: int, caps
 
 
 @pytest.mark.parametrize("given", [{"owner": ""}, {"owner": "a\nb"}, {"owner": 3}, {"owner": "x" * 300}, {"seconds": 0}, {"seconds": 1.5}])
-def test_owners_and_ends_that_cannot_be_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_owners_and_ends_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(InvalidParameter, match=next(iter(given))):
         store.pin(IDS, **given)
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", b"kvphold1", b"kvphold1" + bytes(10), b"kvphold1" + b"\xff" * 60])
-def test_what_is_no_pin_is_a_fault_and_holds_nothing(data: bytes, tmp_path: Path, size: int) -> None:
+def test_an_invalid_pin_is_a_fault_and_keeps_nothing(data: bytes, tmp_path: Path, size: int) -> None:
     folder = tmp_path / "store"
     store = open_store(folder)
     save(store, IDS)
@@ -206,7 +206,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_pins_of_a_server_have_owners_and_ends(remote: Remote, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pins_on_a_server_have_owners_and_ends(remote: Remote, capsys: pytest.CaptureFixture[str]) -> None:
     store = remote.save()
     keys = store.keys(IDS)
     assert store.pin(IDS, owner="job 7", seconds=100) == 2 * CHUNK
@@ -228,7 +228,7 @@ def test_pins_of_a_server_have_owners_and_ends(remote: Remote, capsys: pytest.Ca
     assert store.counters()["faults"] == {}
 
 
-def test_pins_of_a_server_end_and_junk_holds_nothing(remote: Remote) -> None:
+def test_pins_on_a_server_expire_and_invalid_ones_keep_nothing(remote: Remote) -> None:
     store = remote.save()
     keys = store.keys(IDS)
     remote.put(keys[-1], "late", encode_hold(keys, Hold("late", int(time.time()) - 5)))
@@ -243,7 +243,7 @@ def test_pins_of_a_server_end_and_junk_holds_nothing(remote: Remote) -> None:
     assert set(store.counters()["faults"]) == {"pinned InvalidHeader"}
 
 
-def test_a_pin_of_an_earlier_version_holds_on_a_server(remote: Remote, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pin_by_an_earlier_version_is_valid_on_a_server(remote: Remote, capsys: pytest.CaptureFixture[str]) -> None:
     store = remote.save()
     keys = store.keys(IDS)
     remote.put_old(keys[-1], b"".join(keys))

@@ -65,7 +65,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["encrypted", "plain"])
-def test_an_entry_of_2_gib_takes_no_memory(name: str, key_file: Path, tmp_path: Path) -> None:
+def test_an_entry_of_2_gib_uses_no_memory(name: str, key_file: Path, tmp_path: Path) -> None:
     words = [warm_python.python(), "-c", IN_A_CHILD, str(tmp_path), str(Path(__file__).parents[1]), name]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -78,7 +78,7 @@ def test_an_entry_of_2_gib_takes_no_memory(name: str, key_file: Path, tmp_path: 
     assert done.stderr.count("max_entry_bytes is 536870912") >= 2
 
 
-def test_an_entry_that_is_larger_than_allowed_is_neither_read_nor_saved(tmp_path: Path) -> None:
+def test_an_entry_above_the_size_limit_is_neither_read_nor_saved(tmp_path: Path) -> None:
     ids = prompt(3)
     whole = save(open_store(tmp_path / "store"), ids)
     size = os.stat(entry_of(open_store(tmp_path / "store"), ids, 0)).st_size
@@ -120,14 +120,14 @@ print(json.dumps(raised))
 
 
 @pytest.mark.scenario
-def test_where_memory_ends_nothing_panics() -> None:
+def test_exhausted_memory_does_not_abort_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY, str(Path(__file__).parents[1])], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == {"MemoryError", ""}, done.stderr
     assert "panicked" not in done.stderr
 
 
-def test_what_is_damaged_inside_goes_with_the_next_load(tmp_path: Path) -> None:
+def test_entries_with_damaged_contents_are_removed_by_the_next_load(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path / "store", encryption=KEYS), prompt(3)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 1))
@@ -150,7 +150,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> A
     return json.loads(capsys.readouterr().out)
 
 
-def test_commands_with_keys_refuse_what_is_not_encrypted(
+def test_commands_with_keys_refuse_unencrypted_entries(
     key_file: Path, plain_entry: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, ids = tmp_path / "store", prompt(3)
@@ -195,7 +195,7 @@ def test_commands_with_keys_refuse_what_is_not_encrypted(
     assert same(store.load(ids)[1], whole)
 
 
-def test_what_is_planted_under_another_name_is_not_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_entries_planted_under_another_name_are_not_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, ids = open_store(tmp_path / "store"), prompt(2)
     save(store, ids)
     first, second = (Path(entry_of(store, ids, number)) for number in range(2))
@@ -226,7 +226,7 @@ def test_what_is_planted_under_another_name_is_not_listed(tmp_path: Path, capsys
     ],
     ids=str,
 )
-def test_the_form_of_an_entry_is_told_from_its_beginning_and_size(form: Form, beginning: bytes, size: int, kind: Kind) -> None:
+def test_the_form_of_an_entry_is_recognized_by_its_beginning_and_size(form: Form, beginning: bytes, size: int, kind: Kind) -> None:
     assert form.kind(beginning, size) is kind
 
 
@@ -236,7 +236,7 @@ def test_ids_that_nobody_could_read_are_refused(name: str, tmp_path: Path) -> No
         kvpack.Store(tmp_path, IDENTITY, chunk=CHUNK, encryption={name: KEY})
 
 
-def test_what_is_no_map_of_keys_is_refused(tmp_path: Path) -> None:
+def test_invalid_key_maps_are_refused(tmp_path: Path) -> None:
     for keys, message in (([KEY], "is of type list"), (KEY, "is of type bytes")):
         with pytest.raises(InvalidParameter, match=message):
             kvpack.Store(tmp_path, IDENTITY, chunk=CHUNK, encryption=keys)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_an_entry_that_is_no_chunk_of_one_sequence_is_refused_before_it_is_decoded(
+def test_an_entry_that_is_not_one_chunk_of_one_sequence_is_refused_before_decoding(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, compress, message = PLANTED[name]
@@ -303,7 +303,7 @@ def test_an_entry_that_is_no_chunk_of_one_sequence_is_refused_before_it_is_decod
 
 
 @pytest.mark.parametrize("shape", [{"heads": 3}, {"dim": 64}, {"layers": 3}, {"layers": 1}, {"heads": 2000}])
-def test_an_entry_of_another_shape_than_the_models_gives_way(shape: dict[str, int], tmp_path: Path) -> None:
+def test_an_entry_with_another_shape_than_the_models_is_replaced(shape: dict[str, int], tmp_path: Path) -> None:
     store, ids = open_store(tmp_path / "store"), prompt(2)
     whole = save(store, ids)
     path = Path(entry_of(store, ids, 0))
@@ -316,7 +316,7 @@ def test_an_entry_of_another_shape_than_the_models_gives_way(shape: dict[str, in
     assert same(fresh.load(ids)[1], whole)
 
 
-def test_max_entry_bytes_bounds_the_values_of_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_max_entry_bytes_limits_the_values_of_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An entry with few bytes per value is refused because of its decoded size, also by commands, and is not removed."""
     store, ids = open_store(tmp_path / "store"), prompt(1)
     save(store, ids)
@@ -335,7 +335,7 @@ def test_max_entry_bytes_bounds_the_values_of_a_layer(tmp_path: Path, capsys: py
     assert small.counters()["faults"] == {"encode LimitExceeded": 1}
 
 
-def test_a_header_that_costs_far_more_than_its_entry_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_much_larger_than_its_entry_allows_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is a limit of this reader, not damage, so the entry stays."""
     store, ids = open_store(tmp_path / "store"), prompt(1)
     whole = save(store, ids)

@@ -93,20 +93,20 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> 
     return count, refused
 
 
-def test_what_is_forced_to_the_disk_survives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synced_entries_survive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, refused = crashes(folder, monkeypatch, durable=True)
     assert count > 50
     assert refused == 0
 
 
-def test_without_force_an_entry_is_whole_or_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsynced_entries_are_complete_or_misses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, refused = crashes(folder, monkeypatch, durable=False)
     assert count > 40
     assert refused > 0, "names may survive bytes, which only digests show"
 
 
 @pytest.mark.parametrize("mutant", ["no sync of files", "no sync of folders", "no sync of new folders", "sync after rename", "no digests"])
-def test_the_rules_above_are_seen_to_break(mutant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_of_these_rules_are_noticed(mutant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def synced_late(path: str, pieces: Any, *, durable: bool = False, **options: Any) -> int:
         total = real(path, pieces, **options)
         if durable:

@@ -42,7 +42,7 @@ def test_users_and_passwords_are_hidden(location: Any, shown: str) -> None:
     assert shown_location(location) == shown
 
 
-def test_options_with_secrets_are_not_in_representations() -> None:
+def test_secret_options_are_not_in_reprs() -> None:
     secrets = {"secret_access_key": "secret"}
     tier = kvpack.Tier("redis://:secret@host", max_bytes=10, storage_options=secrets)
     assert repr(tier) == "Tier('redis://***@host', max_bytes=10)"
@@ -62,7 +62,7 @@ def test_options_with_secrets_are_not_in_representations() -> None:
         ("rediss://user:sec#ret@host", "contains '/', '[?]' or '#'"),
     ],
 )
-def test_refusals_show_no_password(location: str, message: str) -> None:
+def test_error_messages_contain_no_password(location: str, message: str) -> None:
     pytest.importorskip("redis")
     pytest.importorskip("obstore")
     with pytest.raises(InvalidParameter, match=message) as refusal:
@@ -70,19 +70,19 @@ def test_refusals_show_no_password(location: str, message: str) -> None:
     assert "ret" not in str(refusal.value)
 
 
-def test_passwords_that_a_url_spells_correctly_are_accepted() -> None:
+def test_correctly_escaped_passwords_are_accepted() -> None:
     pytest.importorskip("redis")
     for location in ("redis://user:p%2Fw%3F%23@127.0.0.1:1", "redis://127.0.0.1:1?password=p@ss", "redis://user:p@ss@127.0.0.1:1"):
         kvpack.Store(location, IDENTITY).close()
 
 
-def test_a_missing_folder_is_named_without_its_password() -> None:
+def test_the_error_for_a_missing_folder_hides_its_password() -> None:
     with pytest.raises(MissingFile) as refusal:
         open_existing("file:///no/folder?token=secret", Counters(), UNENCRYPTED, LocationOptions())
     assert "secret" not in str(refusal.value)
 
 
-def test_the_demo_reports_no_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_report_contains_no_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
 
     class Done:

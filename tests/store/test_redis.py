@@ -83,7 +83,7 @@ def test_states_and_windows(server: Server) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "octopus-3", "kivi-2"])
-def test_what_is_saved_is_loaded(recipe: str, server: Server) -> None:
+def test_saved_entries_are_loaded(recipe: str, server: Server) -> None:
     identity = dataclasses.replace(EVEN, recipe=recipe)
     ids = prompt(4)
     with open_store(server, identity) as store:
@@ -100,7 +100,7 @@ def test_what_is_saved_is_loaded(recipe: str, server: Server) -> None:
     assert open_store(server, dataclasses.replace(EVEN, recipe=recipe, tenant="other")).match(ids) == 0
 
 
-def test_the_budget_holds_and_leaves_go_first(server: Server) -> None:
+def test_the_budget_holds_and_leaves_are_evicted_first(server: Server) -> None:
     size = entry_bytes(server)
     store = open_store(server, max_bytes=8 * size)
     branches = [prompt(4, first=2, seed=seed) for seed in (1, 2)]
@@ -118,7 +118,7 @@ def test_the_budget_holds_and_leaves_go_first(server: Server) -> None:
     assert store.save(long, cache(len(long), EVEN.recipe)) == store.match(long) == store.load(long)[0] == len(found) * CHUNK
 
 
-def test_pins_hold_and_what_cannot_fit_is_refused(server: Server) -> None:
+def test_pins_are_respected_and_entries_that_cannot_fit_are_refused(server: Server) -> None:
     size = entry_bytes(server)
     store = open_store(server, max_bytes=3 * size)
     ids = prompt(2)
@@ -138,7 +138,7 @@ def test_pins_hold_and_what_cannot_fit_is_refused(server: Server) -> None:
     assert store.match(other) == 2 * CHUNK, "what can never fit takes nobody's place"
 
 
-def test_what_nobody_uses_goes_in_time(server: Server) -> None:
+def test_unused_entries_expire(server: Server) -> None:
     store = open_store(server, ttl=100)
     ids = prompt(2)
     save(store, ids)
@@ -166,7 +166,7 @@ def test_what_nobody_uses_goes_in_time(server: Server) -> None:
 @pytest.mark.parametrize(
     ("policy", "ttl", "warned"), [("allkeys-lru", None, True), ("volatile-ttl", 60, True), ("volatile-ttl", None, False)]
 )
-def test_a_server_that_evicts_by_itself_is_named_and_what_vanishes_is_counted(
+def test_a_server_with_its_own_eviction_is_named_and_lost_entries_are_counted(
     server: Server, policy: str, ttl: int | None, warned: bool
 ) -> None:
     redis_client = client(server)
@@ -195,7 +195,7 @@ def test_a_server_that_evicts_by_itself_is_named_and_what_vanishes_is_counted(
     assert store.counters()["vanished_entries"] == 3, "each is counted once"
 
 
-def test_what_is_no_entry_is_not_fetched(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_entries_are_not_fetched(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     store, ids = open_store(server), prompt(3)
     whole = save(store, ids)
     name = b"{kvpack}:entry:" + store.keys(ids)[1]
@@ -216,7 +216,7 @@ def test_what_is_no_entry_is_not_fetched(server: Server, monkeypatch: pytest.Mon
     assert same(store.load(ids)[1], whole)
 
 
-def test_a_page_fetches_no_more_than_a_row(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_load_fetches_at_most_a_row(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even for a value that begins like a row."""
     geometry = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
     values = torch.randn(4, 2, 1, 1, 16, 32).bfloat16()
@@ -260,7 +260,7 @@ def test_delete(server: Server) -> None:
     assert store.delete([]) == 0
 
 
-def test_what_the_server_makes_up_is_a_miss_and_heals(server: Server) -> None:
+def test_replies_invented_by_the_server_are_misses_and_entries_are_replaced(server: Server) -> None:
     store = open_store(server)
     ids = prompt(3)
     whole = save(store, ids)
@@ -281,11 +281,11 @@ def test_what_the_server_makes_up_is_a_miss_and_heals(server: Server) -> None:
     assert same(store.load(ids)[1], whole)
 
 
-def test_a_server_that_dies_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_may_restart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     check_death_and_return(server, lambda: open_store(server), monkeypatch)
 
 
-def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_server_costs_only_two_timeouts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(3)
     whole = save(open_store(server), ids)
     store = open_store(server, timeout=0.2)
@@ -301,7 +301,7 @@ def test_a_server_that_hangs_costs_two_waits_and_not_many(server: Server, monkey
     assert same(open_store(server).load(ids)[1], whole)
 
 
-def test_a_store_that_is_dropped_gives_its_connections_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_garbage_collected_store_closes_its_connections(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     monkeypatch.setattr(redis.Redis, "__del__", lambda client: None)
     close = redis.Redis.close
@@ -321,7 +321,7 @@ def _load_in_child(store: kvpack.Store, results: Any) -> None:
     results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), EVEN.recipe)), store.load(ids)[0]))
 
 
-def test_a_store_goes_on_in_a_fork(server: Server) -> None:
+def test_a_store_works_in_a_forked_process(server: Server) -> None:
     store = open_store(server)
     save(store, prompt(2))
     results = FORK.Queue()
@@ -333,13 +333,13 @@ def test_a_store_goes_on_in_a_fork(server: Server) -> None:
 
 
 @pytest.mark.scenario
-def test_every_hit_is_right_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hit_is_correct_while_the_server_is_killed_paused_and_started(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
     size = entry_bytes(server)
     check_hits_of_an_unsteady_server(server, lambda: open_store(server, IDENTITY, max_bytes=10 * size, timeout=0.5), steps=6, seconds=0.3)
 
 
-def test_options_that_cannot_work_are_refused(server: Server) -> None:
+def test_invalid_options_are_refused(server: Server) -> None:
     with pytest.raises(InvalidParameter, match="a Redis server has no option durable"):
         open_store(server, durable=True)
     with pytest.raises(InvalidParameter, match="ttl is 0"):
@@ -348,7 +348,7 @@ def test_options_that_cannot_work_are_refused(server: Server) -> None:
         kvpack.Store("redis://host:port/", EVEN)
 
 
-def test_a_url_that_the_server_refuses_is_named_at_opening(server: Server) -> None:
+def test_a_url_that_the_server_refuses_is_named_when_opening(server: Server) -> None:
     address = server.url.removeprefix("redis://").removesuffix("/0")
     for url, why in ((f"redis://nobody:wrong@{address}", "password"), (f"redis://{address}/99", "DB index is out of range")):
         with pytest.raises(InvalidParameter, match=f"refuses the user, the password or the database of .*: .*{why}.*; check the URL"):

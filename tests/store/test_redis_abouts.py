@@ -100,7 +100,7 @@ def _forget(client: Any, key: bytes) -> None:
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_totals_are_right_whatever_becomes_of_them(harm: str, shared: Server, client: Any) -> None:
+def test_totals_are_correct_whatever_happens_to_them(harm: str, shared: Server, client: Any) -> None:
     with open_store(shared) as store:
         save(store, prompt(9))
         HARMS[harm](client)
@@ -127,7 +127,7 @@ def test_encrypted_entries_are_not_described(shared: Server, client: Any) -> Non
     assert [counts["entries"] for *_, counts in summary.identities()] == [3]
 
 
-def test_a_collection_reads_no_headers_of_described_entries(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_reads_no_headers_of_described_entries(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
     real = Redis.peek_many
     monkeypatch.setattr(Redis, "peek_many", lambda self, keys, **options: read.extend(keys) or real(self, keys, **options))

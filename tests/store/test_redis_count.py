@@ -72,7 +72,7 @@ HARMS: dict[str, Harm] = {
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("harm", HARMS)
-def test_the_budget_holds_whatever_becomes_of_the_count(harm: str, shared: Server, client: Any) -> None:
+def test_the_budget_holds_whatever_happens_to_the_count(harm: str, shared: Server, client: Any) -> None:
     save(open_store(shared), prompt(1, seed=99))
     size = stored_bytes(client)[1]
     client.flushall()
@@ -93,7 +93,7 @@ def test_the_budget_holds_whatever_becomes_of_the_count(harm: str, shared: Serve
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_collection_counts_afresh(harm: str, shared: Server, client: Any) -> None:
+def test_gc_recomputes_the_count(harm: str, shared: Server, client: Any) -> None:
     store = open_store(shared)
     save(store, prompt(3))
     HARMS[harm](client)
@@ -106,7 +106,7 @@ def test_a_collection_counts_afresh(harm: str, shared: Server, client: Any) -> N
     assert [entry.used_ns >= 0 for entry in store._backend.list()] == [True] * 4
 
 
-def test_a_key_of_another_type_is_a_miss_of_its_own(shared: Server, client: Any) -> None:
+def test_a_key_of_another_redis_type_is_a_single_miss(shared: Server, client: Any) -> None:
     store, ids = open_store(shared), prompt(4)
     whole = save(store, ids)
     for make in (
@@ -129,7 +129,7 @@ def test_a_key_of_another_type_is_a_miss_of_its_own(shared: Server, client: Any)
     assert store.counters()["faults"].keys() <= {"match ResponseError", "list ResponseError", "load NotKvpack"}
 
 
-def test_an_entry_of_another_key_stays(shared: Server, client: Any) -> None:
+def test_an_entry_under_another_key_is_kept(shared: Server, client: Any) -> None:
     pytest.importorskip("cryptography")
     ids = prompt(2)
     theirs = open_store(shared, encryption={"theirs": bytes(32)})
@@ -169,7 +169,7 @@ def test_nothing_larger_than_an_entry_is_fetched(shared: Server, client: Any, mo
         assert store.load(ids)[0] == 3 * CHUNK, "the bytes that were said are the good ones"
 
 
-def test_a_put_that_the_server_refuses_is_not_counted(shared: Server, client: Any) -> None:
+def test_a_refused_put_is_not_counted(shared: Server, client: Any) -> None:
     store, ids = open_store(shared), prompt(2)
     save(store, ids)
     before = client.zcard(USED), client.hlen(SIZES), client.get(BYTES)
@@ -191,7 +191,7 @@ def count_slowly(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     client.mset({f"somebody's {number}": "x" for number in range(200)})
 
 
-def test_a_server_of_many_names_is_counted_in_turns(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_many_keys_is_counted_in_steps(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile, entries are stored if the server's memory shows that there is room."""
     count_slowly(client, monkeypatch)
     store = open_store(shared, max_bytes=10**10)
@@ -206,7 +206,7 @@ def test_a_server_of_many_names_is_counted_in_turns(shared: Server, client: Any,
     assert client.zcard(USED) == client.hlen(SIZES) == stored_bytes(client)[0] == 2 * (seed + 1)
 
 
-def test_a_put_in_several_requests_counts_once(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_in_several_requests_is_counted_once(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     count_slowly(client, monkeypatch)
     monkeypatch.setattr(redis_count, "TIME_SHARE", 1e-6)
     store = open_store(shared, max_bytes=10**10)
@@ -229,7 +229,7 @@ def test_a_put_in_several_requests_counts_once(shared: Server, client: Any, monk
 
 
 @pytest.mark.parametrize("harm", ["all is lost", "the sum is lost", "the uses are lost", "the sizes are lost", "the sum is junk"])
-def test_entries_are_exchanged_until_they_are_counted(harm: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_accessible_during_counting(harm: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget holds without a known sum, no put waits for it, and no pinned entry is evicted."""
     save(open_store(shared), prompt(1, seed=99))
     size = stored_bytes(client)[1]
@@ -260,7 +260,7 @@ def test_entries_are_exchanged_until_they_are_counted(harm: str, shared: Server,
     assert stored_bytes(client)[0] == 20, "the room is used"
 
 
-def test_an_entry_that_is_larger_than_a_page_of_others_evicts_none(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_larger_than_a_page_of_others_evicts_none(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(client, 300)
     count_slowly(client, monkeypatch)
     client.set(BYTES, "junk")
@@ -275,7 +275,7 @@ def test_an_entry_that_is_larger_than_a_page_of_others_evicts_none(shared: Serve
     assert backend._counters.as_dict()["evicted_entries"] == 101
 
 
-def test_two_writers_count_at_once(shared: Server, client: Any) -> None:
+def test_two_writers_count_concurrently(shared: Server, client: Any) -> None:
     """Both count a server again in turns; the final sum is correct."""
     stores = [open_store(shared, max_bytes=10**6) for _ in range(2)]
     for seed in range(6):
@@ -286,7 +286,7 @@ def test_two_writers_count_at_once(shared: Server, client: Any) -> None:
     assert stored_bytes(client)[0] == client.zcard(USED) == 12
 
 
-def test_an_entry_that_nobody_counted_is_counted_when_it_is_met(shared: Server, client: Any) -> None:
+def test_an_uncounted_entry_is_counted_when_it_is_found(shared: Server, client: Any) -> None:
     store, ids = open_store(shared), prompt(2)
     whole = save(store, ids)
     key = store.keys(ids)[0]
@@ -325,7 +325,7 @@ def in_pages(client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.scenario
 @pytest.mark.usefixtures("in_pages")
 @pytest.mark.parametrize("begin", ["first put", "collection"])
-def test_others_change_what_is_counted_between_two_pages(begin: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_change_counted_keys_between_two_pages(begin: str, shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum is correct at the end of every page, counts nothing twice, and the bytes never exceed the budget."""
     other, kept = open_store(shared), prompt(3)
     save(other, kept)
@@ -363,7 +363,7 @@ def test_others_change_what_is_counted_between_two_pages(begin: str, shared: Ser
 
 
 @pytest.mark.usefixtures("in_pages")
-def test_later_counts_go_on_with_the_puts(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_counts_continue_with_puts(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(client, 100)
     store = open_store(shared, max_bytes=10**6)
     save(store, prompt(1))
@@ -387,7 +387,7 @@ def test_later_counts_go_on_with_the_puts(shared: Server, client: Any, monkeypat
 
 
 @pytest.mark.usefixtures("in_pages")
-def test_a_program_that_does_not_follow_a_count_is_noticed(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_ignores_the_count_is_noticed(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older kvpack counts its own puts, and does not know counts in pages."""
     fill(client, 60)
     real, pages = redis_client.Client.call, [0]
@@ -408,7 +408,7 @@ def test_a_program_that_does_not_follow_a_count_is_noticed(shared: Server, clien
     assert int(client.get(BYTES)) == stored_bytes(client)[1]
 
 
-def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
+def test_eviction_works_page_by_page(shared: Server, client: Any) -> None:
     """More than a page is evicted for one entry; pinned entries, the oldest, are skipped."""
     fill(client, 2000)
     store, ids = open_store(shared, max_bytes=10**6), prompt(2)
@@ -430,7 +430,7 @@ def test_eviction_goes_page_by_page(shared: Server, client: Any) -> None:
 
 
 @pytest.mark.usefixtures("in_pages")
-def test_a_sum_that_only_kvpack_has_changed_is_not_counted_again(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_total_changed_only_by_kvpack_is_not_recomputed(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that starts next to others does not wait for a count, unless there was any other change."""
     fill(client, 100)
     most = 10**6

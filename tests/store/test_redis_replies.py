@@ -130,7 +130,7 @@ def serve() -> Iterator[Callable[[Callable[[bytes, socket.socket], None]], str]]
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", ANSWERS)
-def test_any_answer_is_a_counted_miss(name: str, serve: Callable[..., str]) -> None:
+def test_any_invalid_reply_is_a_counted_miss(name: str, serve: Callable[..., str]) -> None:
     url, ids = serve(constant(ANSWERS[name])), prompt(2)
     for call in CALLS.values():
         # Every answer is bad, so none can come too late; those of great sizes are waited for.
@@ -157,14 +157,14 @@ def test_any_answer_is_a_counted_miss(name: str, serve: Callable[..., str]) -> N
         b"\x15\x03\x01\x00\x02\x02\x28\r\n",
     ],
 )
-def test_a_server_of_another_protocol_is_named_at_opening(greeting: bytes, serve: Callable[..., str]) -> None:
+def test_a_server_with_another_protocol_is_named_when_opening(greeting: bytes, serve: Callable[..., str]) -> None:
     url = serve(lambda _, connection: connection.sendall(greeting))
     with pytest.raises(InvalidParameter, match=r"the server at the location is not Redis: it answers with .*; check the host and the port"):
         kvpack.Store(url, IDENTITY)
 
 
 @pytest.mark.parametrize("first", [b"x", b"+OK", b"\x16"])
-def test_a_line_without_an_end_costs_little(first: bytes, serve: Callable[..., str]) -> None:
+def test_an_endless_line_costs_little(first: bytes, serve: Callable[..., str]) -> None:
     """A server with another protocol may send any number of bytes, as fast as they are read."""
     sent = [0]
 
@@ -187,12 +187,12 @@ def test_a_line_without_an_end_costs_little(first: bytes, serve: Callable[..., s
         (b"-MOVED 3999 10.1.2.3:6381\r\n", r"kvpack's keys are on the node 10\.1\.2\.3:6381: name that node"),
     ],
 )
-def test_refusals_that_stay_are_told_at_opening(answer: bytes, message: str, serve: Callable[..., str]) -> None:
+def test_permanent_refusals_are_reported_when_opening(answer: bytes, message: str, serve: Callable[..., str]) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(serve(constant(answer)), IDENTITY)
 
 
-def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) -> None:
+def test_a_server_that_does_not_reply_may_be_opened(serve: Callable[..., str]) -> None:
     closed = serve(lambda _, connection: connection.shutdown(socket.SHUT_RDWR))
     silent = serve(lambda *_: None)
     for url in (closed, silent, "redis://127.0.0.1:1", "unix:///nowhere"):
@@ -218,7 +218,7 @@ def test_a_server_that_does_not_answer_may_be_opened(serve: Callable[..., str]) 
         ("socket_read_size=0", "sets 'socket_read_size'"),
     ],
 )
-def test_options_of_a_url_that_change_answers_are_refused(query: str, message: str) -> None:
+def test_url_options_that_change_replies_are_refused(query: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(f"redis://127.0.0.1:1/0?{query}", IDENTITY)
 
@@ -233,17 +233,17 @@ def test_options_of_a_url_that_change_answers_are_refused(query: str, message: s
         ("REDIS://127.0.0.1:1", "has the scheme 'REDIS://', expected one of redis://"),
     ],
 )
-def test_urls_that_name_no_database_are_refused(location: str, message: str) -> None:
+def test_urls_without_a_valid_database_are_refused(location: str, message: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(message)):
         kvpack.Store(location, IDENTITY)
 
 
 @pytest.mark.parametrize("end", ["", "/", "/7", "/0?client_name=worker&socket_timeout=2&max_connections=4", "?db=3"])
-def test_urls_of_databases_are_taken(end: str) -> None:
+def test_urls_with_databases_are_accepted(end: str) -> None:
     kvpack.Store(f"redis://127.0.0.1:1{end}", IDENTITY).close()
 
 
-def test_a_server_that_sends_a_byte_now_and_then_costs_the_timeout(serve: Callable[..., str]) -> None:
+def test_a_server_that_sends_slowly_costs_only_the_timeout(serve: Callable[..., str]) -> None:
     def trickle(request: bytes, connection: socket.socket) -> None:
         if b"CLIENT" in request:
             connection.sendall(b"+OK\r\n" * request.count(b"CLIENT"))
@@ -259,7 +259,7 @@ def test_a_server_that_sends_a_byte_now_and_then_costs_the_timeout(serve: Callab
     assert store.counters()["faults"] == {"match TimeoutError": 1}
 
 
-def test_a_server_that_takes_a_byte_now_and_then_costs_the_timeout(serve: Callable[..., str]) -> None:
+def test_a_server_that_receives_slowly_costs_only_the_timeout(serve: Callable[..., str]) -> None:
     """A put of many parts times out even if each part takes less than the timeout."""
     taken = [0]
 
@@ -280,7 +280,7 @@ def test_a_server_that_takes_a_byte_now_and_then_costs_the_timeout(serve: Callab
     assert store.counters()["faults"] == {"put TimeoutError": 1}
 
 
-def test_an_endless_answer_is_cut_off(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_reply_is_cut_off(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [0]
 
     def flood(request: bytes, connection: socket.socket) -> None:
@@ -299,7 +299,7 @@ def test_an_endless_answer_is_cut_off(serve: Callable[..., str], monkeypatch: py
     assert set(store.counters()["faults"]) == {"match ConnectionError"} or "match OSError" in store.counters()["faults"]
 
 
-def test_a_long_answer_takes_the_time_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_reply_gets_time_in_proportion_to_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(redis_client, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -348,7 +348,7 @@ def test_a_long_answer_takes_the_time_of_its_bytes(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_answers_are_checked(check: Callable[[Any], Any], good: list[Any], bad: list[Any]) -> None:
+def test_replies_are_checked(check: Callable[[Any], Any], good: list[Any], bad: list[Any]) -> None:
     for answer in good:
         check(answer)
     for answer in bad:

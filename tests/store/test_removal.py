@@ -80,14 +80,14 @@ def test_rm_by_age(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixtur
     assert "3 entries removed" in capsys.readouterr().out
 
 
-def test_pinned_entries_stay(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pinned_entries_are_kept(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
     stores["other"].pin(prompt(3))
     assert rm(stores, "--model", "other") == 0
     assert "0 entries removed, 3 pinned" in capsys.readouterr().out
     assert left(stores) == set(OTHERS)
 
 
-def test_rm_of_nothing_in_particular_is_refused(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_without_a_selection_is_refused(stores: dict[str, kvpack.Store], capsys: pytest.CaptureFixture[str]) -> None:
     assert rm(stores) == 2
     assert "pass at least one of --model, --recipe, --older-than and --tenant" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -96,7 +96,7 @@ def test_rm_of_nothing_in_particular_is_refused(stores: dict[str, kvpack.Store],
     assert left(stores) == set(OTHERS)
 
 
-def test_clear_removes_what_one_identity_stored(stores: dict[str, kvpack.Store]) -> None:
+def test_clear_removes_the_entries_of_one_identity(stores: dict[str, kvpack.Store]) -> None:
     branch = prompt(4, first=3, seed=4)
     save(stores["ours"], branch)
     stores["ours"].pin(prompt(3))
@@ -117,7 +117,7 @@ def test_encrypted_entries_need_the_key(tmp_path: Path, capsys: pytest.CaptureFi
     assert store.clear() == 2
 
 
-def test_a_recipe_that_an_older_entry_names_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_named_by_an_older_entry_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, ids = open_store(tmp_path / "store"), prompt(1)
     (key,) = store.keys(ids)
     chunk = dataclasses.replace(cache(len(ids))[:, :CHUNK], model=IDENTITY.header_model, recipe="kivi-2")
@@ -128,7 +128,7 @@ def test_a_recipe_that_an_older_entry_names_is_found(tmp_path: Path, capsys: pyt
         assert json.loads(capsys.readouterr().out)["removed"] == count
 
 
-def test_pins_are_undone_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pin_is_removed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pins are not undone per pinned entry, which could take one request each."""
     store = open_store(tmp_path / "store")
     save(store, prompt(9))

@@ -133,7 +133,7 @@ def test_pages_in_separate_memory_are_one_request(server: Server) -> None:
             engine.put(KEYS[:40], given[1:], [0] * 40)
 
 
-def test_a_request_is_bounded_by_its_bytes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_a_request_are_limited(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     given, _ = pages()
     with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine:
         monkeypatch.setattr("kvpack.store.page_store.BATCH_BYTES", 10 * engine.codec.nbytes)
@@ -148,7 +148,7 @@ def test_a_request_is_bounded_by_its_bytes(server: Server, monkeypatch: pytest.M
     assert backend_module.BATCH_BYTES == 64 * 2**20
 
 
-def test_a_long_chain_is_noted_from_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_of_a_long_chain_are_recorded_from_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_module, "_KEYS_AT_ONCE", 5)
     ids = prompt(17)
     with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:
@@ -160,7 +160,7 @@ def test_a_long_chain_is_noted_from_its_end(server: Server, monkeypatch: pytest.
         assert store.delete(ids) == 17
 
 
-def test_a_long_chain_is_noted_once_and_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_of_a_long_chain_are_recorded_once_and_in_parts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that records the use of a whole chain blocks all other clients, and so does recording it again with every part of a put."""
     monkeypatch.setattr(redis_module, "_KEYS_AT_ONCE", 20)
     monkeypatch.setattr("kvpack.store.page_store.BATCH_ENTRIES", 8)
@@ -185,7 +185,7 @@ def test_a_long_chain_is_noted_once_and_in_parts(server: Server, monkeypatch: py
 
 
 @pytest.mark.parametrize("ttl", [None, 8])
-def test_the_use_of_a_chain_is_noted_again_during_a_long_put(ttl: int | None, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_use_of_a_chain_is_recorded_again_during_a_long_put(ttl: int | None, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the beginning of a chain that is put for longer than its ``ttl`` expires before its end."""
     now = [100.0]
     monkeypatch.setattr(redis_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -202,7 +202,7 @@ def test_the_use_of_a_chain_is_noted_again_during_a_long_put(ttl: int | None, se
     assert [count for count in noted if count] == [12]
 
 
-def test_an_entry_is_used_no_later_than_those_that_it_continues(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_is_used_no_later_than_its_ancestors(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The count does not depend on a recent use of the chain by any process, or on missing entries."""
     given, _ = pages(12)
     with kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as engine, kvpack.PageStore(server.url, PAGE_IDENTITY, GEOMETRY) as other:
@@ -220,7 +220,7 @@ def test_an_entry_is_used_no_later_than_those_that_it_continues(server: Server, 
         assert times == sorted(times, reverse=True)
 
 
-def test_an_object_store_is_asked_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_objects_are_requested_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
     """The maximum number of requests run concurrently: each waits for the others, up to that number."""
     obstore = pytest.importorskip("obstore")
     given, _ = pages(32)
@@ -282,7 +282,7 @@ def test_pages_take_as_many_requests_to_an_object_store_as_chunks(options: dict[
         assert requests(lambda: engine.touch(KEYS)) == ([], None)
 
 
-def test_an_object_store_without_room_is_listed_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_object_store_is_listed_once_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     obstore = pytest.importorskip("obstore")
     given, _ = pages(32)
     with kvpack.PageStore(obstore.store.MemoryStore(), PAGE_IDENTITY, GEOMETRY) as engine:
@@ -302,7 +302,7 @@ def test_an_object_store_without_room_is_listed_once_a_call(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("location", ["folder", "Redis"])
-def test_a_prefix_with_a_gap_gets_what_it_lacks(location: str, server: Server, tmp_path: Path) -> None:
+def test_missing_chunks_of_a_prefix_are_added(location: str, server: Server, tmp_path: Path) -> None:
     place = tmp_path / "folder" if location == "folder" else server.url
     ids = prompt(9)
     for options in ({}, {"encryption": {"a": b"k" * 32}}):
@@ -317,12 +317,12 @@ def test_a_prefix_with_a_gap_gets_what_it_lacks(location: str, server: Server, t
             store.delete(ids)
 
 
-def test_a_put_of_nothing_asks_nothing() -> None:
+def test_an_empty_put_sends_no_request() -> None:
     assert Memory(Counters(), max_bytes=10).put_all([b"k" * 32], {}, 0) == []
 
 
 @pytest.mark.scenario
-def test_listing_and_removing_ask_for_many_entries_at_once(server: Server, tmp_path: Path) -> None:
+def test_listing_and_removing_request_many_entries_at_once(server: Server, tmp_path: Path) -> None:
     """Commands need the same number of requests for 200 entries as for 100, or one more page of names."""
     asked: list[dict[str, int]] = []
     for number in (1, 2):
@@ -348,7 +348,7 @@ def test_listing_and_removing_ask_for_many_entries_at_once(server: Server, tmp_p
     assert max(asked[1].values()) <= 12
 
 
-def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_for_fronts_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front of a page is the whole page. Entries that are too large, or empty, are not read."""
     monkeypatch.setattr(catalog_module, "_BYTES_AT_ONCE", 1000)
     parts: list[int] = []
@@ -366,7 +366,7 @@ def test_fronts_are_asked_for_within_a_limit_of_bytes(monkeypatch: pytest.Monkey
     assert parts == [2, 2, 1, 1]
 
 
-def test_an_entry_that_changes_while_it_is_read_is_missing_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_changes_during_a_read_is_a_single_miss(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size was requested before, and the entries after it are still read."""
     ids = prompt(6)
     with kvpack.Store(server.url, IDENTITY, chunk=CHUNK) as store:

@@ -26,7 +26,7 @@ def settle(root: Path) -> None:
         os.utime(first, ns=(10**18, 10**18))
 
 
-def test_only_what_changed_is_listed(tmp_path: Path, listed: list[str]) -> None:
+def test_only_changed_subfolders_are_listed(tmp_path: Path, listed: list[str]) -> None:
     store = open_store(tmp_path)
     save(store, prompt(3))
     settle(tmp_path)
@@ -43,7 +43,7 @@ def test_only_what_changed_is_listed(tmp_path: Path, listed: list[str]) -> None:
     assert str(paths[0].parent) in listed
 
 
-def test_a_folder_that_has_just_changed_is_listed_again(tmp_path: Path, listed: list[str]) -> None:
+def test_a_recently_changed_folder_is_listed_again(tmp_path: Path, listed: list[str]) -> None:
     """It could change twice within one clock tick."""
     store = open_store(tmp_path)
     save(store, prompt(1))

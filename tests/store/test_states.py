@@ -62,7 +62,7 @@ def test_the_longest_prefix_with_states_is_loaded(encryption: Any, tmp_path: Pat
         assert store.counters()["faults"] == {}
 
 
-def test_states_at_the_end_of_the_cache_count(tmp_path: Path) -> None:
+def test_states_at_the_end_of_the_cache_are_used(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
         whole = stateful(4 * CHUNK, [])
         assert store.save(IDS[: 4 * CHUNK], whole) == 4 * CHUNK
@@ -91,7 +91,7 @@ def test_a_cache_without_states_at_ends_of_chunks_is_refused(tmp_path: Path) -> 
     assert entries(tmp_path) == []
 
 
-def test_readers_that_know_no_states_find_nothing(tmp_path: Path) -> None:
+def test_readers_without_support_for_states_find_nothing(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, stateful(TOKENS, ends(7)))
     with open_store(tmp_path) as store:
@@ -173,7 +173,7 @@ def test_states_of_anything_else_are_not_used(name: str, tmp_path: Path) -> None
         check(store.load(IDS)[1], whole, 2 * CHUNK)
 
 
-def test_states_that_hold_tokens_or_other_sequences_are_refused(tmp_path: Path) -> None:
+def test_states_with_tokens_or_other_sequences_are_refused(tmp_path: Path) -> None:
     chunk, model = bytes(range(32)), {"name": "m"}
     own = stateful(TOKENS, [])[0].states
     two = {name: state.repeat(2, 1, 1) for name, state in own.items()}
@@ -223,7 +223,7 @@ def test_states_are_evicted_before_their_prefix(loads: bool, expected: list[tupl
     assert seen == expected
 
 
-def test_a_prefix_that_is_saved_again_is_used(tmp_path: Path) -> None:
+def test_a_prefix_that_is_saved_again_counts_as_used(tmp_path: Path) -> None:
     """All of its entries, including states in its middle, become newer than those of another prefix."""
     other = prompt(8, seed=3)
     with open_store(tmp_path, STATEFUL) as store:
@@ -235,7 +235,7 @@ def test_a_prefix_that_is_saved_again_is_used(tmp_path: Path) -> None:
     assert min(used[key] for key in names[0]) > max(used[key] for key in names[1])
 
 
-def test_pins_hold_states(tmp_path: Path) -> None:
+def test_pins_keep_states(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, stateful(TOKENS, ends(2, 5, 7)))
         assert store.pin(IDS[: 6 * CHUNK]) == 5 * CHUNK
@@ -268,7 +268,7 @@ def test_tiers(tmp_path: Path) -> None:
             assert [tier["entries"] for tier in store.stats()["tiers"]] == [6, 7]
 
 
-def test_states_beyond_the_limit_of_entries_are_not_stored(tmp_path: Path) -> None:
+def test_states_above_the_size_limit_of_entries_are_not_stored(tmp_path: Path) -> None:
     whole = stateful(TOKENS, ends(2))
     layers = tuple(dataclasses.replace(layer, states={"recurrent.0": torch.zeros(1, 2**20)} if layer.states else {}) for layer in whole)
     large = dataclasses.replace(whole, layers=layers, states_at={2 * CHUNK: tuple(layer.states for layer in layers)})
@@ -277,7 +277,7 @@ def test_states_beyond_the_limit_of_entries_are_not_stored(tmp_path: Path) -> No
         assert store.counters()["faults"] == {"encode LimitExceeded": 1}
 
 
-def test_commands_know_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_support_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = stateful(TOKENS, ends(2, 5))
     folder, out = str(tmp_path / "store"), tmp_path / "out.kvpack"
     with open_store(folder, STATEFUL) as store:

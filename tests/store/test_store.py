@@ -36,7 +36,7 @@ RECIPES = ["bf16", "octopus-3", "kivi-2", "oscar-2", "kv=quaternion:s=24,r=3", "
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_saved_is_loaded(recipe: str, tmp_path: Path) -> None:
+def test_saved_caches_are_loaded(recipe: str, tmp_path: Path) -> None:
     identity = dataclasses.replace(IDENTITY, recipe=recipe)
     ids = list(range(150))
     whole = kvpack.pack(random_pairs(3, 150, heads=2, dims=(64, 32)), recipe)
@@ -66,7 +66,7 @@ def test_the_longest_stored_prefix_is_found(tmp_path: Path) -> None:
     assert store.match([7, *ids[1:]]) == 0
 
 
-def test_prompts_share_what_they_have_in_common(tmp_path: Path) -> None:
+def test_prompts_share_their_common_prefix(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     save(store, prompt(4, first=2, seed=1))
     save(store, prompt(4, first=2, seed=2))
@@ -74,7 +74,7 @@ def test_prompts_share_what_they_have_in_common(tmp_path: Path) -> None:
     assert store.counters()["present_chunks"] == 2
 
 
-def test_a_longer_cache_adds_what_is_new(tmp_path: Path) -> None:
+def test_a_longer_cache_adds_only_new_chunks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids, whole = prompt(6), cache(6 * CHUNK + 5)
     assert store.save(ids[: 2 * CHUNK], whole[:, : 2 * CHUNK]) == 2 * CHUNK
@@ -84,7 +84,7 @@ def test_a_longer_cache_adds_what_is_new(tmp_path: Path) -> None:
     assert same(store.load(ids)[1], whole)
 
 
-def test_chunks_on_a_device_are_one_run(tmp_path: Path) -> None:
+def test_chunks_loaded_to_a_device_are_one_run(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe="octopus-3")), prompt(3)
     whole = save(store, ids)
     count, found = store.load(ids, device="cpu:0")
@@ -118,7 +118,7 @@ def test_pages_are_views_of_the_mapped_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(kvpack.Identity) if field.compare])
-def test_identities_that_differ_share_nothing(field: str, tmp_path: Path) -> None:
+def test_different_identities_share_nothing(field: str, tmp_path: Path) -> None:
     mine = open_store(tmp_path)
     ids = prompt(3)
     save(mine, ids)
@@ -132,7 +132,7 @@ def test_identities_that_differ_share_nothing(field: str, tmp_path: Path) -> Non
     assert not set(mine.keys(ids)) & set(theirs.keys(ids))
 
 
-def test_fields_do_not_run_into_one_another() -> None:
+def test_field_boundaries_are_part_of_keys() -> None:
     digests = {
         kvpack.Identity("a", "bf16", weights=weights, adapter=adapter, tenant=tenant).digest
         for weights, adapter, tenant in [("bc", "", ""), ("b", "c", ""), ("", "bc", ""), ("b", "", "c"), ("", "b", "c"), ("", "", "bc")]
@@ -142,7 +142,7 @@ def test_fields_do_not_run_into_one_another() -> None:
     assert not set(half) & set(whole)
 
 
-def test_keys_are_those_of_the_text() -> None:
+def test_keys_follow_the_specification() -> None:
     def prefixed(*fields: bytes) -> bytes:
         return b"".join(struct.pack("<Q", len(field)) + field for field in fields)
 
@@ -172,7 +172,7 @@ def test_keys_are_those_of_the_text() -> None:
 
 
 @pytest.mark.parametrize("tenant", ["", "a/b", "..", "\0", "@", "\ud800", "x" * 100_000], ids=repr)
-def test_any_tenant_is_a_name(tenant: str, tmp_path: Path) -> None:
+def test_a_tenant_may_have_any_name(tenant: str, tmp_path: Path) -> None:
     store = open_store(tmp_path, dataclasses.replace(IDENTITY, tenant=tenant))
     ids = prompt(1)
     whole = save(store, ids)
@@ -194,7 +194,7 @@ def test_any_tenant_is_a_name(tenant: str, tmp_path: Path) -> None:
     ],
     ids=lambda ids: f"{type(ids).__name__} {getattr(ids, 'dtype', '')} {getattr(ids, 'ndim', '')}",
 )
-def test_token_ids_of_any_form_are_the_same(ids: Any, tmp_path: Path) -> None:
+def test_token_ids_of_any_form_are_equivalent(ids: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.save(list(range(40)), cache(40))
     assert store.match(ids) == CHUNK
@@ -217,7 +217,7 @@ def test_token_ids_of_any_form_are_the_same(ids: Any, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_token_ids_of_another_kind_are_refused(ids: Any, tmp_path: Path) -> None:
+def test_invalid_token_ids_are_refused(ids: Any, tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for call in (store.match, store.load, store.pin, store.unpin, store.delete, lambda ids: store.save(ids, cache(40))):
         with pytest.raises(InvalidParameter, match="token_ids"):
@@ -239,7 +239,7 @@ def test_token_ids_of_another_kind_are_refused(ids: Any, tmp_path: Path) -> None
     ],
     ids=["recipe", "start", "model", "batch", "no cache", "ends early"],
 )
-def test_caches_that_are_no_prefix_of_the_identity_are_refused(made: Any, message: str, tmp_path: Path) -> None:
+def test_caches_with_skipped_tokens_are_refused(made: Any, message: str, tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(InvalidParameter, match=message):
         store.save(list(range(40)), made())
@@ -260,7 +260,7 @@ def test_caches_that_are_no_prefix_of_the_identity_are_refused(made: Any, messag
     ],
     ids=str,
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=message):
         open_store(tmp_path, **options)
     with pytest.raises(InvalidParameter, match=r"expected a kvpack\.Identity"):
@@ -271,13 +271,13 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
         kvpack.Identity("model", "bf16", weights=7)
 
 
-def test_a_transformers_cache_over_a_packed_one_is_saved(tmp_path: Path) -> None:
+def test_a_transformers_cache_that_extends_a_packed_one_is_saved(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     whole = cache(70)
     assert store.save(list(range(70)), KvpackCache.of(whole)) == 2 * CHUNK
 
 
-def test_a_cache_packed_in_parts_is_saved_as_far_as_it_can_be_cut(tmp_path: Path) -> None:
+def test_a_cache_packed_in_parts_is_saved_up_to_the_last_possible_slice(tmp_path: Path) -> None:
     parts = cache(40).append(random_pairs(2, 64, dims=(32, 32), seed=1))
     store = open_store(tmp_path)
     assert store.save(list(range(104)), parts) == 2 * CHUNK
@@ -296,7 +296,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_a_miss_and_heals(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_entry_is_a_miss_and_is_replaced(damage: str, tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids = prompt(4)
     whole = save(store, ids)
@@ -313,7 +313,7 @@ def test_a_damaged_entry_is_a_miss_and_heals(damage: str, tmp_path: Path) -> Non
     assert store.load(ids)[0] == 4 * CHUNK
 
 
-def test_entries_that_took_one_anothers_names_are_misses(tmp_path: Path) -> None:
+def test_entries_with_swapped_names_are_misses(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids, others = prompt(2), prompt(2, seed=5)
     save(store, ids)
@@ -323,7 +323,7 @@ def test_entries_that_took_one_anothers_names_are_misses(tmp_path: Path) -> None
     assert store.counters()["damaged_entries"] == 1
 
 
-def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         store = open_store(tmp_path / "a" / "store")
@@ -338,7 +338,7 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
             assert stat.S_IMODE(os.stat(os.path.join(parent, name)).st_mode) == 0o600, name
 
 
-def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_folder_writable_by_others_is_refused(tmp_path: Path) -> None:
     for mode in (0o777, 0o720, 0o702):
         os.chmod(tmp_path, mode)
         with pytest.raises(InvalidParameter, match=f"has the mode {mode:04o}"):
@@ -348,7 +348,7 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "file")
 
 
-def test_delete_removes_a_prefix_from_a_token_on(tmp_path: Path) -> None:
+def test_delete_removes_a_prefix_after_a_given_token(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids, other = prompt(4, first=1, seed=1), prompt(2, first=1, seed=2)
     save(store, ids)
@@ -391,7 +391,7 @@ def test_counters_as_prometheus_text(tmp_path: Path) -> None:
     assert values['kvpack_store_seconds_count{operation="save"}'] == "1"
 
 
-def test_latencies_are_counted_below_their_bounds() -> None:
+def test_latencies_are_counted_in_their_buckets() -> None:
     latency = LatencyHistogram()
     for seconds in (0.0001, 0.0002, 0.5, 100.0):
         latency.add(seconds)
@@ -462,7 +462,7 @@ def test_every_metric_has_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["le", "operation", "reason", "tier", "__name__"])
-def test_labels_that_metrics_have_are_refused(name: str, tmp_path: Path) -> None:
+def test_reserved_labels_are_refused(name: str, tmp_path: Path) -> None:
     """A repeated label makes all metrics of a process unreadable; some occur only after a fault."""
     with pytest.raises(InvalidParameter, match=f"the name '{name}', which is reserved or already used by kvpack's metrics: choose another"):
         open_store(tmp_path).prometheus({name: "x"})
@@ -478,7 +478,7 @@ def test_opening_a_store_imports_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_the_identity_of_a_model() -> None:
+def test_identity_of_a_model() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
@@ -500,7 +500,7 @@ def test_the_identity_of_a_model() -> None:
     assert (named.weights, named.model, named.adapter, named.extra) == ("w", "n", "a", "a hook")
 
 
-def test_entries_that_match_a_template_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_match_a_template_are_parsed_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     ids = prompt(12)
     whole = save(store, ids)
@@ -520,7 +520,7 @@ def test_entries_that_match_a_template_are_parsed_once(tmp_path: Path, monkeypat
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("recipe", ["kivi-2", "octopus-3"])
-def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_an_entry_is_noticed(recipe: str, tmp_path: Path) -> None:
     """Flips bits throughout the front, its padding and the payload, with the parsing reader and the template reader."""
     store = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe=recipe))
     ids = prompt(2)
@@ -544,7 +544,7 @@ def test_no_flipped_bit_of_an_entry_passes(recipe: str, tmp_path: Path) -> None:
         data[place] ^= bit
 
 
-def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Path) -> None:
+def test_entries_of_equal_size_may_have_different_payload_offsets(tmp_path: Path) -> None:
     """An entry is hashed from the offset of the last template of its size, which the preceding entry may have replaced."""
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
@@ -559,7 +559,7 @@ def test_entries_of_one_size_may_have_payloads_that_begin_elsewhere(tmp_path: Pa
     assert store.stats()["damaged_entries"] == 0
 
 
-def test_mappings_give_way_to_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_replace_mappings_if_necessary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process has a limited number of mappings; a store uses only a part of them."""
     store, ids = open_store(tmp_path), prompt(6)
     whole = save(store, ids)

@@ -41,7 +41,7 @@ def test_many_processes_and_threads(tmp_path: Path) -> None:
     assert report["bytes"] <= report["budget"]
 
 
-def test_the_run_sees_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = store_stress.packed
 
     def with_the_next_prompt_of_the_family(number: int, model: int) -> kvpack.Cache:

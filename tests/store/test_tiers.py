@@ -38,7 +38,7 @@ def counts(store: kvpack.Store) -> list[int]:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_what_is_saved_is_in_every_tier(back: bool, tmp_path: Path) -> None:
+def test_saved_entries_are_in_every_tier(back: bool, tmp_path: Path) -> None:
     ids = prompt(4)
     with tiered(MEMORY, tmp_path / "a", tmp_path / "b", write_back=back) as store:
         whole = save(store, ids)
@@ -50,7 +50,7 @@ def test_what_is_saved_is_in_every_tier(back: bool, tmp_path: Path) -> None:
         assert same(open_store(tmp_path / folder).load(ids)[1], whole)
 
 
-def test_what_a_slower_tier_has_goes_to_the_faster_ones(tmp_path: Path) -> None:
+def test_entries_in_a_slower_tier_are_copied_to_faster_ones(tmp_path: Path) -> None:
     ids = prompt(4)
     whole = save(open_store(tmp_path / "slow"), ids)
     store = tiered(MEMORY, tmp_path / "fast", tmp_path / "slow")
@@ -70,7 +70,7 @@ def test_what_a_slower_tier_has_goes_to_the_faster_ones(tmp_path: Path) -> None:
     assert same(store.load(ids)[1], whole), "what is written to a tensor stays out of the tier"
 
 
-def test_a_prefix_that_is_scattered_over_tiers_is_found(tmp_path: Path) -> None:
+def test_a_prefix_scattered_over_tiers_is_found(tmp_path: Path) -> None:
     ids = prompt(6)
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
@@ -86,7 +86,7 @@ def test_a_prefix_that_is_scattered_over_tiers_is_found(tmp_path: Path) -> None:
     assert counts(store) == [6, 4, 2]
 
 
-def test_times_fall_along_a_chain_in_every_tier(tmp_path: Path) -> None:
+def test_last_uses_decrease_along_a_chain_in_every_tier(tmp_path: Path) -> None:
     ids = prompt(5)
     store = tiered(tmp_path / "a", tmp_path / "b")
     save(store, ids)
@@ -100,7 +100,7 @@ def test_times_fall_along_a_chain_in_every_tier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["a", "b", "both"])
-def test_a_damaged_copy_goes_and_a_good_one_stays(bad: str, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_removed_and_a_valid_one_is_kept(bad: str, tmp_path: Path) -> None:
     ids = prompt(3)
     store = tiered(MEMORY, tmp_path / "a", tmp_path / "b")
     whole = save(tiered(tmp_path / "a", tmp_path / "b"), ids)
@@ -120,7 +120,7 @@ def test_a_damaged_copy_goes_and_a_good_one_stays(bad: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("keys", [None, {"k": bytes(32)}])
-def test_junk_in_a_slow_tier_evicts_nothing_and_is_served_to_nobody(keys: dict[str, bytes] | None, tmp_path: Path) -> None:
+def test_junk_in_a_slow_tier_evicts_nothing_and_is_never_returned(keys: dict[str, bytes] | None, tmp_path: Path) -> None:
     if keys:
         pytest.importorskip("cryptography")
     good, bad = prompt(4, seed=1), prompt(1, seed=2)
@@ -144,7 +144,7 @@ def test_junk_in_a_slow_tier_evicts_nothing_and_is_served_to_nobody(keys: dict[s
     assert store.stats()["tiers"][0]["hit_chunks"] == 4
 
 
-def test_what_a_tier_refuses_is_asked_of_the_next_and_put_right(tmp_path: Path) -> None:
+def test_entries_refused_by_a_tier_are_read_from_the_next_and_repaired(tmp_path: Path) -> None:
     """Junk in the fastest tier hides neither later entries in that tier nor copies in other tiers."""
     ids = prompt(5)
     whole = save(tiered(tmp_path / "a", tmp_path / "b", tmp_path / "c"), ids)
@@ -162,7 +162,7 @@ def test_what_a_tier_refuses_is_asked_of_the_next_and_put_right(tmp_path: Path) 
         assert same(found, whole)
 
 
-def test_what_no_key_opens_in_a_fast_tier_hides_nothing(tmp_path: Path) -> None:
+def test_unreadable_entries_in_a_fast_tier_hide_nothing(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     ids = prompt(3)
     ours, theirs = {"ours": bytes(32)}, {"theirs": bytes(32)}
@@ -177,7 +177,7 @@ def test_what_no_key_opens_in_a_fast_tier_hides_nothing(tmp_path: Path) -> None:
     assert open_store(tmp_path / "fast", encryption=theirs).load(ids)[0] == 3 * CHUNK, "it stays"
 
 
-def test_what_was_not_checked_is_not_noted_as_used(tmp_path: Path) -> None:
+def test_unchecked_entries_are_not_recorded_as_used(tmp_path: Path) -> None:
     store, ids = open_store(tmp_path), prompt(3)
     save(store, ids)
     paths = [entry_of(store, ids, number) for number in range(3)]
@@ -215,7 +215,7 @@ def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
     assert store.save(long, cache(len(long), EVEN.recipe)) == 12 * CHUNK, "the largest tier holds what it can"
 
 
-def test_leaves_leave_memory_before_their_ancestors() -> None:
+def test_leaves_are_evicted_from_memory_before_their_ancestors() -> None:
     memory = Memory(Counters(), max_bytes=4 * 10)
     chain, other = [bytes([number]) * 32 for number in range(3)], [b"x" * 32]
     for length in (1, 2, 3):
@@ -229,7 +229,7 @@ def test_leaves_leave_memory_before_their_ancestors() -> None:
     assert not memory.put([b"y" * 32], [memoryview(bytes(41))], 0)
 
 
-def test_deletion_reaches_what_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_includes_queued_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     real = Directory.put
 
@@ -250,7 +250,7 @@ def test_deletion_reaches_what_is_queued(tmp_path: Path, monkeypatch: pytest.Mon
     assert store.load(ids) == (0, None)
 
 
-def test_a_full_queue_drops_and_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_drops_entries_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     real = Directory.put
     monkeypatch.setattr(Directory, "put", lambda *arguments: go_on.wait(60) and real(*arguments))
@@ -272,7 +272,7 @@ def test_a_full_queue_drops_and_waits_for_nobody(tmp_path: Path, monkeypatch: py
     go_on.set()
 
 
-def test_what_the_first_tier_refuses_is_not_put_off(tmp_path: Path) -> None:
+def test_entries_refused_by_the_first_tier_are_not_postponed(tmp_path: Path) -> None:
     store = tiered(kvpack.Tier("memory://", max_bytes=10), tmp_path, write_back=True)
     save(store, prompt(3))
     assert counts(store) == [0, 3]
@@ -285,7 +285,7 @@ def _in_child(store: kvpack.Store, results: Any) -> None:
     results.put((*found, store.load(ids)[0]))
 
 
-def test_a_store_goes_on_in_a_fork(tmp_path: Path) -> None:
+def test_a_store_works_in_a_forked_process(tmp_path: Path) -> None:
     store = tiered(MEMORY, tmp_path, write_back=True)
     save(store, prompt(2))
     results = FORK.Queue()
@@ -299,7 +299,7 @@ def test_a_store_goes_on_in_a_fork(tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
-def test_tiers_over_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiers_with_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("redis")
     pytest.importorskip("obstore")
     monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.01))
@@ -337,12 +337,12 @@ def test_tiers_over_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
     ids=str,
 )
-def test_tiers_that_cannot_work_are_refused(locations: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_tiers_are_refused(locations: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=message):
         kvpack.Store(locations, IDENTITY, chunk=CHUNK, **options)
 
 
-def test_what_was_damaged_in_two_tiers_is_there_once_it_is_stored_again(tmp_path: Path) -> None:
+def test_an_entry_damaged_in_two_tiers_is_restored_by_a_save(tmp_path: Path) -> None:
     store = tiered(tmp_path / "a", tmp_path / "b")
     ids = prompt(2)
     whole = save(store, ids)
@@ -507,18 +507,18 @@ TestTierMachine.settings = settings(max_examples=12, stateful_step_count=20, dea
 @pytest.mark.parametrize(
     "mutant", ["no promotion", "discards everywhere", "asks once", "queue forgets nothing", "notes in parts", "promotes first"]
 )
-def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_of_these_rules_are_noticed(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test fails on tiers that break its rule."""
     whole = tiers.Tiers
     if mutant == "no promotion":
         monkeypatch.setattr(whole, "_put_in", lambda _, backends, chain, entries, now_ns: [False] * len(entries))
-        failing: Any = test_what_a_slower_tier_has_goes_to_the_faster_ones
+        failing: Any = test_entries_in_a_slower_tier_are_copied_to_faster_ones
     elif mutant == "discards everywhere":
         monkeypatch.setattr(whole, "discard", lambda self, key, data: self.delete([key]))
-        failing = lambda path: test_a_damaged_copy_goes_and_a_good_one_stays("a", path)  # noqa: E731
+        failing = lambda path: test_a_damaged_copy_is_removed_and_a_valid_one_is_kept("a", path)  # noqa: E731
     elif mutant == "asks once":
         monkeypatch.setattr(whole, "count_present", lambda self, keys: max(backend.count_present(keys) for backend in self._backends))
-        failing = test_a_prefix_that_is_scattered_over_tiers_is_found
+        failing = test_a_prefix_scattered_over_tiers_is_found
     elif mutant == "promotes first":
         real = whole.find
 
@@ -528,12 +528,12 @@ def test_the_rules_above_are_seen_to_break(mutant: str, tmp_path: Path, monkeypa
             return found
 
         monkeypatch.setattr(whole, "find", promoting)
-        failing = lambda path: test_junk_in_a_slow_tier_evicts_nothing_and_is_served_to_nobody(None, path)  # noqa: E731
+        failing = lambda path: test_junk_in_a_slow_tier_evicts_nothing_and_is_never_returned(None, path)  # noqa: E731
     elif mutant == "queue forgets nothing":
         monkeypatch.setattr(write_back.WriteBack, "cancel", lambda self, keys: None)
-        failing = lambda path: test_deletion_reaches_what_is_queued(path, monkeypatch)  # noqa: E731
+        failing = lambda path: test_deletion_includes_queued_entries(path, monkeypatch)  # noqa: E731
     else:
         monkeypatch.setattr(whole, "touch", lambda *_, **__: time.sleep(0))
-        failing = test_times_fall_along_a_chain_in_every_tier
+        failing = test_last_uses_decrease_along_a_chain_in_every_tier
     with pytest.raises(AssertionError):
         failing(tmp_path)

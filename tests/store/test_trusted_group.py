@@ -84,7 +84,7 @@ def test_members_share_a_folder(shared: Path) -> None:
 
 
 @as_root
-def test_a_member_makes_room_among_the_entries_of_another(shared: Path) -> None:
+def test_a_member_evicts_entries_of_another(shared: Path) -> None:
     with member(ALICE):
         save(open_store(shared, trusted_group=GROUP), IDS)
     size = max(os.path.getsize(path) for path in entries(shared))
@@ -99,7 +99,7 @@ def test_a_member_makes_room_among_the_entries_of_another(shared: Path) -> None:
 
 
 @as_root
-def test_a_use_of_anothers_entries_is_noted(shared: Path) -> None:
+def test_a_use_of_anothers_entries_is_recorded(shared: Path) -> None:
     with member(ALICE):
         alice = open_store(shared, trusted_group=GROUP)
         save(alice, IDS)
@@ -115,7 +115,7 @@ def test_a_use_of_anothers_entries_is_noted(shared: Path) -> None:
 
 
 @as_root
-def test_what_kubernetes_does_to_a_volume_is_no_harm(shared: Path) -> None:
+def test_permissions_set_by_kubernetes_are_accepted(shared: Path) -> None:
     """When a pod with fsGroup starts, all files get the group and become group-writable."""
     folder = shared / "store"
     with member(ALICE):
@@ -164,7 +164,7 @@ def test_only_the_group_is_trusted(shared: Path) -> None:
         open_store(shared, trusted_group=GROUP)
 
 
-def test_a_folder_is_made_for_the_group_and_read_as_copies(tmp_path: Path) -> None:
+def test_a_group_folder_is_created_and_read_as_copies(tmp_path: Path) -> None:
     group = os.getegid()
     store = open_store(tmp_path / "new" / "store", trusted_group=group)
     save(store, IDS)
@@ -188,6 +188,6 @@ def str_of(group: int) -> str | int:
     ("group", "why"),
     [(-1, "the number or the name"), (True, "the number or the name"), (2.5, "the number or the name"), ("no such group", "its number")],
 )
-def test_groups_that_cannot_be_are_refused(group: Any, why: str, tmp_path: Path) -> None:
+def test_invalid_groups_are_refused(group: Any, why: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match=why):
         open_store(tmp_path, trusted_group=group)

@@ -46,7 +46,7 @@ def test_an_unused_entry_of_a_folder_expires(tmp_path: Path) -> None:
     assert store.counters()["faults"] == {}
 
 
-def test_what_is_saved_again_is_there_again(tmp_path: Path) -> None:
+def test_expired_entries_can_be_saved_again(tmp_path: Path) -> None:
     store = open_store(tmp_path, ttl=100)
     whole = save(store, IDS)
     pass_by(tmp_path, 110)
@@ -56,7 +56,7 @@ def test_what_is_saved_again_is_there_again(tmp_path: Path) -> None:
     assert store.match(IDS) == 3 * CHUNK
 
 
-def test_entries_of_stores_without_ttl_stay(tmp_path: Path) -> None:
+def test_entries_of_stores_without_ttl_are_kept(tmp_path: Path) -> None:
     other, store = open_store(tmp_path, OTHER), open_store(tmp_path, ttl=100)
     save(other, IDS)
     # Whoever reads an entry changes its access time, on most file systems.
@@ -74,7 +74,7 @@ def test_entries_of_stores_without_ttl_stay(tmp_path: Path) -> None:
     assert store.match(IDS) == 3 * CHUNK
 
 
-def test_puts_remove_what_has_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_puts_remove_expired_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry, "_STEP_SECONDS", 60.0)
     store = open_store(tmp_path, ttl=100)
     save(store, IDS)
@@ -93,7 +93,7 @@ def test_puts_remove_what_has_expired(tmp_path: Path, monkeypatch: pytest.Monkey
     assert entries(tmp_path) == []
 
 
-def test_a_pass_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expiry_pass_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry, "_STEP_SECONDS", -1.0)
     store = open_store(tmp_path, ttl=100)
     looked: list[int] = []
@@ -120,7 +120,7 @@ def test_pinned_entries_do_not_expire(tmp_path: Path) -> None:
     assert store.match(IDS) == 0
 
 
-def test_a_tier_has_its_own(tmp_path: Path) -> None:
+def test_a_tier_may_have_its_own_ttl(tmp_path: Path) -> None:
     tiers = [kvpack.Tier(tmp_path / "first", ttl=100), kvpack.Tier(tmp_path / "second")]
     with kvpack.Store(tiers, IDENTITY, chunk=CHUNK) as store:
         save(store, IDS)
@@ -178,7 +178,7 @@ def test_pinned_entries_of_an_object_store_do_not_expire(monkeypatch: pytest.Mon
     assert objects.open(ttl=100).match(IDS) == CHUNK
 
 
-def test_puts_to_an_object_store_remove_what_has_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_puts_to_an_object_store_remove_expired_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     objects = Objects(monkeypatch)
     store = objects.open(ttl=100)
     save(store, IDS)
@@ -207,7 +207,7 @@ def test_merged_records_keep_times_and_ends() -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "1-ttl5", f"{1:020d}-{'0' * 16}-ttl99999999999", f"{1:020d}-{'0' * 16}-merged-ttl5"])
-def test_names_of_records_that_say_nothing_of_ends(name: str) -> None:
+def test_record_names_without_ends(name: str) -> None:
     assert last_used.last_uses_in([(5, f"uses/{name}", bytes(32))]) == {bytes(32): last_used.LastUse(5, None)}
 
 
@@ -240,7 +240,7 @@ def test_pinned_entries_on_redis_do_not_expire(tmp_path: Path) -> None:
         assert store.counters()["faults"] == {}
 
 
-def test_seconds_beyond_what_a_server_counts_do_not_expire(tmp_path: Path) -> None:
+def test_seconds_beyond_the_range_of_a_server_do_not_expire(tmp_path: Path) -> None:
     pytest.importorskip("redis")
     with redis_server.running(tmp_path) as server:
         store = open_store(server.url, ttl=2**63)

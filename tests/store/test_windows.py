@@ -49,7 +49,7 @@ def check(found: Cache | None, whole: Cache, skipped: list[int]) -> None:
         ((64,), [6 * CHUNK, 0]),
     ],
 )
-def test_a_layer_gets_the_chunks_that_its_window_reaches(windows: tuple[int | None, ...], skipped: list[int], tmp_path: Path) -> None:
+def test_a_layer_gets_the_chunks_within_its_window(windows: tuple[int | None, ...], skipped: list[int], tmp_path: Path) -> None:
     whole = save(open_store(tmp_path), IDS)
     with open_store(tmp_path, sliding(*windows)) as store:
         tokens, found = store.load(IDS)
@@ -57,12 +57,12 @@ def test_a_layer_gets_the_chunks_that_its_window_reaches(windows: tuple[int | No
         check(found, whole, skipped)
 
 
-def test_windows_are_in_no_key(tmp_path: Path) -> None:
+def test_keys_do_not_depend_on_windows(tmp_path: Path) -> None:
     assert sliding(33, None) == IDENTITY
     assert open_store(tmp_path, sliding(33, None)).keys(IDS) == open_store(tmp_path).keys(IDS)
 
 
-def test_chunks_that_no_window_reaches_are_not_read(tmp_path: Path) -> None:
+def test_chunks_outside_every_window_are_not_read(tmp_path: Path) -> None:
     """They are only looked up: if all layers have windows, the first chunks may be damaged."""
     with open_store(tmp_path, sliding(64, 33)) as store:
         whole = save(store, IDS)
@@ -79,7 +79,7 @@ def test_chunks_that_no_window_reaches_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "tokens", "skipped"), [(7, 7, [5, 6]), (6, 6, [4, 5])])
-def test_a_damaged_chunk_shortens_what_windows_reach(number: int, tokens: int, skipped: list[int], tmp_path: Path) -> None:
+def test_a_damaged_chunk_shortens_the_prefix_within_windows(number: int, tokens: int, skipped: list[int], tmp_path: Path) -> None:
     """The windows then reach back to earlier chunks that were not read before."""
     with open_store(tmp_path, sliding(64, 33)) as store:
         whole = save(store, IDS)

@@ -83,7 +83,7 @@ def test_a_prefix_is_found_or_a_counted_miss(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "model"])
-def test_entries_open_as_files(name: str) -> None:
+def test_entries_can_be_opened_as_files(name: str) -> None:
     keys = json.loads(MANIFEST.read_text())["store"][name]["keys"]
     chunks = [kvpack.load(next(path for path in entries(STORE) if path.endswith(key))) for key in keys]
     assert_near(sampled(kvpack.concat(chunks)), load_file(FOLDER / f"store-{name}.safetensors")["values"])
@@ -106,7 +106,7 @@ def test_pages_are_found_or_counted_misses(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "engine"])
-def test_rows_of_pages_hold_their_values(name: str) -> None:
+def test_page_rows_contain_their_values(name: str) -> None:
     recorded = load_file(FOLDER / "pages.safetensors")["values"]
     for number, key in enumerate(json.loads(MANIFEST.read_text())["pages"][name]["keys"]):
         with open(next(path for path in entries(PAGES) if path.endswith(key)), "rb") as file:
@@ -116,7 +116,7 @@ def test_rows_of_pages_hold_their_values(name: str) -> None:
         assert torch.equal(torch.tensor(values).to(torch.bfloat16), recorded[number].flatten())
 
 
-def test_an_old_store_is_collected_and_evicted(tmp_path: Path) -> None:
+def test_an_old_store_supports_gc_and_eviction(tmp_path: Path) -> None:
     """Entries that no identity finds anymore are still counted, listed and evicted."""
     folder = copied(STORE, tmp_path / "store")
     identity = kvpack.Identity("other", "raw")

@@ -38,52 +38,52 @@ LIST = Path(__file__).with_name("guards_by_test.txt")
 SECONDS = 5
 """Refusing a vector takes milliseconds, so a read without a guard that takes longer than this counts as an endless loop."""
 OF_HEADERS = [
-    "file/test_header.py::test_every_rule_refuses_by_name",
-    "file/test_header.py::test_writers_keep_the_limits",
-    "file/test_header.py::test_strings_that_no_reader_takes_are_not_written",
+    "file/test_header.py::test_errors_name_the_broken_rule",
+    "file/test_header.py::test_writers_enforce_the_limits",
+    "file/test_header.py::test_invalid_strings_are_not_written",
     "spec/test_guards.py::test_entries_are_named",
-    "spec/test_guards.py::test_no_writer_names_a_required_feature",
-    "file/test_header.py::test_only_the_canonical_form_is_read",
-    "file/test_header.py::test_a_header_above_its_limit_is_refused_unread",
-    "file/test_header.py::test_many_empty_containers_take_little_memory",
+    "spec/test_guards.py::test_no_writer_can_name_a_required_feature",
+    "file/test_header.py::test_only_canonical_headers_are_read",
+    "file/test_header.py::test_a_header_above_its_limit_is_refused_before_reading",
+    "file/test_header.py::test_many_empty_containers_need_little_memory",
 ]
 TESTS = {
     "columns": [
         "formats/test_columns.py::test_a_packing_outside_the_limits_is_refused",
-        "formats/test_columns.py::test_default_fields_refuse_a_symbol_that_no_column_holds",
+        "formats/test_columns.py::test_default_fields_refuse_a_symbol_that_fits_in_no_column",
     ],
     "container": [
-        "file/test_container.py::test_paths_that_hold_no_file",
-        "file/test_container.py::test_a_memory_limit_holds_for_the_file_and_what_it_decodes_to",
+        "file/test_container.py::test_paths_without_a_regular_file",
+        "file/test_container.py::test_a_memory_limit_covers_the_file_and_its_decoded_size",
         "spec/test_guards.py::test_a_memory_limit_holds_for_bytes_in_memory",
     ],
     "front": [
         *OF_HEADERS,
         "file/test_container.py::test_a_json_header_above_its_limit_is_not_written",
         "file/test_container.py::test_a_file_above_its_limit_is_not_written",
-        "file/test_container.py::test_no_other_json_length_is_read",
+        "file/test_container.py::test_wrong_json_lengths_are_refused",
     ],
     "zstd": [
-        "file/test_container.py::test_no_other_frame_is_decoded",
-        "file/test_container.py::test_a_frame_of_no_content_is_read_to_its_end",
+        "file/test_container.py::test_other_frames_are_refused",
+        "file/test_container.py::test_an_empty_frame_is_read_to_its_end",
     ],
     "checks": OF_HEADERS,
     "header": OF_HEADERS,
     "row": [
         "pages/test_page_codec.py::test_rows_name_their_page",
-        "spec/test_guards.py::test_the_parts_of_a_frame_have_their_sizes",
-        "spec/test_guards.py::test_no_row_is_longer_than_its_checksum_takes",
+        "spec/test_guards.py::test_parts_of_a_frame_have_their_sizes",
+        "spec/test_guards.py::test_no_row_is_longer_than_its_checksum_supports",
     ],
 }
 """The tests of each library module that is not a codec or a sidecar."""
 OF_DECODER = [
     "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
-    "spec/test_decoder.py::test_a_cache_is_no_basis",
+    "spec/test_decoder.py::test_a_cache_is_not_a_basis",
 ]
 OF_CODECS = [
-    "spec/test_guards.py::test_what_several_guards_refuse_is_named_by_the_one_that_knows_the_parameter",
+    "spec/test_guards.py::test_the_guard_that_knows_the_parameter_names_it",
     "spec/test_guards.py::test_a_seed_has_at_most_64_bits",
-    "spec/test_guards.py::test_what_only_steers_an_encoder_is_checked_too",
+    "spec/test_guards.py::test_encoder_only_options_are_checked_too",
 ]
 
 

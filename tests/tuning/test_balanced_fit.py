@@ -43,7 +43,7 @@ def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_keys_and_queries_have_the_same_second_moments_in_a_frame() -> None:
+def test_keys_and_queries_have_equal_second_moments_in_a_frame() -> None:
     keys, queries = moments(1), moments(2)
     frames = balancing_frames(keys, queries)
     inverse = torch.linalg.inv(frames)
@@ -68,7 +68,7 @@ def test_no_other_frame_costs_less() -> None:
         assert (frame_cost(other, keys, queries) > least).all()
 
 
-def test_channels_that_never_vary_have_frames() -> None:
+def test_constant_channels_have_frames() -> None:
     nothing = torch.zeros(1, 4, 4, dtype=torch.float64)
     for keys, queries in ((nothing, nothing), (nothing, moments(1, 1, 4)), (moments(1, 1, 4), nothing)):
         frames = balancing_frames(keys, queries)
@@ -76,7 +76,7 @@ def test_channels_that_never_vary_have_frames() -> None:
         assert torch.linalg.cond(frames).max() < 1e4
 
 
-def test_sums_are_those_of_the_models_own_keys_and_queries() -> None:
+def test_sums_are_computed_from_the_models_own_keys_and_queries() -> None:
     with model_folder(None) as folder:
         model = load_model(folder)
         text = read_text(None, folder, vocabulary(model))
@@ -117,7 +117,7 @@ def test_keys_cost_less_in_the_frame(basis: Path) -> None:
     assert loss[centered] < 0.6 * loss[mean]
 
 
-def test_a_basis_of_balanced_frames_has_the_means_of_keys_before_rope(basis: Path) -> None:
+def test_a_basis_with_balanced_frames_has_the_means_of_keys_before_rope(basis: Path) -> None:
     found = Basis.load(basis)
     assert not list(found.sides())
     with model_folder(None) as folder:
@@ -133,7 +133,7 @@ def test_a_basis_of_balanced_frames_has_the_means_of_keys_before_rope(basis: Pat
 
 
 @pytest.mark.scenario
-def test_a_calibration_for_all_codecs_has_balanced_frames_too(tmp_path: Path) -> None:
+def test_a_calibration_for_all_codecs_includes_balanced_frames(tmp_path: Path) -> None:
     path = tmp_path / "x.kvbasis"
     calibrate.run(None, None, str(path), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
     basis = Basis.load(path)
@@ -143,7 +143,7 @@ def test_a_calibration_for_all_codecs_has_balanced_frames_too(tmp_path: Path) ->
     assert kvpack.pack(pairs, kvpack.Recipe(recipe, basis)).tokens == 40
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.kvbasis"
     assert cli.main(["calibrate", "--balanced-only", "--tokens", "64", "--windows", "1", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.scenario
-def test_a_model_whose_queries_are_not_known_has_no_balanced_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_unknown_queries_has_no_balanced_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueryMoments, "observe", lambda *_: None)
     with pytest.raises(InvalidParameter, match="the model implements attention itself"):
         calibrate.run(None, None, str(tmp_path / "x.kvbasis"), calibrate.Settings(tokens=64, windows=1, balanced_only=True))

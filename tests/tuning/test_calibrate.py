@@ -45,7 +45,7 @@ def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.scenario
-def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_calibration_continues_to_the_same_basis(basis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, add, read = tmp_path / "x.kvbasis", Statistics.add, []
 
     def interrupted(self: Statistics, *given: Any) -> None:
@@ -66,7 +66,7 @@ def test_an_interrupted_calibration_goes_on_to_the_same_basis(basis: Path, tmp_p
 
 
 @pytest.mark.scenario
-def test_more_bits_cost_the_model_less_than_the_past_is_worth(basis: Path) -> None:
+def test_more_bits_cost_the_model_less_than_removing_the_past(basis: Path) -> None:
     # Several windows: a few tokens decide the divergence of one.
     settings = quality.Settings(tokens=96, scored_tokens=24, windows=3, needles=0, seed=5)
     report = quality.run(None, None, ["klt-4", "klt-1.5"], settings, basis=str(basis))
@@ -78,7 +78,7 @@ def test_more_bits_cost_the_model_less_than_the_past_is_worth(basis: Path) -> No
     assert more["kl_divergence"] < less["kl_divergence"] < report["forgotten"]["kl_divergence"]
 
 
-def test_frames_take_the_bits_that_they_foresee(basis: Path) -> None:
+def test_frames_take_the_predicted_bits(basis: Path) -> None:
     settings = quality.Settings(tokens=96, scored_tokens=24, windows=1, needles=0, seed=5)
     report = quality.run(None, None, ["kv=transform:bits=4,chunk=16", "kv=transform:bits=1,chunk=16"], settings, basis=str(basis))
     more, less = report["recipes"]
@@ -89,7 +89,7 @@ def test_frames_take_the_bits_that_they_foresee(basis: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", calibrate.SHOWN_BITS[1:])
-def test_products_are_foreseen(basis: Path, bits: float) -> None:
+def test_products_are_predicted(basis: Path, bits: float) -> None:
     foreseen = calibrate.rate(Basis.load(basis), bits)["products"]
     (row,) = decode.run(str(basis), [bits], 1024, repeats=1)["rows"]
     assert foreseen == pytest.approx(row["products_per_value"], rel=0.25)
@@ -110,7 +110,7 @@ def test_frames_describe_keys_before_rope(basis: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"sliding_window": 8, "attn_logit_softcapping": 0.5}], ids=["llama", "gemma2"])
-def test_shares_are_those_of_the_attention_weights(settings: dict[str, Any]) -> None:
+def test_shares_are_computed_from_attention_weights(settings: dict[str, Any]) -> None:
     model = model_of("Gemma-2", **settings) if settings else small_llama()
     tokens, known = torch.randint(1, 50, (1, 40)), 24
     pairs = windows.prefill(model, tokens[:, :known])
@@ -125,7 +125,7 @@ def test_shares_are_those_of_the_attention_weights(settings: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["Bloom", "MPT", "GPT-OSS"])
-def test_weights_that_more_than_queries_and_keys_decide_have_no_share(name: str) -> None:
+def test_weights_that_do_not_only_depend_on_queries_and_keys_have_no_share(name: str) -> None:
     model, tokens = model_of(name), torch.randint(1, 50, (1, 40))
     pairs = windows.prefill(model, tokens[:, :24])
     assert windows.attention_shares(model, tokens, pairs, [torch.ones(24, dtype=torch.bool) for _ in pairs]) == []
@@ -144,7 +144,7 @@ def test_the_weight_of_raw_tokens_is_reported(basis: Path, tmp_path: Path, capsy
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("scope", ["head", "none"])
-def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scope_of_frames_can_be_selected(scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.kvbasis"
     sizes = ["--tokens", "32", "--score", "8", "--windows", "1"]
     assert cli.main(["calibrate", "--out", str(out), *sizes, "--scope", scope]) == 0
@@ -157,7 +157,7 @@ def test_the_scope_of_frames_is_a_choice(scope: str, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.scenario
-def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_belong_to_sequences_with_the_same_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (calibrate, rope):
         monkeypatch.setattr(module, "max_uniform_length", lambda config: 40)
     out = str(tmp_path / "x.kvbasis")
@@ -171,7 +171,7 @@ def test_windows_are_of_sequences_whose_rope_is_the_same(tmp_path: Path, monkeyp
         calibrate.run(None, None, out, calibrate.Settings(tokens=41, scored_tokens=8, windows=1, scope="head"))
 
 
-def test_a_basis_knows_its_model(basis: Path) -> None:
+def test_a_basis_recognizes_its_model(basis: Path) -> None:
     found = Basis.load(basis)
     assert found.model["weights"].startswith("sha256:")
     found.check_model({"name": "elsewhere/tinylm", "weights": found.model["weights"]})
@@ -195,7 +195,7 @@ def of_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
-def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
+def test_a_model_is_recognized_in_any_dtype(of_bf16: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(of_bf16, dtype=dtype).eval()
     assert model.dtype == getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     basis = of_bf16 / "x.kvbasis"
@@ -208,7 +208,7 @@ def test_a_model_is_known_in_any_dtype(of_bf16: Path, dtype: str) -> None:
             KvpackCache(model, kvpack.Recipe("klt-4", basis))
 
 
-def test_a_model_that_transformers_does_not_load_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     with pytest.raises(InvalidParameter, match=rf"^{tmp_path}: transformers cannot load this model with the attention 'sdpa': "):
         calibrate.run(str(tmp_path), None, str(tmp_path / "x.kvbasis"), calibrate.Settings())
@@ -223,7 +223,7 @@ def calibrated(folder: Path, name: str, **sizes: Any) -> Path:
 
 @pytest.mark.scenario
 @pytest.mark.parametrize(("name", "sizes"), [("Gemma-2", {}), ("GPT-OSS", {"num_experts_per_tok": 2})], ids=["Gemma-2", "GPT-OSS"])
-def test_a_model_without_scaled_dot_product_attention_is_read_by_its_own(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
+def test_a_model_without_scaled_dot_product_attention_uses_its_own(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
     basis = calibrated(tmp_path, name, **sizes)
     settings = quality.Settings(tokens=64, scored_tokens=16, windows=1, needles=0)
     report = quality.run(str(tmp_path), None, ["klt-8", "transform-4"], settings, basis=str(basis))
@@ -231,7 +231,7 @@ def test_a_model_without_scaled_dot_product_attention_is_read_by_its_own(name: s
 
 
 @pytest.mark.parametrize("name", ["Bloom", "MPT"])
-def test_keys_of_models_with_biases_by_distance_are_calibrated(name: str, tmp_path: Path) -> None:
+def test_keys_of_models_with_distance_biases_are_calibrated(name: str, tmp_path: Path) -> None:
     found = Basis.load(calibrated(tmp_path, name))
     assert found.sides_with_frames() == list(found.sides())
     assert all(found.frames(*place).rope is None for place in found.sides_with_frames())
@@ -239,7 +239,7 @@ def test_keys_of_models_with_biases_by_distance_are_calibrated(name: str, tmp_pa
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", ["Gemma-3n", "Gemma-4"])
-def test_layers_that_share_keys_and_values_have_none_in_a_basis(name: str, tmp_path: Path) -> None:
+def test_layers_that_share_keys_and_values_are_not_in_a_basis(name: str, tmp_path: Path) -> None:
     basis = calibrated(tmp_path, name, vocab_size_per_layer_input=257)
     found = Basis.load(basis)
     assert found.layers == 4
@@ -261,7 +261,7 @@ def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
         calibrated(tmp_path, "BART")
 
 
-def test_a_model_of_few_positions_is_read_in_short_samples(tmp_path: Path) -> None:
+def test_a_model_with_few_positions_reads_short_samples(tmp_path: Path) -> None:
     assert Basis.load(calibrated(tmp_path, "OPT")).sides_with_frames() == []
 
 
@@ -272,7 +272,7 @@ def test_predictions_without_a_past_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.progress"))
 
 
-def test_predictions_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_non_finite_predictions_are_refused(tmp_path: Path) -> None:
     model = small_llama(vocab_size=257)
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path)
@@ -291,7 +291,7 @@ def test_a_basis_knows_the_rope_of_its_model(basis: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "least"), [("", basis_fit.MIN_COST), (".frames", frames_fit.MIN_COST)])
-def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
+def test_no_layer_gets_almost_no_bits(suffix: str, least: float) -> None:
     """Rows and frames have gradients, although those of one layer are almost zero."""
     generator = torch.Generator().manual_seed(0)
     found = Statistics("x", 1)
@@ -318,7 +318,7 @@ def test_no_layer_is_all_but_free(suffix: str, least: float) -> None:
             assert after[name] == pytest.approx(before[name] + least * mean)
 
 
-def test_larger_keys_and_smaller_queries_change_nothing() -> None:
+def test_larger_keys_with_smaller_queries_change_nothing() -> None:
     """Scores are unchanged, so errors in the coded frame are, too: the term added to costs is proportional for every channel."""
     generator = torch.Generator().manual_seed(0)
     found, scaled = Statistics("x", 1), Statistics("x", 1)
@@ -342,7 +342,7 @@ def test_larger_keys_and_smaller_queries_change_nothing() -> None:
             assert same / same[0] == pytest.approx(deviations / deviations[0], rel=0.05)
 
 
-def test_a_side_without_cost_is_coded() -> None:
+def test_a_side_without_cost_is_encoded() -> None:
     found = Statistics("x", 1)
     for name in ("0.v", "1.v"):
         found.counts[name] = HUNDRED
@@ -354,7 +354,7 @@ def test_a_side_without_cost_is_coded() -> None:
     assert float(costs["1.v"][0, 0, 0]) > 0
 
 
-def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
+def test_bits_of_a_recipe_are_those_of_a_complete_file(basis: Path) -> None:
     found = Basis.load(basis)
     shapes = [(found.rows(layer, "k").heads, found.rows(layer, "k").dim) for layer in range(found.layers)]
     generator = torch.Generator().manual_seed(0)
@@ -368,7 +368,7 @@ def test_the_bits_of_a_recipe_are_those_of_a_whole_file(basis: Path) -> None:
         assert raw < cache.bits_per_value - plain.bits_per_value < raw + 0.01
 
 
-def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_tokens_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tokens, and those whose keys in a layer have a low norm, are left out on both sides; all others count."""
     generator = torch.Generator().manual_seed(0)
     pairs = [tuple(torch.randn(2, 1, 2, 200, 8, generator=generator) + 3) for _ in range(2)]
@@ -404,7 +404,7 @@ def test_tokens_that_caches_keep_raw_are_not_counted(monkeypatch: pytest.MonkeyP
     assert [float(found.shares[layer]) for layer in "01"] == pytest.approx([6 / 200, 5 / 200])
 
 
-def test_tables_are_trained_by_values_of_all_columns() -> None:
+def test_tables_are_trained_with_values_of_all_columns() -> None:
     columns = numpy.random.default_rng(0).standard_normal((basis_fit.MAX_TRAINING_VALUES, 16)) * numpy.arange(1, 17)
     values = basis_fit._training_values(columns.ravel())
     assert len(values) == basis_fit.MAX_TRAINING_VALUES
@@ -412,7 +412,7 @@ def test_tables_are_trained_by_values_of_all_columns() -> None:
     assert (numpy.diff(values) >= 0).all()
 
 
-def test_tables_are_lloyd_max_divided_by_what_they_keep() -> None:
+def test_tables_are_scaled_lloyd_max_tables() -> None:
     values = basis_fit._training_values(numpy.random.default_rng(0).standard_normal(40_000))
     # Max 1960, Table I, divided by 1 less the error.
     assert basis_fit._table(values, 1) == pytest.approx([-1.2533, 1.2533], abs=0.03)
@@ -423,7 +423,7 @@ def test_tables_are_lloyd_max_divided_by_what_they_keep() -> None:
     assert ((nearest - values[:2000]) ** 2).mean() < 2e-4
 
 
-def test_levels_have_a_little_more_than_the_energy_of_the_columns() -> None:
+def test_levels_have_slightly_more_energy_than_the_columns() -> None:
     deviations = 2.0 ** -(4 + numpy.arange(32) / 4)
     columns = numpy.random.default_rng(0).standard_normal((1, 8000, 32)) * deviations
     tables = frames_fit._tables({(0, "k"): columns}, {(0, "k"): frames_fit._scales(deviations)[None]})
@@ -442,7 +442,7 @@ def test_levels_have_a_little_more_than_the_energy_of_the_columns() -> None:
 
 
 @pytest.mark.scenario
-def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_arguments(basis: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "twin.kvbasis"
     arguments = ["calibrate", "--out", str(out), "--tokens", "32", "--score", "8", "--windows", "1", "--twin", "8", "--rows", "fp32"]
     assert cli.main([*arguments, "--json"]) == 0
@@ -457,7 +457,7 @@ def test_what_the_command_takes(basis: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.scenario
-def test_widths_are_by_what_each_layer_and_side_loses(tmp_path: Path) -> None:
+def test_widths_depend_on_the_losses_of_layers_and_sides(tmp_path: Path) -> None:
     path, steps = tmp_path / "x.kvbasis", []
     settings = calibrate.Settings(tokens=64, windows=2, balanced_only=True, widths=1)
     report = calibrate.run(None, None, str(path), settings, progress=lambda done, total: steps.append((done, total)))

@@ -26,7 +26,7 @@ TYPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_type_is_its_frequencies(name: str) -> None:
+def test_every_rope_type_has_its_frequencies(name: str) -> None:
     settings = {"rope_type": name, "rope_theta": 10000.0, **TYPES[name]}
     model = small_llama(rope_parameters=settings, max_position_embeddings=2048)
     found = rope.find_ropes(model, TOKENS)
@@ -47,14 +47,14 @@ def small(name: str, **settings: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_pairs_of_neighbors_and_parts_of_heads() -> None:
+def test_neighboring_pairs_and_parts_of_heads() -> None:
     found = rope.find_ropes(small("CohereConfig", num_key_value_heads=1), TOKENS)
     assert [(one.pairing, len(one.frequencies)) for one in found if one] == [("neighbours", 8)] * 2
     found = rope.find_ropes(small("PhiConfig", num_key_value_heads=2), TOKENS)
     assert [(one.pairing, len(one.frequencies)) for one in found if one] == [("halves", 4)] * 2
 
 
-def test_keys_without_positions_and_with_others() -> None:
+def test_keys_without_positions_and_with_other_positions() -> None:
     alibi = small("FalconConfig", alibi=True, new_decoder_architecture=False)
     assert rope.find_ropes(alibi, TOKENS) == [None, None]
     learned = small("GPT2Config", n_embd=32, n_layer=2, n_head=2, n_positions=64)

@@ -24,14 +24,14 @@ def moments(first: int) -> KeyMoments:
     return KeyMoments.of(keys(first), q.mT @ q, TOKENS, ROPE)
 
 
-def test_places_cover_the_positions() -> None:
+def test_starts_cover_the_positions() -> None:
     assert window_positions(2048, 2048) == window_positions(2048, 100) == [0]
     assert window_positions(2048, 8192) == [0, 2048, 4096, 6144]
     assert len(window_positions(64, 1 << 20)) == 16
     assert window_positions(64, 1 << 20)[-1] == (1 << 20) - 64
 
 
-def test_spread_moments_are_those_of_windows_at_these_places() -> None:
+def test_spread_moments_equal_those_of_windows_at_these_starts() -> None:
     places = [0, 3000, 7000]
     found = spread_moments(moments(0), ROPE, places)
     windows = [moments(place) for place in places]
@@ -41,7 +41,7 @@ def test_spread_moments_are_those_of_windows_at_these_places() -> None:
     torch.testing.assert_close(found.unturned, windows[0].unturned)
 
 
-def test_frames_of_spread_moments_serve_far_positions() -> None:
+def test_frames_from_spread_moments_work_at_far_positions() -> None:
     own = moments(0)
     found = spread_moments(own, ROPE, window_positions(TOKENS, 8192))
     far = moments(6000)
@@ -50,7 +50,7 @@ def test_frames_of_spread_moments_serve_far_positions() -> None:
     assert spread < 0.95 * near
 
 
-def test_spread_statistics_are_those_of_windows_at_these_places() -> None:
+def test_spread_statistics_equal_those_of_windows_at_these_starts() -> None:
     def statistics(first: int) -> Statistics:
         x, g = keys(first)[0].double(), keys(first, 3)[0].double()
         return Statistics(

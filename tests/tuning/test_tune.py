@@ -67,7 +67,7 @@ def test_the_budget_is_kept(found: Any) -> None:
 
 
 @pytest.mark.scenario
-def test_the_recipe_file_is_the_recipe(found: Any) -> None:
+def test_the_recipe_file_contains_the_recipe(found: Any) -> None:
     recipe = parse_recipe(f"@{found['file']}")
     assert recipe.text == found["recipe"]
     text = Path(found["file"]).read_text()
@@ -78,7 +78,7 @@ def test_the_recipe_file_is_the_recipe(found: Any) -> None:
 
 
 @pytest.mark.scenario
-def test_the_loss_can_be_measured_again(found: Any, tinylm: Any, tmp_path: Path) -> None:
+def test_the_loss_is_reproducible(found: Any, tinylm: Any, tmp_path: Path) -> None:
     for part, of_text in tuning_windows().items():
         exact = [windows.read_uncompressed(tinylm, tokens, 32) for tokens in of_text]
         measured = [windows.measure(tinylm, it, found["recipe"], str(tmp_path / "window")) for it in exact]
@@ -90,7 +90,7 @@ def test_the_loss_can_be_measured_again(found: Any, tinylm: Any, tmp_path: Path)
 
 
 @pytest.mark.scenario
-def test_the_tuned_recipe_is_the_best_that_was_measured(found: Any) -> None:
+def test_the_tuned_recipe_is_the_best_measured_one(found: Any) -> None:
     losses = {step["recipe"]: step["kl_divergence"] for step in found["measured"]}
     assert losses[found["recipe"]] == min(losses.values()) == found["tuned"]["searched"]["kl_divergence"]
     uniforms = [step for step in found["measured"] if step["what"] == "uniform"]
@@ -102,7 +102,7 @@ def test_the_tuned_recipe_is_the_best_that_was_measured(found: Any) -> None:
 
 
 @pytest.mark.scenario
-def test_every_candidate_was_tried_in_every_place(found: Any) -> None:
+def test_every_candidate_was_tried_everywhere(found: Any) -> None:
     rows = {(row["layer"], row["side"], row["codec"]): row for row in found["sensitivities"]}
     codecs = {"k": ["scalar:b=2", "scalar:b=3", "group:b=4,g=32"], "v": ["scalar:b=2", "scalar:b=3", "octahedral:b=3"]}
     assert set(rows) == {(layer, side, codec) for layer in range(4) for side in "kv" for codec in codecs[side]}
@@ -114,7 +114,7 @@ def test_every_candidate_was_tried_in_every_place(found: Any) -> None:
 
 
 @pytest.mark.scenario
-def test_one_seed_one_result(found: Any) -> None:
+def test_the_same_seed_gives_the_same_result(found: Any) -> None:
     settings = tune.Settings(tokens=64, scored_tokens=16, windows=1, held_out_windows=1)
     first, again = (tune.run(None, None, 4.5, settings, candidates=["scalar:b=2", "scalar:b=4"]) for _ in range(2))
     assert first == again
@@ -123,7 +123,7 @@ def test_one_seed_one_result(found: Any) -> None:
 
 
 @pytest.mark.scenario
-def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "measurements.json"
     words = [*WORDS, "--candidate", "scalar:b=2", "--candidate", "scalar:b=3", "--json", "--measurements", str(path)]
     monkeypatch.chdir(tmp_path)
@@ -167,7 +167,7 @@ def test_measurements_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     ],
     ids=["empty", "deep", "no losses", "no loss", "not finite", "no windows", "no number"],
 )
-def test_other_files_hold_no_measurements(tmp_path: Path, content: str, message: str) -> None:
+def test_files_of_other_formats_contain_no_measurements(tmp_path: Path, content: str, message: str) -> None:
     exact: Any = [SimpleNamespace(tokens=torch.zeros(1, 2, dtype=torch.long), log_probabilities=torch.zeros(1, 2))]
     path = tmp_path / "file"
     if "recipe" in message:
@@ -190,7 +190,7 @@ def test_progress_ends_at_its_total(quick: bool) -> None:
 
 
 @pytest.mark.scenario
-def test_the_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     show(found)
     shown = capsys.readouterr().out
     assert f"{found['tuned']['held_out']['kl_divergence']:.5f}" in shown
@@ -230,7 +230,7 @@ def test_the_sensitive_layer_gets_the_bytes(tmp_path: Path, factor: float, sensi
 
 
 @pytest.mark.scenario
-def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fast.txt"
     assert cli.main(["tune", "--bits", "4", "--fast", "--tokens", "256", "--json", "--out", str(path)]) == 0
     report = strict(capsys.readouterr().out)
@@ -277,7 +277,7 @@ def test_the_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
-def test_what_is_refused(
+def test_invalid_arguments_are_refused(
     words: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -301,7 +301,7 @@ MADE = {(codec, side): Recipe(f"kv={codec}").codec(0, 1, side, 64) for codec in 
 
 
 @given(st.lists(st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)), min_size=1, max_size=12))
-def test_a_recipe_says_what_was_allocated(layers: list[tuple[str, str]]) -> None:
+def test_a_recipe_states_its_allocation(layers: list[tuple[str, str]]) -> None:
     allocation = {(number, side): codec for number, pair in enumerate(layers) for side, codec in zip("kv", pair, strict=True)}
     text = recipe_text(allocation)
     recipe = Recipe(text)
@@ -329,7 +329,7 @@ POINTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 1000)), min_size=
 
 
 @given(POINTS)
-def test_the_hull(points: list[tuple[int, int]]) -> None:
+def test_convex_hull(points: list[tuple[int, int]]) -> None:
     named = [(size, float(loss), str(number)) for number, (size, loss) in enumerate(points)]
     found = greedy.hull(named)
     assert found[0] == min(named)
@@ -363,7 +363,7 @@ class Prices:
 
 
 @given(st.lists(POINTS, min_size=1, max_size=4), st.integers(0, 200))
-def test_greedy_is_near_the_optimum(points: list[list[tuple[int, int]]], more: int) -> None:
+def test_the_greedy_search_is_nearly_optimal(points: list[list[tuple[int, int]]], more: int) -> None:
     places = [(number // 2, "kv"[number % 2]) for number in range(len(points))]
     sizes = {place: {str(n): size for n, (size, _) in enumerate(of)} for place, of in zip(places, points, strict=True)}
     losses = {place: {str(n): float(loss) for n, (_, loss) in enumerate(of)} for place, of in zip(places, points, strict=True)}
@@ -401,7 +401,7 @@ def average_bits(found: search.Measurement) -> list[int]:
     return [int(codec[-1]) for _, codec in sorted(found.allocation.items())]
 
 
-def test_exchanges_see_what_single_places_hide() -> None:
+def test_exchanges_find_improvements_that_single_changes_miss() -> None:
     def loss(bits: Any) -> float:
         # Alone, keys of layer 0 look harmless; beside coarse values they are not.
         k, v = bits[0, "k"], bits[0, "v"]
@@ -418,7 +418,7 @@ def test_exchanges_see_what_single_places_hide() -> None:
     assert sum(average_bits(tuned)) <= 9
 
 
-def test_a_uniform_recipe_that_is_better_is_kept() -> None:
+def test_a_better_uniform_recipe_is_kept() -> None:
     def loss(bits: Any) -> float:
         values = list(bits.values())
         return float(len(set(values))) if 16 not in values else float(-bits[0, "k"] - 2 * bits[0, "v"])
@@ -429,14 +429,14 @@ def test_a_uniform_recipe_that_is_better_is_kept() -> None:
     assert results.compare_losses(tuned.loss, tuned.loss)["verdict"] == "the same"
 
 
-def test_files_that_grow_in_a_window_stay_within_the_budget() -> None:
+def test_files_that_grow_with_a_window_stay_within_the_budget() -> None:
     made = scripted(1, lambda bits: -float(sum(bits.values())), bytes_=lambda bits: sum(bits.values()) + (bits[0, "k"] == 4), budget=7)
     tuned, _ = search.thorough_search(made)
     assert tuned.loss.bytes <= 7
     assert all(it.loss.bytes <= 7 for it in made.measurements if it.what != "uniform")
 
 
-def test_candidates_that_cannot_hold_the_values_are_left_out() -> None:
+def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
     def loss(bits: Any) -> float:
         if bits[1, "k"] == 1:
             raise OutOfRange("a norm is too large")
@@ -477,7 +477,7 @@ def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
     assert all(sum(average_bits(it)) <= 32 * 4 + 16 for it in made.measurements)
 
 
-def test_a_head_dim_that_a_candidate_cannot_take() -> None:
+def test_a_head_dim_that_a_candidate_does_not_support() -> None:
     x = torch.randn(1, 1, 32, 7, generator=torch.Generator().manual_seed(0))
     small = x[:, :, :, [0, 1, 2, 3, 4, 5, 6, 0]]
     exact: Any = SimpleNamespace(pairs=[(small, small), (x, small)], prefix=16)
@@ -498,7 +498,7 @@ def test_a_head_dim_that_a_candidate_cannot_take() -> None:
 
 
 @pytest.mark.scenario
-def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: Path) -> None:
+def test_a_basis_adds_candidates_and_is_recorded_with_measurements(tmp_path: Path) -> None:
     basis, measurements, out = (tmp_path / name for name in ("tinylm.kvbasis", "losses.json", "recipe.txt"))
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
     settings = tune.Settings(tokens=128, scored_tokens=32, windows=1, held_out_windows=1)
@@ -517,7 +517,7 @@ def test_a_basis_adds_candidates_and_is_named_with_what_was_measured(tmp_path: P
 
 
 @pytest.mark.scenario
-def test_frames_add_candidates_that_are_decoded_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frames_add_decoded_candidates_that_can_be_excluded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     basis = tmp_path / "tinylm.kvbasis"
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=64, scored_tokens=16, windows=2))
     settings = tune.Settings(tokens=96, scored_tokens=24, windows=1, held_out_windows=2)

@@ -19,7 +19,7 @@ SIZES = tune.Settings(tokens=512, scored_tokens=128, windows=1, held_out_windows
 
 
 @pytest.mark.scenario
-def test_places_that_lose_more_get_more_bits() -> None:
+def test_layers_with_larger_losses_get_more_bits() -> None:
     done: list[tuple[int, int]] = []
     report = tune.run(None, None, 4.0, SIZES, widths=True, progress=lambda *counts: done.append(counts))
     assert done[-1][0] == done[-1][1]
@@ -45,7 +45,7 @@ def _clause(recipe: object, layer: int, side: str, layers: int) -> str:
 
 
 @pytest.mark.scenario
-def test_keys_are_balanced_by_a_basis_that_has_frames(tmp_path: Path) -> None:
+def test_keys_are_balanced_by_a_basis_with_frames(tmp_path: Path) -> None:
     basis = tmp_path / "x.kvbasis"
     calibrate.run(None, None, str(basis), calibrate.Settings(tokens=256, windows=2, balanced_only=True))
     sizes = SIZES
@@ -56,7 +56,7 @@ def test_keys_are_balanced_by_a_basis_that_has_frames(tmp_path: Path) -> None:
     assert clauses.text == report["recipe"]
 
 
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidParameter, match="the width search supports only codecs with b=<bits>"):
         tune.run(None, None, 16.0, SIZES, widths=True, candidates=["angle:n=64"])
     with pytest.raises(InvalidParameter, match="the smallest file of the candidates takes"):

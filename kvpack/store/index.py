@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpack.file.atomic import is_on_one_host
 from kvpack.runtime.locks import Lock
 
+from . import index_tables as tables
 from .backend import StoredEntry
 from .disk_usage import boot_id
 from .folder import INDEX_FILES
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 MIN_ENTRIES = 4096
 """Minimum number of entries in a folder with an index. Smaller folders are listed as fast without one."""
-_VERSION = 1
 WAIT_SECONDS = 0.05
 """Seconds that a writer waits for the index while others use it. It then continues, and updates the index later."""
 _POLL_SECONDS = 0.001
@@ -39,33 +39,12 @@ _MAX_LISTINGS = 2
 """Number of times that a changing subfolder is listed before its writers have to wait."""
 _WAL_PAGES = 128
 _WAL_BYTES = 2**20
-_NUMBER_BYTES = 8
-"""The first bytes of a key, which are its row's number. The first byte names the subfolder, so a subfolder's rows are contiguous."""
-_SCHEMA = """
-CREATE TABLE folders (folder INTEGER PRIMARY KEY, node INTEGER, changed INTEGER, entries INTEGER, bytes INTEGER, cost INTEGER);
-CREATE TABLE entries (id INTEGER PRIMARY KEY, rest BLOB NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL, about INTEGER);
-CREATE INDEX by_use ON entries (used);
-CREATE TABLE abouts (about INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
-CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-"""
-
-IndexRow = tuple[int, bytes, int, int]
-"""A row: its number, the other bytes of the key, the entry's size in bytes, and its last use when the row was written, in nanoseconds."""
-
-
 class IndexTotals(NamedTuple):
     """The number of indexed entries, their bytes, and their disk space."""
 
     entries: int
     size: int
     cost: int
-
-
-class FolderListing(NamedTuple):
-    """The contents of a subfolder: its inode and modification time, and the fields of its entries' rows by row number."""
-
-    state: tuple[int, int]
-    entries: dict[int, tuple[bytes, int, int]]
 
 
 class MissedChange(NamedTuple):
@@ -105,11 +84,7 @@ class Index:
                 os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             with self._guard(), self._transaction(new=True) as connection:
                 if connection is not None and not connection.execute("PRAGMA user_version").fetchone()[0]:
-                    for statement in filter(str.strip, _SCHEMA.split(";")):
-                        connection.execute(statement)
-                    connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))
-                    self._set_note(connection, "run", _boot_number())
-                    connection.execute(f"PRAGMA user_version = {_VERSION}")
+                    tables.create(connection, _boot_number())
         self.refresh()
 
     @property
@@ -143,10 +118,10 @@ class Index:
 
         with self._guard(), self._transaction() as connection:
             if connection is not None:
-                number = None if about is None else self._text_ids.get(about) or self._text_id(connection, about)
+                number = None if about is None else self._text_ids.get(about) or tables.text_id(connection, about)
                 with self._update_folder(connection, key[0]):
                     once()
-                    self._replace(connection, key, size, used_ns, number)
+                    tables.replace_row(connection, key, size, used_ns, number, self._folder.cost)
         if done and about is not None and number is not None:
             self._text_ids[about] = number
         if not done:
@@ -168,7 +143,7 @@ class Index:
                     size = unlink(key)
                     if size is not None:
                         removed[key] = size
-                    self._drop(connection, key)
+                    tables.drop_row(connection, key, self._folder.cost)
         for key in keys[done:]:
             with self._record_missed(key):
                 size = unlink(key)
@@ -212,10 +187,11 @@ class Index:
             with self._transaction() as connection:
                 if connection is None:
                     return
-                folder = self._note(connection, "next") % 256
-                self._set_note(connection, "next", folder + 1)
-            state, names = self._folder_state(folder), {_row_id(key) for key in self._folder.keys_in(folder)}
-            rows = {number for (number,) in connection.execute("SELECT id FROM entries WHERE id BETWEEN ? AND ?", _numbers_of(folder))}
+                folder = tables.note(connection, "next") % 256
+                tables.set_note(connection, "next", folder + 1)
+            state, names = self._folder_state(folder), {tables.row_id(key) for key in self._folder.keys_in(folder)}
+            query = "SELECT id FROM entries WHERE id BETWEEN ? AND ?"
+            rows = {number for (number,) in connection.execute(query, tables.numbers_of(folder))}
             # A subfolder that changed meanwhile is checked again when its turn comes.
             if rows != names and state == self._folder_state(folder):
                 self._refresh_folder(folder, wait=False)
@@ -228,7 +204,7 @@ class Index:
                 return IndexTotals(*connection.execute("SELECT SUM(entries), SUM(bytes), SUM(cost) FROM folders").fetchone())
         return None
 
-    def oldest(self, count: int, after: tuple[int, int], before: int) -> list[IndexRow]:
+    def oldest(self, count: int, after: tuple[int, int], before: int) -> list[tables.IndexRow]:
         """Return up to ``count`` rows, least recently used first: those after the pair ``after`` (last use, number), up to ``before``."""
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
@@ -247,8 +223,8 @@ class Index:
         """Store the number ``value`` under ``name``, and return the previous one (0 if there was none); None without an index."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
-                old = self._note(connection, name)
-                self._set_note(connection, name, value)
+                old = tables.note(connection, name)
+                tables.set_note(connection, name, value)
                 return old
         return None
 
@@ -271,7 +247,7 @@ class Index:
             connection = self._open()
             if connection is not None:
                 return [
-                    StoredEntry(key_of(number, key_rest), size, used)
+                    StoredEntry(tables.key_of(number, key_rest), size, used)
                     for number, key_rest, size, used in connection.execute(query, (also_like,))
                 ]
         return []
@@ -281,8 +257,9 @@ class Index:
         with self._guard(), self._transaction() as connection:
             if connection is None:
                 return
-            current = {text: self._text_id(connection, text) for text in {text for _, text in texts}}
-            connection.executemany("UPDATE entries SET about = ? WHERE id = ?", [(current[text], _row_id(key)) for key, text in texts])
+            current = {text: tables.text_id(connection, text) for text in {text for _, text in texts}}
+            rows = [(current[text], tables.row_id(key)) for key, text in texts]
+            connection.executemany("UPDATE entries SET about = ? WHERE id = ?", rows)
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
@@ -325,10 +302,10 @@ class Index:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == _VERSION and self._note(connection, "run") != _boot_number():
+        if version == tables.VERSION and tables.note(connection, "run") != _boot_number():
             self._discard()
             return None
-        if version not in (_VERSION, 0 if new else _VERSION):
+        if version not in (tables.VERSION, 0 if new else tables.VERSION):
             self._disconnect()
             return None
         return connection
@@ -395,12 +372,12 @@ class Index:
             try:
                 status = os.stat(self._folder.path(key), follow_symlinks=False)
             except FileNotFoundError:
-                self._drop(connection, key)
+                tables.drop_row(connection, key, self._folder.cost)
             except OSError:
                 continue
             else:
-                number = None if about is None else self._text_id(connection, about)
-                self._replace(connection, key, status.st_size, status.st_mtime_ns, number)
+                number = None if about is None else tables.text_id(connection, about)
+                tables.replace_row(connection, key, status.st_size, status.st_mtime_ns, number, self._folder.cost)
             statement = "UPDATE folders SET node = ?, changed = ? WHERE (folder, node, changed) = (?, ?, ?)"
             connection.execute(statement, (*after, key[0], *before))
 
@@ -432,11 +409,14 @@ class Index:
             if tuple(current) != self._folder_state(folder)
         ]
 
-    def _list_folder(self, folder: int) -> FolderListing:
+    def _list_folder(self, folder: int) -> tables.FolderListing:
         """List a subfolder. Raises OSError."""
         state = self._folder_state(folder)
-        entries = self._folder.entries_of(folder)
-        return FolderListing(state, {_row_id(key): (key[_NUMBER_BYTES:], status.st_size, status.st_mtime_ns) for key, status in entries})
+        rows = {
+            tables.row_id(key): (key[tables.NUMBER_BYTES :], status.st_size, status.st_mtime_ns)
+            for key, status in self._folder.entries_of(folder)
+        }
+        return tables.FolderListing(state, rows)
 
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
         """Make a subfolder's rows match its entries, and return True if they do afterward. Rows that are correct are not written.
@@ -446,80 +426,16 @@ class Index:
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)
-            rows = None if (connection := self._open()) is None else self._rows(connection, folder)
+            rows = None if (connection := self._open()) is None else tables.rows_of(connection, folder)
             with self._transaction() as connection:
                 if connection is None or rows is None:
                     return False
                 if wait and not attempts_left and listing.state != self._folder_state(folder):
-                    listing, rows = self._list_folder(folder), self._rows(connection, folder)
+                    listing, rows = self._list_folder(folder), tables.rows_of(connection, folder)
                 if listing.state == self._folder_state(folder):
-                    return self._write(connection, folder, listing, rows)
+                    return tables.write_listing(connection, folder, listing, rows, self._folder.block)
         return False
-
-    def _rows(self, connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
-        query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
-        return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, _numbers_of(folder))}
-
-    def _write(self, connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]]) -> bool:
-        """Write the differences between a listing and the rows of its subfolder; return False if the rows have changed meanwhile."""
-        entries = listing.entries
-        connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])
-        connection.executemany(
-            "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
-            "about = CASE WHEN (rest, size) = (excluded.rest, excluded.size) THEN about END, "
-            "rest = excluded.rest, size = excluded.size, used = excluded.used",
-            [(number, *row) for number, row in entries.items() if rows.get(number) != row],
-        )
-        block = self._folder.block
-        query = "SELECT COUNT(*), TOTAL(size), TOTAL((size + ? - 1) / ? * ?) FROM entries WHERE id BETWEEN ? AND ?"
-        totals = tuple(map(int, connection.execute(query, (block, block, block, *_numbers_of(folder))).fetchone()))
-        same = totals[:2] == (len(entries), sum(size for _, size, _ in entries.values()))
-        connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *(listing.state if same else (0, 0)), *totals))
-        return same
-
-    def _replace(self, connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None) -> None:
-        self._drop(connection, key)
-        connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (_row_id(key), key[_NUMBER_BYTES:], size, used_ns, about))
-        self._count(connection, key[0], 1, size, self._folder.cost(size))
-
-    def _text_id(self, connection: sqlite3.Connection, text: str) -> int:
-        connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
-        return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
-
-    def _drop(self, connection: sqlite3.Connection, key: bytes) -> None:
-        row = connection.execute("SELECT size FROM entries WHERE id = ?", (_row_id(key),)).fetchone()
-        if row is not None:
-            connection.execute("DELETE FROM entries WHERE id = ?", (_row_id(key),))
-            self._count(connection, key[0], -1, -row[0], -self._folder.cost(row[0]))
-
-    def _count(self, connection: sqlite3.Connection, folder: int, *changes: int) -> None:
-        statement = "UPDATE folders SET entries = entries + ?, bytes = bytes + ?, cost = cost + ? WHERE folder = ?"
-        connection.execute(statement, (*changes, folder))
-
-    def _note(self, connection: sqlite3.Connection, name: str) -> int:
-        row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-        return 0 if row is None else int(row[0])
-
-    def _set_note(self, connection: sqlite3.Connection, name: str, value: int) -> None:
-        connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
-
-
-def key_of(number: int, key_rest: bytes) -> bytes:
-    """Return the key of the row ``number`` with the remaining bytes ``key_rest``."""
-    return (number + 2**63).to_bytes(_NUMBER_BYTES, "big") + key_rest
-
 
 def _boot_number() -> int:
     """Return the id of the machine's current boot as an SQLite integer."""
     return int.from_bytes(boot_id(), "big", signed=True)
-
-
-def _row_id(key: bytes) -> int:
-    """Return the id of a key's row, which fits in a signed 64-bit SQLite integer."""
-    return int.from_bytes(key[:_NUMBER_BYTES], "big") - 2**63
-
-
-def _numbers_of(folder: int) -> tuple[int, int]:
-    """Return the first and the last possible number of a subfolder's rows."""
-    first = (folder << 56) - 2**63
-    return first, first + 2**56 - 1

@@ -1,0 +1,123 @@
+"""The tables of an index: its schema, its rows, and the SQL that changes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Callable
+
+    Cost = Callable[[int], int]
+    """Returns the disk space of an entry of a size in bytes."""
+
+VERSION = 1
+NUMBER_BYTES = 8
+"""The first bytes of a key, which are its row's number. The first byte names the subfolder, so a subfolder's rows are contiguous."""
+_SCHEMA = """
+CREATE TABLE folders (folder INTEGER PRIMARY KEY, node INTEGER, changed INTEGER, entries INTEGER, bytes INTEGER, cost INTEGER);
+CREATE TABLE entries (id INTEGER PRIMARY KEY, rest BLOB NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL, about INTEGER);
+CREATE INDEX by_use ON entries (used);
+CREATE TABLE abouts (about INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
+CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+"""
+
+IndexRow = tuple[int, bytes, int, int]
+"""A row: its number, the other bytes of the key, the entry's size in bytes, and its last use when the row was written, in nanoseconds."""
+
+
+class FolderListing(NamedTuple):
+    """The contents of a subfolder: its inode and modification time, and the fields of its entries' rows by row number."""
+
+    state: tuple[int, int]
+    entries: dict[int, tuple[bytes, int, int]]
+
+
+def create(connection: sqlite3.Connection, run: int) -> None:
+    """Create the tables, without entries, in the machine's boot ``run``."""
+    for statement in filter(str.strip, _SCHEMA.split(";")):
+        connection.execute(statement)
+    connection.executemany("INSERT INTO folders VALUES (?, 0, 0, 0, 0, 0)", ((folder,) for folder in range(256)))
+    set_note(connection, "run", run)
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[bytes, int, int]]:
+    """Return the fields of a subfolder's rows by row number, as in ``FolderListing``."""
+    query = "SELECT id, rest, size, used FROM entries WHERE id BETWEEN ? AND ?"
+    return {number: (key_rest, size, used) for number, key_rest, size, used in connection.execute(query, numbers_of(folder))}
+
+
+def write_listing(
+    connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]], block: int
+) -> bool:
+    """Write the differences between a listing and the ``rows`` of its subfolder; return False if the rows have changed meanwhile.
+
+    Files take multiples of ``block`` bytes of disk space.
+    """
+    entries = listing.entries
+    connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])
+    connection.executemany(
+        "INSERT INTO entries (id, rest, size, used) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+        "about = CASE WHEN (rest, size) = (excluded.rest, excluded.size) THEN about END, "
+        "rest = excluded.rest, size = excluded.size, used = excluded.used",
+        [(number, *row) for number, row in entries.items() if rows.get(number) != row],
+    )
+    query = "SELECT COUNT(*), TOTAL(size), TOTAL((size + ? - 1) / ? * ?) FROM entries WHERE id BETWEEN ? AND ?"
+    totals = tuple(map(int, connection.execute(query, (block, block, block, *numbers_of(folder))).fetchone()))
+    same = totals[:2] == (len(entries), sum(size for _, size, _ in entries.values()))
+    connection.execute("REPLACE INTO folders VALUES (?, ?, ?, ?, ?, ?)", (folder, *(listing.state if same else (0, 0)), *totals))
+    return same
+
+
+def replace_row(connection: sqlite3.Connection, key: bytes, size: int, used_ns: int, about: int | None, cost: Cost) -> None:
+    """Write the row of the entry ``key``, and count it."""
+    drop_row(connection, key, cost)
+    connection.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?)", (row_id(key), key[NUMBER_BYTES:], size, used_ns, about))
+    _count(connection, key[0], 1, size, cost(size))
+
+
+def text_id(connection: sqlite3.Connection, text: str) -> int:
+    """Return the id of a descriptive text, which is added if it is new."""
+    connection.execute("INSERT OR IGNORE INTO abouts (text) VALUES (?)", (text,))
+    return int(connection.execute("SELECT about FROM abouts WHERE text = ?", (text,)).fetchone()[0])
+
+
+def drop_row(connection: sqlite3.Connection, key: bytes, cost: Cost) -> None:
+    """Delete the row of the entry ``key``, if there is one, and stop counting it."""
+    row = connection.execute("SELECT size FROM entries WHERE id = ?", (row_id(key),)).fetchone()
+    if row is not None:
+        connection.execute("DELETE FROM entries WHERE id = ?", (row_id(key),))
+        _count(connection, key[0], -1, -row[0], -cost(row[0]))
+
+
+def _count(connection: sqlite3.Connection, folder: int, *changes: int) -> None:
+    statement = "UPDATE folders SET entries = entries + ?, bytes = bytes + ?, cost = cost + ? WHERE folder = ?"
+    connection.execute(statement, (*changes, folder))
+
+
+def note(connection: sqlite3.Connection, name: str) -> int:
+    """Return the number stored under ``name``; 0 if there is none."""
+    row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def set_note(connection: sqlite3.Connection, name: str, value: int) -> None:
+    """Store the number ``value`` under ``name``."""
+    connection.execute("REPLACE INTO notes VALUES (?, ?)", (name, value))
+
+
+def key_of(number: int, key_rest: bytes) -> bytes:
+    """Return the key of the row ``number`` with the remaining bytes ``key_rest``."""
+    return (number + 2**63).to_bytes(NUMBER_BYTES, "big") + key_rest
+
+
+def row_id(key: bytes) -> int:
+    """Return the id of a key's row, which fits in a signed 64-bit SQLite integer."""
+    return int.from_bytes(key[:NUMBER_BYTES], "big") - 2**63
+
+
+def numbers_of(folder: int) -> tuple[int, int]:
+    """Return the first and the last possible number of a subfolder's rows."""
+    first = (folder << 56) - 2**63
+    return first, first + 2**56 - 1

@@ -28,7 +28,7 @@ BESIDE_OS = ("flock", "mmap")
 """Operations that the store calls in modules other than ``os``; the built-in ``open`` counts as "open"."""
 SOCKET_OPERATIONS = ("connect", "sendall", "recv")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
-STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "7"))
+STRIDE = int(os.environ.get("KVPACK_KILL_STRIDE", "14"))
 """Interval, in operations, between the points at which a process is killed; 1 tries all of them."""
 
 

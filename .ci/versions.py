@@ -30,7 +30,6 @@ TRITONS = ("3.6", "3.7", "3.8", "3.9")
 
 TESTS = (
     "test_golden.py",
-    "test_attention.py",
     "test_cache_names.py",
     "test_transformers.py",
     "test_transformers_batches.py",

@@ -41,9 +41,9 @@ def add_bases() -> None:
         ("transform", "transform-5", transform_of(frames, of_frames, frames_side, 20)),
         ("balanced", "side-cars-16", keys("scalar", 6, b="2", rotation="none")),
     ):
-        shows = "a side of raw tokens only, whose basis the reader is not given"
+        shows = "a side with only raw tokens, whose basis is not given to the reader"
         add(f"{name}-basis-of-raw-tokens-not-given", rule, "MissingBasis", shows, lambda c=codec: of_raw_tokens(c))  # type: ignore[misc]
-    shows = "a frequency that is a zero below zero"
+    shows = "a frequency of negative zero"
     add_valid("basis-balanced-minus-zero", shows, lambda: changed(alone(), bits("0.state.rope.halves", 8, "00000080")), "basis-15")
 
 
@@ -51,14 +51,14 @@ def add_ids() -> None:
     two, three = (random_side(RAW, (3,), 0, batch, 1) for batch in (2, 3))
     layers = file_of((three, None), (two, None))
     for name, shows, known in (
-        ("fewest", "two sequences: the fewest that a layer has", rows(ids(7, 8), ids(9, 8))),
-        ("most", "three sequences, where a layer has two: they are absent", rows(ids(7), ids(9), ids(8))),
+        ("fewest", "two sequences, the smallest number that a layer has", rows(ids(7, 8), ids(9, 8))),
+        ("most", "three sequences where a layer has two: they count as absent", rows(ids(7), ids(9), ids(8))),
     ):
         add_valid(f"row-ids-of-the-{name}-sequences", shows, lambda k=known: with_features(layers, row_ids__0=k), "container-75")  # type: ignore[misc]
-    shows = "texts from the end of the range on, then from two positions before its start, one of them twice"
+    shows = "texts at the end of the range, then at two positions before its start, one of them twice"
     texts = inputs(ids(5), (6, b"last"), (0, b"a"), (1, b"b"), (0, b"c"))
     add_valid("inputs-with-texts-in-any-order", shows, lambda: with_features(THREE, inputs=texts), "container-73")
-    shows = "ids of a file without sides and states, which has no sequences"
+    shows = "ids in a file without sides or states, which has no sequences"
     add_valid("token-ids-without-sides", shows, lambda: with_features(file_of((None, None)), token_ids__0=ids(5, 6)), "container-78")
 
 

@@ -53,31 +53,41 @@ def add_all() -> None:
 
 
 def add_decoded() -> None:
-    add_valid("basis-balanced", "balanced frames in binary32 of two layers, with means and RoPE, and no rows", alone, "basis-13")
-    add_valid("basis-balanced-and-rows", "balanced frames in binary16 beside rows", with_rows, "basis-3")
+    add_valid("basis-balanced", "balanced frames in binary32 for two layers, with means and RoPE, without rows", alone, "basis-13")
+    add_valid("basis-balanced-and-rows", "balanced frames in binary16, with rows", with_rows, "basis-3")
     every = {"channel_scale": "fp16", "qjl": "fp16", "raw_first": "1", "raw_dtype": "fp16"}
     for name, shows, codec, more in (
-        ("balanced", "keys in balanced frames, of a codec without a rotation", keys("scalar", 6, b="2", rotation="none"), {}),
+        ("balanced", "keys in balanced frames, with a codec without a rotation", keys("scalar", 6, b="2", rotation="none"), {}),
         (
             "balanced-rotated",
-            "keys of a rotated codec, of two sequences, in centered frames",
+            "keys of two sequences in centered frames, with a rotated codec",
             keys("octahedral", 4, frame="centered", of=with_rows, b="3"),
             {"batch": 2},
         ),
-        ("balanced-runs", "three runs of groups, by the frames of layer 2", keys("group", 5, layer=2, b="3", g="4"), {"runs": (4, 8, 3)}),
+        (
+            "balanced-runs",
+            "three runs of codec group, in the frames of layer 2",
+            keys("group", 5, layer=2, b="3", g="4"),
+            {"runs": (4, 8, 3)},
+        ),
         (
             "balanced-order",
-            "a channel order of each run",
+            "a channel order per run",
             keys("group", 6, b="3", g="4", block_rotation="2", channel_order="u8"),
             {"runs": (4, 3)},
         ),
-        ("balanced-others", "other side-cars, and raw tokens", keys("scalar", 4, of=with_rows, b="3", **every), {"runs": (3, 2)}),
+        (
+            "balanced-others",
+            "balanced with other side-cars and raw tokens",
+            keys("scalar", 4, of=with_rows, b="3", **every),
+            {"runs": (3, 2)},
+        ),
     ):
         basis = WITH_ROWS if codec.dim == 4 else ALONE
         add_valid(f"side-car-{name}", shows, lambda c=codec, m=more: one_side(c, **m), "side-cars-10", "front-12", basis=basis)
     trellis = keys("trellis", 4, of=with_rows, b="4", states="256")
     values = create("scalar", 6, "v", b="2", rotation="none")
-    shows = "keys of a trellis, and values of another codec"
+    shows = "keys with codec trellis, and values with another codec"
     add_valid(
         "side-car-balanced-trellis", shows, lambda: file_of((random_side(trellis), random_side(values))), "side-cars-10", basis=WITH_ROWS
     )
@@ -89,26 +99,26 @@ def add_refused() -> None:
     whole = {"basis": digest, "layer": 0, "frame": "balanced"}
     for name, value, shows in (
         ("string", "basis", "balanced is a string"),
-        ("without-a-frame", {"basis": digest, "layer": 0}, "balanced lacks a key"),
-        ("digest-short", {**whole, "basis": digest[:31]}, "a digest of 31 bytes"),
+        ("without-a-frame", {"basis": digest, "layer": 0}, "balanced without one of its keys"),
+        ("digest-short", {**whole, "basis": digest[:31]}, "a digest with 31 bytes"),
         ("digest-string", {**whole, "basis": "0" * 32}, "a digest that is a string"),
         ("layer-4096", {**whole, "layer": 4096}, "layer 4096"),
         ("layer-string", {**whole, "layer": "0"}, "a layer that is a string"),
-        ("frame-other", {**whole, "frame": "whole"}, "a frame that there is not"),
+        ("frame-other", {**whole, "frame": "whole"}, "a frame that does not exist"),
         ("frame-integer", {**whole, "frame": 0}, "a frame that is an integer"),
         ("with-a-side", {**whole, "side": "k"}, "balanced has a fourth key"),
     ):
         add_header(f"side-car-balanced-{name}", "side-cars-3", codec, "codecs.0.balanced", value, shows)
     for name, rule, shows, change in (
-        ("side-car-balanced-order", "side-cars-3", "the keys of balanced in another order", move_to_end("codecs.0.balanced", "basis")),
-        ("balanced-not-required", "container-63", "balanced keys without their feature", edit("required", [])),
+        ("side-car-balanced-order", "side-cars-3", "the keys of balanced in the wrong order", move_to_end("codecs.0.balanced", "basis")),
+        ("balanced-not-required", "container-63", "balanced keys without the feature that they require", edit("required", [])),
     ):
         add(name, rule, "InvalidHeader", shows, lambda c=change: one_side(codec, c))
     scaled = keys("scalar", 6, b="2", rotation="none", channel_scale="fp16")
     last = move_to_end("codecs.0", "balanced")
     add("side-car-balanced-last", "side-cars-2", "InvalidHeader", "balanced is the last key", lambda: one_side(scaled, last))
-    add_header("balanced-required-of-none", "container-63", RAW, "required", ["balanced"], "the feature without balanced keys")
-    add_header("side-car-balanced-of-raw", "side-cars-1", RAW, "codecs.0.balanced", whole, "balanced raw keys")
+    add_header("balanced-required-of-none", "container-63", RAW, "required", ["balanced"], "the required feature without balanced keys")
+    add_header("side-car-balanced-of-raw", "side-cars-1", RAW, "codecs.0.balanced", whole, "balanced frames for codec raw")
     add_bases_refused()
 
 
@@ -116,12 +126,12 @@ def add_bases_refused() -> None:
     codec = keys("scalar", 6, b="2", rotation="none")
     other = keys("scalar", 6, of=lambda: b"", b="2", rotation="none")
     for name, rule, shows, of, basis, more in (
-        ("not-given", "side-cars-16", "the reader is given no basis", codec, "", {}),
-        ("of-another-digest", "side-cars-16", "another basis than the one that is given", other, ALONE, {}),
+        ("not-given", "side-cars-16", "no basis is given to the reader", codec, "", {}),
+        ("of-another-digest", "side-cars-16", "a basis other than the given one", other, ALONE, {}),
         (
             "without-frames",
             "side-cars-17",
-            "a layer that has no balanced frames",
+            "a layer without balanced frames",
             keys("scalar", 6, layer=1, b="2", rotation="none"),
             ALONE,
             {},
@@ -129,7 +139,7 @@ def add_bases_refused() -> None:
         (
             "without-the-layer",
             "side-cars-17",
-            "a layer that the basis does not have",
+            "a layer that is not in the basis",
             keys("scalar", 6, layer=9, b="2", rotation="none"),
             ALONE,
             {},
@@ -137,13 +147,13 @@ def add_bases_refused() -> None:
         (
             "of-another-dim",
             "side-cars-18",
-            "a head dim that is not that of the frames",
+            "a head dim that differs from that of the frames",
             keys("scalar", 5, b="2", rotation="none"),
             ALONE,
             {},
         ),
-        ("of-other-heads", "side-cars-18", "four heads by the frames of two", codec, ALONE, {"heads": 4}),
-        ("of-one-head", "side-cars-18", "one head by the frames of two", codec, ALONE, {"heads": 1}),
+        ("of-other-heads", "side-cars-18", "four heads, but frames for two heads", codec, ALONE, {"heads": 4}),
+        ("of-one-head", "side-cars-18", "one head, but frames for two heads", codec, ALONE, {"heads": 1}),
     ):
         error = "MissingBasis" if rule == "side-cars-16" else "InvalidHeader"
         add(f"balanced-basis-{name}", rule, error, shows, lambda c=of, m=more: one_side(c, **m), basis=basis)
@@ -155,32 +165,36 @@ def add_refused_bases() -> None:
         add(f"basis-balanced-{name}", rule, error, shows, lambda: changed(of(), *changes))
 
     for name, shows, change in (
-        ("of-integers", "balanced frames of 16-bit integers", state("k.balanced", dtype="U16")),
+        ("of-integers", "balanced frames in 16-bit integers", state("k.balanced", dtype="U16")),
         ("of-bfloat16", "balanced frames in bfloat16", state("k.balanced", dtype="BF16")),
-        ("not-square", "balanced frames of 5 rows of 6 channels", state("k.balanced", shape=(1, 2, 5, 6))),
-        ("of-three-sizes", "balanced frames without heads", state("k.balanced", shape=(1, 6, 6))),
-        ("of-one-size", "balanced frames of one size", state("k.balanced", shape=(1,))),
-        ("queries-of-one-head", "second moments of one head of two", state("k.queries", shape=(1, 1, 6, 6))),
+        ("not-square", "balanced frames with 5 rows for 6 channels", state("k.balanced", shape=(1, 2, 5, 6))),
+        ("of-three-sizes", "balanced frames without a head axis", state("k.balanced", shape=(1, 6, 6))),
+        ("of-one-size", "balanced frames with a one-dimensional shape", state("k.balanced", shape=(1,))),
+        ("queries-of-one-head", "second moments of one of two heads", state("k.queries", shape=(1, 1, 6, 6))),
         ("queries-in-binary16", "second moments in binary16", state("k.queries", dtype="F16")),
-        ("mean-of-five-channels", "a mean of 5 channels of 6", state("k.mean", shape=(1, 2, 5))),
+        ("mean-of-five-channels", "a mean with 5 channels instead of 6", state("k.mean", shape=(1, 2, 5))),
         ("mean-in-binary16", "a mean in binary16", state("k.mean", dtype="F16")),
-        ("of-no-channel", "centered frames of another dim than the balanced ones", state("k.centered", shape=(1, 2, 1, 1))),
-        ("centered-in-integers", "centered frames of bytes", state("k.centered", dtype="U8")),
+        ("of-no-channel", "centered frames with another dim than the balanced ones", state("k.centered", shape=(1, 2, 1, 1))),
+        ("centered-in-integers", "centered frames in bytes", state("k.centered", dtype="U8")),
     ):
         refused(name, "basis-22", shows, change)
     refused(
         "of-another-dim",
         "basis-22",
-        "balanced frames of 3 channels beside rows of 4",
+        "balanced frames of 3 channels, with rows of 4 channels",
         state("k.balanced", shape=(1, 2, 3, 3)),
         of=with_rows,
     )
     refused(
-        "of-other-heads", "basis-22", "balanced frames of 1 head beside rows of 2", state("k.balanced", shape=(1, 1, 4, 4)), of=with_rows
+        "of-other-heads",
+        "basis-22",
+        "balanced frames of 1 head, with rows of 2 heads",
+        state("k.balanced", shape=(1, 1, 4, 4)),
+        of=with_rows,
     )
     names = state("k.balanced", name="k.balancee"), state("k.centered", name="k.centeree")
     refused("missing", "basis-21", "a mean and second moments without frames", *names)
-    refused("turned-too-far", "basis-13", "RoPE of 4 pairs of 6 balanced channels", state("rope.halves", shape=(1, 4)))
+    refused("turned-too-far", "basis-13", "RoPE with 4 pairs for 6 balanced channels", state("rope.halves", shape=(1, 4)))
     for name, at, value in (
         ("k.balanced", 16, "0000c07f"),
         ("k.centered", 4, "000080ff"),
@@ -190,7 +204,7 @@ def add_refused_bases() -> None:
         shows = f"a value of {name} is not finite"
         refused(f"not-finite-{name.partition('.')[2]}", "basis-23", shows, bits(f"0.state.{name}", at, value))
     refused(
-        "half-not-finite", "basis-23", "a balanced frame in binary16 holds an infinity", bits("0.state.k.balanced", 2, "007c"), of=with_rows
+        "half-not-finite", "basis-23", "an infinity in a balanced frame in binary16", bits("0.state.k.balanced", 2, "007c"), of=with_rows
     )
 
 

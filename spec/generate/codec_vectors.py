@@ -107,7 +107,7 @@ def add_parameters() -> None:
             f"{codec_id}-parameter-unknown",
             f"{codec_id}-1",
             "InvalidHeader",
-            "a parameter too many",
+            "an additional parameter",
             lambda c=codec, n=names: one_side(c, reorder("codecs.0", *n, "more")),
         )
         swapped = [*names[:-2], *names[:-3:-1]]
@@ -115,7 +115,7 @@ def add_parameters() -> None:
             f"{codec_id}-parameters-swapped",
             f"{codec_id}-1",
             "InvalidHeader",
-            "the last two parameters in another order",
+            "the last two parameters in the wrong order",
             lambda c=codec, n=swapped: one_side(c, reorder("codecs.0", *n)),
         )
         for number, (parameter, value) in enumerate(outside[codec_id]):
@@ -126,26 +126,28 @@ def add_parameters() -> None:
         if codec_id not in ("raw", "transform"):
             fields = dict(codec.fields)  # type: ignore[attr-defined]
             other = {f"{name}s": count for name, count in fields.items()}
-            add_header(f"{codec_id}-fields-of-others", f"{codec_id}-3", codec, "codecs.0.fields", other, "fields names other streams")
+            add_header(
+                f"{codec_id}-fields-of-others", f"{codec_id}-3", codec, "codecs.0.fields", other, "fields with the names of other streams"
+            )
             add_header(
                 f"{codec_id}-fields-missing",
                 f"{codec_id}-3",
                 codec,
                 "codecs.0.fields",
                 dict(list(fields.items())[1:]),
-                "fields names a stream too few",
+                "fields without one of the streams",
             )
             more = fields | {"more": 1}
-            add_header(f"{codec_id}-fields-unknown", f"{codec_id}-3", codec, "codecs.0.fields", more, "fields names a stream too many")
+            add_header(f"{codec_id}-fields-unknown", f"{codec_id}-3", codec, "codecs.0.fields", more, "fields with an additional stream")
     direct = create("angle", 6, n="8", norm="fp32", rotation="none")
-    add_header("angle-norms-direct", "angle-2", direct, "codecs.0.arrangement", "direct", "arrangement is direct with norms in binary32")
+    add_header("angle-norms-direct", "angle-2", direct, "codecs.0.arrangement", "direct", 'arrangement "direct" with norms in binary32')
     both = dict(reversed(dict(SCALAR.fields).items()))  # type: ignore[attr-defined]
-    add_header("scalar-fields-swapped", "scalar-3", SCALAR, "codecs.0.fields", both, "fields names the streams in another order")
+    add_header("scalar-fields-swapped", "scalar-3", SCALAR, "codecs.0.fields", both, "fields with streams in the wrong order")
     add(
         "group-scale-dtype-fp16",
         "group-4",
         "InvalidHeader",
-        "scale_dtype says what leaving it out says",
+        "scale_dtype with its default, which must be omitted",
         lambda: one_side(GROUP, lambda parts: parts.header["codecs"][0].update(scale_dtype="fp16")),
     )
     add_header("group-scale-dtype-unknown", "group-4", EIGHT_BIT, "codecs.0.scale_dtype", "u16", "scale_dtype is u16")
@@ -154,8 +156,22 @@ def add_parameters() -> None:
 def add_scales_per_head() -> None:
     shared, per_head = (create("group", 5, b="2", g="4", axis="channel", token_scale=scale) for scale in ("fp16", "fp16-per-head"))
     feature = "token-scale-per-head"
-    add_header("token-scale-per-head-not-required", "container-61", per_head, "required", [], "token scales per head without their feature")
-    add_header("token-scale-per-head-required-of-none", "container-61", shared, "required", [feature], "the feature without such scales")
+    add_header(
+        "token-scale-per-head-not-required",
+        "container-61",
+        per_head,
+        "required",
+        [],
+        "token scales per head without the feature that they require",
+    )
+    add_header(
+        "token-scale-per-head-required-of-none",
+        "container-61",
+        shared,
+        "required",
+        [feature],
+        "the required feature without token scales per head",
+    )
     for name, codec, scale, required in (("shared", per_head, "fp16", []), ("per-head", shared, "fp16-per-head", [feature])):
         changes = edit("codecs.0.token_scale", scale), edit("required", required)
         shows = f"token_scale is {scale}, and the tensor has the shape of {codec.token_scale}"  # type: ignore[attr-defined]
@@ -182,18 +198,25 @@ def add_tables() -> None:
         POLAR,
         "codecs.0.angle_table",
         first[:-4] + bytes.fromhex("db0fc93f"),
-        "the largest angle is the least binary32 above pi / 2",
+        "the largest angle is the smallest binary32 above pi / 2",
     )
     add_header(
-        "polar-table-descending", "polar-4", POLAR, "codecs.0.angle_table", first[4:8] + first[:4] + first[8:], "angles that do not ascend"
+        "polar-table-descending",
+        "polar-4",
+        POLAR,
+        "codecs.0.angle_table",
+        first[4:8] + first[:4] + first[8:],
+        "angles that are not ascending",
     )
-    add_header("polar-table-nan", "polar-4", POLAR, "codecs.0.angle_table", first[:-4] + bytes.fromhex(nan), "an angle that is no number")
-    add_header("polar-table-short", "polar-4", POLAR, "codecs.0.angle_table", first[:-4], "an angle too few")
-    add_header("polar-table-long", "polar-4", POLAR, "codecs.0.angle_table", first + bytes.fromhex("0000803f"), "an angle too many")
+    add_header("polar-table-nan", "polar-4", POLAR, "codecs.0.angle_table", first[:-4] + bytes.fromhex(nan), "an angle that is NaN")
+    add_header("polar-table-short", "polar-4", POLAR, "codecs.0.angle_table", first[:-4], "a table with one angle too few")
+    add_header(
+        "polar-table-long", "polar-4", POLAR, "codecs.0.angle_table", first + bytes.fromhex("0000803f"), "a table with one angle too many"
+    )
     add_header("scalar-no-high-channel", "scalar-5", SCALAR, "codecs.0.high_channels", b"\0\0", "no channel is high")
     add_header("scalar-high-channels-alone", "scalar-5", SCALAR, "codecs.0.high_channels", b"\xff\x03", "all channels are high")
     add_header(
-        "scalar-high-channel-beyond", "scalar-6", SCALAR, "codecs.0.high_channels", b"\x1f\x04", "a high channel beyond the channels"
+        "scalar-high-channel-beyond", "scalar-6", SCALAR, "codecs.0.high_channels", b"\x1f\x04", "a high channel beyond the last channel"
     )
 
 
@@ -201,9 +224,9 @@ def add_packing() -> None:
     half = dataclasses.replace(GROUP, fields=(("codes", 3),))  # type: ignore[type-var]
     odd = dataclasses.replace(GROUP, fields=(("codes", 2),))  # type: ignore[type-var]
     exact = create("angle", 128, n="3", norm="linear3", rotation="none")
-    add_payload("digit-of-a-codeword", "front-2", QUATERNION, "symbol.0", 0, "7f00", "a codeword that is not below 24 S, within its base")
-    add_payload("digit-of-a-bin", "front-2", ANGLE, "angle.0", 0, "7f", "a bin that is not below bins, within its base")
-    add_payload("field-without-a-symbol", "front-3", half, "codes.0", 2, "4000", "a field of bits without a symbol")
+    add_payload("digit-of-a-codeword", "front-2", QUATERNION, "symbol.0", 0, "7f00", "a codeword within its base, but not below 24 S")
+    add_payload("digit-of-a-bin", "front-2", ANGLE, "angle.0", 0, "7f", "a bin within its base, but not below bins")
+    add_payload("field-without-a-symbol", "front-3", half, "codes.0", 2, "4000", "a nonzero field of bits without a symbol")
     add_payload(
         "field-without-a-symbol-of-3",
         "front-3",
@@ -211,20 +234,22 @@ def add_packing() -> None:
         "angle.0",
         exact.packings()["angle"].planes[0] * 2 - 2,
         unused_field(exact),
-        "a field of base 3 without a symbol",
+        "a nonzero field of base 3 without a symbol",
     )
-    add_payload("bits-above-a-column", "front-4", GROUP, "codes.0", 1, "80", "a bit above the fields of a column")
-    add_payload("bits-above-a-column-of-two-digits", "front-4", QUATERNION, "symbol.0", 1, "08", "a bit above the fields of both digits")
-    add_payload("byte-without-a-column", "front-4", odd, "codes.0", 3, "01", "the high byte of the last word, which no column has")
-    add_payload("value-above-a-column", "front-4", exact, "angle.0", 0, "ffff", "a column above 3^F - 1")
+    add_payload("bits-above-a-column", "front-4", GROUP, "codes.0", 1, "80", "a bit above the fields of a column is set")
+    add_payload(
+        "bits-above-a-column-of-two-digits", "front-4", QUATERNION, "symbol.0", 1, "08", "a bit above the fields of both digits is set"
+    )
+    add_payload("byte-without-a-column", "front-4", odd, "codes.0", 3, "01", "the unused high byte of the last word")
+    add_payload("value-above-a-column", "front-4", exact, "angle.0", 0, "ffff", "a column with a value above 3^F - 1")
     odd_of_3 = dataclasses.replace(exact, fields=(("angle", 5), ("norm_codes", 5)))  # type: ignore[type-var]
-    shows = "the high byte of the last word of 13 columns of base 3"
+    shows = "the high byte of the last word for 13 columns of base 3"
     add_payload("byte-without-a-column-of-3", "front-4", odd_of_3, "angle.0", 13, "01", shows)
     for codec, count, name, shows in (
-        (GROUP, 0, "none", "no field"),
+        (GROUP, 0, "none", "empty fields"),
         (GROUP, 129, "129", "129 fields"),
-        (GROUP, 43, "of-129-bits", "a column of 129 bits"),
-        (GROUP, 2**64 - 1, "of-64-bits", "the largest number of fields that msgpack holds"),
+        (GROUP, 43, "of-129-bits", "a column with 129 bits"),
+        (GROUP, 2**64 - 1, "of-64-bits", "the largest number of fields that fits in msgpack"),
     ):
         add_header(f"fields-{name}", "front-5", codec, "codecs.0.fields", {"codes": count}, shows)
     add_header(
@@ -271,7 +296,7 @@ def add_numbers() -> None:
             value,
             f"{stream} of {codec.id} is not finite",
         )
-    add_payload("octahedral-padding-triplet", "octahedral-5", OCTAHEDRAL, "symbol.0", 4, "01", "a triplet beyond the last is not zero")
+    add_payload("octahedral-padding-triplet", "octahedral-5", OCTAHEDRAL, "symbol.0", 4, "01", "a nonzero triplet beyond the last one")
     add_payload(
         "group-range-too-wide",
         "group-7",
@@ -279,7 +304,7 @@ def add_numbers() -> None:
         "scale_range",
         0,
         "803c0000",
-        "a scale would be infinite for k = 255, which may not occur",
+        "a scale that would be infinite for k = 255, even if that does not occur",
     )
     add_payload(
         "group-minimum-too-large",
@@ -288,7 +313,7 @@ def add_numbers() -> None:
         "scale_range",
         6,
         "005c",
-        "a centre would be infinite for k = 0, which may not occur",
+        "a center that would be infinite for k = 0, even if that does not occur",
     )
 
 
@@ -306,13 +331,13 @@ def add_minifloats() -> None:
         ("e4m3-nan-last-bytes", odd, "codes.1", 0, "ff", "an e4m3 NaN in the last byte of a column of three"),
         ("e5m2-infinity", e5m2, "codes.0", 2, "7c", "an e5m2 infinity"),
         ("e5m2-negative-infinity", e5m2, "codes.0", 3, "fc", "an e5m2 infinity with the sign set"),
-        ("e5m2-nan", MXFP8, "codes.0", 0, "7d", "the least e5m2 NaN"),
-        ("e5m2-largest-nan", MXFP8, "codes.0", 1, "ff", "the greatest e5m2 NaN"),
+        ("e5m2-nan", MXFP8, "codes.0", 0, "7d", "the smallest e5m2 NaN code"),
+        ("e5m2-largest-nan", MXFP8, "codes.0", 1, "ff", "the largest e5m2 NaN code"),
     ):
         add_payload(f"minifloat-{name}", "minifloat-6", codec, stream, at, value, shows)
     mxfp4 = create("minifloat", 40, element="e2m1", scales="e8m0")
-    add_payload("minifloat-e8m0-nan", "minifloat-7", MXFP8, "block_scales", 1, "ff", "an e8m0 that is NaN")
-    add_payload("minifloat-e8m0-nan-of-mxfp4", "minifloat-7", mxfp4, "block_scales", 7, "ff", "an e8m0 of the last block that is NaN")
+    add_payload("minifloat-e8m0-nan", "minifloat-7", MXFP8, "block_scales", 1, "ff", "NaN as an e8m0 scale")
+    add_payload("minifloat-e8m0-nan-of-mxfp4", "minifloat-7", mxfp4, "block_scales", 7, "ff", "NaN as the e8m0 scale of the last block")
     for name, value, shows in (
         ("nan", "7f", "an e4m3 scale that is NaN"),
         ("negative-nan", "ff", "an e4m3 scale that is NaN with the sign set"),
@@ -328,4 +353,4 @@ def add_minifloats() -> None:
         name = f"not-finite-minifloat-{codec.granularity}".replace("_", "-")  # type: ignore[attr-defined]
         add_payload(name, "front-13", codec, stream, 0, value, f"{stream} per {codec.granularity} is not finite")  # type: ignore[attr-defined]
     uneven = create("minifloat", 5, element="e4m3")
-    add_payload("minifloat-field-without-a-symbol", "front-3", uneven, "codes.0", 5, "38", "an element of 1 in a field without a channel")
+    add_payload("minifloat-field-without-a-symbol", "front-3", uneven, "codes.0", 5, "38", "a nonzero element in a field without a channel")

@@ -76,12 +76,12 @@ def add_all() -> None:
         shows = f"a tensor of {size} bytes, the least that XXH3 takes in another way than those before"
         add(f"digest-of-{size}-bytes", shows, lambda n=size: one_side(bytes_of_norms, runs=(n,), tail=0, heads=1), "container-20")  # type: ignore[misc]
     wide = create("octahedral", 73, b="2", arrangement="direct", rotation="none")
-    add("octahedral-direct-dim-73", "25 triplets in the space of 48", lambda: one_side(wide, heads=1), "octahedral-6")
+    add("octahedral-direct-dim-73", "25 triplets in a column for 48", lambda: one_side(wide, heads=1), "octahedral-6")
     heads = Klt.of(11, bytes(32), 0, "k", b"\2\3", "fp16", "fp16", per_head=True)
     add("klt-heads-of-nine-bits", "a short run of three columns, whose nine bits take two bytes", lambda: one_side(heads, heads=1), "klt-8")
     for name, shows in (
-        ("layer-state-of-two-sequences", "ids of two sequences, which states have, too"),
-        ("layer-state-of-no-sides", "ids of a file without sides: its range is empty, and they are ignored"),
+        ("layer-state-of-two-sequences", "ids of two sequences, with states of two sequences"),
+        ("layer-state-of-no-sides", "ids in a file without sides, whose token range is empty: they are ignored"),
     ):
         data = (VALID / f"{name}.kvpack").read_bytes()
         of = name.removeprefix("layer-state-of-")
@@ -92,7 +92,7 @@ def add_all() -> None:
             "container-74",
             "container-78",
         )  # type: ignore[misc]
-    add("side-car-raw-positions-above-65536", "raw tokens before and behind the 65,536th", positions, "side-cars-10")
+    add("side-car-raw-positions-above-65536", "raw tokens before and after the 65,536th token", positions, "side-cars-10")
 
 
 def positions() -> bytes:

@@ -69,17 +69,24 @@ def add_compressed() -> None:
     noise = random.Random(9).randbytes(4200)
     runs = b"".join(bytes([65 + number % 3]) * 40 + bytes([number, 7]) for number in range(100))
     for name, shows, content, window_log, strategy, checksum in (
-        ("one-stream", "literals in one stream, no sequences", letters(192, 1), 15, 2, False),
-        ("four-streams", "literals in four streams, whose sizes take 14 bits, with a checksum", letters(1280, 2), 15, 2, True),
-        ("four-streams-of-18-bits", "literals in four streams, whose sizes take 18 bits", letters(18432, 3, 200, 0), 15, 2, False),
-        ("weights", "a Huffman tree whose weights are stored as they are", letters(768, 4, 10, 0), 15, 1, False),
+        ("one-stream", "literals in one stream, without sequences", letters(192, 1), 15, 2, False),
+        ("four-streams", "literals in four streams, whose sizes have 14 bits, with a checksum", letters(1280, 2), 15, 2, True),
+        ("four-streams-of-18-bits", "literals in four streams, whose sizes have 18 bits", letters(18432, 3, 200, 0), 15, 2, False),
+        ("weights", "a Huffman tree with uncompressed weights", letters(768, 4, 10, 0), 15, 1, False),
         ("first-matches", "sequences with predefined tables", phrases(640, 5), 15, 1, False),
-        ("treeless", "blocks of 1 KiB, matches across them, literals in four streams by the tree before", phrases(6144, 6), 10, 2, True),
-        ("repeat", "blocks of 1 KiB with the tables and the tree of the block before", phrases(6144, 7), 10, 9, False),
-        ("two-blocks", "blocks of 4 KiB of more than 127 sequences", phrases(6144, 8), 12, 8, True),
-        ("raw-literals", "literals as they are, whose number takes 20 bits", noise + noise[:88], 15, 2, False),
-        ("raw-literals-of-12-bits", "literals as they are, whose number takes 12 bits", noise[:200] + noise[:56], 15, 2, False),
-        ("runs", "runs of one byte, matches that overlap themselves", runs[:4096], 12, 7, False),
+        (
+            "treeless",
+            "blocks of 1 KiB with matches across them, and literals in four streams with the previous tree",
+            phrases(6144, 6),
+            10,
+            2,
+            True,
+        ),
+        ("repeat", "blocks of 1 KiB that reuse the tables and the tree of the previous block", phrases(6144, 7), 10, 9, False),
+        ("two-blocks", "blocks of 4 KiB with more than 127 sequences", phrases(6144, 8), 12, 8, True),
+        ("raw-literals", "raw literals, whose number has 20 bits", noise + noise[:88], 15, 2, False),
+        ("raw-literals-of-12-bits", "raw literals, whose number has 12 bits", noise[:200] + noise[:56], 15, 2, False),
+        ("runs", "runs of one byte: matches that overlap themselves", runs[:4096], 12, 7, False),
     ):
         parameters = zstandard.ZstdCompressionParameters(
             window_log=window_log,
@@ -154,11 +161,11 @@ def add_by_hand() -> None:
     size = 64 + 31 + 0 + 16 + 16 + 107 + 130 * 35 + 65 + 5
     filled = -size % 64
     make = lambda: of_frame(joined(size + filled, *blocks, raw(bytes(range(filled)))), size + filled)  # noqa: E731
-    shows = "tables of one code, repeated literals, all repeat offsets with and without literals, an empty block between others"
+    shows = "tables with one code, repeated literals, all repeat offsets with and without literals, and an empty block between others"
     add_valid("zstd-one-code", shows, make, "container-21")
     first, count = raw(random.Random(1).randbytes(512)), 32768
     many = lambda: of_frame(joined(512 + 3 * count, first, compressed(raw_literals(b""), one_code(count, 0, 0, 0, ""))), 512 + 3 * count)  # noqa: E731
-    add_valid("zstd-32768-sequences", "a number of sequences that takes three bytes", many, "container-21")
+    add_valid("zstd-32768-sequences", "a number of sequences that is stored in three bytes", many, "container-21")
 
 
 def add_sizes() -> None:
@@ -172,12 +179,18 @@ def add_sizes() -> None:
         frame = bytes.fromhex("28b52ffd 60") + (size - 256).to_bytes(2, "little") + (size << 3 | 3).to_bytes(3, "little") + b"\0"
         return of_frame(frame, size, size // 4)
 
-    add_valid("zstd-largest-ratio", "2816 bytes in a frame of 11: 256 for each", lambda: at_ratio(2816), "container-29")
-    add("limit-of-the-ratio", "container-29", "LimitExceeded", "2820 bytes in a frame of 11", lambda: at_ratio(2820))
+    add_valid("zstd-largest-ratio", "2816 bytes in a frame of 11 bytes: the largest ratio, 256", lambda: at_ratio(2816), "container-29")
+    add(
+        "limit-of-the-ratio",
+        "container-29",
+        "LimitExceeded",
+        "2820 bytes in a frame of 11 bytes: above the largest ratio",
+        lambda: at_ratio(2820),
+    )
     size = 2**23 + 4096
     # Blocks without content, so that the ratio is within its limit.
     many = [*[raw(b"")] * 11000, *[repeated(0, 2**17)] * 64, repeated(0, 4096)]
-    shows = "a frame with the Single_Segment_flag and 4 KiB more of content than the largest window"
+    shows = "a frame with Single_Segment_flag whose content exceeds the largest window by 4 KiB"
     add("zstd-window-of-one-segment", "container-26", "InvalidPayload", shows, lambda: of_frame(joined(size, *many), size, 1024))
 
 
@@ -191,8 +204,8 @@ def add_refused() -> None:
         good = zstandard.ZstdCompressor(write_checksum=True).compress(letters(1280, 2))
         return good[:-1] + bytes([good[-1] ^ 1])
 
-    refused("checksum-wrong", "container-33", "a content checksum with a bit that is wrong", wrong_checksum, 1280)
-    shows = "a block of the bytes that the frame says, and one of another byte"
+    refused("checksum-wrong", "container-33", "a content checksum with a flipped bit", wrong_checksum, 1280)
+    shows = "a block with the declared number of bytes, and another block with one byte"
     longer = joined(64, raw(bytes(64)), repeated(0, 1), window=0)
     refused("content-more-in-a-block", "container-24", shows, lambda: longer)
     before = raw(bytes(range(1, 56)))
@@ -200,17 +213,17 @@ def add_refused() -> None:
     good = one_code(1, 4, 2, 2, "00")
     for name, shows, literals, sequences in (
         ("match-before-the-content", "a match from before the first byte of the content", four, one_code(1, 4, 6, 2, "000000")),
-        ("offset-0", "the first repeat offset less one, which is 0", raw_literals(b"abcdef"), one_code(1, 0, 1, 0, "1")),
-        ("reserved-modes", "the reserved bits of modes", four, one_code(1, 4, 2, 2, "00", REPEATED | 1)[:2] + good[2:]),
-        ("bit-left", "a bit more than the sequences read", four, one_code(1, 4, 2, 2, "000")),
-        ("bit-missing", "a bit less than the sequences read", four, one_code(1, 4, 2, 2, "0")),
-        ("no-end-mark", "a stream of bits that ends in a zero byte", four, good[:-1] + b"\0"),
+        ("offset-0", "the first repeat offset minus one, which is 0", raw_literals(b"abcdef"), one_code(1, 0, 1, 0, "1")),
+        ("reserved-modes", "reserved mode bits that are set", four, one_code(1, 4, 2, 2, "00", REPEATED | 1)[:2] + good[2:]),
+        ("bit-left", "a bitstream with one bit more than the sequences read", four, one_code(1, 4, 2, 2, "000")),
+        ("bit-missing", "a bitstream with one bit less than the sequences read", four, one_code(1, 4, 2, 2, "0")),
+        ("no-end-mark", "a bitstream that ends with a zero byte", four, good[:-1] + b"\0"),
         ("literals-missing", "a sequence of five literals where there are four", four, one_code(1, 5, 2, 1, "00")),
-        ("code-of-literals", "a code of literals above 35", four, one_code(1, 36, 2, 2, "00")),
-        ("code-of-matches", "a code of matches above 52", four, one_code(1, 4, 2, 53, "00")),
-        ("tables-of-no-block", "tables of the block before in the first one that is compressed", four, b"\1\xfc\4"),
-        ("tree-of-no-block", "literals by the tree of the block before in the first one that is compressed", b"\x93\x40\x00\x10", b"\0"),
-        ("tree-of-no-weights", "a Huffman tree of weights that are all zero", b"\x92\xc0\x00\x81\x00\x10", b"\0"),
+        ("code-of-literals", "a literals length code above 35", four, one_code(1, 36, 2, 2, "00")),
+        ("code-of-matches", "a match length code above 52", four, one_code(1, 4, 2, 53, "00")),
+        ("tables-of-no-block", "tables of the previous block in the first compressed block", four, b"\1\xfc\4"),
+        ("tree-of-no-block", "literals with the tree of the previous block in the first compressed block", b"\x93\x40\x00\x10", b"\0"),
+        ("tree-of-no-weights", "a Huffman tree whose weights are all zero", b"\x92\xc0\x00\x81\x00\x10", b"\0"),
     ):
         stored = joined(64, before, compressed(literals, sequences))
         refused(f"block-{name}", "container-21", shows, lambda s=stored: s)
@@ -225,11 +238,11 @@ def add_literals() -> None:
         literals = bytes.fromhex("064f0b") + weights + bytes.fromhex("080008000800") + b"".join(found)
         return lambda: bytes.fromhex("28b52ffd 20 f0") + (len(literals) + 1 << 3 | 2 << 1 | 1).to_bytes(3, "little") + literals + b"\0"
 
-    add_valid("zstd-literals", "literals in four streams of codes of one bit", lambda: of_frame(changed()(), 240, 60), "container-21")
+    add_valid("zstd-literals", "literals in four streams with one-bit codes", lambda: of_frame(changed()(), 240, 60), "container-21")
     for name, shows, stored in (
-        ("literals-bit-left", "a stream of literals with a bit more than they take", changed(stream0=0x3F)),
-        ("literals-bit-missing", "a stream of literals with a bit less than they take", changed(stream0=0x0F)),
-        ("literals-no-end-mark", "a stream of literals that ends in a zero byte", changed(stream1=0)),
+        ("literals-bit-left", "a literals stream with one bit more than needed", changed(stream0=0x3F)),
+        ("literals-bit-missing", "a literals stream with one bit less than needed", changed(stream0=0x0F)),
+        ("literals-no-end-mark", "a literals stream that ends with a zero byte", changed(stream1=0)),
         ("tree-of-depth-12", "a Huffman tree with codes of twelve bits", changed(bytes.fromhex("8bcba987654321"))),
     ):
         BLOCKS_REFUSED.add(f"invalid/zstd-{name}.kvpack")
@@ -249,7 +262,7 @@ def add_checksums() -> None:
         stored = zstandard.ZstdCompressor(write_checksum=checksum).compress(content)
         return of_frame(stored, len(content), 16, edit("ignorable", {"zstd-checksum": b""}))
 
-    shows = "a frame with a checksum in a file that says that all have one"
+    shows = "a frame with a checksum in a file that declares checksums"
     add_valid("zstd-checksum-said", shows, lambda: of_file(checksum=True), "container-65", "container-33")
-    shows = "a frame without a checksum in a file that says that all have one"
+    shows = "a frame without a checksum in a file that declares checksums"
     add("zstd-checksum-missing", "container-65", "InvalidPayload", shows, lambda: of_file(checksum=False))

@@ -44,8 +44,8 @@ def add_inputs() -> None:
     five, text = ids(5, 6), (2**53 + 1, "€".encode())
     for name, shows, data in (
         ("inputs-of-all-tokens", "ids of all tokens, up to the largest", inputs(ids(0, 2**31, 2**32 - 1))),
-        ("inputs-of-no-ids", "no ids, and nothing that ids leave open", inputs(b"")),
-        ("inputs-with-texts", "two ids and two texts, one from a position above 2^53 on", inputs(five, (4, b"an image"), text)),
+        ("inputs-of-no-ids", "no ids, and no undetermined inputs", inputs(b"")),
+        ("inputs-with-texts", "two ids and two texts, one at a position above 2^53", inputs(five, (4, b"an image"), text)),
     ):
         add(name, shows, lambda d=data: with_features(inputs=d), "container-73")  # type: ignore[misc]
     for name, shows, data in (
@@ -72,15 +72,27 @@ def add_token_ids() -> None:
     parts = {"token_ids__0": ids(5)[:3], "token_ids__1": b"", "token_ids__2": b"\0" + ids(6)}
     for name, shows, features in (
         ("alone", "token-ids.0 without inputs", {"token_ids__0": ids(5, 6, 7)}),
-        ("after-inputs", "token-ids.0 that continues the ids of inputs", {"inputs": two, "token_ids__0": ids(5, 6, 7)}),
-        ("beside-other-inputs", "other ids than those of inputs: they are absent", {"inputs": two, "token_ids__0": ids(5, 7, 7)}),
-        ("fewer-than-inputs", "fewer ids than those of inputs: they are absent", {"inputs": two, "token_ids__0": ids(5)}),
-        ("beside-no-inputs", "inputs of another form, whose ids are none", {"inputs": b"\1", "token_ids__0": ids(9, 8)}),
-        ("of-ten-bytes", "no whole number of ids: they are absent", {"token_ids__0": ids(5, 6) + b"\7\0"}),
-        ("in-parts", "an id whose bytes are in two features, and an empty one between them", parts),
-        ("with-a-gap", "1 is missing: 2 and 3 do not count", {"token_ids__0": ids(5), "token_ids__2": ids(6), "token_ids__3": ids(7)}),
-        ("without-the-first", "0 is missing: there are no ids", {"token_ids__1": ids(5, 6, 7)}),
-        ("of-another-number", "00 is no number of a feature", {"token_ids__00": ids(5, 6, 7)}),
+        (
+            "after-inputs",
+            "token-ids.0 that starts with the ids of inputs and continues them",
+            {"inputs": two, "token_ids__0": ids(5, 6, 7)},
+        ),
+        (
+            "beside-other-inputs",
+            "ids that differ from those of inputs: they count as absent",
+            {"inputs": two, "token_ids__0": ids(5, 7, 7)},
+        ),
+        ("fewer-than-inputs", "fewer ids than in inputs: they count as absent", {"inputs": two, "token_ids__0": ids(5)}),
+        ("beside-no-inputs", "inputs in another format, which count as absent", {"inputs": b"\1", "token_ids__0": ids(9, 8)}),
+        ("of-ten-bytes", "not a whole number of ids: they count as absent", {"token_ids__0": ids(5, 6) + b"\7\0"}),
+        ("in-parts", "an id whose bytes are in two features, with an empty feature between them", parts),
+        (
+            "with-a-gap",
+            "token-ids.1 is missing: token-ids.2 and token-ids.3 are ignored",
+            {"token_ids__0": ids(5), "token_ids__2": ids(6), "token_ids__3": ids(7)},
+        ),
+        ("without-the-first", "token-ids.0 is missing: there are no ids", {"token_ids__1": ids(5, 6, 7)}),
+        ("of-another-number", "token-ids.00, whose number is not canonical", {"token_ids__00": ids(5, 6, 7)}),
     ):
         add(f"token-ids-{name}", shows, lambda f=features: with_features(**f), "container-74")  # type: ignore[misc]
     shows = "five ids for three tokens: the last two are ignored"
@@ -99,16 +111,20 @@ def add_row_ids() -> None:
     first, second = ids(7, 8), ids(9, 8)
     both, shared = rows(first, second), {"inputs": inputs(ids(5))}
     for name, shows, features in (
-        ("after-token-ids", "ids of two sequences after one that both share", {"token_ids__0": ids(5), "row_ids__0": both}),
+        ("after-token-ids", "ids of two sequences after a shared one", {"token_ids__0": ids(5), "row_ids__0": both}),
         ("alone", "ids of two sequences", {"row_ids__0": both}),
         ("in-parts", "two features", {"row_ids__0": both[:13], "row_ids__1": both[13:]}),
-        ("of-three-sequences", "three sequences in a file of two: they are absent", shared | {"row_ids__0": rows(first, second, first)}),
-        ("of-a-byte-more", "a byte after the ids: they are absent", shared | {"row_ids__0": both + b"\0"}),
-        ("of-a-byte-less", "a byte of the ids is missing: they are absent", shared | {"row_ids__0": both[:-1]}),
-        ("of-eleven-bytes", "shorter than its numbers: they are absent", shared | {"row_ids__0": both[:11]}),
-        ("of-none", "no ids of each sequence", shared | {"row_ids__0": rows(b"", b"")}),
+        (
+            "of-three-sequences",
+            "three sequences in a file with two: they count as absent",
+            shared | {"row_ids__0": rows(first, second, first)},
+        ),
+        ("of-a-byte-more", "an extra byte after the ids: they count as absent", shared | {"row_ids__0": both + b"\0"}),
+        ("of-a-byte-less", "a byte of the ids is missing: they count as absent", shared | {"row_ids__0": both[:-1]}),
+        ("of-eleven-bytes", "shorter than its numbers: the ids count as absent", shared | {"row_ids__0": both[:11]}),
+        ("of-none", "no ids for any sequence", shared | {"row_ids__0": rows(b"", b"")}),
     ):
         add(f"row-ids-{name}", shows, lambda f=features: with_features(batch, **f), "container-75")  # type: ignore[misc]
-    shows = "five ids of each of two sequences of three tokens, one of them shared: the last two are ignored"
+    shows = "five ids for each of two sequences of three tokens, one of them shared: the last two are ignored"
     long = {"token_ids__0": ids(1), "row_ids__0": rows(ids(2, 3, 4, 5), ids(2, 4, 4, 5))}
     add("row-ids-of-more-than-the-tokens", shows, lambda: with_features(batch, **long), "container-78")

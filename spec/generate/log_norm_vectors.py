@@ -11,7 +11,9 @@ from support.strategies import create
 def add_all() -> None:
     plain = create("scalar", 2, b="1", rotation="none", norm="log8")
     every = bits("0.k.norm", 0, bytes(range(256)).hex())
-    add_valid("log-norms-all", "every byte of a norm", lambda: one_side(plain, every, runs=(256,), heads=1), "scalar-7", "container-64")
+    add_valid(
+        "log-norms-all", "every byte value as a norm", lambda: one_side(plain, every, runs=(256,), heads=1), "scalar-7", "container-64"
+    )
     for codec, rule in (
         (create("scalar", 12, b="2", high="3", norm="log8"), "scalar-7"),
         (create("octahedral", 7, b="3", rotation="none", norm="log8"), "octahedral-6"),
@@ -22,9 +24,11 @@ def add_all() -> None:
         name = f"log-norms-{codec.id}-{codec.dim}"
         shows = f"norms of 8 bits of {codec.id}, two sequences and three heads"
         add_valid(name, shows, lambda c=codec: one_side(c, runs=(5,), batch=2, heads=3), rule, "front-12", "container-64")
-    add_header("log-norms-not-required", "container-64", plain, "required", [], "norms of 8 bits without their feature")
-    add_header("log-norms-required-of-none", "container-64", SCALAR, "required", ["log-norms"], "the feature without norms of 8 bits")
+    add_header("log-norms-not-required", "container-64", plain, "required", [], "8-bit norms without the feature that they require")
+    add_header("log-norms-required-of-none", "container-64", SCALAR, "required", ["log-norms"], "the required feature without 8-bit norms")
     quaternion = create("quaternion", 4, s="2", r="2")
     add_header("log-norms-of-quaternion", "quaternion-2", quaternion, "codecs.0.norm", "log8", "a scale of 8 bits")
     wrong = edit("codecs.0.norm", "fp16"), edit("required", [])
-    add("log-norms-as-fp16", "container-16", "InvalidHeader", "norm is fp16, and the tensor is of bytes", lambda: one_side(plain, *wrong))
+    add(
+        "log-norms-as-fp16", "container-16", "InvalidHeader", "norm is fp16, but the tensor contains bytes", lambda: one_side(plain, *wrong)
+    )

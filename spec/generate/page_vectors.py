@@ -79,8 +79,7 @@ def changed(at: int, value: bytes) -> Callable[[], bytes]:
 
 
 def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: PageGeometry = SMALL) -> Callable[[], bytes]:
-    """Return a function that creates a small row with a changed description. Its streams have a matching length, so nothing else is wrong.
-    """
+    """Return a function that creates a small row with a changed description; its length is adjusted, so that nothing else is wrong."""
 
     def make() -> bytes:
         row = row_of(recipe, geometry)
@@ -114,47 +113,47 @@ def vectors() -> dict[str, Vector]:
     """Return all vectors by name."""
     geometry = PageGeometry
     found = {
-        "raw": Vector("two layers of keys and values, as they are", None, lambda: row_of("raw", SMALL)),
+        "raw": Vector("two layers of uncompressed keys and values", None, lambda: row_of("raw", SMALL)),
         "two-codecs": Vector("layers with different codecs", None, lambda: row_of("kv=group:b=4,g=4;layers=0:k=raw", SMALL)),
         "token-groups": Vector(
-            "a codec that encodes tokens together, the last group partial",
+            "a codec with token groups, the last of which is partial",
             None,
             lambda: row_of("kv=group:b=2,g=4,axis=token", geometry(1, 2, 6, 8, 8)),
         ),
         "token-scales-per-head": Vector(
-            "a token scale for each of two heads, with its feature",
+            "a token scale for each of two heads, with the required feature",
             None,
             lambda: row_of("kv=group:b=2,g=4,axis=token,token_scale=fp16-per-head", geometry(1, 2, 6, 8, 8)),
         ),
         "octahedral": Vector("a rotated codec, fp16", None, lambda: row_of("octopus-3", geometry(1, 1, 2, 64, 64, "fp16"))),
         "latents": Vector(
-            "MLA: latents in groups, and a rotary part as it is",
+            "MLA: latents in codec group, and an uncompressed rotary part",
             None,
             lambda: row_of("k=group:b=4,g=16,axis=channel;v=raw", geometry(2, 1, 2, 48, 8)),
         ),
-        "one-side": Vector("pages of one side", None, lambda: row_of("kv=scalar:b=3", geometry(1, 1, 2, 16, None))),
-        "fp8-opaque": Vector("fp8 as its bytes", None, lambda: row_of("raw", geometry(1, 1, 2, 8, 8, "fp8_e4m3"))),
+        "one-side": Vector("pages with one side", None, lambda: row_of("kv=scalar:b=3", geometry(1, 1, 2, 16, None))),
+        "fp8-opaque": Vector("fp8 as bytes", None, lambda: row_of("raw", geometry(1, 1, 2, 8, 8, "fp8_e4m3"))),
         "fp8-encoded": Vector(
-            "fp8 encoded by another codec", None, lambda: row_of("kv=group:b=4,g=4", geometry(1, 1, 2, 8, 8, "fp8_e5m2"))
+            "fp8 encoded with another codec", None, lambda: row_of("kv=group:b=4,g=4", geometry(1, 1, 2, 8, 8, "fp8_e5m2"))
         ),
-        "bytes": Vector("slots of bytes, one side", None, lambda: row_of("raw", geometry(1, 1, 2, 656, None, "u8"))),
+        "bytes": Vector("byte slots with one side", None, lambda: row_of("raw", geometry(1, 1, 2, 656, None, "u8"))),
         "binary32": Vector("fp32", None, lambda: row_of("raw", geometry(1, 1, 1, 3, 5, "fp32"))),
-        "longer-memory": Vector("a row in memory of more bytes", None, lambda: row_of("raw", SMALL) + b"\xff" * 70),
-        "by-a-basis": Vector("keys by the rows of a basis", None, by_basis, BASIS),
+        "longer-memory": Vector("a row followed by other bytes in memory", None, lambda: row_of("raw", SMALL) + b"\xff" * 70),
+        "by-a-basis": Vector("keys encoded with the rows of a basis", None, by_basis, BASIS),
         "damaged": Vector("one flipped bit", "row-4", damaged),
         "another-beginning": Vector("other first bytes", "row-1", changed(0, b"K")),
         "another-version": Vector("a row of version 2", "row-1", changed(11, b"2")),
-        "beginning-not-zero": Vector("a spare byte of the first bytes", "row-1", changed(14, b"\1")),
-        "frame-alone": Vector("the end comes before that of the frame", "row-1", lambda: row_of("raw", SMALL)[:127]),
-        "length-unaligned": Vector("a length that is no multiple of 64", "row-2", lambda: unaligned()),
-        "length-of-zero": Vector("a length below that of the frame", "row-2", changed(16, bytes(8))),
+        "beginning-not-zero": Vector("a nonzero unused byte among the first bytes", "row-1", changed(14, b"\1")),
+        "frame-alone": Vector("the row ends within the frame", "row-1", lambda: row_of("raw", SMALL)[:127]),
+        "length-unaligned": Vector("a length that is not a multiple of 64", "row-2", lambda: unaligned()),
+        "length-of-zero": Vector("a length shorter than the frame", "row-2", changed(16, bytes(8))),
         "truncated": Vector("the last byte is missing", "row-2", lambda: row_of("raw", SMALL)[:-1]),
-        "longer": Vector("64 bytes more than the streams take", "row-2", lambda: resized(64)),
-        "shorter": Vector("64 bytes less than the streams take", "row-2", lambda: resized(-64)),
+        "longer": Vector("64 bytes more than the streams need", "row-2", lambda: resized(64)),
+        "shorter": Vector("64 bytes less than the streams need", "row-2", lambda: resized(-64)),
         "description-beyond-the-row": Vector("a description longer than the row", "row-3", changed(96, b"\xff\xff\xff\x7f")),
-        "frame-not-zero": Vector("a spare byte of the frame", "row-3", changed(120, b"\1")),
-        "stream-padding-not-zero": Vector("a byte after a stream", "row-3", lambda: ended(b"\1")),
-        "description-padding-not-zero": Vector("a byte after the description", "row-3", padded),
+        "frame-not-zero": Vector("a nonzero unused byte in the frame", "row-3", changed(120, b"\1")),
+        "stream-padding-not-zero": Vector("a nonzero byte after a stream", "row-3", lambda: ended(b"\1")),
+        "description-padding-not-zero": Vector("a nonzero byte after the description", "row-3", padded),
         "with-tensors": Vector("a description that lists tensors", "row-3", described(lambda header: header.update(tensors=[[]]))),
         "with-a-feature": Vector(
             "a description with a required feature", "row-3", described(lambda header: header.update(required=["layer-state"]))
@@ -172,28 +171,32 @@ def vectors() -> dict[str, Vector]:
         "without-k": Vector("a layer without k", "row-3", described(lambda header: header["layers"][0].update(k=None))),
         "without-some-v": Vector("one of two layers without v", "row-3", described(lambda header: header["layers"][0].update(v=None))),
         "without-any-k": Vector(
-            "layers with v alone", "row-3", described(lambda header: [layer.update(k=None) for layer in header["layers"]])
+            "layers with only v", "row-3", described(lambda header: [layer.update(k=None) for layer in header["layers"]])
         ),
         "of-other-tokens": Vector(
-            "a layer of two tokens, and one of three", "row-3", described(lambda header: [side(1, name, runs=[2])(header) for name in "kv"])
+            "one layer with two tokens, and one with three",
+            "row-3",
+            described(lambda header: [side(1, name, runs=[2])(header) for name in "kv"]),
         ),
-        "opaque-with-more-keys": Vector("a parameter that opaque does not have", "row-8", opaque(dtype="u8")),
-        "opaque-of-no-bytes": Vector("opaque of 0 bytes", "row-8", opaque(dim=0)),
-        "opaque-of-1025-bytes": Vector("opaque of 1,025 bytes", "row-8", opaque(dim=1025)),
-        "opaque-of-text": Vector("opaque whose dim is text", "row-8", opaque(dim="8")),
-        "of-two-sequences": Vector("sides of two sequences", "row-3", described(both(batch=2))),
-        "of-two-runs": Vector("sides of two runs", "row-3", described(both(runs=[1, 2]), "kv=group:b=2,g=4,axis=token")),
-        "of-no-runs": Vector("sides of no runs, and no tokens", "row-3", described(both(runs=[]))),
+        "opaque-with-more-keys": Vector("an unknown parameter of opaque", "row-8", opaque(dtype="u8")),
+        "opaque-of-no-bytes": Vector("opaque with 0 bytes", "row-8", opaque(dim=0)),
+        "opaque-of-1025-bytes": Vector("opaque with 1,025 bytes", "row-8", opaque(dim=1025)),
+        "opaque-of-text": Vector("opaque with a string as dim", "row-8", opaque(dim="8")),
+        "of-two-sequences": Vector("sides with two sequences", "row-3", described(both(batch=2))),
+        "of-two-runs": Vector("sides with two runs", "row-3", described(both(runs=[1, 2]), "kv=group:b=2,g=4,axis=token")),
+        "of-no-runs": Vector("sides without runs or tokens", "row-3", described(both(runs=[]))),
         "with-entries": Vector(
             "a stream with a row per entry, and no entries", "row-3", described(outliers, "kv=group:b=2,g=4,axis=channel")
         ),
         "with-a-tail": Vector("sides with a tail", "row-3", described(both(tail=1))),
         "with-a-window": Vector("sides with a window", "row-3", described(both(window=4))),
         "of-other-heads": Vector(
-            "a layer of two heads, and one of one", "row-3", described(lambda header: [side(1, name, heads=2)(header) for name in "kv"])
+            "one layer with two heads, and one with one head",
+            "row-3",
+            described(lambda header: [side(1, name, heads=2)(header) for name in "kv"]),
         ),
         "u8-by-raw": Vector(
-            "bytes that are stored by raw", "row-6", described(lambda header: header.update(ignorable={"page-dtype": b"u8"}))
+            "bytes stored with codec raw", "row-6", described(lambda header: header.update(ignorable={"page-dtype": b"u8"}))
         ),
     }
     return found

@@ -59,7 +59,7 @@ def add_all() -> None:
     add_alone("group-scale-dtype-unknown", "group-4", EIGHT_BIT, {"scale_dtype": "other"}, "scale_dtype is other")
     add_alone("scalar-all-high", "scalar-5", SCALAR, {"high_channels": b"\xff\x03"}, "all channels are high")
     beyond = {"high_channels": b"\x1f\x04"}
-    add_alone("scalar-high-beyond", "scalar-6", SCALAR, beyond, "a high channel beyond the channels")
+    add_alone("scalar-high-beyond", "scalar-6", SCALAR, beyond, "a high channel beyond the last channel")
     for codec in CODED:
         shows = f"a Hadamard rotation at head dim {codec.dim}"
         add_alone(f"{codec.id}-hadamard", "front-7", codec, {"rotation_kind": "hadamard"}, shows)
@@ -232,7 +232,7 @@ def add_fields() -> None:
     """Add numbers of fields that make a column too large, with one vector per limit."""
     bits = create("group", 5, b="1", g="16")
     for name, codec, fields, shows in (
-        ("0", GROUP, {"codes": 0}, "no field"),
+        ("0", GROUP, {"codes": 0}, "empty fields"),
         ("129", bits, {"codes": 129}, "129 fields of a bit"),
         ("of-minifloat", MINIFLOAT, {"codes": 17}, "a column of 17 fields of 8 bits"),
         ("of-klt", KLT, {"codes_2": 65}, "a column of 65 fields of 2 bits"),
@@ -240,8 +240,8 @@ def add_fields() -> None:
         ("of-octahedral", OCTAHEDRAL, {"symbol": 19}, "a column of 19 fields of 7 bits"),
         ("of-scalar", SCALAR, {"codes": 8, "codes_high": 43}, "a column of 129 bits of codes_high"),
         ("of-polar", POLAR, {**POLAR.params()["fields"], "angles2": 43}, "a column of 129 bits of angles2"),
-        ("of-129-bits", GROUP, {"codes": 43}, "a column of 129 bits"),
-        ("of-64-bits", bits, {"codes": 2**64 - 1}, "the largest number of fields that msgpack holds"),
+        ("of-129-bits", GROUP, {"codes": 43}, "a column with 129 bits"),
+        ("of-64-bits", bits, {"codes": 2**64 - 1}, "the largest number of fields that fits in msgpack"),
         ("of-two-digits", QUATERNION, {"symbol": 12}, "a column of 12 fields of 7 and 4 bits"),
         ("of-2-to-the-53", create("angle", 128, n="3", norm="linear3", rotation="none"), {"angle": 34, "norm_codes": 1}, "3^34 values"),
     ):
@@ -268,7 +268,7 @@ def add_sidecars() -> None:
         ("raw-tokens-f64", SIDECARS, {"raw_tokens": "fp64"}, "raw_tokens is fp64"),
     ):
         add_alone(f"side-car-{name}", "side-cars-3", codec, changes, shows)
-    add_alone("side-car-of-raw", "side-cars-1", RAW, {"channel_scale": "fp16"}, "a side-car of raw")
+    add_alone("side-car-of-raw", "side-cars-1", RAW, {"channel_scale": "fp16"}, "a side-car for codec raw")
     add_alone("side-car-outliers-of-6-channels", "side-cars-4", HALF, {"outliers": {"fields": 1}}, "outliers of 6 channels")
     qjl = {"qjl": {"seed": 1, "norm": "fp16", "fields": 1}}
     add_alone("side-car-qjl-of-6-channels", "front-7", HALF, qjl, "qjl of 6 channels")

@@ -62,7 +62,7 @@ def add_rows() -> None:
         rule = "raw-3" if codec.id == "raw" else "front-12"
         rows(f"{codec.id}-rows", "two sequences and three heads", codec, rule, runs=(3,), tail=2, tail_dtype="fp16")
     norms = create("angle", 6, n="8", norm="fp32", rotation="none")
-    rows("angle-rows-of-norms", "norms in binary32 of two sequences and three heads", norms, "front-12", runs=(3,))
+    rows("angle-rows-of-norms", "norms in binary32 for two sequences and three heads", norms, "front-12", runs=(3,))
     for words, shows in (
         ({"per": "tensor"}, "one scale for each of three runs"),
         ({"per": "head", "scales": "fp16"}, "one scale for each of three runs and three heads"),
@@ -70,13 +70,13 @@ def add_rows() -> None:
     ):
         codec = create("minifloat", 6, **words)
         rows(f"minifloat-rows-of-{words.get('per', 'block')}", f"{shows}, of two sequences", codec, "front-12")
-    rows("minifloat-rows-of-token", "a scale for each token and head", create("minifloat", 6, per="token"), "front-12", runs=(7,))
+    rows("minifloat-rows-of-token", "a scale per token and head", create("minifloat", 6, per="token"), "front-12", runs=(7,))
 
 
 def add_sidecars() -> None:
     scaled = create("group", 6, b="2", axis="channel", channel_scale="fp16")
     scaled = with_sidecar(scaled, ChannelOrder(6, "u16"))
-    rows("side-car-order-and-scale", "an order, and then a scale, of each of three runs and of every head", scaled, "side-cars-10", tail=0)
+    rows("side-car-order-and-scale", "an order followed by a scale, for each head in three runs", scaled, "side-cars-10", tail=0)
     for kind, dim, block in (("signed-hadamard", 24, "12"), ("hadamard", 12, "4")):
         both = create("group", dim, b="2", axis="channel", rotation=kind, block_rotation=block)
         shows = f"the codec's rotation {kind}, and then blocks of {block} channels"
@@ -88,11 +88,11 @@ def add_sidecars() -> None:
             rows(f"side-cars-all-{kind}-{axis}", shows, codec, "side-cars-10", "front-12")
     words = {"scales": "u8", "token_scale": "fp16-per-head", "channel_scale": "fp16", "raw_first": "1"}
     codec = create("group", 16, b="2", g="4", axis="token", rotation="hadamard", **words)
-    shows = "token scales per head and raw tokens by positions: two features of one codec"
+    shows = "token scales per head and raw positions: two required features of one codec"
     rows("group-token-scales-per-head-and-raw-positions", shows, codec, "container-61", "container-55", "side-cars-10", "front-8")
     codec = create("scalar", 6, b="2", rotation="none", sinks="1", raw_tokens="fp32")
     none = without_entries("raw_token_flags", "raw_tokens")
-    shows = "a last tensor of no bytes, so that a pad is the end of the file"
+    shows = "an empty last tensor, so that the file ends with a pad"
     add_valid("side-car-last-without-entries", shows, lambda: one_side(codec, none, runs=(3,), tail=0), "side-cars-10")
     add_subnormal()
 
@@ -136,21 +136,21 @@ def add_subnormal() -> None:
     codec = create("group", 16, b="2", g="4", axis="channel", **words)
     numbers = subnormal(("outliers", "qjl_norm", "raw_tokens", "tail"))
     make = lambda: one_side(codec, numbers, runs=(6,), tail=2, tail_dtype="fp16")  # noqa: E731
-    add_valid("side-cars-subnormal", "subnormal outliers, qjl_norm, raw tokens and tail", make, "front-1", "side-cars-10")
+    add_valid("side-cars-subnormal", "subnormal numbers in outliers, qjl_norm, raw tokens and tail", make, "front-1", "side-cars-10")
     single = create("group", 6, b="2", g="4", axis="channel", token_scale="fp32")
     change = subnormal(("token_scale",), "F32")
-    shows = "subnormal token scales in binary32, and products that are normal"
+    shows = "subnormal token scales in binary32 with normal products"
     add_valid("group-subnormal-fp32-token-scales", shows, lambda: one_side(single, large_scales, change, runs=(4,), tail=0), "front-12")
     scaled = create("group", 6, b="2", g="4", axis="channel", channel_scale="fp32")
     factors = subnormal(("channel_scale",), "F32")
-    shows = "subnormal channel scales in binary32, and products that are normal"
+    shows = "subnormal channel scales in binary32 with normal products"
     make_scaled = lambda: one_side(scaled, large_scales, factors, runs=(4,), tail=0)  # noqa: E731
     add_valid("side-car-subnormal-fp32-scale", shows, make_scaled, "side-cars-9", "side-cars-10")
 
 
 def add_runs() -> None:
     """Add files with two runs of a codec that allows only one, because it encodes tokens one by one."""
-    shows = "two runs of minifloat with scales per block, which encodes tokens one by one"
+    shows = "two runs of codec minifloat with scales per block, which encodes tokens one by one"
     add("two-runs-of-mxfp8", "container-18", "InvalidHeader", shows, lambda: one_side(MXFP8, edit("layers.0.k.runs", [1, 1]), tail=0))
     for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR, MINIFLOAT):
         shows = f"two runs of {codec.id}, which encodes tokens one by one"
@@ -162,7 +162,7 @@ def add_flags() -> None:
     three = create("group", 12, b="2", axis="channel", outliers="3")
     three = with_sidecar(three, Outliers(12, fields=2))
     change = without_entries("outlier_flags.0", "outliers"), bits("0.k.outlier_flags.0", 1, "02")
-    shows = "a flag in a field without a chunk"
+    shows = "a flag set in a field without a chunk"
     add("side-car-field-of-no-chunk", "front-3", "InvalidPayload", shows, lambda: one_side(three, *change))
     raw = create("group", 6, b="2", axis="channel", sinks="1", raw_tokens="fp16")
     none = without_entries("raw_token_flags", "raw_tokens")
@@ -170,7 +170,7 @@ def add_flags() -> None:
         "side-car-flag-2-of-one-entry",
         "side-cars-7",
         "InvalidPayload",
-        "a flag of 2, and one entry, as many as there are flags that are not 0",
+        "a flag of 2 with one entry, the number of nonzero flags",
         lambda: one_side(raw, none, one_entry, bits("0.k.raw_token_flags", 1, "02"), runs=(3,), tail=0),
     )
     raw_codec = create("raw", 4, dtype="bf16")
@@ -178,7 +178,7 @@ def add_flags() -> None:
         "side-car-of-raw-with-its-stream",
         "side-cars-1",
         "InvalidHeader",
-        "a channel_scale of raw, and its tensor",
+        "channel_scale for codec raw, with its tensor",
         lambda: one_side(raw_codec, scale_of_raw, tail=0),
     )
 

@@ -93,23 +93,25 @@ def vectors() -> dict[str, Vector]:
     k32 = encrypted("k32")
     return {
         "chunk-0": Vector("the first chunk", ("store-2", "store-3"), lambda: chunks()[0], keys=clear, read=0),
-        "chunk-1": Vector("a chunk whose parent is another", ("store-2", "store-3"), lambda: chunks()[1], 1, clear, 1),
+        "chunk-1": Vector("a chunk with another parent", ("store-2", "store-3"), lambda: chunks()[1], 1, clear, 1),
         "chunk-of-another-key": Vector("the entry of another chunk", ("store-2",), lambda: chunks()[0], 1, clear),
         "chunk-damaged": Vector("a flipped bit", ("store-3",), lambda: flipped(chunks()[0], -1), keys=clear, damaged=True),
-        "encrypted-16": Vector("a key of 16 bytes", absent, lambda: encrypted("k16"), read=0),
-        "encrypted-24": Vector("a key of 24 bytes", absent, lambda: encrypted("k24"), read=0),
-        "encrypted-32": Vector("a key of 32 bytes", absent, lambda: k32, read=0),
-        "encrypted-by-another-key": Vector("a key that is not at hand", absent, lambda: k32, keys=("k16", "k24"), damaged=False),
-        "encrypted-without-keys": Vector("a reader without keys", absent, lambda: k32, keys=clear, damaged=False),
-        "encrypted-for-another-tenant": Vector("another tenant", absent, lambda: k32, tenant="tenant", damaged=False),
-        "encrypted-of-another-chunk": Vector("the entry of another chunk", absent, lambda: k32, 1, damaged=False),
-        "encrypted-with-another-tag": Vector("a tag that does not agree", absent, lambda: sealed(flipped(k32[:-16], -1)), damaged=False),
-        "encrypted-damaged": Vector("a flipped bit", ("store-31",), lambda: flipped(k32, 1000), damaged=True),
-        "encrypted-cut": Vector("it ends within the tag", ("store-5",), lambda: sealed(k32[:50]), damaged=True),
-        "encrypted-by-version-2": Vector(
-            "a later version", absent, lambda: k32.replace(b"encrypted 1\n", b"encrypted 2\n", 1), damaged=False
+        "encrypted-16": Vector("an encryption key of 16 bytes", absent, lambda: encrypted("k16"), read=0),
+        "encrypted-24": Vector("an encryption key of 24 bytes", absent, lambda: encrypted("k24"), read=0),
+        "encrypted-32": Vector("an encryption key of 32 bytes", absent, lambda: k32, read=0),
+        "encrypted-by-another-key": Vector(
+            "an encryption key that the reader does not have", absent, lambda: k32, keys=("k16", "k24"), damaged=False
         ),
-        "clear-among-encrypted": Vector("an entry in the clear, for a reader with keys", absent, lambda: chunks()[0], damaged=True),
+        "encrypted-without-keys": Vector("a reader without keys", absent, lambda: k32, keys=clear, damaged=False),
+        "encrypted-for-another-tenant": Vector("an entry of another tenant", absent, lambda: k32, tenant="tenant", damaged=False),
+        "encrypted-of-another-chunk": Vector("the entry of another chunk", absent, lambda: k32, 1, damaged=False),
+        "encrypted-with-another-tag": Vector("a wrong authentication tag", absent, lambda: sealed(flipped(k32[:-16], -1)), damaged=False),
+        "encrypted-damaged": Vector("a flipped bit", ("store-31",), lambda: flipped(k32, 1000), damaged=True),
+        "encrypted-cut": Vector("an entry that ends within the tag", ("store-5",), lambda: sealed(k32[:50]), damaged=True),
+        "encrypted-by-version-2": Vector(
+            "a later version of the encryption", absent, lambda: k32.replace(b"encrypted 1\n", b"encrypted 2\n", 1), damaged=False
+        ),
+        "clear-among-encrypted": Vector("an unencrypted entry, for a reader with keys", absent, lambda: chunks()[0], damaged=True),
     }
 
 

@@ -38,8 +38,14 @@ def add_windows() -> None:
         name = f"trellis-dim-{dim}-b-{options['b']}-states-{options['states']}"
         add_valid(name, shows, lambda c=codec: one_side(c), "trellis-5", "front-12")
     k, v = create("trellis", 128, b="2", states="256"), create("trellis", 64, b="3", states="256")
-    add_valid("trellis-dim-128", "a usual head dim, rotated", lambda: one_side(k, runs=(1,), heads=1), "trellis-5", "front-8")
-    add_valid("trellis-dim-64", "48 bits are the words of 16 channels", lambda: one_side(v, runs=(1,), heads=1), "trellis-5", "front-8")
+    add_valid("trellis-dim-128", "a common head dim with a rotation", lambda: one_side(k, runs=(1,), heads=1), "trellis-5", "front-8")
+    add_valid(
+        "trellis-dim-64",
+        "64 channels, whose words have 48 bits per 16 channels",
+        lambda: one_side(v, runs=(1,), heads=1),
+        "trellis-5",
+        "front-8",
+    )
     steps = dataclasses.replace(TRELLIS, table=STEPS)  # type: ignore[call-arg]
     example = bits("0.k.codes.0", 0, "4eb3"), bits("0.k.norm", 0, "0043")
     add_valid("trellis-example", "the page's example", lambda: one_side(steps, *example, runs=(1,), tail=0, heads=1), "trellis-5")
@@ -47,11 +53,11 @@ def add_windows() -> None:
     changed = dataclasses.replace(TRELLIS, table=ends)  # type: ignore[call-arg]
     add_valid(
         "trellis-ends-of-a-table",
-        "a table with -1, 1 and both zeros",
+        "a table with -1, 1, and zeros of both signs",
         lambda: one_side(changed, bits("0.k.codes.0", 0, "0000")),
         "trellis-4",
     )
-    shows = "norms that are subnormal, negative and zero"
+    shows = "subnormal and negative norms, and norms of zero"
     add_valid("trellis-special-norms", shows, lambda: one_side(TRELLIS, bits("0.k.norm", 0, "0100 ff83 0080")), "trellis-5", "front-1")
 
 
@@ -59,9 +65,9 @@ def add_refused() -> None:
     names = list(TRELLIS.params())
     for name, order, shows in (
         ("missing", names[:-1], "a parameter is missing"),
-        ("unknown", [*names, "more"], "a parameter too many"),
-        ("swapped", [*names[:-2], *names[:-3:-1]], "the last two parameters in another order"),
-        ("fields", [*names, "fields"], "fields, which other codecs have"),
+        ("unknown", [*names, "more"], "an additional parameter"),
+        ("swapped", [*names[:-2], *names[:-3:-1]], "the last two parameters in the wrong order"),
+        ("fields", [*names, "fields"], "the parameter fields, which only other codecs have"),
     ):
         add_invalid(
             f"trellis-parameters-{name}", "trellis-1", "InvalidHeader", shows, lambda o=order: one_side(TRELLIS, reorder("codecs.0", *o))
@@ -89,12 +95,12 @@ def add_refused() -> None:
         ("infinite", infinite + STEPS[2:], "the first value of table is infinite"),
     ):
         add_alone(f"trellis-table-{name}", "trellis-4", TRELLIS, {"table": table}, shows)
-    add_header("trellis-table-of-a-side", "trellis-4", TRELLIS, "codecs.0.table", above + STEPS[2:], "the first value of table is above 1")
+    add_header("trellis-table-of-a-side", "trellis-4", TRELLIS, "codecs.0.table", above + STEPS[2:], "a table whose first value is above 1")
     add_invalid(
         "not-finite-trellis-norm",
         "front-13",
         "InvalidPayload",
-        "a norm that is infinite",
+        "an infinite norm",
         lambda: one_side(TRELLIS, bits("0.k.norm", 0, "007c")),
     )
     add_invalid(

@@ -92,14 +92,14 @@ def add_group() -> None:
         shows = f"{number + 1} bits, head dim {dim}, groups of {size} along {words['axis']}s, token_scale {words['token_scale']}"
         add(f"group-dim-{dim}", shows, lambda c=codec, r=runs: one_side(c, runs=r), *rules)
     small = create("group", 5, b="3", g="4", axis="channel")
-    for count, shows in ((1, "one field a column"), (42, "more fields than channels, in columns of 16 bytes")):
+    for count, shows in ((1, "one field per column"), (42, "more fields than channels, in columns with 16 bytes")):
         codec = with_fields(small, count)
         add(f"group-fields-{count}", shows, lambda c=codec: one_side(c), "front-12")
     wide = with_fields(create("group", 130, b="1", g="128", axis="channel"), 128)
-    add("group-fields-128", "the most fields a column, and a second column of two symbols", lambda: one_side(wide), "front-12")
+    add("group-fields-128", "the most fields per column, and a second column with two symbols", lambda: one_side(wide), "front-12")
     subnormal = bits("0.k.scales", 0, "0100 0000 0180 ff83 0200 0100")
     plain = create("group", 4, b="2", g="4", axis="channel")
-    shows = "subnormal scales and centres of either sign"
+    shows = "subnormal scales and centers of either sign"
     add("group-subnormal-scales", shows, lambda: one_side(plain, subnormal, tail=0), "group-6", "front-1")
     scaled = create("group", 4, b="2", g="4", axis="channel", token_scale="fp16")
     token_scale = bits("0.k.token_scale", 0, "0100 ff83")
@@ -108,13 +108,13 @@ def add_group() -> None:
     span = bits("0.k.scale_range", 0, "0000 000c 0000 008c 0002 0090 0000 0000")
     add(
         "group-8-bit-scales-subnormal",
-        "8-bit scales whose binary16 numbers are subnormal",
+        "8-bit scales that decode to subnormal binary16 numbers",
         lambda: one_side(eight, span),
         "group-5",
         "front-1",
     )
     widest = bits("0.k.scale_range", 0, "fe3b 0000 013c fedb 0000 f85b 0000 f8db")
-    add("group-8-bit-scales-largest", "8-bit scales near the largest that binary16 holds", lambda: one_side(eight, widest), "front-12")
+    add("group-8-bit-scales-largest", "8-bit scales near the largest binary16 number", lambda: one_side(eight, widest), "front-12")
 
 
 def add_octahedral() -> None:
@@ -127,7 +127,7 @@ def add_octahedral() -> None:
             shows = f"b_dir {b_dir}, b_norm {b_norm}, {arrangement}, head dim {dim}, rotation {rotation}"
             add(f"octahedral-{b_dir}-{b_norm}-{arrangement}", shows, lambda c=codec: one_side(c), "octahedral-6", "front-12")
     small = create("octahedral", 4, b="2", rotation="none")
-    shows = "norms that are negative, subnormal and zero"
+    shows = "negative and subnormal norms, and norms of zero"
     add(
         "octahedral-special-norms",
         shows,
@@ -153,7 +153,7 @@ def add_quaternion() -> None:
         shows = f"{secondary} secondary quaternions, {radius} bits per radius, {arrangement}, head dim {dim}, rotation {rotation}"
         add(f"quaternion-{secondary}-{radius}-{arrangement}", shows, lambda c=codec: one_side(c), "quaternion-4", "front-12")
     small = create("quaternion", 4, s="2", r="2", rotation="none")
-    shows = "scales that are subnormal, negative and zero"
+    shows = "subnormal and negative scales, and scales of zero"
     scales = bits("0.k.scale", 0, "0100 ff83 0080")
     add("quaternion-special-scales", shows, lambda: one_side(small, scales), "quaternion-5", "front-1", "quaternion-7")
 
@@ -180,7 +180,7 @@ def add_angle() -> None:
     add("angle-special-ranges", "subnormal and negative steps and minima", lambda: one_side(small, span), "angle-5", "front-1")
     logarithmic = create("angle", 4, n="8", norm="log2", rotation="none")
     zero = bits("0.k.range", 0, "0000 fffb")
-    add("angle-zero-by-logarithm", "a token of zeros: the minimum -65504 of logarithms", lambda: one_side(logarithmic, zero), "angle-4")
+    add("angle-zero-by-logarithm", "a zero token: the smallest logarithm, -65504", lambda: one_side(logarithmic, zero), "angle-4")
 
 
 def add_polar() -> None:
@@ -191,7 +191,7 @@ def add_polar() -> None:
         shows = f"bits {levels} at head dim {dim}, radii {norm}, rotation {rotation}"
         add(f"polar-dim-{dim}", shows, lambda c=codec: one_side(c, runs=(1,), tail=0), "polar-5", "front-12")
     small = create("polar", 4, b="2", rotation="none")
-    shows = "radii that are subnormal, negative and zero"
+    shows = "subnormal and negative radii, and radii of zero"
     add("polar-special-radii", shows, lambda: one_side(small, bits("0.k.radius", 0, "0100 ff83 0080")), "polar-6", "front-1")
 
 
@@ -209,9 +209,9 @@ def add_scalar() -> None:
         add(f"scalar-dim-{dim}", shows, lambda c=codec: one_side(c), "scalar-7", "front-12")
     scattered = create("scalar", 10, b="2", high="3", share="4", rotation="none")
     channels = edit("codecs.0.high_channels", b"\x95\x00")
-    add("scalar-scattered-channels", "high channels here and there", lambda: one_side(scattered, channels), "scalar-7")
+    add("scalar-scattered-channels", "scattered high channels", lambda: one_side(scattered, channels), "scalar-7")
     small = create("scalar", 4, b="2", rotation="none")
-    shows = "norms that are subnormal, negative and zero"
+    shows = "subnormal and negative norms, and norms of zero"
     add("scalar-special-norms", shows, lambda: one_side(small, bits("0.k.norm", 0, "0100 ff83 0080")), "scalar-7", "front-1")
 
 
@@ -246,28 +246,28 @@ def add_minifloat() -> None:
         )
     codes = bits("0.k.codes.0", 0, "40c8 51d9 62ea 73fb")
     every = create("minifloat", 16, element="e2m1")
-    shows = "every e2m1, with a negative scale"
+    shows = "every e2m1 element, with a negative scale"
     turned = codes, bits("0.k.scale", 0, "000080bf")
     add("minifloat-all-e2m1", shows, lambda: one_side(every, *turned, runs=(1,), tail=0, heads=1), "minifloat-9", "front-12")
     least = create("minifloat", 64, element="e4m3", scales="e8m0")
     smallest = bits("0.k.codes.0", 0, "7e01 78fe 3c7e 0008"), bits("0.k.block_scales", 0, "0001")
-    shows = "the powers of two of e8m0 0 and 1: 2^-127, which is subnormal, and 2^-126"
+    shows = "the e8m0 codes 0 and 1: 2^-127, which is subnormal, and 2^-126"
     add("minifloat-smallest-e8m0", shows, lambda: one_side(least, *smallest, runs=(1,), tail=0, heads=1), "minifloat-5", "front-12")
     largest = bits("0.k.codes.0", 0, "38" * 64), bits("0.k.block_scales", 0, "fe7f")
-    shows = "the largest power of two of e8m0"
+    shows = "the largest power of two in e8m0"
     add("minifloat-largest-e8m0", shows, lambda: one_side(least, *largest, runs=(1,), tail=0, heads=1), "front-12", "minifloat-13")
     small = create("minifloat", 4, element="e4m3", per="token", scales="fp16")
-    shows = "scales that are subnormal, negative and zero"
+    shows = "subnormal and negative scales, and scales of zero"
     add("minifloat-special-scales", shows, lambda: one_side(small, bits("0.k.scale", 0, "0100 ff83 0080")), "front-1", "front-12")
     nvfp4 = create("minifloat", 48, element="e2m1", scales="e4m3")
     special = bits("0.k.block_scales", 0, "00017e"), bits("0.k.global_scale", 0, "ffff7f00")
-    shows = "e4m3 scales of zero, the smallest and the largest, and a subnormal global scale"
+    shows = "e4m3 scales of zero, of the smallest and of the largest value, and a subnormal global scale"
     add("minifloat-special-e4m3-scales", shows, lambda: one_side(nvfp4, *special, runs=(1,), tail=0, heads=1), "front-12", "minifloat-9")
     plain = create("minifloat", 6, element="e4m3", per="token", scales="fp16")
     for count, shows in (
-        (1, "one field a column, packed in pairs of columns"),
-        (3, "columns of three bytes"),
-        (16, "more fields than channels, in columns of 16 bytes"),
+        (1, "one field per column, packed in pairs of columns"),
+        (3, "columns with three bytes"),
+        (16, "more fields than channels, in columns with 16 bytes"),
     ):
         codec = with_fields(plain, count)
         add(f"minifloat-fields-{count}", shows, lambda c=codec: one_side(c), "front-12")
@@ -296,7 +296,7 @@ def add_container() -> None:
     add("no-layers", "no layers, no codecs, no tensors", lambda: file_of())
     add(
         "absent-sides",
-        "layers without keys, without values, without both",
+        "layers without keys, without values, and without both",
         lambda: file_of((None, random_side(raw)), (None, None), (random_side(group), None)),
     )
     sides = [
@@ -307,16 +307,16 @@ def add_container() -> None:
     ]
     add(
         "layers-of-two-shapes",
-        "layers of different batch, heads, tokens and codecs; sides of different runs and tails",
+        "layers with different batch sizes, heads, tokens and codecs; sides with different runs and tails",
         lambda: file_of((sides[0], sides[1]), (sides[2], sides[3])),
     )
-    add("no-tokens-in-runs", "a tail alone", lambda: one_side(group, runs=(), tail=3))
+    add("no-tokens-in-runs", "only a tail", lambda: one_side(group, runs=(), tail=3))
     twice = changed(one_side(group), lambda parts: parts.header["codecs"].extend([raw.params(), group.params()]))
-    add("unused-codecs", "a codec that no side uses, and one that is listed twice", lambda: twice)
+    add("unused-codecs", "a codec that no side uses, and a codec that is listed twice", lambda: twice)
     names = {"\uffff": "a", "\U00010000": "b"}
     add(
         "model-beyond-ascii",
-        "keys of model by code points, which are not in the order of UTF-16",
+        "keys of model in the order of code points, which differs from that of UTF-16",
         lambda: one_side(raw, edit("model", names)),
     )
     limits = edit("start", 2**40 - 1), edit("recipe", "x" * 4096), edit("layers.0.k.window", 2**40 - 4)
@@ -325,12 +325,12 @@ def add_container() -> None:
         "zstd": ("a frame", compressed),
         "zstd-checksum": ("a frame with a content checksum", lambda values: compressed(values, write_checksum=True)),
         "zstd-repeated-bytes": (
-            "a frame of a block that repeats a byte, and of an empty one",
+            "a frame with a block that repeats a byte, and an empty block",
             lambda values: repeated_frame(len(values), [len(values)]),
         ),
-        "zstd-dictionary-0": ("a frame with the Dictionary_ID 0", lambda values: raw_frame(values, "21 00 18")),
+        "zstd-dictionary-0": ("a frame with Dictionary_ID 0", lambda values: raw_frame(values, "21 00 18")),
         "zstd-largest-window": ("a frame with the largest window", lambda values: raw_frame(values, "80 68 18000000")),
     }
     for name, (shows, change) in frames.items():
         add(name, shows, lambda c=change: one_side(raw, frame(c), runs=(4,), heads=1))
-    add("zstd-no-content", "a frame of no content, for a tensor without bytes", lambda: one_side(raw, frame(compressed), runs=()))
+    add("zstd-no-content", "an empty frame, for a tensor without bytes", lambda: one_side(raw, frame(compressed), runs=()))

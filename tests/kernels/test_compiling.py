@@ -22,7 +22,6 @@ sys.exit(compile_kernels.main(sys.argv[1:]))
 """
 
 KERNELS = {
-    "k=octahedral:b=3;v=group:b=3": {"attend_split", "decode_tiles", "unpack_tiles", "_encode"},
     "oscar-2;raw=0": {"attend_split", "merge_originals", "_decode", "_encode"},
     "nvfp4;raw=0": {"attend_split", "decode_tiles", "_encode"},
     "k=octahedral:b=2,qjl=fp16;v=group:b=4,g=128,axis=channel,outliers=3": {"attend_split"},
@@ -69,8 +68,8 @@ def test_the_default_recipe_compiles(tmp_path: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
-@pytest.mark.parametrize(("capability", "kernels"), [("80", {"attend_split", "unpack_tiles"}), ("89", {"attend_split"})])
-def test_kernels_fit_on_chips_with_less_shared_memory(capability: str, kernels: set[str], tmp_path: Path) -> None:
-    found = compiled(tmp_path, "--quick", "--capability", capability, "k=octahedral:b=3;v=group:b=3")
-    assert kernels <= set(found["kernels"])
+def test_kernels_fit_on_chips_with_less_shared_memory(tmp_path: Path) -> None:
+    """Of all chips these have the least; ``make gpu-compile`` compiles for the others too."""
+    found = compiled(tmp_path, "--quick", "--capability", "89", "k=octahedral:b=3;v=group:b=3")
+    assert {"attend_split", "decode_tiles", "unpack_tiles", "_encode"} <= set(found["kernels"])
     assert found["registers_and_shared_memory"]["_attend"][1] <= found["shared_memory"]

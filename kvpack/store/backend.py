@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
+
+Item = TypeVar("Item")
 
 
 class Lease(Protocol):
@@ -31,6 +33,23 @@ MAX_ENTRY_BYTES = 512 * 2**20
 
 BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 """Limits of one ``put_all`` call: the number of entries, and their total bytes. A single larger entry is allowed."""
+
+
+def batches(items: Iterable[tuple[Item, int]], count: int, total: int) -> Iterator[list[Item]]:
+    """Split ``items``, each given with its size in bytes, into batches of at most ``count`` items and ``total`` bytes.
+
+    A larger item gets its own batch.
+    """
+    batch: list[Item] = []
+    left = total
+    for item, size in items:
+        if batch and (len(batch) == count or size > left):
+            yield batch
+            batch, left = [], total
+        batch.append(item)
+        left -= size
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvpack.file.row import FRAME_BYTES, KEY_AT, frame_of, is_row_start, namespace_of
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, MissingFile, Undecryptable
 
-from .backend import MAX_ENTRY_BYTES
+from .backend import MAX_ENTRY_BYTES, batches
 from .encryption import decrypt_entry
 from .entries import FEATURE, ChunkFields, check_entry, open_entry
 from .entry_kind import FRONT_BYTES, check_size
@@ -328,16 +328,9 @@ def _read_contents(
     backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int, *, front: bool = False
 ) -> Iterator[tuple[StoredEntry, Data | None]]:
     """Yield each of the ``listed`` entries with its bytes or its front. Each batch is released before the next is requested."""
-    batch: list[StoredEntry] = []
-    size = 0
-    for stored in listed:
-        entry_bytes = stored.size if 0 < stored.size <= max_entry_bytes else 0
-        if batch and (len(batch) == _ENTRIES_AT_ONCE or size + entry_bytes > _BYTES_AT_ONCE):
-            yield from _peek_all(backend, batch, max_entry_bytes, front)
-            batch, size = [], 0
-        batch.append(stored)
-        size += entry_bytes
-    yield from _peek_all(backend, batch, max_entry_bytes, front)
+    sizes = ((stored, stored.size if 0 < stored.size <= max_entry_bytes else 0) for stored in listed)
+    for batch in batches(sizes, _ENTRIES_AT_ONCE, _BYTES_AT_ONCE):
+        yield from _peek_all(backend, batch, max_entry_bytes, front)
 
 
 def _peek_all(

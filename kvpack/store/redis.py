@@ -29,7 +29,7 @@ from kvpack.formats.errors import InvalidHeader, LimitExceeded, WriteFailed
 from kvpack.formats.lazy import numpy
 
 from .abouts import entry_text, kind_text
-from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry
+from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry, batches
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import limit_ttl
 from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
@@ -124,15 +124,9 @@ class Redis(SingleTierBackend):
             if junk:
                 break
         result: list[Data] = []
-        while len(result) < len(sizes):
-            # As many entries as fit in one answer, at least one.
-            stop, total = len(result) + 1, sizes[len(result)]
-            while stop < len(sizes) and total + sizes[stop] <= _BYTES_AT_ONCE:
-                total += sizes[stop]
-                stop += 1
-            whole = self._fetch(keys[len(result) : stop], sizes[len(result) : stop])
-            result += whole
-            if len(result) < stop:
+        for group in batches(enumerate(sizes), len(sizes), _BYTES_AT_ONCE):
+            result += self._fetch([keys[at] for at in group], [sizes[at] for at in group])
+            if len(result) <= group[-1]:
                 break
         return result
 
@@ -158,7 +152,7 @@ class Redis(SingleTierBackend):
         for part in _split(range(len(keys)), _KEYS_AT_ONCE):
             sizes = self._client.ask_all("get", [(integer, "STRLEN", ENTRY + keys[index]) for index in part])
             present = {index: size for index, size in zip(part, sizes, strict=False) if self._is_fetchable(keys[index], size or 0)}
-            for group in _batches(present, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
+            for group in batches(present.items(), _KEYS_AT_ONCE, _BYTES_AT_ONCE):
                 while group:
                     results = self._fetch([keys[index] for index in group], [present[index] for index in group])
                     for index, entry in zip(group, results, strict=False):
@@ -178,7 +172,7 @@ class Redis(SingleTierBackend):
             ]
             long_fronts = [index for index, end in enumerate(ends) if end > count]
             remainders: list[bytes | None] = []
-            for group in _batches({n: ends[n] - count for n in long_fronts}, len(part), _BYTES_AT_ONCE):
+            for group in batches([(n, ends[n] - count) for n in long_fronts], len(part), _BYTES_AT_ONCE):
                 commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], count, ends[n] - 1) for n in group]
                 answers = self._client.ask_all("get", commands)
                 remainders += answers or [None] * len(group)
@@ -195,7 +189,8 @@ class Redis(SingleTierBackend):
         stored: dict[int, bool] = {}
         if self._max_bytes is not None:
             self._count.advance()
-        for positions in _batches({position: sum(map(len, pieces)) for position, pieces in entries.items()}, BATCH_ENTRIES, BATCH_BYTES):
+        sizes = [(position, sum(map(len, pieces))) for position, pieces in entries.items()]
+        for positions in batches(sizes, BATCH_ENTRIES, BATCH_BYTES):
             new = {position: _NewEntry(b"".join(entries[position]), entry_text(entries[position]) or "") for position in positions}
             stored |= self._put(chain, new)
             if not all(stored.values()):
@@ -330,10 +325,10 @@ class Redis(SingleTierBackend):
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
         """Split entries, given by position, into groups for one call of the put script, which blocks all other clients while it runs."""
-        sizes = {position: len(entries[position].data) for position in positions}
+        sizes = [(position, len(entries[position].data)) for position in positions]
         return [
             [*same]
-            for batch in _batches(sizes, BATCH_ENTRIES, _SCRIPT_BYTES)
+            for batch in batches(sizes, BATCH_ENTRIES, _SCRIPT_BYTES)
             for _, same in groupby(batch, lambda position: position in replaced)
         ]
 
@@ -341,7 +336,7 @@ class Redis(SingleTierBackend):
         """Return the calls of a script that note the use of a chain, each of which takes the server a short time."""
         # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
-        return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), self._ttl_argument(), start) for start in reversed(starts)]
+        return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), _argument(self._ttl), start) for start in reversed(starts)]
 
     def _send(
         self,
@@ -374,7 +369,7 @@ class Redis(SingleTierBackend):
 
     def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, _NewEntry], *settings: int) -> Call:
         added = [argument for position in group for argument in (position + 1, entries[position].text, entries[position].data)]
-        return ("put", b"".join(chain[: group[-1] + 1]), self._max_bytes_argument(), self._ttl_argument(), *settings, *added)
+        return ("put", b"".join(chain[: group[-1] + 1]), _argument(self._max_bytes), _argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
         """Evict page by page until entries of ``sizes`` fit, or those that the budget allows; return True if they do."""
@@ -435,7 +430,7 @@ class Redis(SingleTierBackend):
             for begin in range(0, size, _BYTES_AT_ONCE)
         ]
         result: list[bytearray] = []
-        for group in _batches({at: stop - begin for at, (_, begin, stop) in enumerate(ranges)}, _KEYS_AT_ONCE, _BYTES_AT_ONCE):
+        for group in batches([(at, stop - begin) for at, (_, begin, stop) in enumerate(ranges)], _KEYS_AT_ONCE, _BYTES_AT_ONCE):
             requests = [ranges[at] for at in group]
             commands: list[Command] = [
                 (bytes_up_to(stop - begin), "GETRANGE", ENTRY + keys[index], begin, stop - 1) for index, begin, stop in requests
@@ -451,12 +446,6 @@ class Redis(SingleTierBackend):
             if len(values) < len(requests):
                 return result[: requests[len(values)][0]]
         return result
-
-    def _max_bytes_argument(self) -> int | str:
-        return "" if self._max_bytes is None else self._max_bytes
-
-    def _ttl_argument(self) -> int | str:
-        return "" if self._ttl is None else self._ttl
 
 
 class _RedisLease:
@@ -474,24 +463,15 @@ def is_redis(location: str | os.PathLike[str]) -> bool:
     return isinstance(location, str) and location.startswith(SCHEMES)
 
 
+def _argument(limit: int | None) -> int | str:
+    """Return a script's argument for ``limit``."""
+    return "" if limit is None else limit
+
+
 def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
     """Split ``items`` into parts of at most ``count``."""
     for begin in range(0, len(items), count):
         yield items[begin : begin + count]
-
-
-def _batches(sizes: Mapping[int, int], count: int, total: int) -> Iterator[list[int]]:
-    """Split the keys of ``sizes`` into batches of at most ``count`` keys and ``total`` bytes. A larger entry gets its own batch."""
-    batch: list[int] = []
-    left = total
-    for key, size in sizes.items():
-        if batch and (len(batch) == count or size > left):
-            yield batch
-            batch, left = [], total
-        batch.append(key)
-        left -= size
-    if batch:
-        yield batch
 
 
 def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:

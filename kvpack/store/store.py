@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.identity.identity import states_key
 from kvpack.identity.rope import longest_sequence
 
-from .backend import BATCH_BYTES, BATCH_ENTRIES
+from .backend import BATCH_BYTES, BATCH_ENTRIES, batches
 from .bases import StoredBasis
 from .catalog import read_catalog
 from .chunk_sizes import ChunkSizeSearch
@@ -297,21 +297,16 @@ class Store:
         return chain, [*places, len(chain)]
 
     def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
-        """Encode the entries of chunks, and yield them in batches for one request each, up to the first chunk that cannot be encoded."""
-        batch: dict[int, list[memoryview]] = {}
-        left = BATCH_BYTES
-        for index in indices:
-            pieces = self._pieces(cache, index, links[index])
-            if pieces is None:
-                break
-            size = sum(map(len, pieces))
-            if batch and (len(batch) == BATCH_ENTRIES or size > left):
-                yield batch
-                batch, left = {}, BATCH_BYTES
-            batch[index] = pieces
-            left -= size
-        if batch:
-            yield batch
+        """Encode the entries of chunks, and return them in batches for one request each, up to the first chunk that cannot be encoded."""
+
+        def encoded() -> Iterator[tuple[tuple[int, list[memoryview]], int]]:
+            for index in indices:
+                pieces = self._pieces(cache, index, links[index])
+                if pieces is None:
+                    return
+                yield (index, pieces), sum(map(len, pieces))
+
+        return map(dict, batches(encoded(), BATCH_ENTRIES, BATCH_BYTES))
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
         """Return the pieces of one chunk's entry; count the fault and return None if it cannot be encoded."""

@@ -51,9 +51,9 @@ unit-and-scenarios: $(INSTALLED)
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) $(KERNEL_TESTS)
 
-# What has one process, for `make --jobs 2 one-process unit-and-scenarios`: the tests wait at times.
+# What has one process, or waits for packages, for `make --jobs 2 one-process unit-and-scenarios`: the tests leave a tenth of two cores.
 one-process: $(INSTALLED)
-	$(MAKE) --no-print-directory --jobs 1 types docs sanitized
+	$(MAKE) --no-print-directory --jobs 1 types docs sanitized versions-part readers
 
 # What a change needs: the tests of the folders that differ from main, or of what is not committed (tests/support/touched.py).
 # A run without tests, which pytest ends with 5, is none that fails.

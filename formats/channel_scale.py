@@ -31,9 +31,6 @@ _ORDINARY_RATIO = 4.0
 _ORDINARY_RATIO_WITH_MEANS = 10.0
 """The same if page means are subtracted: where keys vary, queries do too, and errors in large channels count more."""
 
-_OUTLIER_FACTOR = 2.0
-"""Factor above which a head counts as having outlier channels."""
-
 _MAX_FACTOR = 65504.0
 
 BALANCED = "balanced"
@@ -100,8 +97,8 @@ class ChannelScale(ValueMap):
         """Return a run's factors ``[batch, kv_head, 1, dim]``: max(1, r / 4), where r is a channel's rms relative to the median channel's.
 
         The rms of a channel is the median over spans of 16 tokens, because an outlier in one token would otherwise scale all others. If
-        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), or in a head without outlier channels those of
-        ``_mean_factors``. Balanced factors are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
+        page means are subtracted, the factors are max(1, min((r / 10)^6, 3 sqrt(r))), times those of ``_mean_factors``. Balanced factors
+        are proportional to (E[k^2] / E[q^2])^(1/4) of the channel, with a geometric mean of 1.
         """
         squares = _span_squares(run, run.blocks)
         if self.queries is not None:
@@ -120,9 +117,7 @@ class ChannelScale(ValueMap):
             # A steep function, so that few channels stay large. Queries may be large in the same channels, so the square root is the limit.
             factor = torch.minimum((ratio / _ORDINARY_RATIO_WITH_MEANS) ** 6, 3 * ratio.sqrt()).clamp_min(1.0)
             if self.dim % 2 == 0:
-                by_means = _mean_factors(squares, _span_squares(run, run.whole).median(2, keepdim=True).values)
-                # Outlier channels dominate norms, so attention sinks are not noticed: they are encoded although they are far from the mean.
-                factor = torch.where((factor > _OUTLIER_FACTOR).any(3, keepdim=True), factor, by_means)
+                factor = factor * _mean_factors(squares, _span_squares(run, run.whole).median(2, keepdim=True).values)
         return {STREAM: factor.clamp_max(_MAX_FACTOR).to(torch.float16 if self.dtype == "fp16" else torch.float32)}
 
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

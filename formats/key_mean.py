@@ -30,6 +30,9 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BITS = (4, 8)
 """Allowed numbers of bits per channel of a mean."""
 
+_CLIPPED = 0.4
+"""Number of steps by which a mean's largest channel exceeds its code: less than rounding may be off, and all steps are smaller for it."""
+
 
 @dataclass(frozen=True)
 class KeyMean(PageVector):
@@ -126,15 +129,20 @@ class KeyMean(PageVector):
         return x - self._expand_to_tokens(self.page_means(x), x.shape[2])
 
     def encode_means(self, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in binary16."""
-        max_code = 2 ** (self.bits - 1) - 1
-        scale = stored_norm(mean.abs().amax(3) / max_code, "F16", "scale of a key mean")
-        step = scale.to(torch.float32)[..., None]
-        codes = (mean / torch.where(step > 0, step, torch.inf)).round().clamp(-max_code, max_code).add_(max_code + 1).to(torch.uint8)
+        """Encode means ``[batch, kv_head, page, dim]`` in the coded frame. Raises OutOfRange if a scale does not fit in binary16.
+
+        The sign of the scale makes the channel of the largest magnitude negative, because there is one more negative code.
+        """
+        half = 1 << self.bits - 1
+        extreme = mean.gather(3, mean.abs().argmax(3, keepdim=True))
+        size = stored_norm(extreme.abs() / (half + _CLIPPED), "F16", "scale of a key mean")
+        scale = torch.where(extreme > 0, -size, size)
+        step = scale.to(torch.float32)
+        codes = (mean / torch.where(step == 0, torch.inf, step)).round().clamp(-half, half - 1).add_(half).to(torch.uint8)
         if self.bits == 4:
             low, high = codes.chunk(2, 3)
             codes = low | high << 4
-        return {CODES: codes, SCALE: scale}
+        return {CODES: codes, SCALE: scale.squeeze(3)}
 
     def vectors(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codes = streams[CODES]

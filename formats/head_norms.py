@@ -117,11 +117,11 @@ def relative_norms(norms: torch.Tensor) -> torch.Tensor:
     return torch.where(medians > 0, norms / medians, torch.inf)
 
 
-def drop_crowded_pages(chosen: torch.Tensor) -> torch.Tensor:
-    """Clear ``chosen``, bool ``[batch, token]``, in pages with more than ``MAX_PER_PAGE`` chosen tokens."""
+def drop_crowded_pages(chosen: torch.Tensor, max_per_page: int = MAX_PER_PAGE) -> torch.Tensor:
+    """Clear ``chosen``, bool ``[batch, token]``, in pages with more than ``max_per_page`` chosen tokens."""
     batch, tokens = chosen.shape
     counts = functional.pad(chosen, (0, -tokens % PAGE_TOKENS)).reshape(batch, -1, PAGE_TOKENS).sum(2)
-    return chosen & (counts <= MAX_PER_PAGE).repeat_interleave(PAGE_TOKENS, 1)[:, :tokens]
+    return chosen & (counts <= max_per_page).repeat_interleave(PAGE_TOKENS, 1)[:, :tokens]
 
 
 def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:

@@ -1,10 +1,10 @@
 """raw_positions: some tokens stored unquantized, in every head, with their positions (spec/side-cars.md).
 
 Attention sinks have keys of low norm and values near zero, at any position in a sequence. Codecs that are good on average are worst for
-them. A key of high norm, over all heads or in one, raises scales that other tokens and heads share. The keys determine the raw tokens of
-both keys and values. If heads or tokens share scales, the tokens that make these scales too large for the others are raw, too. kvpack.pack,
-which also measures errors (kvpack/coding/token_errors.py), adds the tokens whose own error is too large. Sources: StreamingLLM (arXiv
-2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
+them. If a constant or a few large channels dominate the keys, only the values reveal sinks. A key of high norm, over all heads or in one,
+raises scales that other tokens and heads share. The same tokens are raw in keys and values. If heads or tokens share scales, the tokens
+that make these scales too large for the others are raw, too. kvpack.pack, which also measures errors (kvpack/coding/token_errors.py), adds
+the tokens whose own error is too large. Sources: StreamingLLM (arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ TOKENS_PER_SLOT = 64
 In smaller pages, slots would take too much space.
 """
 
+LOW_VALUE_SHARE = 0.55
+"""Share of ``low_norm`` below which values are near zero: 0.33 times the median if ``low_norm`` is 0.6.
+
+In SmolLM2, that is true of four in five attention sinks, and of less than 1 in 1,000 other tokens.
+"""
+
+MAX_LOW_VALUES_PER_PAGE = 16
+"""Maximum number of tokens per page that are kept raw because of their values. If there are more, they are not attention sinks."""
+
 _POSITION_WORDS = 4
 """Number of words in a position: three for the token, lowest first, and one for the sequence."""
 _MAX_FIRST = 1 << 16
@@ -55,8 +64,9 @@ class RawPositions(WholeTokens):
     """Sidecar that stores the ``first`` tokens of a sequence, and tokens whose norm is far from their page's median, as ``dtype``.
 
     A norm is far from the median if it is below ``low_norm`` or above ``high_norm`` times the median; 0 disables a bound. With
-    ``high_norm``, tokens are also raw if their norm in one head is above ``high_norm`` times that head's median, or if they do not fit the
-    scales that heads or tokens share (``head_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
+    ``low_norm``, tokens whose values are near zero are raw too (``choice_norms``). With ``high_norm``, tokens are also raw if their norm in
+    one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or tokens share
+    (``head_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
 
     The norms are those of a token's keys, for values too, if the encoder receives the keys (``Run.norms``).
     """
@@ -110,8 +120,19 @@ class RawPositions(WholeTokens):
             chosen = add_poorly_fitting(chosen, measure_fit_errors(codec.coded_norms(rest, before), shared))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
+    def choice_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+        """Return the norms from which ``choose`` selects tokens: those of ``keys``, but 0 for tokens whose ``values`` are near zero.
+
+        Both are norms ``[batch, kv_head, token]``; ``values`` is None if they are unknown.
+        """
+        if values is None or not self.low_norm:
+            return keys
+        sizes = norms_over_heads(values)
+        near_zero = drop_crowded_pages(sizes < LOW_VALUE_SHARE * self.low_norm * median_norms(sizes), MAX_LOW_VALUES_PER_PAGE)
+        return keys.masked_fill(near_zero[:, None], 0.0)
+
     def choose(self, norms: torch.Tensor, position: int | None = None, continues: bool = False) -> torch.Tensor:
-        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given key ``norms`` ``[batch, kv_head, token]``.
+        """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given ``norms`` ``[batch, kv_head, token]``.
 
         ``position`` is the position of the first token. If it is None, the run begins the sequence unless it ``continues`` another run.
         Tokens that do not fit the codec are added later by ``add_poorly_fitting``.

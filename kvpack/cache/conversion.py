@@ -42,7 +42,7 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
     result = []
     for number, layer in enumerate(layers):
         sides: list[Side | None] = []
-        first, norms = start + layer.skipped, _cached_key_norms(layer)
+        first, norms = start + layer.skipped, _cached_norms(layer)
         for name, side in (("k", layer.k), ("v", layer.v)):
             if side is None:
                 sides.append(None)
@@ -68,7 +68,7 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
     """Return ``layers``, whose first token is at position ``start``, with their raw tails encoded, except those that a window leaves."""
     result = []
     for number, layer in enumerate(layers):
-        first, norms = start + layer.skipped, _cached_key_norms(layer)
+        first, norms = start + layer.skipped, _cached_norms(layer)
         k, v = (
             None if side is None else _with_window(side, side.window, f"layers[{number}].{name}", first, norms)
             for name, side in (("k", layer.k), ("v", layer.v))
@@ -77,12 +77,15 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
     return tuple(result)
 
 
-def _cached_key_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """Return a function that computes the norms of a layer's keys once, for codecs that select raw tokens by norm."""
-    get_norms = cache(lambda: None if layer.k is None else layer.k.norms())
+def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
+    """Return a function that computes the norms by which a codec selects raw tokens, from those of a layer's keys and values."""
+    get_norms = {name: cache(side.norms) for name, side in layer.sides.items()}
 
     def norms(codec: Codec) -> torch.Tensor | None:
-        return get_norms() if codec.sidecar(RawPositions) else None
+        raw = codec.sidecar(RawPositions)
+        if raw is None or "k" not in get_norms:
+            return None
+        return raw.choice_norms(get_norms["k"](), get_norms["v"]() if "v" in get_norms else None)
 
     return norms
 

@@ -120,27 +120,33 @@ class Layer(PackedObject):
                 f"{where}: tokens cannot be appended to a layer with recurrent or convolution states {_names(self)}, because the states "
                 "would not include them"
             )
-        sides, first = [], None if start is None else start + self.skipped
-        unit = None
-        if any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
-            # Raw tokens are chosen by the keys for keys and values, so both encode the same tokens at once.
-            unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
-
-        def norms(start: int, stop: int) -> torch.Tensor | None:
-            if self.k is None or k is None or unit is None:
-                return None
-            tail_norms = self.k.norms(start) if start < self.k.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)
-            return torch.cat([tail_norms, dispatch.norms(k)], 2)[:, :, : stop - start]
-
+        new, first = {}, None if start is None else start + self.skipped
         for name, side, x in (("k", self.k, k), ("v", self.v, v)):
             if (side is None) != (x is None):
                 content = "keys" if name == "k" else "values"
                 fault = "no {}: pass None" if side is None else "{}, but got None: pass a tensor"
                 raise InvalidParameter(f"{where}.{name}: the layer has {fault.format(content)}")
-            sides.append(None if side is None or x is None else side.append(x, f"{where}.{name}", first, unit, norms))
+            if side is not None and x is not None:
+                side.check_new_tokens(x, f"{where}.{name}")
+                new[name] = side, x
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
             raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens, but v has {v.shape[2]}: pass the same number")
-        return replace(self, k=sides[0], v=sides[1])
+        unit = None
+        if any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
+            # The same raw tokens are chosen for keys and values, so both encode the same tokens at once.
+            unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
+
+        def norms(raw: RawPositions | None, start: int, stop: int) -> torch.Tensor | None:
+            if raw is None or "k" not in new:
+                return None
+            by_side = {name: _norms_between(*pair, start, stop) for name, pair in new.items()}
+            return raw.choice_norms(by_side["k"], by_side.get("v"))
+
+        sides = {
+            name: side.append(x, f"{where}.{name}", first, unit, partial(norms, side.codec.sidecar(RawPositions)))
+            for name, (side, x) in new.items()
+        }
+        return replace(self, k=sides.get("k"), v=sides.get("v"))
 
     def merged(self) -> Layer:
         """Return the layer with its keys and values in as few runs as possible (``Side.merged``)."""
@@ -150,6 +156,12 @@ class Layer(PackedObject):
         """Return the layer with all buffers on ``device``."""
         k, v = self.k.to(device) if self.k else None, self.v.to(device) if self.v else None
         return replace(self, k=k, v=v, states=MappingProxyType({name: state.to(device) for name, state in self.states.items()}))
+
+
+def _norms_between(side: Side, appended: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return the norms of tokens ``[start, stop)``, ``[batch, kv_head, token]``, of ``side`` with the tokens ``appended``."""
+    older = side.norms(start) if start < side.tokens else appended.new_zeros(*appended.shape[:2], 0, dtype=torch.float32)
+    return torch.cat([older, dispatch.norms(appended)], 2)[:, :, : stop - start]
 
 
 def _names(layer: Layer) -> str:

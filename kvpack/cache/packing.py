@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -348,16 +348,17 @@ def _pack_pair(
     layer: DenseLayer, numbers: range, codecs: Codecs, window: int, start: int
 ) -> tuple[list[tuple[Side | None, Side | None]], OutlierChannel | None]:
     """Encode the keys and values of the layers ``numbers``, which are the sequences of ``layer``, one after another."""
-    k, outlier = layer.k, None
-    # Keys and values share the norms of the keys, which are computed once.
-    norms = cache(partial(dispatch.norms, k)) if isinstance(k, torch.Tensor) else None
+    k, v, outlier = layer.k, layer.v, None
+    norms = cache(dispatch.norms)
     both: list[Sequence[Side | None]] = []
-    for side, x, codec in zip("kv", (k, layer.v), codecs, strict=True):
+    for side, x, codec in zip("kv", (k, v), codecs, strict=True):
         where = f"layers[{numbers.start}].{side}"
         if x is None or codec is None:
             both.append([None] * len(numbers))
         elif isinstance(x, torch.Tensor):
-            given = norms() if norms and codec.sidecar(RawPositions) else None
+            raw, given = codec.sidecar(RawPositions), None
+            if raw is not None and isinstance(k, torch.Tensor):
+                given = raw.choice_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
             both.append(pack_sides(x, len(numbers), codec, window, where, start + layer.skipped, given))
             if side == "k":
                 outlier = _outlier_channel(x, codec, numbers.start)

@@ -238,6 +238,17 @@ class Side:
             runs = self._runs.mapped(self.codec, lambda streams: select_sequences(self.codec, streams, chosen))
             return replace(self, runs=runs, tail=self.tail.index_select(0, chosen))
 
+    def check_new_tokens(self, x: torch.Tensor, where: str) -> None:
+        """Raise InvalidParameter or InvalidType if ``x`` cannot be appended to this side."""
+        check_tensor(x, where)
+        expected = (self.batch, self.heads, x.shape[2], self.dim)
+        if tuple(x.shape) != expected:
+            raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected {list(expected)}, as in the cache")
+        if x.device != self.device:
+            raise InvalidParameter(
+                f"{where}: the values are on {x.device}, but the cache is on {self.device}: append x.to({str(self.device)!r})"
+            )
+
     def append(
         self,
         x: torch.Tensor,
@@ -257,14 +268,7 @@ class Side:
 
         Raises InvalidParameter or InvalidType if ``x`` does not fit this side, and OutOfRange.
         """
-        check_tensor(x, where)
-        expected = (self.batch, self.heads, x.shape[2], self.dim)
-        if tuple(x.shape) != expected:
-            raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected {list(expected)}, as in the cache")
-        if x.device != self.device:
-            raise InvalidParameter(
-                f"{where}: the values are on {x.device}, but the cache is on {self.device}: append x.to({str(self.device)!r})"
-            )
+        self.check_new_tokens(x, where)
         with float32_no_grad(self.device):
             if self.codec.exact_dtype is None:
                 # Checked now, because the message must name the new tokens, and encoding may happen later.

@@ -142,9 +142,9 @@ class LiveLayer:
         layer, raw_tokens = self._given
         if layer is not None and not self.version and self.raw_tokens == raw_tokens:
             return layer
-        keys = self._tail("k") if "k" in self.sides else None
+        tails = {name: self._tail(name) for name in self.sides}
         sides = {
-            name: side.freeze(self.raw_tokens, packed, f"{self.name}.{name}", *self._place(side.packed_tokens, keys))
+            name: side.freeze(self.raw_tokens, packed, f"{self.name}.{name}", *self._place(side.packed_tokens, tails))
             for name, side in self.sides.items()
         }
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
@@ -239,7 +239,7 @@ class LiveLayer:
         whole = max(dropped, self._windows(tokens)) if dropped else self._encodable_tokens(tokens)
         with float32_no_grad(self.device), self._update_both_sides():
             firsts = {name: self.older_tokens + dropped if dropped else side.packed_tokens for name, side in self.sides.items()}
-            places = {first: self._place(first, values.get("k")) for first in set(firsts.values())}
+            places = {first: self._place(first, values) for first in set(firsts.values())}
             encoded = {
                 name: self._encode_side(
                     name, x[:, :, dropped:whole] if dropped else self.sides[name].with_unfinished(x[:, :, :whole]), *places[firsts[name]]
@@ -263,20 +263,25 @@ class LiveLayer:
                 side.tail[:, :, : tokens - whole] = remainders[name]
         self.version += 1
 
-    def _place(self, first: int, k: torch.Tensor | None) -> tuple[int, torch.Tensor | None]:
-        """Return the position of the layer's token ``first``, and the norms of all keys from it on if they determine raw tokens.
+    def _place(self, first: int, values: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the position of the layer's token ``first``, and the norms of all keys and values from it on if they determine raw tokens.
 
-        ``k`` are all keys that are not packed.
+        ``values`` are all keys and values that are not packed, by side.
         """
         position = self._start + self.skipped + first
-        if k is None or not any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
-            return position, None
-        held = self.sides["k"].side(0)
-        before = held.norms(first) if first < held.tokens else k.new_zeros(*k.shape[:2], 0, dtype=torch.float32)
-        return position, torch.cat([before, dispatch.norms(k)[:, :, max(0, first - held.tokens) :]], 2)
+        if "k" not in values or not any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
+            return position, {}
+        return position, {name: self._norms(name, x, first) for name, x in values.items()}
+
+    def _norms(self, name: str, x: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the norms of side ``name`` from token ``first`` on, ``[batch, kv_head, token]``. ``x`` are its values that are not packed.
+        """
+        held = self.sides[name].side(0)
+        before = held.norms(first) if first < held.tokens else x.new_zeros(*x.shape[:2], 0, dtype=torch.float32)
+        return torch.cat([before, dispatch.norms(x)[:, :, max(0, first - held.tokens) :]], 2)
 
     def _encode_side(
-        self, name: str, x: torch.Tensor, position: int, norms: torch.Tensor | None
+        self, name: str, x: torch.Tensor, position: int, norms: Mapping[str, torch.Tensor]
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
         """Encode the leading whole groups of ``x`` for side ``name``; return their streams and token count, and the remaining values."""
         side = self.sides[name]

@@ -12,6 +12,7 @@ from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
+from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
@@ -146,11 +147,11 @@ class LiveSide:
         with float32_no_grad(x.device):
             return torch.cat([self.unfinished, x], 2)
 
-    def freeze(self, tokens: int, packed: bool, where: str, position: int, norms: torch.Tensor | None) -> Side:
+    def freeze(self, tokens: int, packed: bool, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Side:
         """Return the side with the first ``tokens`` tokens of the tail, whose values never change.
 
         With ``packed``, they are packed in whole token groups, or in whole windows if the recipe requests a residual window. ``position``
-        and ``norms`` are those of the tokens after the packed ones. Raises the errors of ``encode``.
+        and ``norms``, as in ``encode``, are those of the tokens after the packed ones. Raises the errors of ``encode``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
@@ -160,16 +161,20 @@ class LiveSide:
         streams = self.encode(raw[:, :, :whole], where, position, norms)
         return replace(side, runs=self.runs.append(PackedRun(self.codec, whole, streams)))
 
-    def encode(self, x: torch.Tensor, where: str, position: int, norms: torch.Tensor | None) -> Mapping[str, torch.Tensor]:
+    def encode(self, x: torch.Tensor, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed ones, without changing the side.
 
-        ``position`` is the first token's position, and ``norms`` ``[batch, kv_head, token]`` begins with the norms of the tokens' keys, if
-        they are known. Raises InvalidParameter and OutOfRange, naming ``where``. A warning about lost precision is issued only once.
+        ``position`` is the first token's position, and ``norms``, by side, ``[batch, kv_head, token]`` each, begin with the norms of the
+        tokens' keys and values, if they are known. Raises InvalidParameter and OutOfRange, naming ``where``. A warning about lost precision
+        is issued only once.
         """
-        runs = self.runs
+        runs, raw, chosen_by = self.runs, self.codec.sidecar(RawPositions), None
+        if raw is not None and "k" in norms:
+            known = {name: part[:, :, : x.shape[2]] for name, part in norms.items()}
+            chosen_by = raw.choice_norms(known["k"], known.get("v"))
         with float32_no_grad(x.device), collect_poor_fits() as poor_fits:
             before = runs[len(runs) - 1].streams if len(runs) else None
-            streams = encode(self.codec, x, where, before, position, None if norms is None else norms[:, :, : x.shape[2]])
+            streams = encode(self.codec, x, where, before, position, chosen_by)
         if poor_fits and not self._has_warned:
             self._has_warned = True
             warn_of_poor_fits(poor_fits)

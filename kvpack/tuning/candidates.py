@@ -16,6 +16,7 @@ from kvpack.coding.recipes import Recipe
 from kvpack.coding.token_errors import collect_poor_fits
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
 from kvpack.formats.head_norms import norms_per_head
+from kvpack.formats.raw_positions import RawPositions
 
 from .allocation import Allocation, Place, recipe_text
 
@@ -138,15 +139,14 @@ def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]],
     packed: dict[Place, dict[str, Side]] = {}
     left_out: dict[Place, dict[str, str]] = {}
     for layer, pair in enumerate(exact.pairs):
-        # Raw tokens are selected by the keys, for keys and values.
-        norms = norms_per_head(pair[0].to(torch.bfloat16))
+        k_norms, v_norms = (norms_per_head(x.to(torch.bfloat16)) for x in pair)
         for side, x in zip(SIDES, pair, strict=True):
             place = layer, side
             packed[place], left_out[place] = {}, {}
             for codec in candidates[side]:
                 try:
                     clause = _recipe(side, codec, basis)
-                    packed[place][codec] = _pack(x.to(torch.bfloat16), norms, exact.prefix, clause, place, len(exact.pairs))
+                    packed[place][codec] = _pack(x.to(torch.bfloat16), (k_norms, v_norms), exact.prefix, clause, place, len(exact.pairs))
                 except (InvalidParameter, OutOfBounds) as error:
                     left_out[place][codec] = str(error).removeprefix(f"layers[{layer}].{side}: ")
             if not packed[place]:
@@ -159,10 +159,14 @@ def _recipe(side: str, codec: str, basis: Basis | None) -> Recipe:
     return Recipe(";".join(f"{other}={codec if other == side else 'raw'}" for other in SIDES), basis)
 
 
-def _pack(x: torch.Tensor, norms: torch.Tensor, prefix: int, recipe: Recipe, place: Place, layers: int) -> Side:
+def _pack(
+    x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor], prefix: int, recipe: Recipe, place: Place, layers: int
+) -> Side:
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
+    raw = codec.sidecar(RawPositions)
+    chosen_by = None if raw is None else raw.choice_norms(*norms)
     # Suppress warnings about tokens, because the candidate's loss is measured.
     with collect_poor_fits():
-        first = pack_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, norms)
-        return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: norms[:, :, start:stop])
+        first = pack_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, chosen_by)
+        return first.append(x[:, :, prefix:], first=0, norms=lambda start, stop: None if chosen_by is None else chosen_by[:, :, start:stop])

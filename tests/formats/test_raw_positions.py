@@ -145,6 +145,53 @@ def test_a_conversion_selects_raw_tokens_by_decoded_keys() -> None:
     assert raw_of(cache[0].k) == raw_of(cache[0].v) == EXPECTED  # type: ignore[arg-type]
 
 
+def hidden(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``pairs`` with a constant in two channels of the keys, so that only the values of the same tokens have a low norm."""
+    ((k, v),) = pairs()
+    k[..., [3, 8]] += 20
+    for sequence, tokens in LOW.items():
+        v[sequence, :, list(tokens)] *= 0.1
+    return [(k[:, :, begin:end], v[:, :, begin:end])]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_values_show_attention_sinks_where_a_constant_hides_them_in_the_keys(recipe: str) -> None:
+    live = LiveCache(f"{recipe};window=128", layers=1)
+    for begin in range(0, TOKENS, 50):
+        live.update(0, *hidden(begin, begin + 50)[0])
+        live.roll()
+    caches = [
+        kvpack.pack(hidden(), recipe),
+        kvpack.pack(hidden(), "raw").convert(recipe),
+        kvpack.pack(hidden(0, 128), recipe).append(hidden(128)),
+        live.freeze(),
+    ]
+    for cache in caches:
+        assert raw_of(cache[0].k) == raw_of(cache[0].v)  # type: ignore[arg-type]
+        assert [tokens[:4] for tokens in raw_of(cache[0].k)] == EXPECTED  # type: ignore[arg-type]
+
+
+def test_values_near_zero_count_like_a_low_norm_of_a_key() -> None:
+    one = RawPositions(DIM, "bf16", 0, 0.6, 4.0)
+    keys, values = torch.ones(2, 1, 3, PAGE_TOKENS).unbind()
+    for token, (key, value) in enumerate([(0.59, 1.0), (0.61, 0.34), (0.61, 0.32), (3.0, 0.32), (5.0, 1.0)]):
+        keys[:, :, token], values[:, :, token] = key, value
+    chosen = [one.choose(norms).nonzero()[:, 1].tolist() for norms in (keys, one.choice_norms(keys, values))]
+    assert chosen == [[0, 4], [0, 2, 3, 4]]
+    assert torch.equal(one.choice_norms(keys, None), keys)
+    assert torch.equal(RawPositions(DIM, "bf16", 0, 0.0, 4.0).choice_norms(keys, values), keys)
+    for alike in (torch.zeros(1, 3, 40), torch.full((1, 3, 40), torch.inf)):
+        assert not one.choose(one.choice_norms(torch.ones(1, 3, 40), alike)).any()
+
+
+def test_many_values_of_low_norm_are_no_attention_sinks() -> None:
+    one = RawPositions(DIM, "bf16", 0, 0.6)
+    keys, values = torch.ones(2, 1, 3, 2 * PAGE_TOKENS).unbind()
+    values[:, :, :17] = 0.1
+    values[:, :, PAGE_TOKENS : PAGE_TOKENS + 16] = 0.1
+    assert one.choose(one.choice_norms(keys, values)).nonzero()[:, 1].tolist() == [*range(PAGE_TOKENS, PAGE_TOKENS + 16)]
+
+
 def test_the_threshold_depends_on_the_median_of_a_page() -> None:
     norms = torch.ones(1, 1, 3 * PAGE_TOKENS)
     norms[0, 0, PAGE_TOKENS : 2 * PAGE_TOKENS] = 10.0

@@ -91,6 +91,19 @@ def _print(summary: dict[str, Any]) -> None:
         print(f"{len(summary['states']):,} states of {len(states):,} layers, {bytes_text(size)} bytes")
     for digest in summary["bases"]:
         print(f"needs the basis {digest.hex()}")
+    _print_layers(summary)
+    print("codecs:")
+    for number, params in enumerate(summary["codecs"]):
+        print(f"({number}) {_codec_text(params)}")
+    print_table(
+        "bytes by stream",
+        ["stream", "bytes", "share"],
+        ([name, bytes_text(count), f"{100 * count / summary['bytes']:.1f} %"] for name, count in summary["streams"].items() if count),
+    )
+
+
+def _print_layers(summary: dict[str, Any]) -> None:
+    """Print the table of layers, with one row for layers that differ at most in bytes."""
     # Parameters are below the table, which then fits in 80 characters.
     codecs = [f"{params['id']} ({number})" for number, params in enumerate(summary["codecs"])]
     whole = (summary["start"], summary["stop"])
@@ -122,14 +135,6 @@ def _print(summary: dict[str, Any]) -> None:
     )
     if any(side["tail_tokens"] for layer in summary["layers"] for side in layer.values()):
         print("raw tail: the newest tokens, not packed yet; kvpack convert FILE OUT RECIPE packs them too")
-    print("codecs:")
-    for number, params in enumerate(summary["codecs"]):
-        print(f"({number}) {_codec_text(params)}")
-    print_table(
-        "bytes by stream",
-        ["stream", "bytes", "share"],
-        ([name, bytes_text(count), f"{100 * count / summary['bytes']:.1f} %"] for name, count in summary["streams"].items() if count),
-    )
 
 
 def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any], int]]:

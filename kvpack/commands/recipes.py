@@ -126,7 +126,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"recipes": rows, "additions": additions, "calibrated": without_basis})
         return code
-    shape = DEFAULTS | requested
+    _show(arguments, rows, without_basis, DEFAULTS | requested, model)
+    if additions:
+        print_table(
+            "additions: write them after a recipe, as in octopus-3;boundary-1",
+            ["name", "from"],
+            ([entry["name"], entry["source"]] for entry in additions),
+            text_columns=2,
+        )
+    return code
+
+
+def _show(
+    arguments: argparse.Namespace,
+    rows: Sequence[dict[str, Any]],
+    without_basis: Sequence[dict[str, Any]],
+    shape: dict[str, int],
+    model: _ModelShape | None,
+) -> None:
+    """Print the table of ``rows``, files of ``shape`` or of ``model``, and explain its columns."""
     same_shape = len({(row["layers"], row["dim"]) for row in rows}) == 1
     if model is not None:
         suffix = f" of {arguments.model}: {model.words}"
@@ -148,14 +166,6 @@ def run(arguments: argparse.Namespace) -> int:
         print("lossless: estimated for bf16 values; fp16 values take about 14 bits")
     if not arguments.recipes and not arguments.all:
         print("kvpack recipes --all lists all presets and columns")
-    if additions:
-        print_table(
-            "additions: write them after a recipe, as in octopus-3;boundary-1",
-            ["name", "from"],
-            ([entry["name"], entry["source"]] for entry in additions),
-            text_columns=2,
-        )
-    return code
 
 
 def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]], *, notes: bool) -> None:

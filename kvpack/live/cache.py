@@ -86,8 +86,7 @@ class LiveCache:
             self._recipe.basis.check_model(self.model)
         self.sliding_windows = check_windows(sliding_windows, self._count)
         self._layers: list[LiveLayer | None] = [None] * self._count
-        self._kept: set[int] = set()
-        self._shared: set[int] = set()
+        self._kept, self._shared = set[int](), set[int]()
         self._prepare()
 
     @classmethod
@@ -329,13 +328,10 @@ class LiveCache:
 
     def save_tail(self) -> Callable[[], None]:
         """Save the newest token of every layer's raw tail, and return a function that restores it after it has been overwritten."""
-        restores = [layer.save_tail() for layer in self._selected_layers(None)]
-
-        def restore_tail() -> None:
-            for restore in restores:
-                restore()
-
-        return restore_tail
+        restores = contextlib.ExitStack()
+        for layer in self._selected_layers(None):
+            restores.callback(layer.save_tail())
+        return restores.close
 
     def adjust_length(self, tokens: int) -> None:
         """Change the number of valid tokens in the raw tails by ``tokens``, for example to drop a step's tokens before it is repeated."""

@@ -6,6 +6,7 @@ the code that wrote older ones has been removed. What is left writes new vectors
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,15 @@ MODULES = (
     edge_vectors,
     answer_vectors,
 )
-for module in MODULES:
-    module.add_all()
 
-DEFINED: dict[str, Valid | Invalid] = {
-    f"{folder}/{name}.kvpack": vector
-    for folder, vectors in (("valid", VALID), ("unsupported", UNSUPPORTED), ("invalid", INVALID))
-    for name, vector in vectors.items()
-}
-"""All vectors that can be generated, by file."""
+
+@cache
+def defined() -> dict[str, Valid | Invalid]:
+    """Return all vectors that can be generated, by file."""
+    for module in MODULES:
+        module.add_all()
+    folders = (("valid", VALID), ("unsupported", UNSUPPORTED), ("invalid", INVALID))
+    return {f"{folder}/{name}.kvpack": vector for folder, vectors in folders for name, vector in vectors.items()}
 
 
 def manifest() -> dict[str, dict[str, Any]]:
@@ -113,7 +114,7 @@ def of_core(file: str, line: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     lines = manifest()
-    for file, vector in DEFINED.items():
+    for file, vector in defined().items():
         if file not in lines:
             (FOLDER / file).parent.mkdir(parents=True, exist_ok=True)
             line = written(file, vector)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.output import add_json
 
-from .chats import add_device, load_chat_model
+from .chats import add_compact, add_device, load_chat_model
 from .convert import RECIPE_HELP, add_writing, parse_recipe_option, report_saved
 from .outputs import check_output
 
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         default="user",
         help="role of the text in the model's chat template: user, to which later prompts are appended, or system (default: user)",
     )
-    parser.add_argument("--compact", action="store_true", help="pack also the newest keys, which otherwise stay raw, and imply --compress")
+    add_compact(parser)
     add_device(parser)
     add_writing(parser)
     add_json(parser)

@@ -17,6 +17,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, help="device of the model (default: cuda if there is one, otherwise cpu)")
 
 
+def add_compact(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--compact``, as of ``Chat.save``."""
+    parser.add_argument("--compact", action="store_true", help="pack also the newest keys, which otherwise stay raw, and compress tensors")
+
+
 def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """Load a model, in the dtype of its weights, and its tokenizer; None selects the demo's model.
 

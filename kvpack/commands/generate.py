@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.errors import InvalidParameter
 from kvpack.output import add_json, print_json
 
-from .chats import add_device, load_chat_model
+from .chats import add_compact, add_device, load_chat_model
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--update", action="store_true", help="save the longer cache in FILE, so that the next prompt continues the chat")
     parser.add_argument("--out", dest="output", metavar="OUT", help="save the longer cache in OUT")
+    add_compact(parser)
     add_device(parser)
     add_force(parser)
     add_json(parser)
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     before = len(chat.cache.token_ids[0])
     reply = chat.send(prompt, **options, **({} if arguments.json else {"streamer": _streamer(tokenizer)}))
     path = arguments.file if arguments.update else arguments.output
-    saved = None if path is None else chat.save(path)
+    saved = None if path is None else chat.save(path, compact=arguments.compact)
     if arguments.json:
         counts = {"held_tokens": before, "reused_tokens": chat.reused, "prompt_tokens": chat.prompt_tokens}
         print_json({"text": reply, **counts, "file": path, "bytes": saved})

@@ -86,6 +86,19 @@ def test_texts_are_read_from_standard_input(file: Path, tmp_path: Path, capsys: 
     assert len(capsys.readouterr().out) > 1
 
 
+def test_compact_files_have_no_raw_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt, file, compact = (tmp_path / name for name in ("prompt.txt", "prompt.kvpack", "compact.kvpack"))
+    prompt.write_text(PROMPT[:100])
+    words = ("cache", "--model", DEMO / "tinylm", "--prompt-file", prompt, "--out")
+    assert run(*words, file) == 0
+    assert "--compact packs them now" in capsys.readouterr().err
+    assert run(*words, compact, "--compact") == 0
+    assert "--compact" not in capsys.readouterr().err
+    assert compact.stat().st_size < file.stat().st_size
+    assert run("generate", compact, "--prompt", "a", "--model", DEMO / "tinylm", "--update", "--compact", *GREEDY) == 0
+    assert [layer.k.tail.shape[2] for layer in kvpack.load(compact)] == [0] * 4
+
+
 def test_an_invalid_hub_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT[:100])
     file = tmp_path / "prompt.kvpack"

@@ -3,25 +3,21 @@
 /* Channels that are read, squared and rotated together: sums of partial sums have smaller rounding errors. */
 enum { READ_TOGETHER = LANES < 8 ? 4 : 8 };
 
-/* LANES vectors of 32 bits from up to as many tokens, `bytes` of each, turned: vector i has the i-th of every token. */
-INLINE void read_turned(const char *x, int64_t stride, int64_t tokens, int64_t bytes, vf *turned) {
+/* A row of zeros, of any dtype. */
+static const char no_values[4 * 1024];
+
+/* LANES vectors of 32 bits from the rows of as many tokens, `bytes` of each from byte `at` on, turned: vector i has the i-th of every token. */
+INLINE void read_turned(const char *const *rows, int64_t ahead, int64_t at, int64_t bytes, vf *turned) {
     for (int64_t i = 0; i < LANES; i++) {
-        const char *row = x + i * stride;
-        __builtin_prefetch(row + HALF_TILE * stride, 0, 2);
+        const char *row = rows[i] + at;
+        __builtin_prefetch(row + ahead, 0, 2);
         turned[i] = splat(0);
-        if (i >= tokens) continue;
         if (bytes == 4 * LANES)
             turned[i] = (vf)load_int((const int32_t *)row);
         else
             memcpy(&turned[i], row, bytes);
     }
     turn(turned);
-}
-
-/* The values in 32-bit words; of 16-bit values, those in the low halves or those in the high halves. */
-INLINE vf value_of(vu word, int high, int64_t dtype) {
-    if (dtype == BF16) return (vf)(high ? word & 0xffff0000 : word << 16);
-    return dtype == F16 ? from_half((vi)(high ? word >> 16 : word & 0xffff)) : (vf)word;
 }
 
 /* Values of up to LANES tokens less their mean, if there is one, transposed from column `t` of the tile on, times the rotation's factors, and their norms; zero beyond the
@@ -31,10 +27,12 @@ INLINE void read_tokens(const Encode *call, const char *x, const float *mean, in
     int64_t dim = call->codec->dim, each = dtype == F32 ? 1 : 2, size = 4 / each;
     const float *factors = call->rotation.order ? call->rotation.factors : NULL;
     float *tile = out->tile + t;
+    const char *rows[LANES];
     vf sum = splat(0);
+    for (int64_t i = 0; i < LANES; i++) rows[i] = i < tokens ? x + i * call->x.row : no_values;
     for (int64_t d = 0; d < dim; d += each * LANES) {
         vf turned[LANES];
-        read_turned(x + size * d, call->x.row, tokens, dim - d < each * LANES ? size * (dim - d) : 4 * LANES, turned);
+        read_turned(rows, HALF_TILE * call->x.row, size * d, dim - d < each * LANES ? size * (dim - d) : 4 * LANES, turned);
         for (int64_t c = 0; c < each * LANES && d + c < dim; c += READ_TOGETHER) {
             int64_t here = rotated || d + c + READ_TOGETHER <= dim ? READ_TOGETHER : dim - d - c;
             vf value[READ_TOGETHER], part = splat(0);
@@ -58,10 +56,7 @@ INLINE void read_tile_of(const Encode *call, int64_t batch, int64_t head, int64_
     for (int64_t t = 0; t < count; t += LANES) {
         const char *tokens = x + t * call->x.row;
         const float *mean = call->means.data ? (const float *)row_of(&call->means, batch, head, (start + t) / call->mean_tokens) : NULL;
-        if (count - t >= LANES)
-            read_tokens(call, tokens, mean, LANES, t, out, rotated, dtype);
-        else
-            read_tokens(call, tokens, mean, count - t, t, out, rotated, dtype);
+        read_tokens(call, tokens, mean, count - t, t, out, rotated, dtype);
     }
 }
 

@@ -103,13 +103,15 @@ def encode(
     level: int = 0,
     norms: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
     Returns None if ``formats/`` must encode: because C does not support the codec, the dtype or the strides, or to reject some values.
     ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec with
     ``direction_spread``, ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``, receive ``codec.coded_norms`` and the
-    errors of tokens relative to them. Raises MemoryError.
+    errors of tokens relative to them. If ``supports_skipping(codec)``, the tokens ``skipped``, contiguous bool ``[batch, token]``, are
+    encoded as if they were zeros. Raises MemoryError.
     """
     if x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1) or not supports(codec):
         return None
@@ -117,11 +119,16 @@ def encode(
         return _encode_centered(codec, x, threads, level, norms, errors)
     streams_so_far: dict[str, torch.Tensor] = {}
     if isinstance(codec, Minifloat) and codec.run_scale is not None:
-        scale = _compute_run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level)
+        scale = _compute_run_scale(codec, x, None if before is None else before[codec.run_scale], threads, level, skipped)
         if scale is None:
             return None
         streams_so_far[codec.run_scale] = scale
-    return _encode(codec, x, streams_so_far, None, threads, level, norms, errors)
+    return _encode(codec, x, streams_so_far, None, threads, level, norms, errors, skipped)
+
+
+def supports_skipping(codec: Codec) -> bool:
+    """Return True if ``encode`` can skip tokens."""
+    return type(codec) is Minifloat
 
 
 def encodes_in_one_call(codec: Codec) -> bool:
@@ -138,6 +145,7 @@ def _encode(
     level: int,
     norms: torch.Tensor | None = None,
     errors: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` to streams, some of which are ``known`` already; return None if ``formats/`` must encode or reject some values.
 
@@ -160,26 +168,32 @@ def _encode(
         call.norms = norms.data_ptr()
     if errors is not None:
         call.errors = errors.data_ptr()
+    if skipped is not None:
+        call.skipped = skipped.data_ptr()
     return streams if library.run("encode", call, "encode") != REFUSED else None
 
 
-def _measure_pages(codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int) -> torch.Tensor:
+def _measure_pages(
+    codec: Codec, x: torch.Tensor, page: int, columns: int, threads: int | None, level: int, skipped: torch.Tensor | None = None
+) -> torch.Tensor:
     """Measure every ``page`` tokens of ``x`` (``kvpack_measure``): float32 ``[batch, kv_head, page, column]``."""
     batch, heads, tokens, _ = x.shape
     result = empty((batch, heads, -(-tokens // page), columns), torch.float32, x.device)
     call, _, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
     call.means, call.mean_tokens = library.Stream.describe(result), page
+    if skipped is not None:
+        call.skipped = skipped.data_ptr()
     library.run("measure", call, "encode")
     return result
 
 
 def _compute_run_scale(
-    codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int
+    codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int, skipped: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the run scale of ``x`` (``Minifloat.begin``); None if values are not finite or too large, or if there are none."""
     if not x.shape[2]:
         return None
-    largest = _measure_pages(codec, x, _PAGE_TOKENS, 1, threads, level).amax(2)
+    largest = _measure_pages(codec, x, _PAGE_TOKENS, 1, threads, level, skipped).amax(2)
     if codec.granularity != "head":
         largest = largest.amax(1, keepdim=True)
     if not torch.isfinite(largest).all():

@@ -1,3 +1,9 @@
+/* The values in 32-bit words; of 16-bit values, those in the low halves or those in the high halves. */
+INLINE vf value_of(vu word, int high, int64_t dtype) {
+    if (dtype == BF16) return (vf)(high ? word & 0xffff0000 : word << 16);
+    return dtype == F16 ? from_half((vi)(high ? word >> 16 : word & 0xffff)) : (vf)word;
+}
+
 /* Encoding of group if blocks of channels, columns and groups are whole vectors. Rows are read twice in place, for the extremes of groups and
    for codes, which go straight to words: there is no tile to write and transpose. */
 

@@ -1,114 +1,199 @@
 /* Encodes minifloat with scales per run and per block, row by row, bit for bit like formats/minifloat.py. */
 
-/* The codes of the elements nearest to values, ties to even, with the sign as the top bit; larger values get the largest element. */
-static inline vi element_codes(vf x, int32_t bits, int32_t fraction, int32_t bias, int32_t finite) {
-    vi sign = (vi)((vu)x >> 31) << (bits - 1);
+/* The codes of the elements nearest to values, ties to even, with the sign of `from` as the top bit; larger values get the largest element. */
+INLINE vi element_codes(vf x, vf from, int32_t bits, int32_t fraction, int32_t bias, int32_t finite) {
+    vi sign = (vi)((vu)from >> (32 - bits)) & 1 << (bits - 1);
     vf size = magnitude_of(x);
     if (bits == 4) {
         /* Steps of 1/2, 1 and 2, from 0, 2 and 4 on: each is the least of the three where it holds. */
         size = smaller(size, splat(6));
         vi code = nearest_int(size * 2.f), second = nearest_int(size) + 2, third = nearest_int(size * .5f) + 4;
-        code = choose_int(second < code, second, code);
-        return choose_int(third < code, third, code) | sign;
+        return smaller_int(smaller_int(code, second), third) | sign;
     }
     vf smallest = (vf)splat_int((128 - bias) << 23);
     vi whole = (vi)size, spare = splat_int(23 - fraction);
-    vi normal = ((whole + ((whole >> spare) & 1) + ((1 << (22 - fraction)) - 1)) >> spare) - ((127 - bias) << fraction);
+    vi normal = (whole + ((whole >> spare) & 1) + ((1 << (22 - fraction)) - 1 - ((127 - bias) << 23))) >> spare;
     vi small = nearest_int(smaller(size, smallest) * (vf)splat_int((126 + bias + fraction) << 23));
-    vi code = choose_int(size < smallest, small, normal);
-    return choose_int(code < finite, code, splat_int(finite - 1)) | sign;
+    return smaller_int(choose_int(size < smallest, small, normal), splat_int(finite - 1)) | sign;
 }
 
-/* The largest magnitudes of a row's blocks, up to whole vectors; 0 for a value that is not finite. */
-static inline int block_maxima(const char *row, int64_t dim, int64_t block, float *most, int64_t dtype) {
-    vi good = splat_int(-1);
-    for (int64_t first = 0; first < dim / block; first += LANES) {
-        vf found[LANES];
+/* Rows whose blocks are measured together. */
+enum { ROWS_MEASURED = 8, MAX_BLOCKS = 1024 / 16 * ROWS_MEASURED + LANES };
+
+/* The larger magnitudes; those of pairs if values have 16 bits. */
+INLINE vi larger_sizes(vi a, vi b, int wide) { return wide ? choose_int(a > b, a, b) : (vi)larger_word((vw)a, (vw)b); }
+
+/* The largest magnitudes of the blocks of `count` rows, up to whole vectors: of 16-bit values their bits in the upper halves. */
+INLINE void block_maxima_of(const char *row, int64_t stride, int64_t count, int64_t row_bytes, float *most, int64_t block_bytes, int wide) {
+    int64_t lanes = block_bytes / 4, of_block = lanes > LANES ? lanes / LANES : 1, left = count * row_bytes / (4 * LANES), at = 0;
+    while (left > 0) {
+        vi found[LANES];
         for (int64_t i = 0; i < LANES; i++) {
-            found[i] = splat(0);
-            for (int64_t d = (first + i) * block; d < (first + i + 1) * block && d < dim; d += LANES) {
-                vf size = magnitude_of(widened(row, d, dtype));
-                good &= size < INFINITY;
-                found[i] = larger(found[i], size);
+            found[i] = splat_int(0);
+            for (int64_t v = 0; v < of_block && left > 0; v++, left--) {
+                found[i] = larger_sizes(found[i], load_int((const int32_t *)(row + at)) & (wide ? 0x7fffffff : 0x7fff7fff), wide);
+                at += 4 * LANES;
+                if (at == row_bytes) at = 0, row += stride;
             }
         }
-        store(most + first, maxima_of(found));
+        int64_t n = LANES;
+        for (int64_t own = lanes > LANES ? LANES : lanes; own > 1; own /= 2, n /= 2)
+            for (int64_t i = 0; i < n / 2; i++) {
+                vi even = SHUFFLE(vi, vi, found[2 * i], found[2 * i + 1], EVEN), odd = SHUFFLE(vi, vi, found[2 * i], found[2 * i + 1], ODD);
+                found[i] = larger_sizes(even, odd, wide);
+            }
+        for (int64_t i = 0; i < n; i++, most += LANES) store(most, (vf)(wide ? found[i] : larger_sizes(found[i], found[i] << 16, 0)));
+    }
+}
+
+/* The same as numbers; returns 0 for a value that is not finite. */
+static int block_maxima(const Encode *call, const char *rows, int64_t count, int64_t block, float *most) {
+    int64_t dim = call->codec->dim, stride = call->x.row;
+    if (call->dtype != F32)
+        block == 16 ? block_maxima_of(rows, stride, count, 2 * dim, most, 32, 0) : block_maxima_of(rows, stride, count, 2 * dim, most, 64, 0);
+    else
+        block == 16 ? block_maxima_of(rows, stride, count, 4 * dim, most, 64, 1) : block_maxima_of(rows, stride, count, 4 * dim, most, 128, 1);
+    vi good = splat_int(-1);
+    for (int64_t b = 0; b < count * dim / block; b += LANES) {
+        vf size = load(most + b);
+        if (call->dtype != F32) size = value_of((vu)size, 1, call->dtype);
+        good &= size < INFINITY;
+        store(most + b, size);
     }
     return all_of(good);
 }
 
-enum { MAX_BLOCKS = 1024 / 16 + 16 };
+/* Scales that values are divided by, and their reciprocals: those of no value are 0. */
+typedef struct {
+    float scale[MAX_BLOCKS], reciprocal[MAX_BLOCKS];
+} Divisors;
 
-/* The codes of the scales of a row's blocks, and what its values are multiplied by (powers of two), or divided by. */
-static inline void block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *to, float *factors) {
-    int32_t code[MAX_BLOCKS], fraction = (int32_t)call->codec->fraction_bits, emax = fraction == 3 ? 8 : fraction == 2 ? 15 : 2;
+/* Adds scales; those of 0 make every value 0. Returns where quotients by a reciprocal may be inexact. */
+INLINE vi add_divisors(Divisors *by, int64_t b, vf scale) {
+    vf divisor = choose(scale > 0.f, scale, splat(1));
+    store(by->scale + b, divisor);
+    store(by->reciprocal + b, choose(scale > 0.f, 1.f / divisor, splat(0)));
+    return divisor < 0x1p-80f;
+}
+
+/* The codes of the scales of blocks, and divisors, or of powers of two only reciprocals; returns 0 if values must be divided by some. */
+static int block_scales(const Encode *call, const float *most, int64_t blocks, float run_scale, uint8_t *code, Divisors *by) {
+    int32_t fraction = (int32_t)call->codec->fraction_bits, emax = fraction == 3 ? 8 : fraction == 2 ? 15 : 2;
     /* formats/minifloat.py, exponent_carry. */
     int32_t last = ((int32_t)call->codec->finite - 1) & ((1 << fraction) - 1), carry = (1 << 23) - ((2 * last + 1) << (22 - fraction)) - 1;
+    vi small = splat_int(0);
     for (int64_t b = 0; b < blocks; b += LANES) {
         vf largest = load(most + b);
         vi own;
         if (call->codec->scale_kind == POWERS_OF_BLOCKS) {
             own = (((vi)largest + carry) >> 23) - emax;
             own = choose_int(own > 0, own, splat_int(0));
-            store(factors + b, (vf)((254 - own) << 23));
+            store(by->reciprocal + b, (vf)((254 - own) << 23));
         } else {
             vf divisor = splat(run_scale > 0 ? run_scale : INFINITY);
-            own = element_codes(largest / 6.f / divisor, 8, 3, 7, 0x7f);
-            vf scale = from_element(own, 8, 3, 7, 0x7f) * run_scale;
-            store(factors + b, choose(scale > 0.f, scale, splat(INFINITY)));
+            own = element_codes(largest / 6.f / divisor, largest, 8, 3, 7, 0x7f);
+            small |= add_divisors(by, b, from_element(own, 8, 3, 7, 0x7f) * run_scale);
         }
-        store_int(code + b, own);
+        store_octets(code + b, own);
     }
-    for (int64_t b = 0; b < blocks; b++) to[b] = (uint8_t)code[b];
+    return all_of(~small);
 }
 
-static inline int minifloat_rows_of(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop, int64_t bits,
-                                    int64_t kind, int64_t dtype) {
-    const Codec *codec = call->codec;
-    const Packing *packing = &codec->packing[0];
+/* How values are scaled: by a power of two, a quotient of few bits, or any quotient. */
+enum { BY_POWERS, BY_RECIPROCALS, BY_DIVISION };
+
+/* The codes of `count` rows, whose blocks, of `block` channels each or one per row, are those of `by`, from block `first` on. */
+INLINE void row_codes(const Codec *codec, const char *row, int64_t stride, int64_t count, uint16_t *to, int64_t to_stride, const Divisors *by,
+                      int64_t block, int way, int64_t bits, int64_t dtype) {
     int32_t fraction = (int32_t)codec->fraction_bits, bias = (int32_t)codec->bias, finite = (int32_t)codec->finite;
-    int64_t width = packing->width, block = kind == ONE_SCALE ? codec->dim : codec->size;
-    float run_scale = 0, factors[MAX_BLOCKS], most[MAX_BLOCKS];
-    if (kind == ONE_SCALE)
-        run_scale = *(const float *)row_of(call->streams + 1, batch, head, 0);
-    else if (kind == SCALES_OF_BLOCKS)
-        run_scale = *(const float *)row_of(call->streams + 2, batch, head, 0);
-    vf divisor = splat(run_scale > 0 ? run_scale : INFINITY);
-    for (int64_t t = start; t < stop; t++) {
-        const char *row = row_of(&call->x, batch, head, t);
-        uint16_t *to = (uint16_t *)row_of(call->streams, batch, head, t);
-        for (int64_t i = 0; i < codec->dim * (dtype == F32 ? 4 : 2); i += CACHE_LINE) __builtin_prefetch(row + 8 * call->x.row + i, 0, 2);
-        if (kind != ONE_SCALE) {
-            if (!block_maxima(row, codec->dim, block, most, dtype)) return 0;
-            block_scales(call, most, codec->dim / block, run_scale, (uint8_t *)row_of(call->streams + 1, batch, head, t), factors);
-        }
+    int64_t width = codec->packing[0].width, first = 0;
+    for (int64_t i = 0; i < count; i++, row += stride, to += to_stride, first += block ? codec->dim / block : 0)
         for (int64_t c = 0; c < width; c += LANES) {
             vi word = splat_int(0);
             for (int64_t f = 0; f < 16 / bits; f++) {
-                int64_t d = f * width + c;
-                vf x = widened(row, d, dtype);
-                x = kind == ONE_SCALE ? x / divisor : kind == POWERS_OF_BLOCKS ? x * factors[d / block] : x / factors[d / block];
-                word |= element_codes(x, (int32_t)bits, fraction, bias, finite) << (int32_t)(bits * f);
+                int64_t d = f * width + c, b = block ? first + d / block : 0;
+                vf from = widened(row, d, dtype), x = from;
+                if (way == BY_POWERS)
+                    x *= by->reciprocal[b];
+                else if (way == BY_RECIPROCALS)
+                    x = short_quotient(x, splat(by->scale[b]), splat(by->reciprocal[b]));
+                else
+                    x = x / by->scale[b] * (by->reciprocal[b] > 0 ? 1.f : 0.f);
+                word |= element_codes(x, from, (int32_t)bits, fraction, bias, finite) << (int32_t)(bits * f);
             }
             store_words(to + c, word);
         }
-    }
-    return 1;
 }
 
-#define BY_ELEMENT(dtype)                                                                                                \
-    (bits == 4 ? kind == ONE_SCALE          ? minifloat_rows_of(call, batch, head, start, stop, 4, ONE_SCALE, dtype)        \
-                 : kind == POWERS_OF_BLOCKS ? minifloat_rows_of(call, batch, head, start, stop, 4, POWERS_OF_BLOCKS, dtype) \
-                                            : minifloat_rows_of(call, batch, head, start, stop, 4, SCALES_OF_BLOCKS, dtype) \
-     : kind == ONE_SCALE ? minifloat_rows_of(call, batch, head, start, stop, 8, ONE_SCALE, dtype)                           \
-                         : minifloat_rows_of(call, batch, head, start, stop, 8, POWERS_OF_BLOCKS, dtype))
+/* The first of tokens [t, stop) that is not encoded, or stop. */
+static int64_t next_skipped(const Encode *call, int64_t batch, int64_t t, int64_t stop) {
+    while (t < stop && !(call->skipped && call->skipped[batch * call->tokens + t])) t++;
+    return t;
+}
+
+/* Rows of numbers in bf16 or binary32. */
+typedef struct {
+    const char *row;
+    int64_t stride, count, dtype;
+} LongRows;
+
+/* Rows as they are, or widened to `wide`: binary16, and bf16 that is divided. */
+static LongRows long_rows(const Encode *call, const char *row, int64_t count, int way, float *wide) {
+    int64_t dim = call->codec->dim, stride = call->x.row;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < 2 * dim; d += CACHE_LINE) __builtin_prefetch(row + (ROWS_MEASURED + i) * stride + d, 0, 2);
+    if (call->dtype == F32 || (call->dtype == BF16 && way != BY_DIVISION)) return (LongRows){row, stride, count, call->dtype};
+    for (int64_t i = 0; i < count; i++, row += stride)
+        for (int64_t d = 0; d < dim; d += LANES) store(wide + i * dim + d, call->dtype == BF16 ? widened(row, d, BF16) : widened(row, d, F16));
+    return (LongRows){(const char *)wide, dim * (int64_t)sizeof(float), count, F32};
+}
+
+/* Encodes rows, with how values are scaled and bits as constants. */
+#define ROW_CODES(way, bits)                                                                                       \
+    if (rows.dtype == BF16 && way != BY_DIVISION)                                                                  \
+        row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, block, way, bits, BF16);            \
+    else                                                                                                           \
+        row_codes(codec, rows.row, rows.stride, rows.count, to, to_stride, by, block, way, bits, F32);             \
+    break
+
+static void all_row_codes(const Codec *codec, LongRows rows, uint16_t *to, int64_t to_stride, const Divisors *by, int way) {
+    int64_t bits = codec->packing[0].digit[0].bits, block = codec->scale_kind == ONE_SCALE ? 0 : codec->size;
+    switch (2 * way + (bits == 4)) {
+        case 2 * BY_POWERS: block = 32; ROW_CODES(BY_POWERS, 8);
+        case 2 * BY_POWERS + 1: block = 32; ROW_CODES(BY_POWERS, 4);
+        case 2 * BY_RECIPROCALS: block = 0; ROW_CODES(BY_RECIPROCALS, 8);
+        case 2 * BY_RECIPROCALS + 1: ROW_CODES(BY_RECIPROCALS, 4);
+        case 2 * BY_DIVISION: block = 0; ROW_CODES(BY_DIVISION, 8);
+        default: ROW_CODES(BY_DIVISION, 4);
+    }
+}
 
 /* Encodes tokens [start, stop) of one head with the scale of their run; returns 0 if formats/ must reject a value. */
 static int encode_minifloats(const Encode *call, int64_t batch, int64_t head, int64_t start, int64_t stop) {
-    int64_t bits = call->codec->packing[0].digit[0].bits, kind = call->codec->scale_kind;
-    switch (call->dtype) {
-        case F16: return BY_ELEMENT(F16);
-        case BF16: return BY_ELEMENT(BF16);
-        default: return BY_ELEMENT(F32);
+    const Codec *codec = call->codec;
+    const Stream *codes = call->streams, *scales = call->streams + 1;
+    int64_t kind = codec->scale_kind, blocks = kind == ONE_SCALE ? 0 : codec->dim / codec->size;
+    float run_scale = kind == POWERS_OF_BLOCKS ? 1 : *(const float *)row_of(scales + (kind == SCALES_OF_BLOCKS), batch, head, 0);
+    float most[MAX_BLOCKS], wide[ROWS_MEASURED * 1024];
+    uint8_t code[MAX_BLOCKS];
+    Divisors by;
+    int quick = all_of(~add_divisors(&by, 0, splat(run_scale)));
+    for (int64_t t = start, count; t < stop; t += count) {
+        count = next_skipped(call, batch, t, t + ROWS_MEASURED < stop ? t + ROWS_MEASURED : stop) - t;
+        if (count == 0) {
+            memset((char *)row_of(codes, batch, head, t), 0, 2 * codec->packing[0].width);
+            if (blocks) memset((char *)row_of(scales, batch, head, t), 0, blocks);
+            count = 1;
+            continue;
+        }
+        const char *rows = row_of(&call->x, batch, head, t);
+        if (blocks) {
+            if (!block_maxima(call, rows, count, codec->size, most)) return 0;
+            quick = block_scales(call, most, count * blocks, run_scale, code, &by);
+            for (int64_t i = 0; i < count; i++) memcpy((char *)row_of(scales, batch, head, t + i), code + i * blocks, blocks);
+        }
+        int way = kind == POWERS_OF_BLOCKS ? BY_POWERS : quick && call->dtype != F32 ? BY_RECIPROCALS : BY_DIVISION;
+        all_row_codes(codec, long_rows(call, rows, count, way, wide), (uint16_t *)row_of(codes, batch, head, t), codes->row / 2, &by, way);
     }
+    return 1;
 }

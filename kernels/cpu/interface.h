@@ -7,7 +7,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Changes whenever a structure or function here changes; library.py rejects a library with another number. */
-#define KVPACK_INTERFACE 32
+#define KVPACK_INTERFACE 33
 
 enum { HEAD_RUN = 5 };
 enum { SIZE_FLOATS, SIZE_PAIRS, SIZE_POWERS };
@@ -180,6 +180,8 @@ typedef struct {
     /* If there, float [batch][kv_head][token], where the codec stores directions: the norms of what is encoded, and its errors relative to them
        (the stored number's rounding apart). */
     float *norms, *errors;
+    /* minifloat: if there, [batch][token], 1 for tokens that are encoded as zeros and do not count for the scale of their run. */
+    const uint8_t *skipped;
     int64_t mean_tokens, threads, level;
 } Encode;
 

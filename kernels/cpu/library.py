@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "KVPACK_THREADS"
 """Name of the environment variable that sets the number of threads per call."""
 
-INTERFACE = 32
+INTERFACE = 33
 """Version of interface.h that the structures below mirror."""
 
 _OUT_OF_MEMORY = 1
@@ -131,7 +131,7 @@ class EncodeArguments(Structure):
         *((name, c_int64) for name in ("unbiased", "candidates", "scaled")),
         ("bounds", Table * MAX_BOUNDS),
         ("means", Stream),
-        *((name, c_void_p) for name in ("norms", "errors")),
+        *((name, c_void_p) for name in ("norms", "errors", "skipped")),
         *((name, c_int64) for name in ("mean_tokens", "threads", "level")),
     )
 

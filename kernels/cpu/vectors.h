@@ -70,6 +70,15 @@ INLINE void store_words(uint16_t *p, vi x) {
 #endif
 }
 
+INLINE void store_octets(uint8_t *p, vi x) {
+#if LEVEL == 4
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    vb bytes = __builtin_convertvector(x, vb);
+    memcpy(p, &bytes, LANES);
+#endif
+}
+
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
@@ -115,6 +124,33 @@ INLINE vf smaller(vf a, vf b) {
     return (vf)_mm256_min_ps((__m256)a, (__m256)b);
 #else
     return choose(a < b, a, b);
+#endif
+}
+
+INLINE vi smaller_int(vi a, vi b) {
+#if LEVEL == 4
+    return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b);
+#elif LEVEL == 3
+    return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#else
+    return choose_int(a < b, a, b);
+#endif
+}
+
+/* x / divisor, correctly rounded, of values of at most 11 significant bits, except that 0 loses its sign; the reciprocal is that of the
+   divisor, which is not below 2^-80, or else 0, which makes every quotient 0. */
+INLINE vf short_quotient(vf x, vf divisor, vf reciprocal) {
+#if LEVEL >= 3
+    vf quotient = x * reciprocal;
+#if LEVEL == 4
+    vf rest = (vf)_mm512_fnmadd_ps((__m512)quotient, (__m512)divisor, (__m512)x);
+    return (vf)_mm512_fmadd_ps((__m512)rest, (__m512)reciprocal, (__m512)quotient);
+#else
+    vf rest = (vf)_mm256_fnmadd_ps((__m256)quotient, (__m256)divisor, (__m256)x);
+    return (vf)_mm256_fmadd_ps((__m256)rest, (__m256)reciprocal, (__m256)quotient);
+#endif
+#else
+    return (vf)((vi)(x / divisor) & (reciprocal > 0.f));
 #endif
 }
 

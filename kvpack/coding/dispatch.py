@@ -87,6 +87,22 @@ def encode(
     return streams
 
 
+def encode_without(
+    codec: Codec, x: torch.Tensor, skipped: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor] | None:
+    """Encode like ``encode``, but as if the tokens ``skipped``, contiguous bool ``[batch, token]``, were zeros.
+
+    Returns None also if the kernels cannot skip tokens.
+    """
+    if not uses_c(x.device):
+        return None
+    from kvpack.kernels.cpu import encode as c_encode
+
+    if not (c_encode.supports_skipping(codec) and c_encode.supports(codec, x)):
+        return None
+    return c_encode.encode(codec, x, before, skipped=skipped)
+
+
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, like ``codec.decode_frame``.
 

@@ -176,9 +176,9 @@ def _encode_others(
         raw_values = raw.encode_tokens(x, token, sequence)
     if not torch.isfinite(raw_values[VALUES]).all():
         check_finite(x, 0, where)
-    streams = None
     plain = codec.without_raw_positions
-    if not (plain.summary.entries or plain.summary.has_run_rows or dispatch.uses_triton(x.device)):
+    streams = dispatch.encode_without(plain, x, chosen, before)
+    if streams is None and not (plain.summary.entries or plain.summary.has_run_rows or dispatch.uses_triton(x.device)):
         # Rows of tokens can be replaced, which is faster on a CPU than copying all values without the raw tokens.
         with contextlib.suppress(OutOfRange):
             streams = encode_all(plain, x, where, before, position, sizes)

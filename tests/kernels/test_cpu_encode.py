@@ -169,6 +169,24 @@ def test_minifloats_are_encoded_to_the_same_bytes_as_in_formats(words: str, data
 
 @LEVELS
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("words", MINIFLOATS)
+def test_skipped_tokens_of_a_minifloat_are_encoded_as_zeros(words: str, dtype: torch.dtype, level: int) -> None:
+    codec = create("minifloat", 128, **dict(word.split("=") for word in words.split(",")))
+    assert cpu_encode.supports_skipping(codec)
+    x = contents("gaussian", (2, 3, 70, 128), 0).to(dtype)
+    skipped = torch.rand(2, 70, generator=torch.Generator().manual_seed(1)) < 0.2
+    zeros = x.masked_fill(skipped[:, None, :, None], 0.0)
+    for value in (1e3, torch.inf, torch.nan):
+        found = cpu_encode.encode(codec, torch.where(skipped[:, None, :, None], value, x), level=level, skipped=skipped)
+        expected = cpu_encode.encode(codec, zeros, level=level)
+        assert found is not None
+        assert expected is not None
+        for name, stream in expected.items():
+            assert torch.equal(bits(found[name]), bits(stream)), name
+
+
+@LEVELS
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", ["element=e4m3", "element=e4m3,scales=e8m0", "element=e2m1,scales=e4m3"])
 def test_nan_in_minifloat_input_is_found_anywhere(words: str, dtype: torch.dtype, level: int) -> None:
     codec = create("minifloat", 64, **dict(word.split("=") for word in words.split(",")))
@@ -394,7 +412,7 @@ def test_nan_in_group_input_is_found_anywhere(axis: str, dtype: torch.dtype, lev
             assert cpu_encode.encode(codec, worse.view(x.shape), level=level) is None
 
 
-@pytest.mark.parametrize("recipe", ["kivi-2", "kivi-4;tail=64", "int-3"])
+@pytest.mark.parametrize("recipe", ["kivi-2", "kivi-4;tail=64", "int-3", "fp8", "mxfp8", "nvfp4"])
 def test_packed_caches_equal_those_of_torch(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [tuple(torch.randn(2, 3, 333, 128).to(torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2))]
     calls = []

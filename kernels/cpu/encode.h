@@ -97,6 +97,7 @@ static int encode_tile(const Encode *call, const Encoded *out) {
     switch (call->codec->family) {
         case SCALAR: scalar_encode(call, out); return 1;
         case OCTAHEDRAL: octahedral_encode(call, out); return 1;
+        case POLAR: polar_encode(call, out); return 1;
         case QUATERNION: quaternion_encode(call, out); return 1;
         case TRELLIS: trellis_encode(call, out); return 1;
         case ANGLE: return angle_encode(call, out);

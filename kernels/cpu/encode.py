@@ -21,6 +21,7 @@ from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.minifloat import Minifloat, run_scales
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
+from kvpack.formats.polar import Polar
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
 from kvpack.formats.sidecars import CodecWithSidecars
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpack.formats.base import Codec
+
+TILED = (Scalar, Octahedral, Polar, Quaternion, Angle, Trellis)
+"""Codecs that C encodes from tiles of rotated values."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Supported dtypes of input values, in the order of ``library.DTYPES``."""
@@ -78,7 +82,7 @@ def supports(codec: Codec) -> bool:
         means = codec.sidecar(KeyMean)
         if means is None or len(codec.sidecars) > 1 or means.tokens % _VECTOR_VALUES or codec.dim % _VECTOR_VALUES:
             return False
-        return isinstance(codec.codec, Scalar | Octahedral | Quaternion | Angle | Trellis) and supports(codec.codec)
+        return isinstance(codec.codec, TILED) and supports(codec.codec)
     if type(codec) is Group:
         (packing,) = codec.packings().values()
         plain = codec.rotation_kind == codec.token_scale == "none" and codec.scale_dtype == "fp16"
@@ -92,7 +96,7 @@ def supports(codec: Codec) -> bool:
         return has_full_words and packing.width % _VECTOR_VALUES == 0 and codec.granularity != "token" and codec.dim <= codecs.MAX_DIM
     if type(codec) is Quaternion and codec.secondary > MAX_SECONDARY:
         return False
-    return type(codec) in (Scalar, Octahedral, Quaternion, Angle, Trellis) and codecs.describe(codec) is not None
+    return type(codec) in TILED and codecs.describe(codec) is not None
 
 
 def encode(
@@ -235,7 +239,7 @@ def create_call(
     )
     if isinstance(codec, Group):
         call.zero_center, call.per_middle = codec.centre == "zero", 1.0 / (((1 << codec.bits) - 1) / 2)
-    elif isinstance(codec, Scalar | Octahedral | Quaternion | Angle | Trellis):
+    elif isinstance(codec, TILED):
         call.unbiased = codec.norm_rule == "unbiased"
         call.scaled = isinstance(codec, Scalar) and codec.rounding == "scaled"
     call.candidates = candidates
@@ -262,9 +266,20 @@ def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
         bounds = (_padded_table(values, torch.inf) for values in (directions, midpoints(codec.norm_table)))
         lengths = _padded_table(_reciprocal_lengths(magnitudes).tolist(), 0.0)
         return candidates, (*bounds, _padded_table(magnitudes.tolist(), 0.0), lengths)
+    if isinstance(codec, Polar):
+        return 0, (_tangents(codec),)
     if isinstance(codec, Quaternion):
         return 0, (secondary_quaternions(codec.seed, codec.secondary, "cpu").flatten().contiguous(),)
     return 0, ()
+
+
+def _tangents(codec: Polar) -> torch.Tensor:
+    """Return the tangents of the bounds between the angles of each level above the first: a table for each of two kinds of pairs."""
+    tables = [torch.empty(0)]
+    for level in codec.tables[1:]:
+        bounds = (torch.tensor(midpoints(level[kind]), dtype=torch.float64, device="cpu").tan() for kind in (0, -1))
+        tables += [_padded_table([*values.tolist(), torch.inf], torch.inf) for values in bounds]
+    return torch.cat(tables)
 
 
 def _candidate_rule(codec: Octahedral) -> int:

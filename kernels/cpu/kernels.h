@@ -54,6 +54,7 @@
 
 #include "encode_angle.h"
 #include "encode_octahedral.h"
+#include "encode_polar.h"
 #include "encode_quaternion.h"
 #include "encode_scalar.h"
 #include "encode_trellis.h"

@@ -74,6 +74,12 @@ CLOSE = [
     ("angle", 256, "n=65536,norm=log1,range=fp32"),
     ("angle", 10, "n=3,rotation=none"),
     ("angle", 64, "n=8,norm=log3,norm_rule=norm"),
+    ("polar", 128, "b=3"),
+    ("polar", 80, "b=2,norm=fp32"),
+    ("polar", 64, "b=4.2.1"),
+    ("polar", 96, "b=8"),
+    ("polar", 50, "b=3.5,rotation=none"),
+    ("polar", 256, "b=4,norm_rule=norm"),
     ("quaternion", 128, "s=24,r=3"),
     ("quaternion", 80, "s=9,r=4,arrangement=direct"),
     ("quaternion", 64, "s=12,r=6,norm=fp32"),
@@ -321,7 +327,7 @@ def assert_close_codes(codec: Codec, x: torch.Tensor, found: dict[str, torch.Ten
 
 @pytest.mark.scenario
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("family", ["scalar", "octahedral", "angle", "quaternion", "trellis"])
+@pytest.mark.parametrize("family", ["scalar", "octahedral", "angle", "polar", "quaternion", "trellis"])
 @given(data=st.data())
 @settings(max_examples=15)
 def test_every_codec_is_encoded_as_accurately_as_in_formats(family: str, data: st.DataObject) -> None:

@@ -68,11 +68,12 @@ def frequencies(counts: Numbers) -> Numbers:
     counts[:, 0] += counts.sum(1) == 0
     sums = counts.sum(1, keepdims=True)
     result: Numbers = numpy.maximum((counts * TOTAL + sums // 2) // sums, counts > 0)
-    rows = numpy.arange(len(result))
-    while (excess := result.sum(1) - TOTAL).any():
+    rows, excess = numpy.arange(len(result)), result.sum(1) - TOTAL
+    while excess.any():
         # Adjust the largest frequency, which changes the least in proportion.
-        largest = result.argmax(1)
-        result[rows, largest] -= numpy.where(excess > 0, 1, excess)
+        change = numpy.minimum(excess, 1)
+        result[rows, result.argmax(1)] -= change
+        excess -= change
     return result
 
 

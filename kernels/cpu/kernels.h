@@ -139,4 +139,4 @@ static int encode_in(const Encode *call, int64_t batch, int64_t head, int64_t st
     return encode_item(call, batch, head, start, stop, out);
 }
 
-const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, measure_page, layer_norms, have_large, rans_chunks, rans_encode_chunk, join_tokens, split_tokens, count_exponents};
+const Level NAME = {TITLE, attend_bytes, attend_in, unpack_bytes, unpack_in, encode_bytes, encode_in, measure_page, layer_norms, have_large, rans_chunks, rans_encode_chunks, join_tokens, split_tokens, count_exponents};

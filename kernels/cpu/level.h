@@ -10,6 +10,9 @@ enum { MAX_ROWS = 64, ROW_SPACE = MAX_ROWS + 4 };
 /* The maximum number of rANS chunks decoded together. */
 enum { MAX_CHUNKS = 4 };
 
+/* The maximum number of rANS chunks encoded together. */
+enum { RANS_TOGETHER = 2 };
+
 /* Attention of query rows [first, first + rows) of one head with tokens [start, stop) of a span. */
 typedef struct {
     const Span *span;
@@ -36,7 +39,8 @@ typedef struct {
     int64_t (*have_large)(const Sizes *call);
     /* Up to MAX_CHUNKS chunks. */
     void (*rans)(const Rans *call, int64_t first, int count);
-    void (*rans_encode)(const RansEncode *call, int64_t chunk);
+    /* Up to RANS_TOGETHER chunks. */
+    void (*rans_encode)(const RansEncode *call, int64_t first, int count);
     /* Tokens [start, stop) of one head of one sequence. */
     void (*join)(const Join *call, int64_t head, int64_t start, int64_t stop);
     void (*split)(const Split *call, int64_t head, int64_t start, int64_t stop);

@@ -347,13 +347,15 @@ EXPORTED int64_t kvpack_rans(const Rans *call) {
 
 static void rans_encode_item(const void *context, int64_t number, char *memory) {
     const Job *job = context;
+    const RansEncode *call = job->call;
+    int64_t first = RANS_TOGETHER * number;
     (void)memory;
-    job->level->rans_encode(job->call, number);
+    job->level->rans_encode(call, first, (int)smaller_of(RANS_TOGETHER, call->chunks - first));
 }
 
 EXPORTED int64_t kvpack_rans_encode(const RansEncode *call) {
     Job job = {call, level_of(call->level), 0, 0};
-    return kvpack_for_each(rans_encode_item, &job, call->chunks, call->threads, 1);
+    return kvpack_for_each(rans_encode_item, &job, ceiling(call->chunks, RANS_TOGETHER), call->threads, 1);
 }
 
 static void join_item(const void *context, int64_t number, char *memory) {

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from kvpack.formats import rans
 from kvpack.formats.lossless import Lossless
 from kvpack.runtime.memory import empty
 
@@ -19,10 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvpack.formats.base import Codec
+    from kvpack.formats.rans import Numbers
 
     from .sides import Side
 
-MAX_VALUES_AT_ONCE = 1 << 22
+MAX_VALUES_AT_ONCE = 1 << 21
 """Maximum number of values per block of tokens, so that their exponents fit in the processor's cache; a block has at least one chunk."""
 
 
@@ -52,28 +52,29 @@ def encode(
     """
     batch, heads, tokens, dim = x.shape
     counts = numpy.empty((batch * heads, 256), numpy.int64)
-    call = library.SplitArguments(
-        None, library.Stream(), library.Stream.describe(x), counts.ctypes.data, batch, heads, tokens, dim, codec.chunk
-    )
-    call.threads, call.level = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES), level
-    library.run("split", call, "encode")
-    tables = codec.tables_for(counts, before)
     plane = empty((batch, heads, tokens, dim // 2), torch.uint16, x.device)
-    block_tokens = max(1, MAX_VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)) * codec.chunk
-    parts = []
-    for start in range(0, tokens, block_tokens):
-        call.tokens = min(block_tokens, tokens - start)
-        rows = -(-call.tokens // codec.chunk)
-        call.longest = min(codec.chunk, call.tokens) * dim
-        exponents = numpy.empty((rows * batch * heads, call.longest), numpy.uint8)
-        call.exponents, call.counts = exponents.ctypes.data, None
-        call.x, call.plane = library.Stream.describe(x[:, :, start:]), library.Stream.describe(plane[:, :, start:])
+    rows = min(max(1, MAX_VALUES_AT_ONCE // (batch * heads * dim * codec.chunk)), -(-tokens // codec.chunk))
+    exponents = numpy.empty((rows * batch * heads, min(codec.chunk, tokens) * dim), numpy.uint8)
+    call = library.SplitArguments(batch=batch, heads=heads, dim=dim, chunk=codec.chunk, longest=exponents.shape[1], level=level)
+    call.threads = min(library.thread_count(threads, torch.get_num_threads()), 1 + x.numel() // MIN_VALUES)
+
+    def run(start: int, stop: int, *, exponents: Numbers | None = None, counts: Numbers | None = None) -> None:
+        call.x, call.plane = (library.Stream.describe(tensor[:, :, start:]) for tensor in (x, plane))
+        call.tokens = stop - start
+        call.exponents, call.counts = (None if array is None else array.ctypes.data for array in (exponents, counts))
         library.run("split", call, "encode")
-        lengths = numpy.full(rows, codec.chunk * dim)
-        lengths[-1] = (call.tokens - (rows - 1) * codec.chunk) * dim
-        table = numpy.tile(numpy.arange(batch * heads), rows)
-        parts.append(c_rans.encode(exponents, numpy.repeat(lengths, batch * heads), tables, table, threads, level))
-    chunks = rans.Chunks(*(numpy.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    run(0, tokens, counts=counts)
+    tables = codec.tables_for(counts, before)
+    parts = []
+    for start in range(0, tokens, rows * codec.chunk):
+        stop = min(start + rows * codec.chunk, tokens)
+        run(start, stop, exponents=exponents)
+        lengths = numpy.diff(numpy.append(numpy.arange(start, stop, codec.chunk), stop)) * dim
+        table = numpy.tile(numpy.arange(batch * heads), len(lengths))
+        symbols = exponents[: len(table)]
+        parts.append(c_rans.encode_apart(symbols, numpy.repeat(lengths, batch * heads), tables, table, threads, level))
+    chunks = c_rans.join_chunks(parts)
     frequencies = torch.from_numpy(tables.astype(numpy.uint16)).view(batch, heads, 1, 256)
     streams = codec.chunk_streams(chunks, batch, heads, x.device) | {"signed_fractions.0": plane, "frequencies": frequencies}
     return {name: streams[name] for name in codec.layout(batch, heads, tokens)}

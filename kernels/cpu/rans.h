@@ -228,69 +228,123 @@ static void rans_chunks(const Rans *call, int64_t first, int count) {
     }
 }
 
-#if LEVEL == 4
-enum { FREQUENCY_BITS = RANS_BITS + 1 };
-
-/* Encodes one symbol per lane, last lane first, by its frequency and first slot; returns the position of the first word written. */
-INLINE uint16_t *rans_encode_step(const uint32_t *frequencies, const uint8_t *symbols, vu *state, uint16_t *to) {
-    UNROLLED for (int part = 1; part >= 0; part--) {
-        __m512i symbol = (__m512i)load_octets(symbols + 16 * part);
-        vu x = state[part], own = (vu)_mm512_i32gather_epi32(symbol, frequencies, 4), frequency = own & ((1 << FREQUENCY_BITS) - 1);
-        __mmask16 full = _mm512_cmpge_epu32_mask((__m512i)(x >> (32 - RANS_BITS)), (__m512i)frequency);
-        int count = __builtin_popcount(full);
-        to -= count;
-        _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, (__m512i)x)));
-        x = (vu)_mm512_mask_srli_epi32((__m512i)x, full, (__m512i)x, 16);
-        /* The quotient is below 2^20, so rounding changes it by at most one. */
-        vu quotient = (vu)_mm512_cvttps_epu32(_mm512_div_ps(_mm512_cvtepu32_ps((__m512i)x), _mm512_cvtepu32_ps((__m512i)frequency)));
-        vu rest = x - quotient * frequency;
-        __mmask16 over = _mm512_cmplt_epi32_mask((__m512i)rest, _mm512_setzero_si512());
-        quotient = (vu)_mm512_mask_sub_epi32((__m512i)quotient, over, (__m512i)quotient, _mm512_set1_epi32(1));
-        rest = (vu)_mm512_mask_add_epi32((__m512i)rest, over, (__m512i)rest, (__m512i)frequency);
-        __mmask16 under = _mm512_cmpge_epu32_mask((__m512i)rest, (__m512i)frequency);
-        quotient = (vu)_mm512_mask_add_epi32((__m512i)quotient, under, (__m512i)quotient, _mm512_set1_epi32(1));
-        rest = (vu)_mm512_mask_sub_epi32((__m512i)rest, under, (__m512i)rest, (__m512i)frequency);
-        state[part] = (quotient << RANS_BITS) + rest + (own >> FREQUENCY_BITS);
-    }
-    return to;
-}
-
-/* The first `length` symbols, whole steps. */
-static uint16_t *rans_encode_steps(const RansStep *steps, const uint8_t *symbols, int64_t length, uint32_t *states, uint16_t *to) {
-    uint32_t frequencies[256];
-    for (int s = 0; s < 256; s++) {
-        uint32_t frequency = steps[s].frequency, first = steps[s].bias - (frequency == 1 ? RANS_SLOTS - 1 : 0);
-        frequencies[s] = frequency | first << FREQUENCY_BITS;
-    }
-    vu state[2];
-    memcpy(state, states, sizeof state);
-    for (int64_t i = length - RANS_LANES; i >= 0; i -= RANS_LANES) to = rans_encode_step(frequencies, symbols + i, state, to);
-    memcpy(states, state, sizeof state);
-    return to;
-}
-#endif
-
-/* From the last symbol to the first; lanes of a step, too, so that its words are in the order of lanes. A word is written where there may
-   be none, and the next one then takes its place: no branch depends on a symbol. */
-static void rans_encode_chunk(const RansEncode *call, int64_t chunk) {
-    const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL, *symbols = call->symbols + chunk * call->stride;
-    const RansStep *steps = tables ? call->steps : call->steps + call->table[chunk] * 256;
-    uint16_t *end = call->words + (chunk + 1) * call->stride, *to = end;
+/* A chunk that is encoded from its last symbol to its first: the words written before begin at `to`. */
+typedef struct {
+    const uint8_t *symbols, *tables;
+    const RansStep *steps;
+    uint16_t *to;
     uint32_t states[RANS_LANES];
-    int64_t whole = LEVEL == 4 && !tables ? call->lengths[chunk] / RANS_LANES * RANS_LANES : 0;
-    for (int i = 0; i < RANS_LANES; i++) states[i] = RANS_LEAST;
-    for (int64_t i = call->lengths[chunk] - 1; i >= whole; i--) {
-        RansStep step = steps[(tables ? tables[i] * 256 : 0) + symbols[i]];
-        uint32_t x = states[i % RANS_LANES], taken = x >> (32 - RANS_BITS) >= step.frequency;
-        to[-1] = (uint16_t)x;
-        to -= taken;
+} RansCoder;
+
+/* Encodes symbols [first, last), the last one first; lanes of a step, too, so that its words are in the order of lanes. A word is written
+   where there may be none, and the next one then takes its place: no branch depends on a symbol. */
+static void rans_encode_symbols(RansCoder *coder, int64_t first, int64_t last) {
+    for (int64_t i = last - 1; i >= first; i--) {
+        RansStep step = coder->steps[(coder->tables ? coder->tables[i] * 256 : 0) + coder->symbols[i]];
+        uint32_t x = coder->states[i % RANS_LANES], taken = x >> (32 - RANS_BITS) >= step.frequency;
+        coder->to[-1] = (uint16_t)x;
+        coder->to -= taken;
         x >>= 16 * taken;
         uint32_t quotient = (uint32_t)((unsigned __int128)step.reciprocal * x >> 64);
-        states[i % RANS_LANES] = x + step.bias + quotient * (RANS_SLOTS - step.frequency);
+        coder->states[i % RANS_LANES] = x + step.bias + quotient * (RANS_SLOTS - step.frequency);
+    }
+}
+
+#if LEVEL == 4
+enum { FREQUENCY_BITS = RANS_BITS + 1, MOST_USED = 32 };
+
+/* The frequencies of all symbols, with their first slots in the upper bits; those of MOST_USED symbols from `least` on, which are nearly
+   all, are looked up in registers, with reciprocals that are slightly too small. */
+typedef struct {
+    uint32_t slots[256], used[MOST_USED], least;
+    float reciprocals[MOST_USED];
+} RansSymbols;
+
+static const float BELOW_ONE = 1 - 0x1p-22f;
+
+static void find_most_used(const RansStep *steps, RansSymbols *found) {
+    uint32_t sum = 0, most = 0;
+    for (uint32_t s = 0; s < 256; s++) {
+        uint32_t frequency = steps[s].frequency, first = steps[s].bias - (frequency == 1 ? RANS_SLOTS - 1 : 0);
+        found->slots[s] = frequency | first << FREQUENCY_BITS;
+        sum += frequency - (s < MOST_USED ? 0 : steps[s - MOST_USED].frequency);
+        if (s + 1 < MOST_USED || sum <= most) continue;
+        most = sum;
+        found->least = s + 1 - MOST_USED;
+    }
+    for (int i = 0; i < MOST_USED; i++) {
+        found->used[i] = found->slots[found->least + i];
+        found->reciprocals[i] = (float)((1 - 0x1p-22) / steps[found->least + i].frequency);
+    }
+}
+
+/* Encodes a symbol per lane of 16 lanes. */
+INLINE void rans_encode_step(const RansSymbols *table, const uint8_t *symbols, vu *state, uint16_t **to) {
+    vu x = *state, symbol = (vu)load_octets(symbols), place = symbol - table->least;
+    const uint32_t *used = table->used;
+    const float *reciprocals = table->reciprocals;
+    vu own = (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(used), (__m512i)place, _mm512_loadu_si512(used + 16));
+    vf reciprocal = (vf)_mm512_permutex2var_ps(_mm512_loadu_ps(reciprocals), (__m512i)place, _mm512_loadu_ps(reciprocals + 16));
+    __mmask16 others = _mm512_cmpge_epu32_mask((__m512i)place, _mm512_set1_epi32(MOST_USED));
+    if (__builtin_expect(others, 0)) {
+        own = (vu)_mm512_mask_i32gather_epi32((__m512i)own, others, (__m512i)symbol, table->slots, 4);
+        reciprocal = BELOW_ONE / to_float((vi)own & ((1 << FREQUENCY_BITS) - 1));
+    }
+    vu frequency = own & ((1 << FREQUENCY_BITS) - 1);
+    __mmask16 full = _mm512_cmpge_epu32_mask((__m512i)(x >> (32 - RANS_BITS)), (__m512i)frequency);
+    int count = __builtin_popcount(full);
+    *to -= count;
+    _mm256_mask_storeu_epi16(*to, (__mmask16)((1u << count) - 1), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, (__m512i)x)));
+    x = (vu)_mm512_mask_srli_epi32((__m512i)x, full, (__m512i)x, 16);
+    /* The quotient is below 2^20, so it is right or one too small. */
+    vu quotient = (vu)_mm512_cvttps_epu32((__m512)((vf)_mm512_cvtepu32_ps((__m512i)x) * reciprocal)), rest = x - quotient * frequency;
+    __mmask16 under = _mm512_cmpge_epu32_mask((__m512i)rest, (__m512i)frequency);
+    x = (quotient << RANS_BITS) + rest + (own >> FREQUENCY_BITS);
+    *state = (vu)_mm512_mask_add_epi32((__m512i)x, under, (__m512i)x, (__m512i)(RANS_SLOTS - frequency));
+}
+
+/* Encodes whole steps of symbols [first, last) of each of `count` chunks: each step depends on the one before, so chunks are interleaved. */
+INLINE void rans_encode_steps(RansCoder *coders, const RansSymbols *tables, int count, int64_t first, int64_t last) {
+    vu state[RANS_TOGETHER][2];
+    uint16_t *to[RANS_TOGETHER];
+    for (int r = 0; r < count; r++) {
+        memcpy(state[r], coders[r].states, sizeof state[r]);
+        to[r] = coders[r].to;
+    }
+    for (int64_t i = last - RANS_LANES; i >= first; i -= RANS_LANES)
+        UNROLLED for (int half = 1; half >= 0; half--)
+            UNROLLED for (int r = 0; r < count; r++) rans_encode_step(&tables[r], coders[r].symbols + i + 16 * half, &state[r][half], &to[r]);
+    for (int r = 0; r < count; r++) {
+        memcpy(coders[r].states, state[r], sizeof state[r]);
+        coders[r].to = to[r];
+    }
+}
+#endif
+
+/* Encodes `count` chunks, up to RANS_TOGETHER. */
+static void rans_encode_chunks(const RansEncode *call, int64_t first, int count) {
+    RansCoder coders[RANS_TOGETHER];
+    int64_t whole[RANS_TOGETHER], least = INT64_MAX;
+    for (int r = 0; r < count; r++) {
+        int64_t chunk = first + r;
+        const uint8_t *tables = call->tables ? call->tables + chunk * call->stride : NULL;
+        coders[r] = (RansCoder){call->symbols + chunk * call->stride, tables, tables ? call->steps : call->steps + call->table[chunk] * 256,
+                                call->words + (chunk + 1) * call->stride, {0}};
+        for (int i = 0; i < RANS_LANES; i++) coders[r].states[i] = RANS_LEAST;
+        whole[r] = LEVEL == 4 && !tables ? call->lengths[chunk] / RANS_LANES * RANS_LANES : 0;
+        least = whole[r] < least ? whole[r] : least;
+        rans_encode_symbols(&coders[r], whole[r], call->lengths[chunk]);
     }
 #if LEVEL == 4
-    if (whole) to = rans_encode_steps(steps, symbols, whole, states, to);
+    RansSymbols tables[RANS_TOGETHER];
+    for (int r = 0; r < count && !call->tables; r++) {
+        find_most_used(coders[r].steps, &tables[r]);
+        rans_encode_steps(&coders[r], &tables[r], 1, count == RANS_TOGETHER ? least : 0, whole[r]);
+    }
+    if (count == RANS_TOGETHER && !call->tables) rans_encode_steps(coders, tables, RANS_TOGETHER, 0, least);
 #endif
-    call->written[chunk] = end - to;
-    memcpy(call->states + chunk * RANS_LANES, states, sizeof states);
+    for (int r = 0; r < count; r++) {
+        call->written[first + r] = call->words + (first + r + 1) * call->stride - coders[r].to;
+        memcpy(call->states + (first + r) * RANS_LANES, coders[r].states, sizeof coders[r].states);
+    }
 }

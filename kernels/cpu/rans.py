@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 
 from kvpack.formats import rans
+from kvpack.runtime.memory import empty
 
 from . import library
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     Numbers = numpy.ndarray[Any, Any]
 
 _ALPHABET = 256
@@ -54,6 +57,31 @@ def decode(
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
     """Encode symbols like ``formats.rans.encode``, in C; the library must exist, and ``level`` is an index into ``library.levels()``."""
+    return join_chunks([encode_apart(symbols, lengths, tables, table, threads, level)])
+
+
+class ChunksApart(NamedTuple):
+    """Encoded chunks whose words are separate arrays (``rans.Chunks``)."""
+
+    words: list[Numbers]
+    counts: Numbers
+    states: Numbers
+
+
+def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
+    """Join the chunks of ``parts``."""
+    words = [row for part in parts for row in part.words]
+    # Packs use huge pages, and memory in which page faults are rare.
+    joined = empty((sum(map(len, words)),), torch.uint16, torch.device("cpu")).view(torch.int16).numpy().view(numpy.uint16)
+    if len(joined):
+        numpy.concatenate(words, out=joined)
+    return rans.Chunks(joined, *(numpy.concatenate([part[index] for part in parts]) for index in (1, 2)))
+
+
+def encode_apart(
+    symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
+) -> ChunksApart:
+    """Encode like ``encode``, but leave the words of each chunk where they are."""
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
     stride = symbols.shape[1]
@@ -75,10 +103,7 @@ def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, 
         symbols.ctypes.data, lengths.ctypes.data, _address(chunk_tables), _address(symbol_tables), *addresses, count, stride, threads, level
     )
     library.run("rans_encode", call, "encode")
-    empty = numpy.empty(0, numpy.uint16)
-    return rans.Chunks(
-        numpy.concatenate([empty, *(row[stride - word_count :] for row, word_count in zip(words, written, strict=True))]), written, states
-    )
+    return ChunksApart([row[stride - word_count :] for row, word_count in zip(words, written, strict=True)], written, states)
 
 
 def _split_table(table: Numbers, count: int, shape: tuple[int, ...]) -> tuple[Numbers | None, Numbers | None]:

@@ -98,9 +98,7 @@ def encode_without(
         return None
     from kvpack.kernels.cpu import encode as c_encode
 
-    if not (c_encode.supports_skipping(codec) and c_encode.supports(codec, x)):
-        return None
-    return c_encode.encode(codec, x, before, skipped=skipped)
+    return c_encode.encode(codec, x, before, skipped=skipped) if c_encode.supports_skipping(codec) else None
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -167,7 +167,7 @@ def test_commands_with_keys_refuse_unencrypted_entries(
     assert "is not encrypted" in found["unreadable"][key]
     assert found["undecryptable"] == []
     run("ls", folder, *words, code=0)
-    assert "1 entries refused as damaged, not encrypted or too large" in capsys.readouterr().out
+    assert "1 entry refused as damaged, not encrypted or too large" in capsys.readouterr().out
     found = printed(capsys, "verify", folder, *words, code=1)
     assert [(row["key"], row["deleted"]) for row in found["refused"]] == [(key, False)]
     assert printed(capsys, "stat", folder, *words)["unreadable"] == 1

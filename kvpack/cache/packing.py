@@ -30,7 +30,7 @@ from .checksums import checksums, has_checksums
 from .dense_states import DenseLayer, extract_layers
 from .layer import Layer
 from .minifloats import ELEMENT_DTYPES, Minifloats
-from .side import Side, check_tensor, pack_sides
+from .side import Side, check_tensor, pack_sides, packed_tokens
 
 if TYPE_CHECKING:
     import os
@@ -350,16 +350,22 @@ def _pack_pair(
     """Encode the keys and values of the layers ``numbers``, which are the sequences of ``layer``, one after another."""
     k, v, outlier = layer.k, layer.v, None
     norms = cache(dispatch.norms)
+    # Keys and values mostly have the same rule for raw tokens.
+    chosen_by_rule: dict[tuple[int, float, float], torch.Tensor] = {}
     both: list[Sequence[Side | None]] = []
     for side, x, codec in zip("kv", (k, v), codecs, strict=True):
         where = f"layers[{numbers.start}].{side}"
         if x is None or codec is None:
             both.append([None] * len(numbers))
         elif isinstance(x, torch.Tensor):
-            raw, given = codec.sidecar(RawPositions), None
+            raw, chosen = codec.sidecar(RawPositions), None
             if raw is not None and isinstance(k, torch.Tensor):
-                given = raw.choice_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
-            both.append(pack_sides(x, len(numbers), codec, window, where, start + layer.skipped, given))
+                rule = raw.first, raw.low_norm, raw.high_norm
+                if rule not in chosen_by_rule:
+                    given = raw.choice_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
+                    chosen_by_rule[rule] = raw.choose(given[:, :, : packed_tokens(k.shape[2], window)], start + layer.skipped)
+                chosen = chosen_by_rule[rule]
+            both.append(pack_sides(x, len(numbers), codec, window, where, start + layer.skipped, chosen=chosen))
             if side == "k":
                 outlier = _outlier_channel(x, codec, numbers.start)
         else:

@@ -402,20 +402,35 @@ def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int
     return side
 
 
-def pack_sides(
-    x: torch.Tensor, layers: int, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None
-) -> list[Side]:
-    """Encode as ``pack_side`` does, and return the sides of ``layers`` layers, whose sequences are in ``x`` one after another."""
-    tokens = x.shape[2]
+def packed_tokens(tokens: int, window: int) -> int:
+    """Return how many of ``tokens`` new tokens are packed."""
     # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.
-    packed = tokens - tokens % window if window else tokens
+    return tokens - tokens % window if window else tokens
+
+
+def pack_sides(
+    x: torch.Tensor,
+    layers: int,
+    codec: Codec,
+    window: int,
+    where: str,
+    first: int | None = None,
+    norms: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
+) -> list[Side]:
+    """Encode as ``pack_side`` does, and return the sides of ``layers`` layers, whose sequences are in ``x`` one after another.
+
+    ``chosen`` are the raw tokens, as in ``encode``.
+    """
+    tokens = x.shape[2]
+    packed = packed_tokens(tokens, window)
     with float32_no_grad(x.device):
         if packed < tokens and codec.exact_dtype is None:
             check_finite(x[:, :, packed:], packed, where)
         packed_norms = None if norms is None else norms[:, :, :packed]
         parts: Sequence[Mapping[str, torch.Tensor] | None] = [None] * layers
         if packed:
-            streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms, layers=layers)
+            streams = encode(codec, x[:, :, :packed], where, position=first, norms=packed_norms, layers=layers, chosen=chosen)
             parts = [streams] if layers == 1 else split_sequences(codec, streams, layers)
         sides = []
         for part, tail in zip(parts, x[:, :, packed:].chunk(layers, 0), strict=True):

@@ -65,6 +65,7 @@ def encode(
     position: int | None = None,
     norms: torch.Tensor | None = None,
     layers: int = 1,
+    chosen: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Encode ``x`` as one run and return its streams, by the names in ``codec.layout``.
 
@@ -76,6 +77,7 @@ def encode(
         position: Position of the first token, if known.
         norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``head_norms.norms_per_head``), if known. Default: those of ``x``.
         layers: Number of layers whose sequences are in ``x``. An error may then be due to another layer's tokens.
+        chosen: Raw tokens, bool ``[batch, token]``, if they have been chosen by norms. Default: those that ``norms`` select.
 
     Raises:
         InvalidParameter: A value is NaN or infinite (raw and lossless store these too), or ``uses_triton`` raises it.
@@ -92,7 +94,9 @@ def encode(
             report_poor_fit(losses_of(EncodedRun(codec, x, streams, given, sizes)), where)
             return streams
         # The encoder of the other tokens, kernels included, receives a whole run.
-        chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
+        if chosen is None:
+            chosen = raw.choose((given() if norms is None else norms).to(x.device), position, before is not None)
+        chosen = chosen.to(x.device)
         shared = plain.summary.shared_scales
         if shared and raw.high_norm and not plain.summary.changes_norms:
             chosen = add_poorly_fitting(chosen, measure_fit_errors(given(), shared))

@@ -98,7 +98,7 @@ def test_an_unreachable_hub_is_asked_only_once(cache: Path, monkeypatch: pytest.
         raise HfHubHTTPError.__mro__[1]("no route to host")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the download was tried"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("a download was attempted"))
     with pytest.raises(MissingFile, match=rf"cannot be downloaded \(no route to host\): .*'hf download {NAME}'"):
         model_folder(NAME)
     assert timeouts == [3]

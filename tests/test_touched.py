@@ -14,7 +14,7 @@ from support.touched import ROOT, changed_files, needed_by
 def sources() -> list[str]:
     """Return every Python file of the checkout that git does not ignore."""
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no checkout of git")
+        pytest.skip("this folder is not a git checkout")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [file for file in listed if (ROOT / file).exists()]

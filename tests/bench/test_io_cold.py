@@ -58,7 +58,7 @@ def test_works_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "fio is not installed" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a device of this name may be there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device with this name may exist")
 def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "io", "--cold", "--synthetic", "1x1x1x64x64", "--device", "cuda:5"]) == 2
     assert "device is 'cuda:5'" in capsys.readouterr().err

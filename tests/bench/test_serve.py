@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.integrations.transformers import KvpackCache
 from kvpack.models import transformers_library
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of a device are large")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shapes for GPUs are too large for the CPU")
 
 
 def test_table_has_rows_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ def test_the_report_compares_jobs_with_the_kernels(capsys: pytest.CaptureFixture
         pages.run(0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
 def test_a_missing_device_is_named() -> None:
     with pytest.raises(InvalidParameter, match="--device is cuda, and PyTorch sees no CUDA device"):
         device_pages.run(1)

@@ -15,7 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shapes of a device are large")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="shapes for GPUs are too large for the CPU")
 
 
 @pytest.mark.scenario

@@ -75,7 +75,7 @@ def test_a_slice_decodes_to_its_values(recipe: str, tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(dense(joined), dense(whole), strict=True))
     stream = next(iter(whole[0].k.runs[0].streams.values()))
     part = next(iter(whole[:, 64:96][0].k.runs[0].streams.values()))
-    assert part.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr(), "a slice shares the bytes"
+    assert part.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr(), "the slice did not share the bytes"
 
 
 def test_slices_start_at_token_groups() -> None:
@@ -104,7 +104,7 @@ def test_append_encodes_each_token_once(recipe: str) -> None:
         assert cache.tokens == start
         assert cache[0].k.tail.shape[2] < window
     assert start == 300
-    assert all(torch.equal(a, b) for a, b in zip(dense(cache[:, :64]), first, strict=True)), "packed tokens never change"
+    assert all(torch.equal(a, b) for a, b in zip(dense(cache[:, :64]), first, strict=True)), "packed tokens were changed"
     assert relative_error(cache, pairs) <= BOUNDS[recipe]
     assert len(cache[0].k.runs) <= 12
 
@@ -242,7 +242,7 @@ def test_convert_keeps_values_that_already_fit() -> None:
     assert same[0].k.runs[0].streams["codes.0"].data_ptr() == cache[0].k.runs[0].streams["codes.0"].data_ptr()
     assert same[1].k.codec.params()["bits"] == 4
     exact = kvpack.pack(random_pairs(2, 96), "bf16").convert("kivi-2")
-    assert all(torch.equal(a, b) for a, b in zip(dense(exact), dense(cache), strict=True)), "bf16 loses nothing on the way"
+    assert all(torch.equal(a, b) for a, b in zip(dense(exact), dense(cache), strict=True)), "bf16 values were not restored exactly"
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,9 @@ def test_errors_give_the_position_of_non_finite_values(recipe: str, value: float
     bad[0, 1, 17, 5] = value
     with pytest.raises(InvalidParameter, match=r"layers\[1\].v: the value at batch 0, head 1, token 17, channel 5 is -?(nan|inf)"):
         kvpack.pack([(k, v), (k, bad)], recipe.split(";")[0])
-    assert torch.equal(torch.isnan(kvpack.pack([(k, bad)], "bf16")[0].unpack()[1]), torch.isnan(bad)), "raw keeps any value"
+    assert torch.equal(torch.isnan(kvpack.pack([(k, bad)], "bf16")[0].unpack()[1]), torch.isnan(bad)), (
+        "raw did not keep the non-finite values"
+    )
 
 
 def test_non_finite_values_never_reach_a_raw_tail() -> None:
@@ -364,7 +366,7 @@ def test_non_finite_values_never_reach_a_raw_tail() -> None:
     cache = kvpack.pack([(k, v)], "kivi-2;tail=64")
     with pytest.raises(InvalidParameter, match=r"layers\[0\].v: .* token 139, channel 5"):
         cache.append([(k, bad)])
-    assert kvpack.pack([(k, bad)], "bf16;tail=64").tokens == 70, "raw keeps any value"
+    assert kvpack.pack([(k, bad)], "bf16;tail=64").tokens == 70, "raw did not keep the non-finite values"
 
 
 def test_reprs_fit_on_one_line() -> None:

@@ -81,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             cut = self.cache[:, start:stop]
         except OutOfBounds:
-            assert start not in self._boundaries, "a slice may begin where a page and a token group do"
+            assert start not in self._boundaries, "a slice at the start of a page and token group was refused"
             return
         self._keep(start, stop)
         self.start += start

@@ -39,7 +39,7 @@ def test_loaded_caches_equal_saved_ones(recipe: str, compress: bool, tmp_path: P
     q = torch.randn(2, 4, 3, 64)
     assert torch.equal(kvpack.attend(q, loaded[1]), kvpack.attend(q, kvpack.load(tmp_path / "a.kvpack")[1]))
     kvpack.save(loaded, tmp_path / "b.kvpack", compress=compress)
-    assert (tmp_path / "a.kvpack").read_bytes() == (tmp_path / "b.kvpack").read_bytes(), "saving again changes no byte"
+    assert (tmp_path / "a.kvpack").read_bytes() == (tmp_path / "b.kvpack").read_bytes(), "saving again changed the file"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -98,7 +98,7 @@ def test_non_string_names_are_refused(folder: Path, good: Basis) -> None:
         assert find(folder, good.digest).digest == good.digest
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read all files")
 def test_an_unreadable_folder_is_reported(folder: Path, good: Basis) -> None:
     folder.chmod(0)
     with pytest.raises(MissingFile, match="as a folder of bases: Permission denied"):

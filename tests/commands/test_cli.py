@@ -618,7 +618,7 @@ def test_a_dense_file_of_another_format(tmp_path: Path, capsys: pytest.CaptureFi
         assert run("pack", plain, tmp_path / "out", "--recipe", "kivi-2") == 2
         message = capsys.readouterr().err
         assert message.startswith(f"kvpack: {plain} is not a safetensors file")
-        assert message.strip().isprintable(), "a terminal would obey it"
+        assert message.strip().isprintable(), "the output contains a control character"
 
 
 @pytest.mark.parametrize("command", [["pack", "--recipe", "raw"], ["import"]])

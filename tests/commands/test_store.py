@@ -58,14 +58,14 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     store = open_store(folder)
     assert rows[2]["key"] == store.keys(prompt(3, first=1, seed=1))[-1].hex()
-    assert sum(row["bytes"] for row in rows) > store.stats()["bytes"], "a shared chunk counts for both prefixes"
+    assert sum(row["bytes"] for row in rows) > store.stats()["bytes"], "a shared chunk was not counted for both prefixes"
     run("ls", folder)
     text = capsys.readouterr().out
     assert "3 prefixes in 5 entries" in text
     assert rows[2]["key"][:16] in text
     times = [os.stat(path).st_mtime_ns for path in entries(folder)]
     run("ls", folder)
-    assert [os.stat(path).st_mtime_ns for path in entries(folder)] == times, "to look at an entry is no use of it"
+    assert [os.stat(path).st_mtime_ns for path in entries(folder)] == times, "reading an entry with a command counted as a use"
 
 
 def test_a_prefix_without_its_beginning_is_marked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_gc(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["swept_files"], found["evicted_entries"], found["entries"]) == (1, 0, 5)
     assert printed(capsys, "gc", folder, "--max-bytes", "1GB")["evicted_entries"] == 0
     found = printed(capsys, "gc", folder, "--max-bytes", 0)
-    assert (found["evicted_entries"], found["entries"]) == (2, 3), "what is pinned stays"
+    assert (found["evicted_entries"], found["entries"]) == (2, 3), "a pinned entry was removed"
     run("gc", folder)
     assert "removed 0 entries" in capsys.readouterr().out
 
@@ -250,10 +250,10 @@ def test_encrypted_entries_with_and_without_their_key(
     found = printed(capsys, "ls", folder)
     assert (found["prefixes"], len(found["unreadable"])) == ([], 3)
     found = printed(capsys, "verify", folder, "--delete")
-    assert (len(found["undecryptable"]), found["refused"]) == (3, []), "what only lacks its key stays"
+    assert (len(found["undecryptable"]), found["refused"]) == (3, []), "an entry without its key was removed"
     for words in (["--key-file", key_file], ["--key-file", key_file, "--tenant", "other"]):
         found = printed(capsys, "verify", folder, *words)
-        assert len(found["undecryptable"]) == 3, "the tenant is part of what is authenticated"
+        assert len(found["undecryptable"]) == 3, "entries of another tenant were decrypted"
     words = ["--key-file", key_file, "--tenant", IDENTITY.tenant]
     assert printed(capsys, "verify", folder, *words) == {"entries": 3, "refused": [], "undecryptable": []}
     monkeypatch.setenv("KVPACK_KEY_FILE", str(key_file))
@@ -269,7 +269,7 @@ def test_encrypted_entries_with_and_without_their_key(
         file.write(b"damage")
     monkeypatch.delenv("KVPACK_KEY_FILE")
     found = printed(capsys, "verify", folder, code=1)
-    assert (len(found["undecryptable"]), len(found["refused"])) == (2, 1), "damage shows without the key"
+    assert (len(found["undecryptable"]), len(found["refused"])) == (2, 1), "damage was not found without the key"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_verify_exits_with_the_worst_code(folder: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     run("verify", folder, "--delete", code=3)
     assert "too little memory for its" in capsys.readouterr().err
-    assert os.path.exists(unread), "want of memory is no damage"
+    assert os.path.exists(unread), "exhausted memory was reported as damage"
     assert not os.path.exists(damaged)
 
 
@@ -486,4 +486,4 @@ def test_a_prefix_with_a_basis_is_exported_by_the_store_and_imported_with_the_fi
     before = path.stat().st_mtime_ns
     run("export", based, row["key"][:12], tmp_path / "two.kvpack", code=1)
     assert "damaged: its basis" in capsys.readouterr().err
-    assert path.stat().st_mtime_ns == before, "a command that only looks changes nothing"
+    assert path.stat().st_mtime_ns == before, "a read-only command changed the store"

@@ -71,7 +71,7 @@ def test_an_old_file_keeps_its_mode(old: int, tmp_path: Path) -> None:
     assert (mode(tmp_path / "a"), (tmp_path / "a").read_bytes()) == (old, b"new bytes")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a file")
 def test_an_old_file_keeps_its_owner_and_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"old")
     (tmp_path / "a").chmod(0o674)
@@ -85,7 +85,7 @@ def test_an_old_file_keeps_its_owner_and_group(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "fchown", refused)
     write_file(tmp_path / "a", DATA)
-    assert mode(tmp_path / "a") == 0o644, "the writer's group got what another group had"
+    assert mode(tmp_path / "a") == 0o644, "the writer's group got access to another group's file"
 
 
 def test_an_unfinished_file_is_private_until_it_is_complete(tmp_path: Path) -> None:
@@ -216,10 +216,12 @@ def test_only_files_of_dead_writers_are_removed(tmp_path: Path, monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(atomic, "_LOCAL_FILE_SYSTEMS", {})
             removed, kept = remove_dead(str(tmp_path))
-            assert (removed, sorted(kept)) == ([], sorted(map(str, (dead, old, held)))), "another host may hold the lock"
+            assert (removed, sorted(kept)) == ([], sorted(map(str, (dead, old, held)))), (
+                "a file that another host may have locked was removed"
+            )
         with monkeypatch.context() as patch:
             patch.setattr(atomic, "try_lock", lambda descriptor: None)
-            assert remove_dead(str(tmp_path)).removed == [], "a file system without locks shows no dead writer"
+            assert remove_dead(str(tmp_path)).removed == [], "a file was removed on a file system without locks"
         removed, kept = remove_dead(str(tmp_path))
         assert (removed, sorted(kept)) == ([str(dead)], sorted(map(str, (old, held))))
     assert sorted(os.listdir(tmp_path)) == [name for name in every if name != dead.name]

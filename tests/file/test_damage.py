@@ -41,7 +41,7 @@ def refusal(data: bytes | bytearray | memoryview) -> str:
         container.open_bytes(data).verify()
     except KvpackError as error:
         return str(error)
-    raise AssertionError("damage was not seen")
+    raise AssertionError("damage was not found")
 
 
 def parts(data: bytes) -> list[tuple[int, int, str]]:

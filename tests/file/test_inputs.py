@@ -189,7 +189,9 @@ def test_tokens_with_unknown_ids_are_named_whatever_their_origin(tmp_path: Path)
     assert longer[:, 12:].inputs == Inputs(b"", named.undetermined, named.starts)
     assert kvpack.pack([(torch.randn(1, 2, 15, 32),) * 2], "raw", inputs=Inputs(ids(*range(12)))).inputs == named
     old = longer.contents
-    assert replace(longer, inputs=Inputs(ids(*range(12)))).contents == old, "files of earlier versions lack the clause"
+    assert replace(longer, inputs=Inputs(ids(*range(12)))).contents == old, (
+        "a file without the clause was not read like one of an earlier version"
+    )
     rows = Inputs.of_rows((ids(1, 2), ids(1, 3)), (), (), 0)
     batch = replace(cache_of(2, 0, None).select([0, 0]), inputs=rows).append([(side.expand(2, -1, -1, -1),) * 2])
     assert batch.select([1]).inputs == Inputs(ids(1, 3), (f"tokens 2 to 4 {WITHOUT_IDS}",), (2,))

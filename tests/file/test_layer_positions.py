@@ -33,7 +33,7 @@ def test_a_cache_spans_the_tokens_that_its_layers_saw() -> None:
     assert [(layer.skipped, layer.tokens, layer.seen_tokens) for layer in cache] == [(0, 70, 70), (48, 22, 70), (0, 70, 70)]
     assert [cache.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
     alone = replace(cache, layers=cache.layers[1:2])
-    assert (alone.tokens, alone.stop) == (70, 75), "a cache whose layers all slide spans what they have seen"
+    assert (alone.tokens, alone.stop) == (70, 75), "the cache does not span the tokens that its sliding layers saw"
     assert repr(alone) == "Cache('kv=group:b=2', 1 layers, tokens [5:75], some layers [53:75], model {})"
 
 

@@ -419,10 +419,12 @@ def test_commands_accept_a_basis(basis: Basis, tmp_path: Path, capsys: pytest.Ca
     assert f"needs the basis {basis.digest.hex()}" in capsys.readouterr().out
     dense = str(tmp_path / "z.safetensors")
     assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense]) == MissingBasis.exit_code == 1
-    assert cli.main(["convert", str(packed), str(tmp_path / "z.kvpack"), "klt-2"]) == 2, "the request is wrong, and not the file"
+    assert cli.main(["convert", str(packed), str(tmp_path / "z.kvpack"), "klt-2"]) == 2, "the error blamed the file instead of the request"
     assert cli.main(["unpack", str(tmp_path / "y.kvpack"), dense, "--basis", str(tmp_path)]) == 0
     assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "klt-2", "--basis", str(given)]) == 0
-    assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "raw", "--basis", str(given)]) == 2, "nothing would read it"
+    assert cli.main(["pack", dense, str(tmp_path / "w.kvpack"), "--recipe", "raw", "--basis", str(given)]) == 2, (
+        "a basis that nothing would read was accepted"
+    )
     capsys.readouterr()
     assert cli.main(["inspect", str(given)]) == 0
     shown = capsys.readouterr().out

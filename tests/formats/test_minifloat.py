@@ -117,7 +117,7 @@ def test_no_value_of_a_block_is_clipped_to_the_largest_element(element: str) -> 
     decoded = codec.decode(streams)
     assert ((decoded - x).abs() <= 2.0 ** -(ELEMENTS[element].fraction_bits + 1) * x.abs()).all()
     again = codec.encode(decoded)
-    assert all(torch.equal(again[name], streams[name]) for name in streams), "decoded values are encoded to the same bits"
+    assert all(torch.equal(again[name], streams[name]) for name in streams), "encoding decoded values gave different bits"
 
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)

@@ -53,7 +53,7 @@ def test_backend_settings_are_detected() -> None:
     matmul: Any = torch.backends.cuda.matmul
     before = getattr(matmul, "fp32_precision", None)
     if before is None:
-        pytest.skip("this PyTorch has one setting for all backends")
+        pytest.skip("this PyTorch version has one setting for all backends")
     matmul.fp32_precision = "tf32"
     try:
         assert products.may_round_factors("cuda")

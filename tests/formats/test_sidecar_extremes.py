@@ -166,7 +166,7 @@ def test_raw_tokens_are_replaced_within_their_token_group() -> None:
     assert isinstance(codec, CodecWithSidecars)
     streams, alone = codec.encode(x), codec.codec.encode(x)
     groups = streams["scales"][:, :, :, :, 0]
-    assert (groups <= alone["scales"][:, :, :, :, 0]).all(), "a token that is not encoded widens no group"
+    assert (groups <= alone["scales"][:, :, :, :, 0]).all(), "a raw token widened its group"
 
 
 def test_the_command_line_supports_sidecars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,10 +51,10 @@ def test_the_least_recently_used_table_is_evicted(monkeypatch: pytest.MonkeyPatc
     assert numbers(9, torch.device("cpu")).tolist() == list(range(9))
     assert numbers(10, "cpu") is first
     numbers(8, "cpu")
-    assert numbers(10, "cpu") is first, "it was used after the second"
+    assert numbers(10, "cpu") is first, "the first table, which was used last, was evicted"
     numbers(9, "cpu")
     assert made == [10, 9, 8, 9]
-    assert len(numbers(1000, "cpu")) == 1000, "a table above the bound is made, and not kept"
+    assert len(numbers(1000, "cpu")) == 1000, "a table above the limit was not built"
     assert kept_bytes() == 0
 
 

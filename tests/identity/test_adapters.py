@@ -105,7 +105,7 @@ STATES: dict[str, Callable[[], Any]] = {
 def test_models_with_different_adapters_have_different_identities(named: str | None) -> None:
     found = {name: identity(make(), adapter=named) for name, make in STATES.items()}
     assert len({one.digest for one in found.values()}) == len(STATES)
-    assert len({dataclasses.replace(one, adapter="") for one in found.values()}) == 1, "an adapter changes the field adapter alone"
+    assert len({dataclasses.replace(one, adapter="") for one in found.values()}) == 1, "an adapter changed other fields"
     for name in set(STATES) - {"none", "transformers' own, disabled"}:
         assert "sha256:" in found[name].adapter
         assert named is None or found[name].adapter.startswith("customer sha256:")
@@ -119,7 +119,7 @@ def test_names_are_those_of_active_adapters() -> None:
     for module in merged(active(model, "first")).modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             module.set_adapter("second")
-    assert identity(model).adapter.startswith("first,second sha256:"), "what is merged is in effect whichever is active"
+    assert identity(model).adapter.startswith("first,second sha256:"), "a merged adapter was not named"
 
 
 def test_disabling_and_enabling_adapters() -> None:
@@ -156,7 +156,7 @@ def test_the_inner_model_has_the_same_identity_as_its_wrapper() -> None:
     model = with_two_loras()
     assert identity(model.base_model.model) == identity(model.base_model) == identity(model)
     assert kvpack.Identity.of(model.base_model.model, "bf16") == kvpack.Identity.of(model, "bf16")
-    assert identity(in_transformers(rank=4)) == identity(model), "the same adapter, attached by another library"
+    assert identity(in_transformers(rank=4)) == identity(model), "the library changed the identity of the adapter"
 
 
 def test_inactive_adapters_change_nothing() -> None:
@@ -174,7 +174,7 @@ def test_every_weight_of_an_adapter_counts(kind: str) -> None:
     mine = identity(model)
     with torch.no_grad():
         model.eval()(torch.arange(5)[None])
-    assert identity(model) == mine, "running a model leaves its adapters as they are"
+    assert identity(model) == mine, "running the model changed its adapters"
     plain = {tensor.shape for tensor in small_llama().state_dict().values()}
     words = ["second"] if kind == "second" else ["first", "default", "prompt"]
     own = [tensor for name, tensor in model.named_parameters() if any(word in name for word in words)]

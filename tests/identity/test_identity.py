@@ -380,7 +380,7 @@ def test_sequences_whose_length_changes_the_frequencies_are_not_stored(kind: str
         store.save(ids[:80], computed(80))
     assert store.save(ids[:longest], computed(longest)) == longest // 16 * 16
     assert store.load(ids[: longest - 1])[0] == store.match(ids[: longest - 1]) == (longest - 1) // 16 * 16
-    assert store.load(ids[:longest]) == (0, None), "with the token that follows, the model takes other frequencies"
+    assert store.load(ids[:longest]) == (0, None), "a prefix was loaded although the next token changes the frequencies"
     assert store.match(ids[:80]) == 0
     plain = kvpack.Store(tmp_path / "plain", identity(small_llama(), name="m"), chunk=32)
     assert plain._max_sequence is None

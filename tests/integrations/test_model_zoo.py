@@ -81,7 +81,7 @@ def test_most_architectures_work_in_every_step(rows: list[Row]) -> None:
 def test_the_page_lists_all_architectures(rows: list[Row]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}," not in text:
-        pytest.skip("the page is of another version of transformers")
+        pytest.skip("the page was written for another version of transformers")
     stated = told(text)
     assert stated.keys() == {architecture.name for architecture in ZOO}
     assert {row.name for row in rows if stated[row.name] != told(table([row]))[row.name]} == set()

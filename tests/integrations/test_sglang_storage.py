@@ -208,7 +208,7 @@ def test_sglang_reports_kvpacks_counters(storage: Any, tmp_path: Path, monkeypat
     shown: dict[str, Metric] = {}
 
     def made(name: str, meaning: str, labels: list[str], **options: Any) -> Metric:
-        assert name not in shown, "prometheus_client takes a name once"
+        assert name not in shown, "a metric was registered twice"
         shown[name] = Metric(name, meaning, labels)
         return shown[name]
 

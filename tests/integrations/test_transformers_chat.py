@@ -61,7 +61,7 @@ def test_a_compact_file_packs_the_newest_keys_and_continues(model: Any, tmp_path
     chat.send(HELLO, **GREEDY)
     sizes = [chat.save(tmp_path / "chat.kvpack", compact=compact) for compact in (False, True)]
     assert sizes[1] < sizes[0]
-    assert chat.cache[0].k.tail.shape[2] > 0, "the chat in memory keeps its newest keys raw"
+    assert chat.cache[0].k.tail.shape[2] > 0, "the chat in memory packed its newest keys"
     loaded = Chat.load(tmp_path / "chat.kvpack", model, words)
     assert [layer.k.tail.shape[2] for layer in loaded.cache] == [0] * len(loaded.cache)
     assert loaded.cache.recipe == chat.cache.recipe

@@ -52,7 +52,7 @@ def compiled(folder: Path, *arguments: str) -> Any:
 
 
 @pytest.mark.scenario
-@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 @pytest.mark.parametrize("recipe", KERNELS)
 def test_kernels_compile_without_the_device(recipe: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, "--quick", *(["--every"] if recipe in EVERY_CALL else []), recipe)
@@ -60,16 +60,16 @@ def test_kernels_compile_without_the_device(recipe: str, tmp_path: Path) -> None
 
 
 @pytest.mark.scenario
-@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 def test_the_default_recipe_compiles(tmp_path: Path) -> None:
     """It compiles with the oldest and the newest Triton (.ci/versions.py), because one may accept what the other rejects."""
     assert {"attend_split", "_encode"} <= set(compiled(tmp_path, "--quick", "kvpack-2;raw=0")["kernels"])
 
 
 @pytest.mark.scenario
-@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 def test_kernels_fit_on_chips_with_less_shared_memory(tmp_path: Path) -> None:
-    """Of all chips these have the least; ``make gpu-compile`` compiles for the others too."""
+    """These chips have the least; ``make gpu-compile`` also compiles for others."""
     found = compiled(tmp_path, "--quick", "--capability", "89", "k=octahedral:b=3;v=group:b=3")
     assert {"attend_split", "decode_tiles", "unpack_tiles", "_encode"} <= set(found["kernels"])
     assert found["registers_and_shared_memory"]["_attend"][1] <= found["shared_memory"]

@@ -189,7 +189,7 @@ def test_values_beyond_tiles_are_left_to_torch() -> None:
         tiles_of(replace(klt(32, bytes([2, 2])), source=None))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="what compiled kernels read is the same for any number of tokens")
+@pytest.mark.skipif(INTERPRETED, reason="this test checks compiled kernels")
 def test_many_tokens() -> None:
     k, v = klt(128, bytes([6, 3, 2, 1, 1, 0, 0, 0])), klt(128, bytes([5, 3, 2, 2, 1, 0, 0, 0]), "v")
     for tokens in (4096, 10007):

@@ -76,7 +76,7 @@ def executed(ptx: str, **given_registers: int) -> dict[str, int]:
     return registers
 
 
-@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 @pytest.mark.parametrize("converts", [False, True], ids=["by integers", "by conversions"])
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
@@ -102,7 +102,7 @@ def test_inline_assembly_is_exact(element: str, converts: bool) -> None:
                     assert math.copysign(1, found) == math.copysign(1, expected) or (element, found) == ("e2m1", 0), (position, hex(both))
 
 
-@pytest.mark.skipif(not triton_version.is_supported(), reason="no version of Triton that the kernels were tested with")
+@pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels were not tested with this Triton version")
 @pytest.mark.parametrize("lowered", [0, 14])
 def test_powers_of_four_scales_are_exact(lowered: int) -> None:
     """Scales are divided by the largest, at any position: equal ones, just representable ones, too small ones, and extreme ones."""

@@ -41,7 +41,7 @@ def drawn() -> set[str]:
 
 
 @pytest.mark.kernels
-@pytest.mark.skipif(not INTERPRETED, reason="compiled code calls no Python functions")
+@pytest.mark.skipif(not INTERPRETED, reason="compiled code does not call Python functions")
 def test_the_plot_names_every_file_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
     layer = kvpack.pack(random_pairs(1, 256, dims=(128, 128)), "kv=group:b=4,g=32").to(DEVICE)[0]

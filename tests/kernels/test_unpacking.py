@@ -211,7 +211,7 @@ def test_table_kernel_never_reads_beyond_its_table(words: str) -> None:
     }
     entries = 48 if words.startswith("n") else 7 * 24
     first, *more = codec.digits(streams)
-    assert first.max() >= entries, "the words say nothing beyond the table"
+    assert first.max() >= entries, "no word selects an entry beyond the table"
     inside = codec.pack_digits(first.clamp(max=entries - 1), *more) | {name: streams[name] for name in codec.scales(1, 2, 40)}
     check_tables(codec, streams, codec.decode_frame(inside))
 

@@ -251,7 +251,7 @@ def test_the_hosts_settings_have_no_effect_and_are_kept(recipe: str, monkeypatch
     """vLLM creates models with a 16-bit default dtype and on a default device, and allows no call of set_num_threads."""
 
     def forbidden(*_: object) -> None:
-        raise AssertionError("the host's threads are not ours")
+        raise AssertionError("the host's number of threads was changed")
 
     def made() -> tuple[list[bytes], list[torch.Tensor]]:
         with PageCodec(recipe, SMALL, threads=2) as codec:
@@ -497,7 +497,7 @@ def test_no_call_changes_the_hosts_thread_count(monkeypatch: pytest.MonkeyPatch)
     """The page is so large that an encoder would use several threads, but vLLM forbids the call."""
 
     def forbidden(*_: object) -> None:
-        raise AssertionError("the host's threads are not ours")
+        raise AssertionError("the host's number of threads was changed")
 
     monkeypatch.setattr(torch, "set_num_threads", forbidden)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)

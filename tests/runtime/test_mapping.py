@@ -16,7 +16,7 @@ from kvpack.runtime.mapping import is_cold, populate
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in the page cache")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the contents of the page cache")
 PAGES = 64
 
 

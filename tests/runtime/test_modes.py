@@ -99,7 +99,7 @@ def test_flushing_subnormals_does_not_change_a_bit(recipe: str, scale: str, kern
     file, found = results(recipe, given, tmp_path / "a")
     with flushed():
         other, again = results(recipe, given, tmp_path / "b")
-        assert flushes_subnormals(), "the caller's mode was not set again"
+        assert flushes_subnormals(), "the caller's mode was not restored"
     assert other == file
     assert bits(again) == bits(found)
 
@@ -115,7 +115,7 @@ def test_reduced_precision_does_not_round_factors(recipe: str, name: str, kernel
         assert torch.get_float32_matmul_precision() == name
         read = kvpack.load(tmp_path / "a")[0].unpack(torch.float32)
     for x, y in zip(found[:2], read, strict=True):
-        assert (x - y).norm() <= 2**-20 * x.norm(), "a file decodes to other values"
+        assert (x - y).norm() <= 2**-20 * x.norm(), "a file decoded to different values"
     for x, y, original in zip(found[:2], again[:2], (k, v), strict=True):
         # A value between two codes may be rounded to either, which is as near.
         error, other = (x - original).norm(), (y - original).norm()
@@ -150,7 +150,7 @@ def test_no_float32_product_uses_reduced_precision(recipe: str, kernels: str, tm
     assert products.found == []
     with Products() as products:
         results(recipe, given, tmp_path / "a")
-    assert products.found or kernels == "cpu" or recipe in ("raw", "lossless"), "the products were not seen"
+    assert products.found or kernels == "cpu" or recipe in ("raw", "lossless"), "no products were recorded"
 
 
 def test_the_quaternion_search_does_not_use_reduced_precision() -> None:
@@ -190,4 +190,4 @@ def test_subnormals_are_kept_only_in_the_calling_thread_and_only_temporarily() -
     assert not flushes_subnormals()
     with float32_no_grad(CPU):
         assert not flushes_subnormals()
-    assert not flushes_subnormals(), "a mode was set that the caller had not"
+    assert not flushes_subnormals(), "a mode was left set that the caller had not set"

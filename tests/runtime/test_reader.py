@@ -147,7 +147,7 @@ def test_direct_reads_return_bytes_at_any_offset(data: bytes, descriptor: int) -
     """Reads whole blocks, up to the end of the file, whose last block is partial."""
     before, direct = opened(), open_direct(descriptor)
     if direct is None:
-        pytest.skip("the file system of the tests refuses direct reads")
+        pytest.skip("the file system of the tests does not support direct reads")
     space = numpy.zeros(SIZE + 3 * BLOCK, numpy.uint8)
     memory = space[-space.ctypes.data % BLOCK :]
     reads = [(0, 10, 0), (BLOCK, 3 * BLOCK + 5, BLOCK), (8 * BLOCK, SIZE - 8 * BLOCK, 8 * BLOCK)]
@@ -174,7 +174,7 @@ def test_a_cold_file_bypasses_the_page_cache(tmp_path: Path, data: bytes, descri
     direct = open_direct(descriptor)
     if direct is None:
         assert read_cold(descriptor, SIZE) is None
-        pytest.skip("the file system of the tests refuses direct reads")
+        pytest.skip("the file system of the tests does not support direct reads")
     os.close(direct)
     found = read_cold(descriptor, SIZE)
     assert found is not None
@@ -207,7 +207,7 @@ def test_a_cold_file_bypasses_the_page_cache(tmp_path: Path, data: bytes, descri
     assert opened() == before
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux opens an open file again")
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux can reopen an open file")
 def test_files_without_direct_reads_are_refused() -> None:
     """A pipe cannot be read at an offset, and no descriptor of it remains open."""
     reading, writing = os.pipe()

@@ -28,7 +28,7 @@ def test_no_more_calls_start_than_requested() -> None:
     assert set(begun) <= set(range(5))
     seen = len(begun)
     time.sleep(0.01)
-    assert len(begun) == seen, "after it closed nothing is under way"
+    assert len(begun) == seen, "calls were still running after closing"
 
 
 def test_exceptions_are_raised_in_order() -> None:

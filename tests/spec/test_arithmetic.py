@@ -17,7 +17,7 @@ def test_mutations_are_found_in_every_module_that_computes() -> None:
     changes = all_changes()
     assert {change.path.relative_to(FOLDER).with_suffix("").parts[0] for change in changes} == set(ARITHMETIC)
     assert len(changes) > 1500
-    assert set(listed()) <= {change.name for change in changes}, "a change that is no more is in the list"
+    assert set(listed()) <= {change.name for change in changes}, "the list contains a change that no longer exists"
 
 
 @pytest.mark.scenario
@@ -25,4 +25,4 @@ def test_a_share_of_the_mutations_is_caught_by_a_vector_or_listed_with_a_reason(
     chosen = [change for change in all_changes() if zlib.crc32(change.name.encode()) % SHARE == 0 and change.name not in listed()]
     survivors = [change.name for change in chosen if caught_by(change) is None]
     assert not survivors
-    assert all(reading.agrees() for reading in readings()[:50]), "a change stays after it was tried"
+    assert all(reading.agrees() for reading in readings()[:50]), "a change was not reverted after it was tried"

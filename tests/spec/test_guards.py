@@ -47,7 +47,7 @@ def test_guards_are_found_in_every_module_that_checks() -> None:
     assert all(counts[name] >= 5 for name in ("columns", "klt", "octahedral", "polar", "checks", "header", "front", "zstd"))
     assert sum(len(guards_of(path)) for path in MODULES) >= 250
     names = [guard.name for guard in all_guards()]
-    assert set(listed()) <= set(names), "a guard that is no more is in the list"
+    assert set(listed()) <= set(names), "the list contains a guard that no longer exists"
 
 
 @pytest.mark.scenario

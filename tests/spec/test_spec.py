@@ -74,7 +74,7 @@ def test_codec_pages_have_ordered_headings_and_the_parameters_of_the_code(codec_
     assert f"Codec id `{codec_id}`, status " in section(PAGES[codec_id], "Id and status")
     layout = section(PAGES[codec_id], "Layout")
     assert re.search(r"^    .*\|", layout, re.MULTILINE), "Layout has a diagram"
-    assert "bytes" in layout, "Layout says how many bytes a token takes"
+    assert "bytes" in layout, "the page does not give the bytes per token in Layout"
     rows = table(section(PAGES[codec_id], "Parameters and ranges"), "parameter", "type", "range")
     stored = [field.name for field in dataclasses.fields(CODECS[codec_id]) if field.metadata.get("stored", True)]  # type: ignore[arg-type]
     assert [next(iter(row.values())) for row in rows] == stored

@@ -51,7 +51,7 @@ def test_vectors_were_not_changed_added_or_lost() -> None:
 
 
 def test_every_vector_is_listed_as_defined() -> None:
-    assert len(set(LINES) - set(defined())) == FINISHED, "a vector is lost, or has lost what writes it"
+    assert len(set(LINES) - set(defined())) == FINISHED, "a vector or the code that writes it is missing"
     assert set(defined()) <= set(LINES)
     for file, vector in defined().items():
         assert LINES[file].items() >= described(vector).items(), file

@@ -92,7 +92,7 @@ def test_both_page_codecs_read_with_the_basis_of_the_store(text: str, tmp_path: 
     k, v = torch.randn(2, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     whole, ids = kvpack.pack([(k, v)], recipe), list(range(40))
     identities = kvpack.Identity("x", recipe), kvpack.Identity("x", recipe.text)
-    assert identities[0] == identities[1], "the text names the basis"
+    assert identities[0] == identities[1], "equal recipes with a basis gave different identities"
     with kvpack.Store(tmp_path, identities[0], chunk=16) as store:
         store.save(ids, whole)
     for identity in identities:
@@ -141,7 +141,7 @@ def test_a_basis_of_another_model_is_refused(tmp_path: Path) -> None:
         assert store.basis() is None
         assert store.counters()["unreadable_entries"] == 1
         assert store.counters()["faults"] == {"load InvalidParameter": 1}
-    assert held(tmp_path) == (1, 3), "it is whole, and others need it"
+    assert held(tmp_path) == (1, 3), "a valid basis that other entries need was removed"
 
 
 def test_entries_with_a_missing_basis_are_misses(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_basis_damaged_in_one_tier_is_read_from_the_next(tmp_path: Path) -> No
     path.unlink()
     with with_basis(tiers) as store:
         save(store, IDS)
-    assert held(tiers[0]) == (1, 3), "a put gives every tier what it lacks"
+    assert held(tiers[0]) == (1, 3), "a put did not add missing entries to every tier"
 
 
 @pytest.mark.scenario
@@ -240,7 +240,7 @@ def _evict_all(location: Any, options: dict[str, Any]) -> None:
             ids = prompt(1, seed=100 + seed)
             other.save(ids, other_cache(len(ids)))
     assert left[0] == (1, 6)
-    assert left[-1] == (0, 0), "a basis that no entry needs is evicted like an entry"
+    assert left[-1] == (0, 0), "an unused basis was not evicted"
     assert (1, 1) in left or (1, 2) in left
 
 
@@ -252,7 +252,7 @@ def test_the_basis_counts_toward_the_budget_and_is_stored_first(tmp_path: Path) 
         assert store.save(IDS, cache(len(IDS))) == 0
         assert store.counters()["faults"] == {"encode LimitExceeded": 1}
     with with_basis(tmp_path) as store:
-        assert store.save(IDS[: CHUNK - 1], cache(CHUNK - 1)) == 0, "there is no whole chunk that needs it"
+        assert store.save(IDS[: CHUNK - 1], cache(CHUNK - 1)) == 0, "an incomplete chunk was stored"
     assert entries(tmp_path) == []
     size = cache(len(IDS))[:, :CHUNK].nbytes
     with with_basis(tmp_path, max_bytes=len(BASIS.data) + 2 * size + 2000) as store:

@@ -32,7 +32,7 @@ def test_encrypted_entries_are_loaded_only_with_the_key(tmp_path: Path) -> None:
         assert wrong.load(ids) == (0, None)
         assert wrong.counters()["undecryptable_entries"] == 1
         assert wrong.counters()["damaged_entries"] == 0
-    assert store.load(ids)[0] == 3 * CHUNK, "an entry of another key stays"
+    assert store.load(ids)[0] == 3 * CHUNK, "an entry of another key was removed"
 
 
 def test_nothing_in_an_entry_is_readable_without_the_key(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_nothing_in_an_entry_is_readable_without_the_key(tmp_path: Path) -> None
     store.delete(prompt(1))
     save(store, prompt(1))
     with open(path, "rb") as file:
-        assert file.read()[-64:] != before[-64:], "every nonce is new"
+        assert file.read()[-64:] != before[-64:], "a nonce was reused"
 
 
 def test_keys_rotate(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_unreadable_entries_after_a_gap_are_not_reported_as_stored(tmp_path: Pat
     os.unlink(entry_of(store, ids, 0))
     fresh = open_store(tmp_path, encryption={"k": OLD})
     assert fresh.save(ids, whole) == fresh.load(ids)[0] == CHUNK
-    assert len(entries(tmp_path)) == 4, "another key may open it"
+    assert len(entries(tmp_path)) == 4, "an entry that another key may decrypt was removed"
     # What is damaged beyond a gap is made anew.
     with open(entry_of(store, ids, 1), "r+b") as file:
         file.write(b"x")
@@ -134,7 +134,7 @@ def test_a_damaged_entry_is_replaced_and_a_plain_one_is_a_miss(tmp_path: Path) -
     seen = open_store(tmp_path)
     assert seen.load(ids) == (0, None)
     assert (seen.counters()["undecryptable_entries"], seen.counters()["damaged_entries"]) == (1, 0)
-    assert store.load(ids)[0] == 2 * CHUNK, "without a key an encrypted entry is no damage"
+    assert store.load(ids)[0] == 2 * CHUNK, "an encrypted entry was reported as damage without a key"
 
 
 @pytest.mark.parametrize(

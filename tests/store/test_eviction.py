@@ -181,7 +181,7 @@ def test_clock_jumps_break_no_rule(hours: int, tmp_path: Path, entry_bytes: int,
         for ids in branches:
             stored = [os.path.basename(path) for path in entries(tmp_path)]
             there = [key.hex() in stored for key in store.keys(ids)]
-            assert there == sorted(there, reverse=True), "an ancestor went before what follows it"
+            assert there == sorted(there, reverse=True), "an ancestor was evicted before its descendants"
 
 
 def test_a_clock_that_was_ahead_does_not_keep_entries(tmp_path: Path, entry_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

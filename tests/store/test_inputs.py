@@ -96,7 +96,7 @@ def test_undetermined_inputs_require_the_inputs_argument(tmp_path: Path) -> None
     shifted = computed(len(ids), ids, ("tokens 0 to 100 have positions that do not count from 0", 0))
     with pytest.raises(InvalidParameter, match="Chunk 0 needs one"):
         store.save(ids, shifted)
-    assert open_store(tmp_path / "begin").save(ids[:CHUNK], made[:, :CHUNK]) == CHUNK, "what comes later changes no earlier chunk"
+    assert open_store(tmp_path / "begin").save(ids[:CHUNK], made[:, :CHUNK]) == CHUNK, "later inputs changed the key of an earlier chunk"
 
 
 def test_ids_that_contradict_the_cache_are_refused(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
     key, file = store.keys(ids, inputs=digests)[2].hex(), tmp_path / "out.kvpack"
     assert cli.main(["store", "export", str(tmp_path / "store"), key, str(file)]) == 0
     features = container.open_file(file).header.ignorable
-    assert list(features) == ["token-chunks.0"], "an importer that knows no inputs finds no token ids"
+    assert list(features) == ["token-chunks.0"], "an importer without support for inputs found token ids"
     new = tmp_path / "new"
     words = ["store", "import", str(new), str(file), "--tenant", IDENTITY.tenant, "--trust-names"]
     assert cli.main([*words, "--chunk", "64"]) == 2

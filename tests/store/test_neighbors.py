@@ -335,7 +335,7 @@ def test_bad_values_in_another_users_folder_are_refused(shared: Path) -> None:
         store = open_store(folder)
         assert store.load(ids) == (0, None)
         assert list(store.counters()["faults"]) == ["load InvalidPayload"]
-        assert store.save(ids, cache(len(ids))) == 0, "what cannot be loaded is not stored"
+        assert store.save(ids, cache(len(ids))) == 0, "an entry that cannot be loaded was reported as stored"
 
 
 @as_root
@@ -544,4 +544,4 @@ def test_a_pin_of_a_terabyte_is_a_fault_and_is_not_read(tmp_path: Path) -> None:
     small = open_store(tmp_path, max_bytes=1)
     small.collect()
     assert small.counters()["faults"] == {"pinned LimitExceeded": 1}
-    assert small.stats()["entries"] == 2, "the other pins count"
+    assert small.stats()["entries"] == 2, "the other pins were ignored"

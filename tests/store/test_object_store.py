@@ -249,7 +249,7 @@ def test_damaged_entries_are_misses_and_are_replaced(place: Any) -> None:
     assert store.counters()["damaged_entries"] == 6
     obstore.put(raw, name, b"")
     assert store.match(ids) == CHUNK
-    assert store.save(ids, whole) == store.match(ids) == 3 * CHUNK, "a new entry takes the place of an empty one"
+    assert store.save(ids, whole) == store.match(ids) == 3 * CHUNK, "the empty entry was not replaced"
 
 
 def test_invalid_entries_are_replaced_and_entries_of_other_keys_are_kept(place: Any) -> None:
@@ -262,12 +262,12 @@ def test_invalid_entries_are_replaced_and_entries_of_other_keys_are_kept(place: 
     for bad in (b"", bytes(len(good)), b"junk", good[:20]):
         obstore.put(raw, name, bad)
         assert ours.match(ids) == CHUNK
-        assert ours.save(ids, whole) == 3 * CHUNK, "without a load before it"
+        assert ours.save(ids, whole) == 3 * CHUNK, "a save without a prior load stored too little"
         assert same(ours.load(ids)[1], whole)
     for other in (opened(place), opened(place, encryption={"theirs": bytes(32)})):
         assert other.load(ids) == (0, None)
         assert other.save(ids, whole) == other.match(ids) == 0
-        assert 1 <= other.counters()["refused_chunks"] <= 3, "several may be put at once"
+        assert 1 <= other.counters()["refused_chunks"] <= 3, "more chunks were refused than are stored concurrently"
     assert same(ours.load(ids)[1], whole)
 
 
@@ -462,7 +462,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, server: Server, monk
             liar.body, liar.length = b"x", 2**40
             store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options, max_entry_bytes=2**60)
             store.load(prompt(1))
-            assert "get LimitExceeded" not in store.counters()["faults"], "a size that no entry has is believed, and the body is asked for"
+            assert "get LimitExceeded" not in store.counters()["faults"], "the body of an object with an impossible size was requested"
     elif mutant == "no breaker":
         monkeypatch.setattr(breaker.CircuitBreaker, "allows_request", lambda self: True)
         with pytest.raises((AssertionError, KeyError)):

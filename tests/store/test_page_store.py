@@ -215,7 +215,7 @@ def test_descendants_are_evicted_before_their_ancestors(tmp_path: Path) -> None:
 
 def test_a_load_marks_the_first_page_as_most_recently_used(location: Any) -> None:
     if type(location).__module__.startswith("obstore"):
-        pytest.skip("lists the times at which its entries were put")
+        pytest.skip("the store does not list the times of its entries")
     keys = [bytes([number]) for number in range(20)]
     given, target = pages(20)[0], cleared(20)[0]
     with PageStore(location, IDENTITY, GEOMETRY) as store:
@@ -284,7 +284,7 @@ def test_a_closed_store_refuses_calls(tmp_path: Path) -> None:
     store = PageStore(tmp_path, IDENTITY, GEOMETRY)
     submitted = store.submit_put(KEYS[:1], given, [0])
     store.close()
-    assert submitted.results == [True], "what was submitted is done first"
+    assert submitted.results == [True], "an earlier job was not completed first"
     store.close()
     threads = threading.active_count()
     calls: list[Any] = [
@@ -328,7 +328,7 @@ def test_jobs_work_in_a_forked_process(tmp_path: Path) -> None:
 
 def test_the_hosts_settings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
-        raise AssertionError("the host's threads are not ours")
+        raise AssertionError("the host's number of threads was changed")
 
     monkeypatch.setattr(torch, "set_num_threads", forbidden)
     given, _ = pages()

@@ -88,7 +88,7 @@ def test_an_entry_above_the_size_limit_is_neither_read_nor_saved(tmp_path: Path)
     more = prompt(2, seed=4)
     assert small.save(more, cache(len(more))) == 0
     assert small.counters()["faults"]["encode LimitExceeded"] == 1
-    assert same(open_store(tmp_path / "store", max_entry_bytes=size).load(ids)[1], whole), "a limit of the caller removes nothing"
+    assert same(open_store(tmp_path / "store", max_entry_bytes=size).load(ids)[1], whole), "a smaller limit of the caller removed an entry"
     for bad in (0, -1, 1.5, "1"):
         with pytest.raises(InvalidParameter, match="max_entry_bytes is"):
             open_store(tmp_path / "store", max_entry_bytes=bad)
@@ -162,7 +162,7 @@ def test_commands_with_keys_refuse_unencrypted_entries(
     key = store.keys(ids)[1].hex()
     words = ["--key-file", key_file, "--tenant", IDENTITY.tenant]
     found = printed(capsys, "ls", folder, *words)
-    assert [row["tokens"] for row in found["prefixes"]] == [CHUNK, CHUNK], "the chunks before it and after it"
+    assert [row["tokens"] for row in found["prefixes"]] == [CHUNK, CHUNK], "the chunks before and after it were not loaded"
     assert list(found["unreadable"]) == [key]
     assert "is not encrypted" in found["unreadable"][key]
     assert found["undecryptable"] == []

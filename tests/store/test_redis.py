@@ -135,7 +135,7 @@ def test_pins_are_respected_and_entries_that_cannot_fit_are_refused(server: Serv
     assert store.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK
     tiny = open_store(server, max_bytes=size - 1)
     assert tiny.save(prompt(1, seed=20), cache(CHUNK + 5, EVEN.recipe)) == 0
-    assert store.match(other) == 2 * CHUNK, "what can never fit takes nobody's place"
+    assert store.match(other) == 2 * CHUNK, "entries were evicted for one that can never fit"
 
 
 def test_unused_entries_expire(server: Server) -> None:
@@ -157,7 +157,7 @@ def test_unused_entries_expire(server: Server) -> None:
     save(store, ids)
     for name in client(server).keys("{kvpack}:entry:*"):
         client(server).expire(name, 0)
-    assert store.stats()["entries"] == 2, "nobody has looked for them"
+    assert store.stats()["entries"] == 2, "lost entries were noticed without a lookup"
     store.collect()
     stats = store.stats()
     assert (stats["entries"], stats["bytes"], stats["vanished_entries"]) == (0, 0, 4)
@@ -192,7 +192,7 @@ def test_a_server_with_its_own_eviction_is_named_and_lost_entries_are_counted(
     assert (stats["entries"], stats["vanished_entries"]) == (3, 3)
     assert stats["bytes"] == sum(redis_client.strlen(name) for name in redis_client.keys("{kvpack}:entry:*"))
     assert store.match(ids) == CHUNK
-    assert store.counters()["vanished_entries"] == 3, "each is counted once"
+    assert store.counters()["vanished_entries"] == 3, "a lost entry was not counted exactly once"
 
 
 def test_invalid_entries_are_not_fetched(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,9 +275,9 @@ def test_replies_invented_by_the_server_are_misses_and_entries_are_replaced(serv
     assert store.counters()["damaged_entries"] == 5
     client(server).delete(name)
     client(server).hset(name, "a", "b")
-    assert store.load(ids)[0] == store.match(ids) == CHUNK, "what is before it is found"
+    assert store.load(ids)[0] == store.match(ids) == CHUNK, "the chunks before it were not found"
     assert set(store.counters()["faults"]) >= {"match ResponseError"}
-    assert store.save(ids, whole) == 3 * CHUNK, "it gives way to a good one"
+    assert store.save(ids, whole) == 3 * CHUNK, "the invalid entry was not replaced"
     assert same(store.load(ids)[1], whole)
 
 

@@ -88,7 +88,7 @@ def test_the_budget_holds_whatever_happens_to_the_count(harm: str, shared: Serve
         whole = save(store, prompt(1, seed=seed), seed=seed)
         assert same(store.load(prompt(1, seed=seed))[1], whole)
         assert stored_bytes(client)[1] <= 6 * size
-    assert stored_bytes(client)[0] == 6, "the room is used"
+    assert stored_bytes(client)[0] == 6, "the budget was not used up"
     assert (store.stats()["entries"], store.stats()["bytes"]) == stored_bytes(client)
 
 
@@ -124,7 +124,7 @@ def test_a_key_of_another_redis_type_is_a_single_miss(shared: Server, client: An
         assert n == 2 * CHUNK
         assert same(found, whole)
         assert {entry.key for entry in store._backend.list()} >= set(store.keys(ids)[:2])
-        assert store.save(ids, whole) == 4 * CHUNK, "it gives way to a good one"
+        assert store.save(ids, whole) == 4 * CHUNK, "the invalid entry was not replaced"
         assert same(store.load(ids)[1], whole)
     assert store.counters()["faults"].keys() <= {"match ResponseError", "list ResponseError", "load NotKvpack"}
 
@@ -143,7 +143,7 @@ def test_an_entry_under_another_key_is_kept(shared: Server, client: Any) -> None
     other = prompt(2, seed=3)
     save(plain, other)
     assert theirs.load(other) == (0, None)
-    assert theirs.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK, "what is not encrypted is none"
+    assert theirs.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK, "unencrypted entries were not replaced"
     assert theirs.load(other)[0] == 2 * CHUNK
 
 
@@ -166,7 +166,7 @@ def test_nothing_larger_than_an_entry_is_fetched(shared: Server, client: Any, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(redis_module.Redis, "_fetch", grown)
-        assert store.load(ids)[0] == 3 * CHUNK, "the bytes that were said are the good ones"
+        assert store.load(ids)[0] == 3 * CHUNK, "the entry with the announced bytes was not loaded"
 
 
 def test_a_refused_put_is_not_counted(shared: Server, client: Any) -> None:
@@ -221,7 +221,7 @@ def test_a_put_in_several_requests_is_counted_once(shared: Server, client: Any, 
     monkeypatch.setattr(redis_client.Client, "call", listed)
     for seed in range(1, 9):
         save(store, prompt(1, seed=seed), seed=seed)
-    assert asked == [], "the pause after the first is long"
+    assert asked == [], "the count was repeated too soon"
     assert not store._backend._count.is_known
     store.collect()
     assert store._backend._count.is_known
@@ -257,7 +257,7 @@ def test_entries_are_accessible_during_counting(harm: str, shared: Server, clien
     assert puts > 1 if "use" in harm or "all" in harm else stored == puts > 1, (stored, puts)
     assert stored > 0
     assert int(client.get(BYTES)) == stored_bytes(client)[1]
-    assert stored_bytes(client)[0] == 20, "the room is used"
+    assert stored_bytes(client)[0] == 20, "the budget was not used up"
 
 
 def test_an_entry_larger_than_a_page_of_others_evicts_none(shared: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_later_counts_continue_with_puts(shared: Server, client: Any, monkeypatc
     for number in range(1, 40):
         asked.clear()
         save(store, prompt(1, seed=number))
-        assert asked.count("sum") <= 1, "a put waits for a page at most"
+        assert asked.count("sum") <= 1, "a put waited for more than one page"
         if int(client.get(BYTES)) == stored_bytes(client)[1]:
             break
     assert 5 < number < 39

@@ -67,7 +67,7 @@ def test_entries_in_a_slower_tier_are_copied_to_faster_ones(tmp_path: Path) -> N
     assert n == 4 * CHUNK
     assert same(found, whole)
     found[0].k.runs[0].streams["codes.0"].zero_()
-    assert same(store.load(ids)[1], whole), "what is written to a tensor stays out of the tier"
+    assert same(store.load(ids)[1], whole), "writing to a tensor changed the tier"
 
 
 def test_a_prefix_scattered_over_tiers_is_found(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_a_damaged_copy_is_removed_and_a_valid_one_is_kept(bad: str, tmp_path: P
             file.seek(6000)
             file.write(b"damage")
     n, found = store.load(ids)
-    assert n == (CHUNK if bad == "both" else 3 * CHUNK), "the good copy is found within the same load"
+    assert n == (CHUNK if bad == "both" else 3 * CHUNK), "the valid copy was not found by the same load"
     assert same(found, whole)
-    assert store.counters()["damaged_entries"] == {"a": 1, "b": 0, "both": 2}[bad], "of b nothing was read"
+    assert store.counters()["damaged_entries"] == {"a": 1, "b": 0, "both": 2}[bad], "chunks of b were read"
     n, found = store.load(ids)
     assert n == (CHUNK if bad == "both" else 3 * CHUNK)
     assert same(found, whole)
@@ -137,7 +137,7 @@ def test_junk_in_a_slow_tier_evicts_nothing_and_is_never_returned(keys: dict[str
     for junk in (sealed[:-1] + bytes([sealed[-1] ^ 1]), sealed[:300] + bytes(size - 400), bytes(size - 100)):
         path.write_bytes(junk)
         assert store.load(bad) == (0, None)
-        assert counts(store) == [4, 4, 4], "what is damaged is gone, and nothing made room for it"
+        assert counts(store) == [4, 4, 4], "a damaged entry remained, or others were evicted for it"
         assert store.stats()["tiers"][0]["evicted_entries"] == 0
         assert store.counters()["promoted_chunks"] == 0
     assert same(store.load(good)[1], whole)
@@ -155,10 +155,10 @@ def test_entries_refused_by_a_tier_are_read_from_the_next_and_repaired(tmp_path:
     n, found = store.load(ids)
     assert n == 5 * CHUNK
     assert same(found, whole)
-    assert store.counters()["damaged_entries"] == 2, "the rest came from where the first good one was"
+    assert store.counters()["damaged_entries"] == 2, "later chunks were not read from the tier of the first valid one"
     for one in at.values():
         n, found = one.load(ids)
-        assert n == 5 * CHUNK, "every tier has a good one again"
+        assert n == 5 * CHUNK, "a tier was not repaired"
         assert same(found, whole)
 
 
@@ -212,7 +212,7 @@ def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
     assert store.match(pinned) == 2 * CHUNK
     assert store.unpin(pinned)
     long = prompt(20, seed=50)
-    assert store.save(long, cache(len(long), EVEN.recipe)) == 12 * CHUNK, "the largest tier holds what it can"
+    assert store.save(long, cache(len(long), EVEN.recipe)) == 12 * CHUNK, "the largest tier does not use its budget"
 
 
 def test_leaves_are_evicted_from_memory_before_their_ancestors() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 IDS = prompt(3)
 GROUP, ALICE, BOB, EVE = 54_000, 54_001, 54_002, 54_003
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
 
 
 @contextmanager

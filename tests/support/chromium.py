@@ -62,7 +62,7 @@ class Page:
                 raise RuntimeError("the browser does not respond")
             piece = os.read(self._receive, 1 << 20)
             if not piece:
-                raise RuntimeError("the browser has ended")
+                raise RuntimeError("the browser exited")
             self._buffer += piece
         text, _, self._buffer = self._buffer.partition(b"\0")
         found = json.loads(text)

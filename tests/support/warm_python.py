@@ -51,7 +51,7 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(json.dumps(request).encode() + b"\\n")
     reply = server.recv(9)
 if not reply:
-    sys.exit("the process that forks has ended")
+    sys.exit("the forking process exited")
 code = int(reply)
 if code < 0:
     if code != -signal.SIGKILL:
@@ -80,7 +80,7 @@ def _server(*, integrated: bool) -> Path:
 
     atexit.register(end)
     while not (folder / "socket").exists():
-        assert process.poll() is None, "the process that forks has ended"
+        assert process.poll() is None, "the forking process exited"
         time.sleep(0.01)
     return folder
 

@@ -237,7 +237,7 @@ def check_server(folder: Path, program: Path) -> Iterator[str]:
                 found.append((answer["tokens"], answer["completion_probabilities"], answer["timings"]["prompt_n"]))
             assert found[0] == found[1]
             # For models with sliding windows, llama-server recomputes prompts even after loading its own files.
-            assert windows or found[0][2] == len(NEXT), "the slot's tokens are reused"
+            assert windows or found[0][2] == len(NEXT), "the server did not reuse the slot's tokens"
         yield f"{arch} in llama-server: a slot of {cache.tokens} tokens byte for byte, and the same answer"
 
 

@@ -19,7 +19,7 @@ import torch
 from kvpack.coding.recipes import parse_recipe
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
 from kvpack.file import container
-from kvpack.file.inputs import joined
+from kvpack.file.inputs import join_inputs
 from kvpack.formats.arguments import as_integer, check_callback, checked_device, prefix_errors
 from kvpack.formats.errors import InvalidParameter, InvalidType, NotConsecutive, OutOfBounds
 
@@ -106,7 +106,7 @@ class Cache(PackedObject):
                 "sequence, in order, or inputs=None"
             )
         if self.inputs is not None:
-            object.__setattr__(self, "inputs", self.inputs.named(self.start, self.stop))
+            object.__setattr__(self, "inputs", self.inputs.with_missing_ids(self.start, self.stop))
 
     def __repr__(self) -> str:
         ranges = {self.positions(number) for number, layer in enumerate(self) if layer.sides} - {(self.start, self.stop)}
@@ -370,7 +370,7 @@ def concat(caches: Sequence[Cache]) -> Cache:
                 )
         stop += count
     layers = tuple(_join_layers(number, [cache.layers[number] for cache in caches]) for number in range(len(first)))
-    inputs = joined([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)], first.start)
+    inputs = join_inputs([(cache.inputs, count) for cache, count in zip(caches, tokens, strict=True)], first.start)
     computed, offsets = max(cache.computed for cache in caches), caches[-1].position_offsets
     states_at = {
         position: layer_states for cache in caches for position, layer_states in all_states(cache).items() if position != caches[-1].stop

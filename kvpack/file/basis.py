@@ -71,7 +71,7 @@ def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]
             if not isinstance(codec, Raw) or codec.dtype not in DTYPES:
-                raise InvalidHeader(f"{where}: the codec is {codec.params()!r:.200}, expected raw of {' or '.join(DTYPES)} in a basis")
+                raise InvalidHeader(f"{where}: the codec is {codec.params()!r:.200}, expected raw with dtype {' or '.join(DTYPES)}")
             if side.batch != 1 or side.tail:
                 raise InvalidHeader(f"{where}: batch is {side.batch} and tail is {side.tail}, but a basis requires batch 1 and tail 0")
             if side.tokens < row_count(codec.dim):

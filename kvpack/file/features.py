@@ -16,7 +16,7 @@ def split(name: str, data: bytes) -> dict[str, bytes]:
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 
-def joined(ignorable: Mapping[str, bytes], name: str) -> bytes:
+def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
     """Join the features that ``split`` created, up to the first missing one."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)

@@ -12,8 +12,7 @@ from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 from . import hidden_tokens
-from .features import joined as joined_feature
-from .features import split
+from .features import join_features, split
 from .hidden_tokens import HiddenRange
 from .limits import MAX_BINARY_BYTES
 from .sources import selected_text
@@ -38,7 +37,7 @@ IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room f
 """End of the clause about tokens whose ids did not fit into the file."""
 WITHOUT_IDS = "came without their token ids"
 """End of the clause about tokens that follow the known ids, whose own ids are unknown."""
-NOT_READABLE = "what its tokens came from is not readable"
+UNREADABLE_INPUTS = "what its tokens came from is not readable"
 """Clause about inputs stored in an unknown form."""
 MASKED = "were computed with an attention mask that hides tokens"
 """End of the clause about tokens computed with an unknown attention mask."""
@@ -134,7 +133,7 @@ class Inputs:
         """True if sequences have different ids, and some of these ids are unknown."""
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
-    def named(self, start: int, stop: int) -> Inputs:
+    def with_missing_ids(self, start: int, stop: int) -> Inputs:
         """Return the inputs of tokens ``[start, stop)``, with a clause about those whose ids are unknown for no recorded reason.
 
         Without any ids there is no clause, because callers vouch for the ids of such caches.
@@ -263,11 +262,11 @@ class Inputs:
         ``hidden`` are the file's hidden tokens, and ``start`` is the position of its first token. Ids beyond ``tokens`` (default: no limit)
         are ignored.
         """
-        stored, ids = ignorable.get(FEATURE), joined_feature(ignorable, IDS_FEATURE)
+        stored, ids = ignorable.get(FEATURE), join_features(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
         if len(ids) % ID_BYTES == 0 and ids.startswith(inputs.token_ids):
             inputs = replace(inputs, token_ids=ids or inputs.token_ids)
-        rows = joined_feature(ignorable, ROWS_FEATURE)
+        rows = join_features(ignorable, ROWS_FEATURE)
         size = ID_BYTES * int.from_bytes(rows[4:12], "little")
         limit = len(ids) + len(rows) + len(inputs.token_ids) if tokens is None else tokens * ID_BYTES
         inputs = replace(inputs, token_ids=inputs.token_ids[:limit])
@@ -291,7 +290,7 @@ class Inputs:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Inputs:
-        """Parse the result of ``to_bytes``. Any other bytes result in unknown inputs (``NOT_READABLE``)."""
+        """Parse the result of ``to_bytes``. Any other bytes result in unknown inputs (``UNREADABLE_INPUTS``)."""
         try:
             end = 8 + ID_BYTES * int.from_bytes(data[:8], "little")
             if len(data) < max(8, end):
@@ -305,11 +304,11 @@ class Inputs:
                 items.append((text.decode(), start))
                 end += 12 + size
         except ValueError:
-            return cls(undetermined=(NOT_READABLE,))
+            return cls(undetermined=(UNREADABLE_INPUTS,))
         return _joined_inputs(ids, items)
 
 
-def joined(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
+def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
     """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown.
 
     The first token is at position ``start``. Raises InvalidParameter if a cache was computed after tokens other than those that precede it

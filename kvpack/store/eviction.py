@@ -168,7 +168,7 @@ class Evictor:
         return count is not None and count.effective_budget(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
 
     def collect(self) -> None:
-        """Remove unfinished files of dead writers, count again and evict entries above the budget."""
+        """Remove unfinished files of dead writers, recount the bytes, and evict entries above the budget."""
         try:
             if os.path.isdir(self.folder.root):
                 self.folder.make_folders()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TierStats = list[dict[str, Any]]
 
-NOTE_SECONDS = 60.0
+USE_RECORD_SECONDS = 60.0
 """Seconds between records of a prefix's use in a tier that was not queried. A record may cost a request."""
 _MAX_NOTED = 4096
 
@@ -248,7 +248,7 @@ class Tiers:
     def _is_due(self, tier: int, key: bytes) -> bool:
         now = time.monotonic()
         with self._lock:
-            if now - self._noted.get((tier, key), -NOTE_SECONDS) < NOTE_SECONDS:
+            if now - self._noted.get((tier, key), -USE_RECORD_SECONDS) < USE_RECORD_SECONDS:
                 return False
             self._noted[tier, key] = now
             self._noted.move_to_end((tier, key))

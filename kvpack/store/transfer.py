@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpack.file import container
-from kvpack.file.features import joined, split
+from kvpack.file.features import join_features, split
 from kvpack.file.inputs import IDS_FEATURE, Inputs
 from kvpack.file.user_files import read_json
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, MissingFile
@@ -131,7 +131,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     basis = find(source, digest) if source is not None and digest is not None else None
     cache = files.read(file, basis=basis)
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
-    if data := joined(header.ignorable, CHUNKS_FEATURE):
+    if data := join_features(header.ignorable, CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where} holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)

@@ -38,9 +38,9 @@ def recipe_clauses(allocation: Allocation) -> list[str]:
             different.setdefault(codec, {"k": [], "v": []})[side].append(layer)
     for codec, layers in different.items():
         if layers["k"] == layers["v"]:
-            clauses.append(f"layers={ranges(layers['k'])}:kv={codec}")
+            clauses.append(f"layers={format_ranges(layers['k'])}:kv={codec}")
         else:
-            clauses += [f"layers={ranges(numbers)}:{side}={codec}" for side, numbers in layers.items() if numbers]
+            clauses += [f"layers={format_ranges(numbers)}:{side}={codec}" for side, numbers in layers.items() if numbers]
     return clauses
 
 
@@ -60,7 +60,7 @@ def _canonical(text: str) -> str:
     return Recipe(text).text
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Format ascending layer numbers as in a recipe, such as ``0-2,5``."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -34,7 +34,7 @@ def fit_balanced_keys(
             balancing_frames(moments.keys / moments.tokens, queries).to(torch.float32),
             balancing_frames(moments.pages / moments.tokens, queries).to(torch.float32),
             queries.to(torch.float32),
-            None if ropes is None else (moments.unturned / moments.tokens).to(torch.float32),
+            None if ropes is None else (moments.keys_before_rope / moments.tokens).to(torch.float32),
             None if ropes is None else ropes[layer],
         )
         if progress:

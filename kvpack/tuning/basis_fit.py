@@ -23,10 +23,10 @@ MIN_CHANNEL = 1e-3
 """Minimum weight of an error in a channel, as a share of the mean over channels, if costs are added per channel."""
 
 MIN_COST = 0.1
-"""Minimum cost of an error in any layer, relative to the average over layers of an equally large error.
+"""Minimum cost of an error in any layer, relative to the average cost of an equally large error over all layers.
 
-A calibration may see few or no tokens for which a layer matters. The value was chosen on a fifth of the text that calibration had not read
-(spec/writers.md, Calibration).
+A calibration may see few or no tokens for which a layer matters. The value was chosen with a fifth of the text that calibration did not
+read (spec/writers.md, Calibration).
 """
 
 MAX_MEAN = 2.0**23

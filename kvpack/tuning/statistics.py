@@ -77,7 +77,7 @@ class KeyMoments:
     """Sums over ``tokens`` keys of a layer, and over ``rows`` queries that attend to them, in float64 for each KV head.
 
     ``keys``, ``pages`` and ``queries`` ``[kv_head, dim, dim]`` are sums of outer products: of keys, of keys minus the mean of their page of
-    ``PAGE`` tokens, and of queries. ``unturned`` ``[kv_head, dim]`` are sums of keys before RoPE.
+    ``PAGE`` tokens, and of queries. ``keys_before_rope`` ``[kv_head, dim]`` are sums of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -85,7 +85,7 @@ class KeyMoments:
     keys: torch.Tensor
     queries: torch.Tensor
     pages: torch.Tensor
-    unturned: torch.Tensor
+    keys_before_rope: torch.Tensor
 
     @classmethod
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:

@@ -29,11 +29,11 @@ def main(argv: list[str] | None = None) -> int:
 def _add_fidelity(kinds: Any) -> None:
     fidelity = kinds.add_parser(
         "fidelity",
-        help="the papers' own figures, measured and published",
-        description="Measure the papers' errors, rates and ablations on packed streams, and compare them with the published figures.",
+        help="measured and published numbers of the papers",
+        description="Measure the papers' errors, rates and ablations with packed streams, and compare them with the published numbers.",
     )
     papers = ("octopus", "hqmq", "turboangle", "oscar")
-    fidelity.add_argument("--only", action="append", choices=papers, help="one paper's figures; may be repeated (default: all)")
+    fidelity.add_argument("--only", action="append", choices=papers, help="a paper; may be repeated (default: all)")
     fidelity.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the keys and the rotations (default: 0)")
     fidelity.add_argument("--quick", action="store_true", help="use fewer keys and seeds: takes seconds, with more scatter")
     add_json(fidelity)
@@ -54,10 +54,10 @@ def run_fidelity(arguments: argparse.Namespace) -> int:
 def _add_overview(kinds: Any) -> None:
     overview = kinds.add_parser(
         "overview",
-        help="draw the reports of quality and kernels as one picture",
+        help="plot the reports of quality and kernels",
         description="Draw overview.svg from the quality.json and kernels.json that bench quality and bench kernels --sweep wrote.",
     )
-    overview.add_argument("folder", metavar="DIR", help="the folder that holds the reports; the picture is written there")
+    overview.add_argument("folder", metavar="DIR", help="folder of the reports, to which the plot is written")
     add_json(overview)
     overview.set_defaults(run=run_overview)
 
@@ -74,12 +74,12 @@ def run_overview(arguments: argparse.Namespace) -> int:
 def _add_pages(kinds: Any) -> None:
     pages = kinds.add_parser(
         "pages",
-        help="an engine's pages to rows and back, compared with the kernels alone on the CPU, and with a copy",
-        description="Time jobs of pages to rows and back on the CPU in one thread, compared with the kernels on one page and with a copy; "
+        help="packing and unpacking of an engine's pages, compared with the kernels alone on the CPU and with a copy",
+        description="Time jobs that pack and unpack pages on the CPU in one thread, compared with the kernels on one page and with a copy; "
         "with --device cuda in the memory of a CUDA device, compared with a copy.",
     )
-    pages.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the pages are (default: cpu)")
-    pages.add_argument("--pages", type=int, metavar="N", help="pages of a job (default: 16 on the CPU, 64 on a CUDA device)")
+    pages.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the pages (default: cpu)")
+    pages.add_argument("--pages", type=int, metavar="N", help="pages per job (default: 16 on the CPU, 64 on a CUDA device)")
     pages.add_argument(
         "--recipe",
         action="append",
@@ -117,9 +117,9 @@ def _add_decode(kinds: Any) -> None:
         description="Time the decoding of caches of the codec transform, of random values as the basis describes them, on one core, "
         "compared with the products and the symbols that it cannot do without.",
     )
-    decode.add_argument("--basis", required=True, metavar="FILE", help="a basis with frames (kvpack calibrate makes one)")
+    decode.add_argument("--basis", required=True, metavar="FILE", help="a basis with frames (created by kvpack calibrate)")
     decode.add_argument("--bits", action="append", type=float, metavar="N", help="bits per value; may be repeated (default: 0.3, 0.6, 1)")
-    decode.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens of the caches (default: 3840)")
+    decode.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens per cache (default: 3840)")
     decode.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     add_json(decode)
     decode.set_defaults(run=run_decode)
@@ -138,12 +138,12 @@ def run_decode(arguments: argparse.Namespace) -> int:
 def _add_presets(kinds: Any) -> None:
     presets = kinds.add_parser(
         "presets",
-        help="what kvpack's own presets lose on a model, as parts of what the papers' recipes lose",
+        help="losses of kvpack's own presets on a model, relative to those of the papers' recipes",
         description="Measure kvpack's own presets and the papers' recipes in windows of a text, and compare their losses.",
     )
     presets.add_argument("--model", required=True, metavar="DIR", help="the model's folder, or demo")
-    presets.add_argument("--text", required=True, metavar="FILE", help="a text that the basis was not made of")
-    presets.add_argument("--out", required=True, metavar="DIR", help="results of each window; those that are there are not measured again")
+    presets.add_argument("--text", required=True, metavar="FILE", help="a text that was not used to calibrate the basis")
+    presets.add_argument("--out", required=True, metavar="DIR", help="results of each window; windows with results are not measured again")
     presets.add_argument("--basis", metavar="FILE", help="the model's basis (kvpack calibrate --balanced-only --widths 2)")
     presets.add_argument("--windows", type=int, default=8, metavar="N", help="windows, spread evenly over the text (default: 8)")
     presets.add_argument("--tokens", type=int, default=3840, metavar="N", help="tokens packed in each window (default: 3840)")
@@ -180,8 +180,8 @@ def run_presets(arguments: argparse.Namespace) -> int:
 def _add_resume(kinds: Any) -> None:
     resume = kinds.add_parser(
         "resume",
-        help="the first token after a prompt that a store holds, for recurrent layers and sliding windows, compared with computing it",
-        description="Time the first token after a prompt that a store holds, compared with computing the prompt, and count the store's "
+        help="the first token after a stored prompt, for recurrent layers and sliding windows, compared with computing the prompt",
+        description="Time the first token after a stored prompt, compared with computing the prompt, and count the store's "
         "bytes per token, for models with recurrent layers or sliding windows, of a known shape or a configuration, with random weights.",
     )
     resume.add_argument(
@@ -219,13 +219,13 @@ def run_resume(arguments: argparse.Namespace) -> int:
 def _add_weights(kinds: Any) -> None:
     weights = kinds.add_parser(
         "weights",
-        help="naming a model by all of its weights, compared with a decode step, and a checkpoint's first start",
+        help="digest of all weights of a model, compared with a decode step, and of a checkpoint when it is first used",
         description="Time the digest of all weights of a model, which names it in files and stores, compared with a decode step, and the "
         "digest of its checkpoint, which an engine's first start computes.",
     )
     weights.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     weights.add_argument("--shape", metavar="SHAPE", help="a shape of bench serve, such as llama-3-8b, with random bf16 weights")
-    weights.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the weights are (default: cpu)")
+    weights.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the weights (default: cpu)")
     weights.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median of N timings (default: 5)")
     add_json(weights)
     weights.set_defaults(run=run_weights)
@@ -244,11 +244,11 @@ def run_weights(arguments: argparse.Namespace) -> int:
 def _add_viewer(kinds: Any) -> None:
     viewer = kinds.add_parser(
         "viewer",
-        help="decoding a layer by the reader in JavaScript",
-        description="Time the reader in JavaScript in Node, on one core, for a layer of every preset.",
+        help="decoding a layer with the JavaScript reader",
+        description="Time the JavaScript reader in Node on one core, for a layer of every preset.",
     )
     viewer.add_argument("--recipe", action="append", metavar="RECIPE", help="a recipe to measure; may be repeated (default: all presets)")
-    viewer.add_argument("--tokens", type=int, default=32_768, metavar="N", help="tokens of the layer (default: 32768)")
+    viewer.add_argument("--tokens", type=int, default=32_768, metavar="N", help="tokens in the layer (default: 32768)")
     add_json(viewer)
     viewer.set_defaults(run=run_viewer)
 

@@ -38,17 +38,21 @@ TARGET = 100e9
 
 
 def run(pages: int = PAGES, recipes: Sequence[str] = ALL_RECIPES, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure jobs of ``pages`` pages of 4 layers x 8 heads x 128 tokens x 128, of bf16 on the CUDA device, and return JSON values.
+    """Measure jobs of ``pages`` bf16 pages of 4 layers x 8 heads x 128 tokens x 128 channels on the CUDA device, and return JSON values.
 
-    After ``LATENTS`` a recipe is measured on pages of 61 layers x 64 tokens x (512 + 64). All are bytes of bf16 per second: ``encode`` and
-    ``decode`` of whole calls that wait for their outcomes, ``encode_in_a_row`` and ``decode_in_a_row`` of calls that begin jobs and wait
-    for none, ``encode_on_device`` and ``decode_on_device`` of the device's part of these, None where a call waits, ``copy`` of a copy of
-    the pages in the device's memory. ``path`` is "device", or "host" where pages pass through the host's memory.
-    Raises InvalidParameter, also without a CUDA device, and InvalidParameter.
+    Recipes with the prefix ``LATENTS`` are measured on pages of 61 layers x 64 tokens x (512 + 64) channels. Speeds are bytes of bf16 per
+    second:
+
+    - ``encode`` and ``decode``: calls that wait for their results;
+    - ``encode_in_a_row`` and ``decode_in_a_row``: calls that start jobs without waiting;
+    - ``encode_on_device`` and ``decode_on_device``: the device's part of such calls, or None if they wait;
+    - ``copy``: a copy of the pages in device memory.
+
+    ``path`` is "device", or "host" if pages pass through host memory. Raises InvalidParameter, also if there is no CUDA device.
     """
     check_size("pages", pages, 1, MAX_PAGES, "pages")
     if not torch.cuda.is_available():
-        raise InvalidParameter("--device is cuda, and PyTorch sees no CUDA device")
+        raise InvalidParameter("--device is 'cuda', but PyTorch finds no CUDA device: use --device cpu")
     rows = []
     for done, recipe in enumerate(recipes, 1):
         rows.append(_row(recipe, pages))
@@ -129,8 +133,8 @@ def show(report: dict[str, Any]) -> None:
     title = f"{report['pages']:,} pages of {layers} layers x {heads} heads x {tokens} tokens x {dim} on {report['device']}"
     print_table(title, columns, rows)
     print(f"\nBytes are those of bf16 per second, by {report['backend']}; a copy of the pages takes {report['copy'] / 1e9:.0f} GB/s.")
-    print("A call waits for what became of its pages; in a row, calls begin jobs, and the last alone is waited for;")
-    print("on the device: its part of these, without what the host does. On the path host, pages pass through the host's memory.")
+    print("A call waits for the results of its pages; in a row, calls start jobs, and only the last one is waited for;")
+    print("on the device, only the time of its kernels is counted. With the path host, pages pass through host memory.")
     layers, _, tokens, dim = report["latents"]
     latents = f"Latents are in pages of {layers} layers x {tokens} tokens x {dim}."
     print(f"{latents} The target of encode and decode is {report['target'] / 1e9:.0f} GB/s.")

@@ -67,9 +67,9 @@ def _report(folder: str, name: str, key: str) -> dict[str, Any]:
     except OSError as error:
         raise MissingFile(f"{path}: {error.strerror}; {write}", filename=str(path), number=error.errno or 0) from None
     except ValueError as error:
-        raise InvalidParameter(f"{path}: is no JSON: {error}; {write}") from None
+        raise InvalidParameter(f"{path}: is not JSON: {error}; {write}") from None
     if not isinstance(report, dict) or not report.get(key):
-        raise InvalidParameter(f"{path}: is no report with {key!r}; {write}")
+        raise InvalidParameter(f"{path}: is not a report with {key!r}; {write}")
     return report
 
 

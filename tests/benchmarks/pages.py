@@ -139,4 +139,4 @@ def show(report: dict[str, Any]) -> None:
     layers, heads, tokens, dim = report["shape"]
     print_table(f"{report['pages']:,} pages of {layers} layers x {heads} heads x {tokens} tokens x {dim}, one thread", columns, rows)
     print(f"\nBytes are those of bf16 per second, by {report['backend']}; a copy of the pages takes {report['copy'] / 1e9:.1f} GB/s.")
-    print("The kernels are those of pack and unpack, called for each side of one page: above 1 is faster than they.")
+    print("Ratios to the kernels of pack and unpack, called for each side of one page: above 1 is faster than the kernels.")

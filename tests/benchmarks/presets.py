@@ -146,7 +146,7 @@ def _measure(settings: Settings, rows: Sequence[Row], number: int, threads: int)
         model = model.to("cuda", torch.bfloat16)
     size = settings.tokens + SCORE + 1 - len(text.start)
     if size > len(text.ids):
-        raise InvalidParameter(f"{settings.text}: has {len(text.ids)} tokens, and a window has {size}")
+        raise InvalidParameter(f"{settings.text}: has {len(text.ids)} tokens, but a window has {size}")
     sample = window(text, 0, _SAMPLE).to(model.device)
     if settings.twin is not None:
         make_twin(model, settings.twin, sample, 0)

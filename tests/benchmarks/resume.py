@@ -153,7 +153,7 @@ def _resumed(
         del cache
         free(device)
         if stored != tokens or store.match(prompt) != tokens:
-            raise InvalidParameter(f"{recipe}: the store holds {stored} of {tokens} tokens; give a folder with more room")
+            raise InvalidParameter(f"{recipe}: the store holds {stored} of {tokens} tokens; give a folder with more space")
 
         def load() -> kvpack.Cache:
             _, found = store.load(prompt, device=device)
@@ -214,10 +214,10 @@ def show(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         if row["error"] is not None:
             print(f"{row['shape']}, {row['tokens']:,} + {row['suffix']}, {row['from']}: {row['error']}")
-    print("\ncomputing: the prompt and the suffix in one pass over transformers' own cache, and the bytes that this cache holds.")
-    print("Others: the suffix after the prompt was loaded from a store, whose files are in the page cache, and the bytes that it holds.")
+    print("\ncomputing: the prompt and the suffix in one pass over transformers' own cache, and the bytes of this cache.")
+    print("Others: the suffix after the prompt was loaded from a store, whose files are in the page cache, and the bytes of the store.")
     print(f"States are stored after every {report['every']:,} tokens, and a load reads those after the last one. Layers with a sliding")
-    print("window store all tokens, and a load reads those that the window reaches.")
+    print("window store all tokens, and a load reads those within the window.")
     if report["missing_kernels"]:
         print(f"Cannot be imported: {', '.join(report['missing_kernels'])}; recurrent layers run in plain PyTorch, in all rows.")
     if report["device"] == "cpu":

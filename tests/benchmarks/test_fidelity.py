@@ -58,7 +58,7 @@ def test_table_1_has_every_system(report: Any) -> None:
         for system in ("TurboQuant-MSE", "TurboQuant-QJL", "PolarQuant", "OCTOPUS", "OCTOPUS-QJL"):
             for measure in ("1 - cosine", "MSE", "inner-product error"):
                 assert f"b = {b}, {system}: {measure}" in names
-        assert names[f"b = {b}, TurboQuant-QJL: inner-product error, first stage alone"]["verdict"] == "within"
+        assert names[f"b = {b}, TurboQuant-QJL: inner-product error, first stage only"]["verdict"] == "within"
         assert names[f"b = {b}, TurboQuant-QJL: inner-product error"]["verdict"] == "explained"
     assert len(names) == 48
 
@@ -165,7 +165,7 @@ def test_the_additive_codebook_is_searched_exhaustively() -> None:
 
 
 def refuse(name: str) -> NoReturn:
-    raise AssertionError(f"{name} is no JSON")
+    raise AssertionError(f"{name} is not JSON")
 
 
 @pytest.mark.scenario
@@ -185,7 +185,7 @@ def test_json_is_strict_and_reproducible(capsys: pytest.CaptureFixture[str]) -> 
 def test_tables_are_printed(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fidelity.show(report)
     out = capsys.readouterr().out
-    for text in ("OCTOPUS, Table 1", "TurboAngle, Table 5", "explained [1]", "\n[1] ", f"{len(report['rows'])} figures: "):
+    for text in ("OCTOPUS, Table 1", "TurboAngle, Table 5", "explained [1]", "\n[1] ", f"{len(report['rows'])} numbers: "):
         assert text in out
 
 

@@ -70,7 +70,7 @@ def test_a_missing_report_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '{"recipes": []}'])
 def test_invalid_reports_are_refused(folder: Path, text: str) -> None:
     (folder / "quality.json").write_text(text)
-    with pytest.raises(InvalidParameter, match=r"quality\.json: is no .*kvpack bench quality --out"):
+    with pytest.raises(InvalidParameter, match=r"quality\.json: is not .*kvpack bench quality --out"):
         overview.run(str(folder))
 
 

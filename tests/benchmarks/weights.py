@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.identity import checkpoints
 from kvpack.identity.fingerprint import weights_of
 from kvpack.identity.modules import parts
-from kvpack.integrations.transformers.models import named
+from kvpack.integrations.transformers.models import name_model
 from kvpack.models import model_folder, transformers_library
 from kvpack.output import print_table
 
@@ -49,7 +49,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
         _ = weights_of(parts(network)).text
 
     def name() -> None:
-        _ = named(network).fields
+        _ = name_model(network).fields
 
     def decode_step() -> None:
         network(ids[:, :1], **cache_names.cache_argument(network, past))
@@ -140,7 +140,7 @@ def show(report: dict[str, Any]) -> None:
     seconds = report["seconds"]
     texts = {
         "digest": "digest of all weights",
-        "name": "everything that a file says of the model",
+        "name": "all information about the model in a file",
         "decode_step": "one decode step",
         "prefill": f"prefill of {PROMPT} tokens",
         "prefill_and_digest": f"prefill of {PROMPT} tokens, with the digest meanwhile",
@@ -153,7 +153,7 @@ def show(report: dict[str, Any]) -> None:
     )
     print(f"the digest reads {report['bytes_per_second'] / 1e9:.1f} GB/s")
     if (found := report["checkpoint"]) is not None:
-        places = {"cold": "from the disk, as far as the system forgot the file", "cached": "from the page cache"}
+        places = {"cold": "from the disk, as far as the file was evicted from the page cache", "cached": "from the page cache"}
         print_table(
             f"the first start of an engine: {found['bytes'] / 1e9:.2f} GB of safetensors are read once",
             ["files", "GB/s", f"seconds for {LARGE / 1e9:.0f} GB, extrapolated"],

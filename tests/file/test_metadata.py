@@ -16,7 +16,7 @@ import kvpack
 from kvpack import cli
 from kvpack.cache.cache import Cache, concat
 from kvpack.file import container, metadata
-from kvpack.file.features import joined, split
+from kvpack.file.features import join_features, split
 from kvpack.file.inputs import MAX_IDS, Inputs
 from kvpack.formats.errors import InvalidParameter, LimitExceeded
 from spec.decoder.metadata import take_metadata
@@ -117,7 +117,7 @@ def test_token_ids_may_need_several_features(count: int, tmp_path: Path) -> None
     assert kvpack.load(tmp_path / "a", tokens=count - 1).inputs == inputs.slice(0, count - 1, 0)
     with container.open_file(tmp_path / "a") as file:
         held = Inputs.from_bytes(file.header.ignorable["inputs"])
-        assert joined(file.header.ignorable, "token-ids") == (b"" if held == inputs else inputs.token_ids)
+        assert join_features(file.header.ignorable, "token-ids") == (b"" if held == inputs else inputs.token_ids)
 
 
 def test_token_ids_above_the_limit_are_partially_kept() -> None:

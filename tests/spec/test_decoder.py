@@ -389,10 +389,10 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
         "InvalidHeader",
     ),
     "an infinite scale": (GROUP, bits("0.k.scales", 0, "007c"), FINITE, "InvalidPayload"),
-    "a norm that is no number": (OCTAHEDRAL, bits("0.k.norm", 0, "01fe"), FINITE, "InvalidPayload"),
+    "a norm that is NaN": (OCTAHEDRAL, bits("0.k.norm", 0, "01fe"), FINITE, "InvalidPayload"),
     "a negative norm": (OCTAHEDRAL, bits("0.k.norm", 0, "00bc"), None, None),
-    "a raw value that is no number": (RAW, bits("0.k.values", 0, "007c01fe"), None, None),
-    "a tail value that is no number": (GROUP, bits("0.k.tail", 0, "80ffc17f"), None, None),
+    "a raw value that is NaN": (RAW, bits("0.k.values", 0, "007c01fe"), None, None),
+    "a tail value that is NaN": (GROUP, bits("0.k.tail", 0, "80ffc17f"), None, None),
     "sidecars": (SIDECARS, lambda parts: None, None, None),
     "an unknown sidecar": (SIDECARS, edit("codecs.0.other", "fp16"), "codecs/scalar.md, Parameters and ranges", "InvalidHeader"),
     "sidecars in another order": (SIDECARS, move_to_end("codecs.0", "outliers"), SIDECAR_RULES, "InvalidHeader"),
@@ -440,7 +440,7 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "a flag of a raw token that is 2": (SIDECARS, bits("0.k.raw_token_flags", 0, "02"), SIDECAR_VALUES, "InvalidPayload"),
     "flags of no raw token": (SIDECARS, bits("0.k.raw_token_flags", 0, "0000"), SIDECAR_LAYOUT, "InvalidPayload"),
     "an infinite outlier": (SIDECARS, bits("0.k.outliers", 2, "00fc"), FINITE, "InvalidPayload"),
-    "a norm of a residual that is no number": (SIDECARS, bits("0.k.qjl_norm", 0, "017c"), FINITE, "InvalidPayload"),
+    "a norm of a residual that is NaN": (SIDECARS, bits("0.k.qjl_norm", 0, "017c"), FINITE, "InvalidPayload"),
     "a negative norm of a residual": (SIDECARS, bits("0.k.qjl_norm", 0, "00c0"), None, None),
     "a channel scale of zero": (SIDECARS, bits("0.k.channel_scale", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
     "a negative channel scale": (SIDECARS, bits("0.k.channel_scale", 0, "01bc"), SIDECAR_VALUES, "InvalidPayload"),
@@ -456,7 +456,7 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "blocks of another size": (BLOCKS, edit("codecs.0.block_rotation", 12), None, None),
     "an order that names a channel twice": (BLOCKS, bits("0.k.channel_order", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
     "an order that names a channel beyond the head": (BLOCKS, bits("0.k.channel_order", 13, "0c"), SIDECAR_VALUES, "InvalidPayload"),
-    "a raw token that is no number": (SIDECARS, bits("0.k.raw_tokens", 0, "007c01fe"), None, None),
+    "a raw token that is NaN": (SIDECARS, bits("0.k.raw_tokens", 0, "007c01fe"), None, None),
 }
 
 

@@ -12,7 +12,7 @@ import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.stored import build_cache
 from kvpack.file import container
-from kvpack.file.inputs import NOT_READABLE
+from kvpack.file.inputs import UNREADABLE_INPUTS
 from kvpack.formats import errors
 from kvpack.formats.errors import InvalidPayload, KvpackError
 from spec.generate.expected import ID_FEATURES, digest, ids_path, rounded_down, sides_of, tolerance_path, typed, values_of, values_path
@@ -174,7 +174,7 @@ def check_ids(file: str, cache: Cache | None) -> None:
         assert second.undetermined == given
         known = zip(cache.inputs.starts, cache.inputs.undetermined, strict=True)
         # Clauses that the library adds end the list.
-        assert list(known)[: len(given or [])] == given if given is not None else cache.inputs.undetermined == (NOT_READABLE,)
+        assert list(known)[: len(given or [])] == given if given is not None else cache.inputs.undetermined == (UNREADABLE_INPUTS,)
 
 
 def test_tolerances_are_those_of_the_specification_rounded_down() -> None:

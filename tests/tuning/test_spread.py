@@ -38,7 +38,7 @@ def test_spread_moments_equal_those_of_windows_at_these_starts() -> None:
     for name in ("keys", "queries", "pages"):
         expected = sum(getattr(one, name) for one in windows) / 3
         torch.testing.assert_close(getattr(found, name), expected, rtol=1e-4, atol=1e-2)
-    torch.testing.assert_close(found.unturned, windows[0].unturned)
+    torch.testing.assert_close(found.keys_before_rope, windows[0].keys_before_rope)
 
 
 def test_frames_from_spread_moments_work_at_far_positions() -> None:

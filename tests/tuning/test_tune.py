@@ -23,7 +23,7 @@ from kvpack.evaluation.sizes import starts, window
 from kvpack.formats.errors import InvalidParameter, MissingBasis, OutOfRange
 from kvpack.models import load_model, model_folder
 from kvpack.tuning import calibrate, candidates, early_boost, greedy, journal, measurement, results, search, tune
-from kvpack.tuning.allocation import ranges, recipe_clauses, recipe_text, uniform
+from kvpack.tuning.allocation import format_ranges, recipe_clauses, recipe_text, uniform
 from kvpack.tuning.measurement import Loss
 from kvpack.tuning.report import show
 
@@ -312,7 +312,7 @@ def test_a_recipe_states_its_allocation(layers: list[tuple[str, str]]) -> None:
 
 @pytest.mark.scenario
 def test_short_recipes() -> None:
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     places = [(layer, side) for layer in range(80) for side in "kv"]
     plain = uniform(places, "scalar:b=3", "scalar:b=3")
     assert recipe_clauses(plain) == ["kv=scalar:b=3"]

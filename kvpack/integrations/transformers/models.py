@@ -249,7 +249,7 @@ class NamedModel:
         return self.fields.get("weights", "")
 
 
-def named(model: Any) -> NamedModel:
+def name_model(model: Any) -> NamedModel:
     """Return the fields by which caches name ``model`` in its current state.
 
     They are empty in training mode, or with buffers that are not in memory.
@@ -266,8 +266,8 @@ def named(model: Any) -> NamedModel:
 
 
 def identity_of(model: Any) -> dict[str, str]:
-    """Return the fields of ``named``."""
-    return named(model).fields
+    """Return the fields of ``name_model``."""
+    return name_model(model).fields
 
 
 def identity_for(model: Any, basis: Basis) -> dict[str, str]:
@@ -298,12 +298,12 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
     cannot be named.
 
     If both know digests of the weights, these are compared instead of the name, because the same model may be in another folder. A
-    KvpackWarning reports weights that are compared only in part, or cannot be read. Returns ``named(model)``, empty if the cache names
+    KvpackWarning reports weights that are compared only in part, or cannot be read. Returns ``name_model(model)``, empty if the cache names
     none.
     """
     if not cache.model.get("config"):
         return NamedModel()
-    this = named(model)
+    this = name_model(model)
     fields = dict(this.fields)
     if not fields:
         reason = "the cache names the model that computed it, but this one cannot be compared with it"

@@ -93,7 +93,7 @@ def _analyze(function: Any) -> _Analysis:
         and node.id in names
         and isinstance(node.ctx, ast.Load)
         and node.lineno > first
-        and not _only_passes(list(_ancestors(node, parents)), updates)
+        and not _is_only_passed_on(list(_ancestors(node, parents)), updates)
         for node in ast.walk(tree)
     )
     biased = any(not options.isdisjoint(WITHOUT_COUNTERPART) for options in given)
@@ -111,7 +111,7 @@ def _is_update(node: ast.Assign) -> bool:
     )
 
 
-def _only_passes(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
+def _is_only_passed_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
     """Return True if a name inside the nodes ``above``, innermost first, is only passed to attention or stored."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):

@@ -290,7 +290,7 @@ def ids_of(inputs: Inputs) -> torch.Tensor:
 
 
 def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Return the visible tokens among the ``tokens`` from position 0 on, bool ``[batch, token]``; None if there are none."""
+    """Return which of the first ``tokens`` tokens are visible, bool ``[batch, token]``; None if no token is hidden."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

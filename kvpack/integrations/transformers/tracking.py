@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from .cache_lock import CacheLock
 from .changes import checkpointing_modules
 from .hooks import PassStack, models_in, outermost_model
-from .models import SAME_MODEL_ADVICE, NamedModel, current_weights, named
+from .models import SAME_MODEL_ADVICE, NamedModel, current_weights, name_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -206,7 +206,7 @@ class Tracking:
         """
         model = None if self._watched is None else self._watched()
         if not self.record.tokens:
-            return named(model).fields if self._is_new and model is not None else None
+            return name_model(model).fields if self._is_new and model is not None else None
         self._hold()
         if model is not None:
             self._verify(model)
@@ -222,7 +222,7 @@ class Tracking:
         model = None if self._watched is None else self._watched()
         if model is None:
             return
-        self._first = self._latest = named(model)
+        self._first = self._latest = name_model(model)
         self._is_new, self._held, self._verified, self._changed = True, False, 0, ""
         self._is_unused = False
 
@@ -243,7 +243,7 @@ class Tracking:
         state, unused = self._latest.state, self._is_unused
         few = seen.ids is not None and seen.ids.shape[1] == 1
         has_changed = not state.matches(outermost_model(model)) if unused else state.has_other_weights(few=few)
-        if has_changed and self._first.weights and (current := named(model)).fields:
+        if has_changed and self._first.weights and (current := name_model(model)).fields:
             changed = self._fields_changed_to(current)
             if unused and changed:
                 raise InvalidParameter(
@@ -265,7 +265,7 @@ class Tracking:
             return
         if current_weights(model) != self._latest.weights:
             self.record.note(self._verified, "may have been computed after the model's weights changed")
-            self._latest = named(model)
+            self._latest = name_model(model)
             self._changed = self._fields_changed_to(self._latest)
         self._verified = self.record.tokens
 

@@ -75,9 +75,9 @@ def show(report: dict[str, Any]) -> None:
         for number, note in enumerate(notes, 1):
             print(f"[{number}] {note}")
     counts = ", ".join(f"{count} {verdict}" for verdict, count in report["verdicts"].items())
-    print(f"\n{len(report['rows'])} figures: {counts}.")
-    print(f"within: {report['tolerance']:.0%} of the published value. holds: the paper gives an order, and the measurement has it.")
-    print("explained: off by more, by as much as the note's reason leads to. differs: off by more for no known reason.")
+    print(f"\n{len(report['rows'])} numbers: {counts}.")
+    print(f"within: at most {report['tolerance']:.0%} from the published value. holds: the measurement has the paper's order.")
+    print("explained: off by more, as expected for the reason in the note. differs: off by more for an unknown reason.")
 
 
 def _text(value: float | None) -> str:

@@ -26,7 +26,9 @@ _BITS = {
 }
 """By (S, radius bits), Table 21: bits per chunk, per value and per value with the scale; Table 12: compression; then bits stored."""
 
-_STORED_NOTE = "log2(24 S) is no whole number of bits: codewords are stored as 2^k and base 9 or 3, five base-9 digits to 16 bits"
+_STORED_NOTE = (
+    "log2(24 S) is not a whole number of bits: codewords are stored as bits and a digit of base 9 or 3, with five base-9 digits in 16 bits"
+)
 _CHUNKS = DIM // 4
 
 
@@ -51,8 +53,10 @@ _OUTLIERS = {(24, 6): (4.42, 4.75), (96, 6): (4.91, 5.25), (192, 6): (5.15, 5.5)
 
 _OUTLIER_SHARE = 0.0313
 _OUTLIER_SIZE = 20.0
-_OUTLIERS_NOTE = "the share of outlier chunks, 3.13 %, is chosen for s24_r6 to read 4.42 by Eq. 2 (App. L: about 3 %)"
-_OUTLIERS_STORED_NOTE = "the scale, codewords as they are packed, and codes for outlier chunks as well, which keep rows of one length"
+_OUTLIERS_NOTE = "the share of outlier chunks, 3.13%, was chosen so that s24_r6 has 4.42 bits by Eq. 2 (App. L: about 3%)"
+_OUTLIERS_STORED_NOTE = (
+    "includes the scale, packed codewords, and codes for outlier chunks, which rows contain so that they have equal lengths"
+)
 
 
 def _outliers(settings: Settings) -> list[Row]:
@@ -86,8 +90,10 @@ _VARIATION = {
 
 _UNCOMPRESSED_PERPLEXITY = 5.291
 _LARGEST_VARIATION = 0.015
-_VARIATION_NOTE = "published is that of perplexity, of which these errors are a few percent; here it is that of the MSE of Gaussian keys"
-_PROJECTED_NOTE = "variation of the MSE x the part of Table 8's perplexity above fp16; the abstract says below 1.5 %"
+_VARIATION_NOTE = (
+    "the published variation is that of perplexity, to which these errors add a few percent; here, it is that of the MSE of Gaussian keys"
+)
+_PROJECTED_NOTE = "variation of the MSE times the part of Table 8's perplexity above fp16; the abstract says below 1.5%"
 
 
 def _seeds(settings: Settings) -> list[Row]:
@@ -109,11 +115,11 @@ _ABLATION = {(24, 3): (24, 3, None), (48, 4): (48, 4, (0.6, 0.85)), (192, 4): (1
 """By HQMQ's (S, radius bits): entries and radius bits of two additive codebooks, and the expected ratio where unit sums are better."""
 
 _ABLATION_NOTE = (
-    "no codec holds sums of two random codebooks: a function of this benchmark measures them on Gaussian keys, every sum searched; "
+    "no codec stores sums of two random codebooks, so this benchmark searches all sums for Gaussian keys; "
     "Table 16 has 12.4, 6.0 and 3.0 times the perplexity of Mistral-7B"
 )
 _UNIT_NOTE = (
-    "scaled to unit length, the sums are also a random code, and a better one with more bits; HQMQ's lead in Table 16 is over unscaled sums"
+    "sums scaled to unit length are also a random code, which is better with more bits; HQMQ's advantage in Table 16 is over unscaled sums"
 )
 _SUMS_AT_ONCE = 1 << 22
 

@@ -43,9 +43,11 @@ _FIDELITY = {
 _LEFT_BY_SIGNS = math.sqrt(math.pi / 2 - 1)
 """The part of an inner product's spread that the signs of a Gaussian projection leave."""
 
-_CORRECTED_NOTE = "the published error is the first stage's, in the row above; the correction leaves sqrt(pi / 2 - 1) = 0.756 of it"
-_FIRST_STAGE_NOTE = "of the first stage: the correction is for inner products alone"
-_COSINE_NOTE = "cosines are compared as 1 - cosine, for which 2 % is much stricter"
+_CORRECTED_NOTE = (
+    "the published error is that of the first stage, in the row above; the correction reduces it to sqrt(pi / 2 - 1) = 0.756 of it"
+)
+_FIRST_STAGE_NOTE = "for the first stage, because the correction only affects inner products"
+_COSINE_NOTE = "cosines are compared as 1 - cosine, for which 2% is much stricter"
 
 
 def _fidelity(b: int, settings: Settings) -> list[Row]:
@@ -70,7 +72,7 @@ def _fidelity(b: int, settings: Settings) -> list[Row]:
         if system == "TurboQuant-QJL":
             corrected, expected = measure(f"{turboquant},qjl=fp16").inner_product, around(_LEFT_BY_SIGNS * found.inner_product)
             rows += [
-                Row("Table 1", f"{label}: inner-product error, first stage alone", found.inner_product, inner_product),
+                Row("Table 1", f"{label}: inner-product error, first stage only", found.inner_product, inner_product),
                 Row("Table 1", f"{label}: inner-product error", corrected, inner_product, expected=expected, note=_CORRECTED_NOTE),
             ]
         else:
@@ -82,7 +84,7 @@ _DISTRACTORS = 2048
 _NEEDLES_AT_ONCE = 512
 _NEEDLE_NOISE = 0.1
 _NEEDLE_NOTE = (
-    "chosen for fp32 to read 0.960: the needle has norm sqrt(d), the query is the needle + 0.1 x Gaussian noise, scores are over sqrt(d)"
+    "chosen so that fp32 gives 0.960: the needle has norm sqrt(d), the query adds 0.1 x Gaussian noise, scores are divided by sqrt(d)"
 )
 _NEEDLES = {
     "fp32": ("raw:dtype=fp32", 0.960, None, _NEEDLE_NOTE),
@@ -90,12 +92,12 @@ _NEEDLES = {
     "OCTOPUS-QJL": ("octahedral:b=2,norm=fp32,qjl=fp16", 0.960, None, "published: within 0.001 of fp32"),
     "TurboQuant-MSE": ("scalar:b=2,norm=fp32", 0.86, None, ""),
     "PolarQuant": ("polar:b=2,norm=fp32", 0.87, None, ""),
-    "TurboQuant-QJL, first stage alone": ("scalar:b=1,norm=fp32", 0.33, None, ""),
+    "TurboQuant-QJL, first stage only": ("scalar:b=1,norm=fp32", 0.33, None, ""),
     "TurboQuant-QJL": (
         "scalar:b=1,norm=fp32,qjl=fp16",
         0.33,
         (0.94, 0.965),
-        "the published mass is the first stage's, in the row above; corrected scores are right in the mean, and about as good as fp32's",
+        "the published mass is that of the first stage, in the row above; corrected scores are unbiased and about as good as those of fp32",
     ),
 }
 """Words, published mass, expected range and note."""
@@ -132,9 +134,7 @@ _RATES = {
 }
 """Table 6, language models: bits per value as published, and as stored."""
 
-_STORED_NOTE = (
-    "the paper counts b bits for a key; the 3 b + 1 bits of each of 43 triplets and the norms are more, and a file holds them all"
-)
+_STORED_NOTE = "the paper counts b bits per value of a key; a file also stores norms, and 3 b + 1 bits for each of 43 triplets"
 
 
 def _rates(settings: Settings) -> list[Row]:

@@ -50,8 +50,10 @@ _ROUNDINGS = {
 }
 """Table 5: cosine, MSE, tail95 and inner-product error by rounding."""
 
-_ONE_BIT_NOTE = "b = 1 is taken as the split (1, 1): (2, 0) has no norm codebook in the paper"
-_LOCAL_NOTE = "the paper's 2x2 tries the nearest level and the next one up; kvpack's tries those on either side, which finds the optimum"
+_ONE_BIT_NOTE = "b = 1 uses the split (1, 1), because (2, 0) has no norm codebook in the paper"
+_LOCAL_NOTE = (
+    "the paper's 2x2 search tries the nearest level and the next higher one; kvpack's tries levels on either side, which finds the optimum"
+)
 
 
 def _splits(b: int, settings: Settings) -> list[Row]:

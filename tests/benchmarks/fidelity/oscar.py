@@ -27,14 +27,14 @@ _V_ERRORS = {4: (0.02, 0.05), 3: (0.11, 0.14), 2: (0.52, 0.59)}
 """Table 2: 100 MSE with and without low-norm outlier tokens, by bits."""
 
 _CHOSEN_NOTE = (
-    "4 of 128 channels are off zero by 14.3, chosen for the 2-bit keys to read as LLaVA-v1.5-7B's; "
-    "one token in 32 lacks that and has a tenth of the size"
+    "4 of 128 channels are offset by 14.3, chosen so that 2-bit keys have the errors of LLaVA-v1.5-7B; "
+    "one token in 32 has no offset and a tenth of the size"
 )
 _STEP_LAW_NOTE = (
-    "from 4 to 3 bits steps grow 15 / 7 times and errors 4.6 times, with these tokens and without; in Table 2 they grow 5.8 and 4.9 times"
+    "from 4 to 3 bits, steps grow by 15 / 7 and errors by 4.6, with and without these tokens; in Table 2, errors grow by 5.8 and 4.9"
 )
 _VALUES_NOTE = (
-    "groups of channels see no other token: all that low-norm tokens change is the mean, by their share of the tokens, here 1 in 32"
+    "groups of channels contain a single token, so low-norm tokens only lower the mean, by their share of the tokens (here 1 in 32)"
 )
 
 
@@ -63,7 +63,7 @@ def _imbalance(settings: Settings) -> list[Row]:
         for bits, (with_low, without_low) in published.items():
             words = f"group:b={bits},g={_GROUP},axis={axis}"
             ratio = mean_square_error(x, decoded(words, x)) / mean_square_error(without, decoded(words, without))
-            name = f"{bits} bits, groups of {axis}s: MSE with low-norm tokens, over that without"
+            name = f"{bits} bits, groups of {axis}s: MSE with low-norm tokens / without"
             expected, note = (None, _CHOSEN_NOTE) if axis == "token" else ((0.95, 1.0), _VALUES_NOTE)
             if axis == "token" and bits == 3:
                 expected, note = around(1.45), _STEP_LAW_NOTE
@@ -75,10 +75,10 @@ _MANY = 128
 _OUTLIER_CHANNELS = 8
 _OUTLIER_SIZE = 20.0
 _STEPS = {
-    "token scaling alone, over plain INT2": (",token_scale=fp32", "", ">"),
-    "rotation alone, over plain INT2": (",rotation=hadamard", "", "<"),
-    "rotation and token scaling, over plain INT2": (",rotation=hadamard,token_scale=fp32", "", "<"),
-    "rotation and token scaling, over rotation alone": (",rotation=hadamard,token_scale=fp32", ",rotation=hadamard", "<"),
+    "only token scaling / plain INT2": (",token_scale=fp32", "", ">"),
+    "only rotation / plain INT2": (",rotation=hadamard", "", "<"),
+    "rotation and token scaling / plain INT2": (",rotation=hadamard,token_scale=fp32", "", "<"),
+    "rotation and token scaling / only rotation": (",rotation=hadamard,token_scale=fp32", ",rotation=hadamard", "<"),
 }
 _TABLE_9_NOTE = (
     "MSE of keys with 8 of 128 channels 20 times as large except in every fourth token, in groups of 128; "
@@ -112,8 +112,8 @@ def _artifact(settings: Settings) -> list[Row]:
     chosen = codec(f"group:b=2,g={_GROUP},axis=token,token_scale=fp32", 4)
     step = encode(chosen, x, "App. I")["scales"][0, 0, 0, 0, 0].item()
     scaled = x[0, 0, 0, 0] / x[0, 0, 0].square().mean().sqrt()
-    note = "the range grows from 0.01 to the distance of 0.01 and 0.5, which is 49 times as much and not 50"
-    name = "step of channels 1 to 3 with token scaling, over a third of their size without the second token"
+    note = "the range grows from 0.01 to 0.49, the distance between 0.01 and 0.5: by 49 instead of 50"
+    name = "step of channels 1 to 3 with token scaling / a third of their size without the second token"
     return [Row("App. I", name, 3 * step / scaled.item(), _STEP_GROWTH, expected=around(49.0), note=note)]
 
 
@@ -125,13 +125,13 @@ _RIVALS = {
 }
 """Sec. 5.1 and Table 1, groups of 32: a recipe, published bits and stored bits."""
 
-_CODES_NOTE = "INT2 and 2.5 bits count codes alone: a scale and a center of 16 bits each for 32 values are 1.0 bit more, a norm 0.125"
+_CODES_NOTE = "INT2 and 2.5 bits count only codes: a scale and a center of 16 bits each per 32 values add 1.0 bit, and a norm adds 0.125"
 _KIVI = {"KIVI-4": (4, 4.5), "KIVI-2": (2, 2.5)}
 _KIVI_NOTE = (
-    "HQMQ counts 0.5 bits for scales and zeros of groups of 32; in binary16 they take 1.0, and 0.5 in groups of 64 or with 8 bits each"
+    "HQMQ counts 0.5 bits for scales and zeros of groups of 32; they take 1.0 in binary16, and 0.5 in groups of 64 or with 8 bits each"
 )
-_REDUCTION_NOTE = "16 over the bits stored; Fig. 6 has the memory of a whole decoding step at batch 48"
-_SHARE_NOTE = "App. K.1 has 32 channels with 3 bits and 96 with 2, which are 2.25; 2.5 takes 64 and 64"
+_REDUCTION_NOTE = "16 / stored bits; Fig. 6 shows the memory of an entire decoding step at batch 48"
+_SHARE_NOTE = "App. K.1 has 32 channels with 3 bits and 96 with 2, which average 2.25; an average of 2.5 needs 64 of each"
 
 
 def _both(recipe: str) -> tuple[Rate, Rate]:

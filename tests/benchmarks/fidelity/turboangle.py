@@ -44,9 +44,9 @@ _MODELS = {
 _NORM8_BITS = {"mistral-7b": 7.81, "tinyllama-1.1b": 8.3}
 """Bits with 8-bit linear norms on both sides: Table 6, and Sec. 4.6 for a head dim of 64."""
 
-_RANGE_NOTE = "Table 5 counts a token's least and largest norm with 16 bits each for TinyLlama and Mistral, with 32 for the other five"
-_EQUATION_NOTE = "Eq. 3 as written has 32 bits for each of the two, 32 / d bits per value more than Table 5 has for this model"
-_STORED_NOTE = "a file holds a token's least and largest norm with 16 bits each, Eq. 3 counts 32"
+_RANGE_NOTE = "Table 5 counts 16 bits each for a token's smallest and largest norm for TinyLlama and Mistral, and 32 for the other five"
+_EQUATION_NOTE = "Eq. 3 counts 32 bits for each of the two norms, which is 32 / d bits per value more than Table 5 for this model"
+_STORED_NOTE = "a file stores a token's smallest and largest norm in 16 bits each, but Eq. 3 counts 32"
 
 
 def _mean(recipe: str, layers: int, dim: int, bits: Callable[[Angle], float]) -> float:
@@ -115,7 +115,7 @@ _EQUAL_BINS = 128
 _ROTATIONS = 16
 _OUTLIERS = 8
 _OUTLIER_SIZE = 20.0
-_OFFSET_NOTE = "one rotation serves all tokens, so channels that keep their sign point every pair the same way in all of them"
+_OFFSET_NOTE = "all tokens have the same rotation, so channels with a constant sign give a pair the same direction in all tokens"
 _KEYS: dict[str, tuple[int, str]] = {
     "Gaussian keys, d = 128": (128, ""),
     "Gaussian keys, d = 64": (64, ""),
@@ -136,7 +136,7 @@ def _uniformity(settings: Settings) -> list[Row]:
             x[..., :_OUTLIERS] += _OUTLIER_SIZE
         used = statistics.mean(_bins_in_use(x, settings.draw(number)) for number in range(_ROTATIONS))
         expected, note = ((25.0, 65.0), _OFFSET_NOTE) if outliers == "moved" else (None, "")
-        rows.append(Row("Sec. 2", f"{label}: angle bins in equal use", used, _EQUAL_BINS, expected=expected, note=note))
+        rows.append(Row("Sec. 2", f"{label}: angle bins used equally often", used, _EQUAL_BINS, expected=expected, note=note))
     return rows
 
 

@@ -115,7 +115,7 @@ def fp8_is_kept(python: Path, model: Path) -> bool:
         first, second = (process(python, "vllm_packed.py", model, Path(folder), "octopus-4", "fp8") for _ in range(2))
     tokens = [second["tokens"], first["memory"]["tokens"], first["flipped"]["tokens"]]
     good = second["cached"] == LOADED and all(found == first["tokens"] for found in tokens)
-    print(f"packed by the worker, a cache of fp8: the second process loads {second['cached']} of 900 tokens {'good' if good else 'WRONG'}")
+    print(f"fp8 cache packed by the worker: the second process loads {second['cached']} of 900 tokens {'good' if good else 'WRONG'}")
     return good
 
 

@@ -57,7 +57,7 @@ KERNEL_LEVELS = (
     "pages",
 )
 """Import order of the folders in ``kernels/``, lowest first. ``codecs`` is the table of encoders, decoders and loaders: the entry
-points of ``encode`` and ``decode`` use it, and the named modules of ``decode`` decode whole sides with the tiles above it."""
+points of ``encode`` and ``decode`` use it. The listed modules of ``decode`` decode whole sides with ``tiles``."""
 
 FACADE = {"evaluation", "bench", "demo", "tuning", "commands", "cli"}
 """Modules that may use the public names, ``import kvpack``, like a user."""

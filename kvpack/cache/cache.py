@@ -177,7 +177,7 @@ class Cache(PackedObject):
         for number, layer in enumerate(self.layers):
             if layer.sides and layer.seen_tokens != tokens:
                 raise NotConsecutive(
-                    f"layers[{number}] ends before position {self.start + layer.seen_tokens}, but the cache before {self.stop}: "
+                    f"layers[{number}] ends before position {self.start + layer.seen_tokens}, but the cache ends before {self.stop}: "
                     "use a cache whose layers all end at the same token"
                 )
 

@@ -208,7 +208,7 @@ def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
     for number, start in enumerate(note.starts or ()):
         if start < note.start or start > MAX_TOKENS or (start != note.start and number not in layers):
             raise InvalidParameter(
-                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache at {note.start}"
+                f"{path}: in its metadata kvpack.unpacked, layer {number} starts at position {start}, but the cache starts at {note.start}"
             )
     return count
 

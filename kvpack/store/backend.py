@@ -191,7 +191,7 @@ class SingleTierBackend:
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
-        """The backend itself."""
+        """Backends that this one combines: only itself."""
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:

@@ -59,7 +59,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
             )
         if layer.sides and layer.seen_tokens != cache.tokens:
             raise InvalidParameter(
-                f"layers[{index}] ends at token {layer.seen_tokens}, but the cache at {cache.tokens}: "
+                f"layers[{index}] ends at token {layer.seen_tokens}, but the cache ends at {cache.tokens}: "
                 "a prefix needs all tokens in every layer"
             )
 

@@ -104,7 +104,7 @@ def test_every_operation_keeps_the_layer_positions() -> None:
 def test_a_layer_that_ends_before_the_cache_is_not_continued() -> None:
     cache = sliding()
     short = replace(cache, layers=(cache[0], replace(cache[1], skipped=40), cache[2]))
-    message = r"layers\[1\] ends before position 67.* the cache before 75"
+    message = r"layers\[1\] ends before position 67.* the cache ends before 75"
     pairs = random_pairs(3, 4, seed=1)
     with pytest.raises(InvalidParameter, match=message):
         short.append(pairs)
@@ -218,7 +218,7 @@ def test_unpack_and_pack_keep_layer_positions(tmp_path: Path) -> None:
     ("start", "message"),
     [
         ({"range": 3, "layers": [3]}, r"has layer 1, expected some of the 1 layers in its metadata"),
-        ({"range": 3, "layers": [3, 2]}, "layer 1 starts at position 2, but the cache at 3"),
+        ({"range": 3, "layers": [3, 2]}, "layer 1 starts at position 2, but the cache starts at 3"),
         ({"range": 3, "layers": [3, 2**40]}, "layer 1 starts at position 1099511627776"),
         ({"range": 3, "layers": [3, 3, 4]}, "layer 2 starts at position 4"),
         ({"range": 3, "layers": [3, True]}, "its metadata kvpack.unpacked is"),

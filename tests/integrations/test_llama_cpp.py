@@ -335,7 +335,7 @@ def test_blocks_without_a_codec_in_any_order_with_windows_and_latents(tmp_path: 
     assert (tmp_path / "out.bin").read_bytes() == path.read_bytes()
     with pytest.raises(InvalidParameter, match="layer 1 holds 4 tokens, expected at most 3 of 7"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 3})
-    with pytest.raises(InvalidParameter, match="layer 1 holds the newest 4 of 7 tokens, but a window of 6 reaches back 5"):
+    with pytest.raises(InvalidParameter, match="layer 1 holds the newest 4 of 7 tokens, but a window of 6 includes the previous 5"):
         export_slot(cache, tmp_path / "out.bin", windows={1: 6})
     latents = state(SEVEN, Caches([(contents[0, 0], contents[0, 0][:, :0])], list(range(7)), kinds={0: 3}))[:-12]
     path = written(tmp_path / "in.bin", latents)
@@ -533,9 +533,9 @@ def test_contents_that_llama_cpp_cannot_store_are_named(tmp_path: Path) -> None:
     )
     windows = dict(made.metadata) | {"llama.cpp sliding-window layers": 1}
     short = cache((k, v), (k[:, :, 2:], v[:, :, 2:], 2), metadata=windows)
-    refused(short, "layer 1 holds the newest 5 of 7 tokens, but a window of 7 reaches back 6", windows={1: 7})
+    refused(short, "layer 1 holds the newest 5 of 7 tokens, but a window of 7 includes the previous 6", windows={1: 7})
     none = cache((k, v), (k[:, :, :0], v[:, :, :0], 7), metadata=windows)
-    refused(none, "layer 1 holds the newest 0 of 7 tokens, but a window of 1 reaches back 0", windows={1: 1})
+    refused(none, "layer 1 holds the newest 0 of 7 tokens, but a window of 1 includes the previous 0", windows={1: 1})
     known = kvpack.Inputs(np.array(SEVEN[:3], "<u4").tobytes())
     refused(replace(made, inputs=known), "has the ids of only 3 of 7 tokens: for a file without ids, pass")
     refused(

@@ -88,7 +88,7 @@ MUTANTS: dict[str, tuple[str, str, Any]] = {
     "one name for all writers": ("kill", "kvpack.store.directory.write_file", _write_with_one_name),
     "errors are raised": ("errno", "kvpack.store.counters.Counters.fault", _raise),
     "no sync of folders": ("power loss", "kvpack.file.atomic.sync_folder", lambda folder: None),
-    "want of memory is raised": ("memory limit", "kvpack.store.counters.Counters.fault", _raise),
+    "exhausted memory raises an error": ("memory limit", "kvpack.store.counters.Counters.fault", _raise),
     "what is there is right": ("two users", "kvpack.store.directory.kind_of", lambda *_: Kind.READABLE),
     "no locks": ("PID namespaces", "kvpack.store.eviction.sweep", _remove),
     "no tenant in the key": ("isolation", "kvpack.identity.identity.Identity.digest", property(_without_tenant)),

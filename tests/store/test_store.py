@@ -234,7 +234,7 @@ def test_invalid_token_ids_are_refused(ids: Any, tmp_path: Path) -> None:
         (lambda: random_pairs(1, 40), "a list is not a packed cache"),
         (
             lambda: kvpack.pack([random_pairs(1, 40, dims=(32, 32))[0], random_pairs(1, 33, dims=(32, 32))[0]], "kivi-2"),
-            r"layers\[1\] ends at token 33, but the cache at 40",
+            r"layers\[1\] ends at token 33, but the cache ends at 40",
         ),
     ],
     ids=["recipe", "start", "model", "batch", "no cache", "ends early"],

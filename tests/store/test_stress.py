@@ -53,7 +53,7 @@ def test_wrong_bytes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store agrees with a dict of chunks through damage, loss, new processes and clocks that jump."""
+    """Compares a store with a dict of chunks, under damage, loss, process restarts and clock jumps."""
 
     prompts = st.sampled_from([(seed, chunks) for seed in range(3) for chunks in range(4)])
 

@@ -384,5 +384,5 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
 def _check_token_count(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
     """Raise InvalidParameter unless ``layer_tokens`` tokens are all tokens, or all that the next one attends to within ``window``."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
-        needed = f"but a window of {window} reaches back {window - 1}" if window else "so it needs a sliding window: pass windows="
+        needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {number} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

@@ -178,21 +178,28 @@ def _load_words(
 
 @triton.constexpr_function
 def _load_number_ptx(bits: int, masked: bool) -> str:
-    """Return PTX that loads one 16-bit or 32-bit number, or yields 0 if masked out."""
+    """Return PTX that loads one 8-bit, 16-bit or 32-bit number, or yields 0 if masked out."""
     mask, real = ("setp.ne.b32 real, $2, 0;", "@real") if masked else ("", "")
-    if bits == 16:
-        load = f"mov.b16 half, 0; {real} ld.global.b16 half, [$1]; cvt.u32.u16 $0, half;"
-    else:
-        load = f"mov.b32 $0, 0; {real} ld.global.b32 $0, [$1];"
-    return f"{{ .reg .pred real; .reg .b16 half; {mask} {load} }}"
+    return f"{{ .reg .pred real; {mask} mov.b32 $0, 0; {real} ld.global.u{bits} $0, [$1]; }}"
 
 
 @triton.jit
 def load_number(
-    pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+    pointer: tl.tensor,
+    first: tl.tensor,
+    token: tl.tensor,
+    valid: tl.tensor,
+    BITS: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Load one ``BITS``-bit number per token as int32 ``[warp, token]``, in the layout of its uses: with inline PTX unless it is a byte."""
-    if FAST and BITS > 8:
+    """Load one ``BITS``-bit number per token as int32 ``[warp, token]``, in the layout of its uses: with inline PTX.
+
+    Four threads then decode the same number. For the bytes of values (``TRANSPOSED``), which take the most operations, it is faster to load
+    each number once and to move the results.
+    """
+    if FAST and (BITS > 8 or not TRANSPOSED):
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)
         ASSEMBLY: tl.constexpr = _load_number_ptx(BITS, MASKED)
         if MASKED:

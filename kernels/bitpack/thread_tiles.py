@@ -127,7 +127,7 @@ def load_rows_and_factor(
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     loaded = load_rows(pointers, first, token, valid, ROWS, MASKED, FAST)
-    return loaded + (load_number(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, FAST),)
+    return loaded + (load_number(pointers[len(ROWS)], first, token, valid, CONSTANTS.factor_bits, MASKED, TRANSPOSED, FAST),)
 
 
 @triton.jit
@@ -135,9 +135,7 @@ def read_row_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexp
     """Return the token factors that ``load_rows_and_factor`` loaded, as float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     value = loaded[2 * words_per_token(ROWS)]
-    if CONSTANTS.factor_bits == 16:
-        value = value.to(tl.int16)
-    return read_factor((value,), 0, CONSTANTS.factor_bits, False)
+    return read_factor((value, tl.zeros(value.shape, tl.int32)), 0, CONSTANTS.factor_bits, FAST)
 
 
 @triton.jit

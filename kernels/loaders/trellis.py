@@ -1,12 +1,11 @@
-"""Tile loader of codec trellis (spec/codecs/trellis.md): table values, indexed by windows of bits in a word and the next word.
+"""Tile loader of codec trellis (spec/codecs/trellis.md): table values, indexed by windows of a row's circular bit string.
 
-A tile column is one word of a token's bit string; each step decodes one window that begins in it. If rows have fewer words than a tile has
-columns, the windows of a word are spread over several columns. If a value's bits do not divide 16, windows begin at different bits in each
-word; ``_column_shifts`` then returns the number of bits by which each column is shifted first.
+A symbol is 16 neighboring bits of the string, with the windows of 1, 2, 4 or 8 neighboring channels. Symbols are cut out of a row in the
+registers of one thread, and become tiles (``symbol_tiles``) in which windows are looked up, two at once if their bits form a short index.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM108
 # mypy: disable-error-code="assignment, untyped-decorator"
 
 from __future__ import annotations
@@ -18,83 +17,103 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.trellis import WORD_BITS, window_values
-from kvpack.kernels.bitpack.replicated_columns import load_columns as load_words_of_columns
+from kvpack.kernels.bitpack.bitfields import load_per_token
 from kvpack.kernels.bitpack.streams import Stream
-from kvpack.kernels.bitpack.tile_layout import broadcast_columns
-from kvpack.kernels.bitpack.tile_packing import tile_field_count, tile_width
-from kvpack.kernels.bitpack.token_factors import FACTOR_BITS, load_factors, read_factors
-from kvpack.kernels.tables.shared_table import look_up_bits
+from kvpack.kernels.bitpack.symbol_tiles import WIDTH, load_symbol_tile
+from kvpack.kernels.bitpack.thread_rows import load_rows, row_streams, stored_words_per_plane
+from kvpack.kernels.bitpack.thread_tiles import TOKENS, read_row_factor
+from kvpack.kernels.bitpack.token_factors import FACTOR_BITS
+from kvpack.kernels.tables.shared_table import look_up
 
 from .tiles import Tiles
 
 if TYPE_CHECKING:
     from kvpack.formats.trellis import Trellis
 
+MAX_INDEX_BITS = 10
+"""Maximum number of bits of a joint index of two windows, so that shared memory has room for several copies of the table."""
+
+MAX_WORDS_AHEAD = 16
+"""Maximum number of 16-bit words per row at which registers have room for the rows of two tiles."""
+
 
 class TrellisConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles.
+    """Compile-time constants of a codec and its rows.
 
-    A row's ``words`` words are the columns of a tile of ``width`` columns; windows of ``window_bits`` bits begin every ``bits`` bits. If
-    ``shifted``, columns are first shifted right by their own numbers, int16, which follow the table's ``entries`` entries.
+    ``rows`` are the number of 16-bit words per row, as ``load_rows`` needs them. The first symbol begins at bit ``first_bit`` of a row and
+    has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``together`` windows and has ``index_bits`` bits.
     """
 
-    words: int
-    width: int
+    rows: tuple[int, ...]
+    factor_bits: int
+    symbols: int
+    first_bit: int
+    windows: int
     bits: int
-    window_bits: int
-    shifted: bool
-    entries: int
-    norm_bits: int
+    together: int
+    index_bits: int
 
 
 def tiles(codec: Trellis) -> Tiles:
     """Return the loader of ``codec``, which always exists."""
     (packing,) = codec.packings().values()
-    width = tile_width(packing)
-    shifts, steps, used = _column_shifts(codec, packing.width, width, tile_field_count(packing))
+    windows = next(n for n in (8, 4, 2, 1) if n * codec.bits <= 8 and (n - 1) * codec.bits + codec.state_bits <= WORD_BITS)
+    together = 2 if codec.bits + codec.state_bits <= MAX_INDEX_BITS else 1
+    constants = TrellisConstants(
+        rows=stored_words_per_plane([packing]),
+        factor_bits=FACTOR_BITS[codec.norm],
+        symbols=codec.dim // windows,
+        first_bit=-codec.state_bits % codec.bits,
+        windows=windows,
+        bits=codec.bits,
+        together=together,
+        index_bits=codec.state_bits + (together - 1) * codec.bits,
+    )
     values = window_values(codec.table, "cpu").to(torch.float16)
-    behind = torch.tensor(shifts, dtype=torch.int16, device="cpu").view(torch.float16).view(-1, 2)
-    norm_bits = FACTOR_BITS[codec.norm]
-    constants = TrellisConstants(packing.width, width, codec.bits, codec.state_bits, any(shifts), len(values), norm_bits)
-    columns = [(column % packing.width, shift if column < used else WORD_BITS) for column, shift in enumerate(shifts)]
+    index = torch.arange(1 << constants.index_bits, device="cpu")
+    entries = torch.stack([values[index % len(values)], values[index >> (together - 1) * codec.bits]], -1)
+    symbols = -(-constants.symbols // WIDTH.value) * WIDTH.value
+    channels = tuple(
+        tuple(_window_channel(codec, constants, symbol, window) for symbol in range(first, first + WIDTH.value))
+        for first in range(0, symbols, WIDTH.value)
+        for window in range(windows)
+    )
     return Tiles(
         load,
         decode,
         factor,
         constants,
-        steps,
-        tuple(tuple(_window_channel(codec, word, shift + step * codec.bits) for word, shift in columns) for step in range(steps)),
-        (Stream("codes.0", WORD_BITS, packing.width), Stream("norm", norm_bits, 1)),
-        torch.cat([torch.stack([values, values], -1), behind]),
-        entries=len(values),
-        load_columns=load_columns,
+        len(channels) // windows,
+        channels,
+        (*row_streams("codes", packing), Stream("norm", constants.factor_bits, 1)),
+        entries,
+        tokens=TOKENS,
+        loads_ahead=packing.width <= MAX_WORDS_AHEAD,
+        many_copies=True,
     )
 
 
-def _column_shifts(codec: Trellis, words: int, width: int, side_by_side: int) -> tuple[list[int], int, int]:
-    """Return the bit at which each column's first window begins in its word, the windows per column, and the number of columns in use."""
-    firsts = [(-WORD_BITS * (column % words) - codec.state_bits) % codec.bits for column in range(width)]
-    if side_by_side == 1 or WORD_BITS % codec.bits:
-        return firsts, -(-WORD_BITS // codec.bits), words
-    windows = WORD_BITS // codec.bits
-    steps = max(1, windows // side_by_side)
-    copies = min(side_by_side, windows)
-    return [first + column // words % copies * steps * codec.bits for column, first in enumerate(firsts)], steps, copies * words
-
-
-def _window_channel(codec: Trellis, word: int, bit: int) -> int:
-    """Return the channel whose window begins at bit ``bit`` of ``word``; -1 if the bit is past the word."""
-    if bit >= WORD_BITS:
+def _window_channel(codec: Trellis, constants: TrellisConstants, symbol: int, window: int) -> int:
+    """Return the channel of a symbol's window; -1 if there is no such symbol."""
+    if symbol >= constants.symbols:
         return -1
-    after = (WORD_BITS * word + bit + codec.state_bits) % (codec.dim * codec.bits)
+    after = (_symbol_bit(constants, symbol) + window * codec.bits + codec.state_bits) % (codec.dim * codec.bits)
     return (after // codec.bits - 1) % codec.dim
 
 
-@triton.jit
-def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load the shift of each column, int16 ``[1, column]``."""
-    begin = table.to(tl.pointer_type(tl.int16)) + 2 * CONSTANTS.entries
-    return (tl.load(begin + tl.arange(0, CONSTANTS.width))[None, :],)
+def _symbol_bit(constants: TrellisConstants, symbol: int) -> int:
+    """Return the bit of a row at which a symbol begins.
+
+    If a word's bits begin whole symbols, neighboring symbols are neighboring words, which one operation cuts out.
+    """
+    size, words = constants.windows * constants.bits, constants.rows[0]
+    if WORD_BITS % size == 0:
+        word, before = symbol % words, symbol // words
+        return WORD_BITS * word + size * before + constants.first_bit
+    return size * symbol + constants.first_bit
+
+
+symbol_bit = triton.constexpr_function(_symbol_bit)
 
 
 @triton.jit
@@ -109,13 +128,13 @@ def load(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Load the tokens' words and their successors, int16 tiles ``[warp, token, column]`` or transposed, then norms (``token_factors``)."""
-    WORDS: tl.constexpr = CONSTANTS.words
-    column = tl.arange(0, CONSTANTS.width)[None, :]
-    words = load_words_of_columns(pointers[0], first, token, valid, column, column % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
-    # The first word of a row follows its last one.
-    following = load_words_of_columns(pointers[0], first, token, valid, column, (column + 1) % WORDS, WORDS, 0, False, MASKED, TRANSPOSED)
-    return (words, following) + load_factors(pointers[1], first, token, valid, CONSTANTS.norm_bits, 0, MASKED, FAST)
+    """Load the rows (``thread_rows.load_rows``), and the norms as int32 ``[warp, token]``.
+
+    Each norm is loaded once, not by every thread that uses it, because the next tile's norms take registers too.
+    """
+    ROWS: tl.constexpr = CONSTANTS.rows
+    norm = load_per_token(pointers[1], first, token, valid, 1, 0, MASKED)
+    return load_rows(pointers, first, token, valid, ROWS, MASKED, FAST) + (norm.to(tl.int32),)
 
 
 @triton.jit
@@ -129,40 +148,69 @@ def decode(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the value of window ``STEP`` of each column, scaled to a unit vector, as one binary16 tile in the layout of the words."""
-    planes = (loaded[0], loaded[1])
-    if CONSTANTS.shifted:
-        planes = _shift_strings(loaded[0], loaded[1], broadcast_columns(column_fields[0], TRANSPOSED), FAST)
-    result = look_up_bits(planes, table, STEP * CONSTANTS.bits, CONSTANTS.window_bits, 2, 0, SHARED, FAST)
-    return (result[0],)
+    """Return the values of the windows of 16 symbols, scaled to a unit vector: one binary16 tile ``[warp, token, symbol]`` per window.
 
-
-@triton.constexpr_function
-def _shift_ptx() -> str:
-    """Return PTX that shifts the 32-bit strings of a register's two columns, each by its own number, and splits them into words again."""
-    return """{ .reg .b32 p, q, s, t;
-        and.b32 s, $4, 0xFFFF; shr.b32 t, $4, 16;
-        prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $2, $3, 0x7632;
-        shr.b32 p, p, s; shr.b32 q, q, t;
-        prmt.b32 $0, p, q, 0x5410; prmt.b32 $1, p, q, 0x7632; }"""
+    Tiles are transposed ``[warp, symbol, token]`` with ``TRANSPOSED``.
+    """
+    WINDOWS: tl.constexpr = CONSTANTS.windows
+    TOGETHER: tl.constexpr = CONSTANTS.together
+    symbols = load_symbol_tile(loaded, STEP, symbol_pair, CONSTANTS.symbols, CONSTANTS, TRANSPOSED, FAST)
+    values = ()
+    for window in tl.static_range(0, WINDOWS, TOGETHER):
+        values = values + _look_up_windows(symbols, table, window, CONSTANTS, SHARED, FAST)
+    return values
 
 
 @triton.jit
-def _shift_strings(words: tl.tensor, following: tl.tensor, shift: tl.tensor, FAST: tl.constexpr) -> tl.tuple:
-    """Shift each column's 32-bit string right by ``shift`` bits; return int16 tiles of its low and high halves."""
-    if FAST:
-        halves = tl.inline_asm_elementwise(
-            _shift_ptx(), "=r,=r,r,r,r", [words, following, shift], dtype=(tl.int16, tl.int16), is_pure=True, pack=2
-        )
+def _look_up_windows(
+    symbols: tl.tensor, table: tl.tensor, WINDOW: tl.constexpr, CONSTANTS: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr
+) -> tl.tuple:
+    """Return the values of the windows that share an index, beginning with number ``WINDOW`` of each symbol."""
+    BITS: tl.constexpr = CONSTANTS.index_bits
+    result = look_up(symbols, table, WINDOW * CONSTANTS.bits, BITS, 2, SHARED.offset, SHARED.copies, 1 << BITS, FAST)
+    if CONSTANTS.together == 1:
+        values = (result[0],)
     else:
-        string = (
-            words.to(tl.uint16, bitcast=True).to(tl.uint32) | (following.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-        ) >> shift.to(tl.uint32)
-        halves = (string.to(tl.uint16).to(tl.int16, bitcast=True), (string >> 16).to(tl.uint16).to(tl.int16, bitcast=True))
-    return halves
+        values = (result[0], result[1])
+    return values
+
+
+@triton.jit
+def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+    """Return an even symbol and the next one, 16 bits apart."""
+    WORDS: tl.constexpr = CONSTANTS.rows[0]
+    FIRST: tl.constexpr = symbol_bit(CONSTANTS, SYMBOL)
+    # The last symbol may have no next one.
+    SECOND: tl.constexpr = symbol_bit(CONSTANTS, SYMBOL + 1) % (16 * WORDS)
+    SHIFT: tl.constexpr = FIRST % 16
+    first = _two_words(words, FIRST // 16, WORDS) >> SHIFT
+    if SECOND == (FIRST + 16) % (16 * WORDS):
+        if SHIFT:
+            first |= _two_words(words, FIRST // 16 + 2, WORDS) << (32 - SHIFT)
+    else:
+        second = _two_words(words, SECOND // 16, WORDS) >> (SECOND % 16)
+        first = (first & 0xFFFF) | (second << 16)
+    return first
+
+
+@triton.jit
+def _two_words(words: tl.tuple, WORD: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
+    """Return 16-bit word ``WORD`` of a row and the next one, as uint32; the first word of a row follows its last one."""
+    FIRST: tl.constexpr = WORD % WORDS
+    SECOND: tl.constexpr = (WORD + 1) % WORDS
+    first, second = words[FIRST // 2], words[SECOND // 2]
+    if FIRST % 2 == 0 and SECOND == FIRST + 1:
+        value = first
+    else:
+        if FIRST % 2:
+            first = first >> 16
+        if SECOND % 2 == 0:
+            second = second << 16
+        value = (first & 0xFFFF) | (second & 0xFFFF0000)
+    return value
 
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the norms, float32 ``[warp, token]``."""
-    return read_factors(loaded, 2, CONSTANTS.norm_bits, 0, FAST)
+    return read_row_factor(loaded, CONSTANTS, FAST)

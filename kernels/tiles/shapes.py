@@ -36,6 +36,10 @@ LARGE_TABLE_BYTES, MIN_COPIES = 80 << 10, 8
 """For tables larger than the assembly declares: bytes for each of two programs, and the fewest copies of an entry with which two
 programs are enough."""
 
+MAX_MEAN_BITS = 1 << 10
+"""Maximum bits per page mean of keys, if tables are larger than the assembly declares: the compiler's shared memory before them
+(``COMPILER_BYTES``) must have room for the means that are multiplied at once."""
+
 SYSTEM_BYTES = 1 << 10
 """Shared memory per program that the CUDA system reserves, in bytes."""
 
@@ -108,6 +112,8 @@ def table_budget(k: Tiles, v: Tiles) -> int:
     """Return the number of bytes of shared memory that the tables of both sides may use together."""
     alone = [tiles for tiles in (k, v) if tiles.many_copies and tiles.outliers is tiles.signs is None]
     tables = [tiles.table for tiles in alone if tiles.table is not None]
+    if k.means is not None and k.means.dim * k.means.bits > MAX_MEAN_BITS:
+        return MAX_STATIC_BYTES
     if len(tables) == 2 and MIN_COPIES * max(table.nbytes for table in tables) <= LARGE_TABLE_BYTES:
         return LARGE_TABLE_BYTES
     return MAX_STATIC_BYTES

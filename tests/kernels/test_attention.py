@@ -131,6 +131,15 @@ def test_head_dims(family: str) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("states", [256, 1024])
+@pytest.mark.parametrize(("bits", "dims"), [(1, (16, 48)), (2, (24, 64)), (3, (16, 80)), (4, (12, 40))])
+def test_windows_of_a_trellis_in_rows_of_any_length(bits: int, dims: tuple[int, int], states: int) -> None:
+    """Rows of an odd number of words, in which the first window follows the last one inside a 32-bit word, and of less than a tile."""
+    k_codec, v_codec = codecs(*[f"trellis:b={bits},states={states}"] * 2, dims)
+    check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("words", ["element=e4m3", "element=e5m2,per=token", "element=e2m1,scales=e8m0", "element=e2m1,scales=e4m3"])
 def test_minifloats_with_any_fields_and_blocks(words: str) -> None:
     """Tests rows with fewer words than a tile has columns, columns of many bytes, partial blocks, and three words of scales."""

@@ -5,8 +5,9 @@
 Triton's interpreter accepts programs that its compiler rejects: for example, constants with two values, tuples without names, and loop
 variables that change shape. Here launches only compile, so results are uninitialized memory. The compiled calls are those with the fewest
 and the most options, or with ``--every`` all calls whose code differs. With ``--quick``, only the first launch of each kernel is compiled
-to machine code, including the loaders' assembly, and the others up to Triton's layouts. It prints the maximum registers per thread and
-shared memory per program of each kernel, next to the device's limits, and all failures.
+to machine code, including the loaders' assembly, and the others up to Triton's layouts. It prints the maximum registers per thread,
+shared memory per program, instructions, and stack bytes per thread (spilled registers) of each kernel, next to the device's limits, and
+all failures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import struct
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -63,8 +64,27 @@ OVERLAPS_FROM = 90
 MAX_REGISTERS = 255
 """Maximum number of registers per thread."""
 
+MAX_INSTRUCTIONS = 16384
+"""Maximum number of instructions of a kernel: more than twice as many as octahedral codes and quaternions take, so only runaway unrolling
+exceeds it. Their compilation would take minutes.
+"""
+
+INSTRUCTION_BYTES = 16
+
+_STACK = 0x11
+"""Attribute of a cubin's .nv.info with the stack bytes of a function."""
+
 _REGISTERS = 0x2F
 """Attribute in a cubin's .nv.info section that contains a function's number of registers."""
+
+
+class Usage(NamedTuple):
+    """What a kernel uses: registers per thread, bytes of shared memory per program, instructions, and stack bytes per thread."""
+
+    registers: int
+    shared: int
+    instructions: int
+    stack: int
 
 
 class NoDevice:
@@ -98,15 +118,17 @@ class Compiled:
         self.kernels: set[str] = set()
         self.failed: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
-        self.used: dict[str, tuple[int, int]] = {}
+        self.used: dict[str, Usage] = {}
 
     def note(self, name: str, kernel: Any) -> None:
-        """Update the maximum registers and shared memory of the kernels called ``name``."""
-        if not kernel.asm["cubin"]:
+        """Update the maximum usage of the kernels called ``name``."""
+        cubin = kernel.asm["cubin"]
+        if not cubin:
             return
-        registers, shared = self.used.get(name, (0, 0))
-        declared = sum(size for section, size in _sections(kernel.asm["cubin"]) if section.startswith(".nv.shared."))
-        self.used[name] = max(registers, registers_of(kernel.asm["cubin"])), max(shared, kernel.metadata.shared + declared)
+        declared = sum(size for section, size in _sections(cubin) if section.startswith(".nv.shared."))
+        instructions = sum(size for section, size in _sections(cubin) if section.startswith(".text.")) // INSTRUCTION_BYTES
+        usage = Usage(_attribute(cubin, _REGISTERS), kernel.metadata.shared + declared, instructions, _attribute(cubin, _STACK))
+        self.used[name] = Usage(*map(max, usage, self.used.get(name, usage)))
 
     def attempt(self, what: str, operation: Callable[[], object]) -> None:
         begin = time.process_time()
@@ -130,8 +152,8 @@ def _sections(cubin: bytes) -> list[tuple[str, int]]:
     return [(name, size) for name, _, _, size in _section_table(cubin)]
 
 
-def registers_of(cubin: bytes) -> int:
-    """Return the largest number of registers per thread that a function in ``cubin`` uses."""
+def _attribute(cubin: bytes, wanted: int) -> int:
+    """Return the largest value of an attribute of .nv.info that a function in ``cubin`` has."""
     most = 0
     for name, _, at, size in _section_table(cubin):
         if name != ".nv.info":
@@ -141,7 +163,7 @@ def registers_of(cubin: bytes) -> int:
             form, attribute, value = struct.unpack_from("<BBH", cubin, place)
             place += 4
             if form == 4:
-                if attribute == _REGISTERS:
+                if attribute == wanted:
                     most = max(most, struct.unpack_from("<II", cubin, place)[1])
                 place += value
     return most
@@ -260,15 +282,16 @@ def main(arguments: list[str]) -> int:
         attend(layer, recipe, compiled, options.every)
         code(layer, recipe, compiled)
     chip, room = CHIPS[options.capability]
-    for name, (registers, shared) in compiled.used.items():
-        if shared > room or registers > MAX_REGISTERS:
-            compiled.failed[name] = f"{registers} registers and {shared} bytes of shared memory; {chip} has {MAX_REGISTERS} and {room}"
+    limits = Usage(MAX_REGISTERS, room, MAX_INSTRUCTIONS, sys.maxsize)
+    for name, usage in compiled.used.items():
+        if any(value > limit for value, limit in zip(usage, limits, strict=True)):
+            compiled.failed[name] = f"{usage} exceeds the limits of {chip}, {limits}"
     found = {
         "triton": triton.__version__,
         "chip": chip,
         "shared_memory": room,
         "kernels": sorted(compiled.kernels),
-        "registers_and_shared_memory": compiled.used,
+        "used": {name: usage._asdict() for name, usage in compiled.used.items()},
         "failed": compiled.failed,
         "seconds": compiled.seconds,
     }
@@ -278,8 +301,11 @@ def main(arguments: list[str]) -> int:
     else:
         print(f"compute capability {options.capability / 10} ({chip}), {room:,} bytes of shared memory per program")
         print(f"  {', '.join(options.recipes)}")
-        for name, (registers, shared) in sorted(compiled.used.items()):
-            print(f"  {name:<20} {registers:>4} registers {shared:>8,} bytes of shared memory")
+        for name, usage in sorted(compiled.used.items()):
+            print(
+                f"  {name:<20} {usage.registers:>4} registers {usage.shared:>8,} bytes of shared memory "
+                f"{usage.instructions:>6,} instructions {usage.stack:>4} bytes of stack"
+            )
         for what, failure in compiled.failed.items():
             print(f"  FAILED {what}: {failure}")
     return 1 if compiled.failed else 0

@@ -61,6 +61,12 @@ def defined() -> dict[str, Valid | Invalid]:
     return {f"{folder}/{name}.kvpack": vector for folder, vectors in folders for name, vector in vectors.items()}
 
 
+def refused_by_decompressors() -> set[str]:
+    """Return the files with errors in a frame that only a decompressor detects."""
+    defined()
+    return frame_vectors.BLOCKS_REFUSED
+
+
 def manifest() -> dict[str, dict[str, Any]]:
     """Return the manifest line of every vector, by file."""
     return read_manifest(MANIFEST)

@@ -16,8 +16,7 @@ from kvpack.file.inputs import UNREADABLE_INPUTS
 from kvpack.formats import errors
 from kvpack.formats.errors import InvalidPayload, KvpackError
 from spec.generate.expected import ID_FEATURES, digest, ids_path, rounded_down, sides_of, tolerance_path, typed, values_of, values_path
-from spec.generate.frame_vectors import BLOCKS_REFUSED
-from spec.generate.vector_files import FOLDER, MANIFEST, bases, defined, described, of_core, profile_of
+from spec.generate.vector_files import FOLDER, MANIFEST, bases, defined, described, of_core, profile_of, refused_by_decompressors
 from support.numbered_rules import rules
 from support.second_decoder import decoder, decompress
 from support.vector_checks import DECODED, LINES, Expected, check_values, load_basis, read, unpacked, verify
@@ -73,7 +72,7 @@ def test_both_readers_refuse_a_vector_by_its_rule(file: str) -> None:
     rule, error = rules()[number], LINES[file]["error"]
     assert error in rule.errors
     # The decoder refuses frames by itself, except those that only a decompressor can tell are wrong.
-    alone = number == "container-24" or file in BLOCKS_REFUSED
+    alone = number == "container-24" or file in refused_by_decompressors()
     with pytest.raises(decoder.Refused) as refused:
         decoder.read(data, decompress if alone else lambda frame, size: bytes(size), bases(LINES[file]))
     assert refused.value.rule == rule.section

@@ -23,8 +23,7 @@ import torch
 from kvpack.coding.bases import Basis
 from kvpack.pages import PageBuffer, PageCodec
 from spec.generate import page_vectors
-from spec.generate.frame_vectors import BLOCKS_REFUSED
-from spec.generate.vector_files import FOLDER, bases, manifest
+from spec.generate.vector_files import FOLDER, bases, manifest, refused_by_decompressors
 from support.guards import LIBRARY, ROOT, Guard, guards_of, removed
 from support.numbered_rules import rules
 from support.second_decoder import FOLDER as DECODER
@@ -131,7 +130,7 @@ def readings(second: bool) -> list[Reading]:
     for name, (data, number) in files.items():
         given = bases(lines[name])
         if second:
-            unzip = decompress if number == "container-24" or name in BLOCKS_REFUSED else lambda frame, size: bytes(size)
+            unzip = decompress if number == "container-24" or name in refused_by_decompressors() else lambda frame, size: bytes(size)
             reading = Reading(name, lambda d=data, u=unzip, b=given: decoder.read(d, u, b))  # type: ignore[misc]
             expected = rules()[number].section
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fuzz.byte_mutator import mutate_bytes
 from kvpack.formats.errors import InvalidHeader
 from kvpack.store.backend import Hold
-from kvpack.store.holds import encode_hold, is_active, parse_hold, parse_old_pin
+from kvpack.store.holds import encode_pin, is_active, parse_old_pin, parse_pin
 from kvpack.store.keys import KEY_BYTES
 from kvpack.store.last_used import eviction_order, last_uses_in, merge_records
 
@@ -25,8 +25,8 @@ _PUT_NS, _NOW_NS = 10**18, 2 * 10**18
 _KEYS = [bytes([number]) * KEY_BYTES for number in range(1, 5)]
 _NAME = f"{10**17:020d}-{'0f' * 8}"
 SEEDS = (
-    _PIN + encode_hold(_KEYS, Hold("host:1", 2**40)),
-    _PIN + encode_hold(_KEYS[:1], Hold("", 0)),
+    _PIN + encode_pin(_KEYS, Hold("host:1", 2**40)),
+    _PIN + encode_pin(_KEYS[:1], Hold("", 0)),
     _OLD_PIN + b"".join(_KEYS),
     *(_USES + name.encode() + b"\n" + b"".join(_KEYS) for name in (_NAME, f"{_NAME}-ttl60", f"{_NAME}-ttl60-merged", "other")),
 )
@@ -45,7 +45,7 @@ def check_record(data: bytes) -> bool:
     if kind not in (_PIN, _OLD_PIN):
         return False
     try:
-        pin = parse_hold("fuzz", record) if kind == _PIN else parse_old_pin(record)
+        pin = parse_pin("fuzz", record) if kind == _PIN else parse_old_pin(record)
     except InvalidHeader:
         return False
     if pin is not None:
@@ -60,7 +60,7 @@ def _check_pin(pin: Pin) -> None:
     assert type(is_active(pin)) is bool
     # An owner that is not valid text is escaped, which may make it too long.
     if pin.until is not None and len(pin.owner.encode()) < 2**16:
-        assert parse_hold("fuzz", encode_hold(pin.chain, Hold(pin.owner, pin.until))) == pin
+        assert parse_pin("fuzz", encode_pin(pin.chain, Hold(pin.owner, pin.until))) == pin
 
 
 def _check_uses(data: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Pins as bytes, which are the same in folders, in object stores and on Redis, and the owners and ends of pins."""
+"""Encoding of pins, which is the same in folders, in object stores and on Redis, and their owners and expiry."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def owner_digest(owner: str) -> bytes:
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 
-def encode_hold(chain: Sequence[bytes], hold: Hold) -> bytes:
+def encode_pin(chain: Sequence[bytes], hold: Hold) -> bytes:
     """Encode a pin (spec/store.md, Pins)."""
     owner = hold.owner.encode()
     return _HEAD.pack(_MAGIC, hold.until, len(owner)) + owner + b"".join(chain)
 
 
-def parse_hold(name: str, data: bytes) -> Pin:
-    """Parse the pin in ``data``, even if it has expired; ``name`` is for messages. Raises InvalidHeader."""
+def parse_pin(name: str, data: bytes) -> Pin:
+    """Parse the pin in ``data``, even if it has expired. ``name`` identifies the pin in error messages. Raises InvalidHeader."""
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise InvalidHeader(f"the pin {name!r:.100} begins with {data[:8]!r}, expected {_MAGIC!r} followed by a time")
     _, until, length = _HEAD.unpack(data[: _HEAD.size])

@@ -25,7 +25,7 @@ from .backend import FoundEntry, NoLease, SingleTierBackend, StoredEntry
 from .breaker import CircuitBreaker, RequestGuard
 from .entry_kind import UNENCRYPTED, Kind
 from .expiry import limit_ttl, pass_seconds
-from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
+from .holds import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .keys import KEY_BYTES
 from .last_used import INTERVAL_SECONDS, UseLog, eviction_order, last_uses_in, merge_records, record_name
 from .objects import SCHEMES, Objects
@@ -204,7 +204,7 @@ class ObjectStore(SingleTierBackend):
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         name = _HOLDS + keys[-1].hex() + "/" + owner_digest(hold.owner).hex()
-        return self._guard.ask("pin", lambda: self._objects.put(name, encode_hold(keys, hold)), False)
+        return self._guard.ask("pin", lambda: self._objects.put(name, encode_pin(keys, hold)), False)
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         folder = _HOLDS + keys[-1].hex() + "/"
@@ -230,7 +230,7 @@ class ObjectStore(SingleTierBackend):
                 return None
             for (name, _, _), data in zip(names, self._read_all(names), strict=True):
                 try:
-                    pin = None if not data else parse_old_pin(bytes(data)) if folder == _PINS else parse_hold(name, bytes(data))
+                    pin = None if not data else parse_old_pin(bytes(data)) if folder == _PINS else parse_pin(name, bytes(data))
                 except InvalidHeader as error:
                     self._counters.fault("pinned", error)
                     continue

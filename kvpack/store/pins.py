@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvpack.file.atomic import TEMPORARY_PREFIX, write_file
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded
 
-from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
+from .holds import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .keys import KEY_BYTES
 from .reading import read_whole, regular_files
 
@@ -35,7 +35,7 @@ class Pins:
 
     def add(self, chain: Sequence[bytes], hold: Hold) -> bool:
         """Pin a chain for an owner; return True if it is pinned now."""
-        pieces = [memoryview(encode_hold(chain, hold))]
+        pieces = [memoryview(encode_pin(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
             durable, take_ownership = self._folder.durable, self._folder.trust.assign_owner
@@ -105,7 +105,7 @@ class Pins:
                 if status.st_size > _MAX_BYTES:
                     raise LimitExceeded(f"the pin {name!r:.100} has {status.st_size} bytes, but a pin has at most {_MAX_BYTES}")
                 data = bytes(read_whole(descriptor, status.st_size))
-            return parse_old_pin(data) if os.path.dirname(path) == self._folder.pins_folder else parse_hold(name, data)
+            return parse_old_pin(data) if os.path.dirname(path) == self._folder.pins_folder else parse_pin(name, data)
         except FileNotFoundError:
             return None
         except (PermissionError, LimitExceeded, InvalidHeader) as error:

@@ -32,7 +32,7 @@ from .abouts import entry_text, kind_text
 from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, NoLease, SingleTierBackend, StoredEntry, batches
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import limit_ttl
-from .holds import encode_hold, is_active, owner_digest, parse_hold, parse_old_pin
+from .holds import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
 from .redis_abouts import RedisAbouts, list_pages
 from .redis_client import FRONTS_BYTES, Client
 from .redis_count import MAX_PAGES, EntryCount
@@ -230,7 +230,7 @@ class Redis(SingleTierBackend):
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         field = keys[-1] + owner_digest(hold.owner)
-        return self._client.call("pin", field, encode_hold(keys, hold), b"".join(keys), hold.until) is not None
+        return self._client.call("pin", field, encode_pin(keys, hold), b"".join(keys), hold.until) is not None
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         if owner is not None:
@@ -245,7 +245,7 @@ class Redis(SingleTierBackend):
         result = [parse_old_pin(chain) for chain in chains or ()]
         for hold in holds or ():
             try:
-                result.append(parse_hold("on the server", hold))
+                result.append(parse_pin("on the server", hold))
             except InvalidHeader as error:
                 self._counters.fault("pinned", error)
         return [pin for pin in result if pin is not None and is_active(pin)]

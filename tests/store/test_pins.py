@@ -16,7 +16,7 @@ from kvpack.store import holds
 from kvpack.store.backend import Hold
 from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
-from kvpack.store.holds import encode_hold, owner_digest
+from kvpack.store.holds import encode_pin, owner_digest
 from support import redis_server, s3_server
 from support.store_caches import CHUNK, IDENTITY, cache, entries, open_store, prompt, save
 
@@ -231,13 +231,13 @@ def test_pins_on_a_server_have_owners_and_ends(remote: Remote, capsys: pytest.Ca
 def test_pins_on_a_server_expire_and_invalid_ones_keep_nothing(remote: Remote) -> None:
     store = remote.save()
     keys = store.keys(IDS)
-    remote.put(keys[-1], "late", encode_hold(keys, Hold("late", int(time.time()) - 5)))
+    remote.put(keys[-1], "late", encode_pin(keys, Hold("late", int(time.time()) - 5)))
     for number, junk in enumerate((b"", b"kvphold1", b"kvphold1" + bytes(10), b"kvphold1" + b"\xff" * 60, b"x" * 100)):
         remote.put(keys[-1], f"junk {number}", junk)
     assert not store._backend.pins()
     assert not remote.fill()
     store = remote.save()
-    remote.put(keys[-1], "soon", encode_hold(keys, Hold("soon", int(time.time()) + 1000)))
+    remote.put(keys[-1], "soon", encode_pin(keys, Hold("soon", int(time.time()) + 1000)))
     assert remote.fill()
     assert [pin.owner for pin in store._backend.pins()] == ["soon"]
     assert set(store.counters()["faults"]) == {"pinned InvalidHeader"}

@@ -185,8 +185,8 @@ def _change_parameter(parts: Parts, vocabulary: Vocabulary, source: random.Rando
     mutate_place(codec, vocabulary.words, source)
 
 
-def _change_sidecar(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Give a codec a value of the same parameter from another codec, or a whole sidecar of another codec."""
+def _copy_parameter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
+    """Copy one parameter or sidecar from another codec into a codec."""
     codec, other = source.choice(parts.header["codecs"]), source.choice(vocabulary.codecs)
     name = source.choice([name for name in other if name != "id"])
     codec[name] = copy.deepcopy(other[name])
@@ -254,7 +254,7 @@ _EDITS: Sequence[tuple[Any, float]] = (
     (_change_filter, 1),
     (_then_refit(_replace_codec), 1),
     (_then_refit(_change_parameter), 2),
-    (_then_refit(_change_sidecar), 1),
+    (_then_refit(_copy_parameter), 1),
     (_then_refit(_change_shape), 2),
     (_then_refit(_change_layers), 0.5),
 )

@@ -45,7 +45,7 @@ def load_checked(data: bytes) -> Cache | None:
 
 
 def check_values(data: bytes) -> bool:
-    """Check that an accepted file decodes to values of its shapes."""
+    """Check that an accepted file decodes to values of the shapes that its header declares. Return True if the file is accepted."""
     cache = load_checked(data)
     if cache is None:
         return False

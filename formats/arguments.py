@@ -1,5 +1,4 @@
-"""Argument checks, and the places that messages name. Each message names the argument, its value and the expected type in one short line.
-"""
+"""Argument checks and helpers for error messages."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def check_text(value: Any, name: str) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Convert ``device`` to a torch.device. Raises InvalidParameter if this PyTorch cannot allocate tensors on it."""
+    """Convert ``device`` to a torch.device. Raises InvalidParameter if this version of PyTorch cannot allocate tensors on it."""
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):

@@ -113,15 +113,16 @@ class Codec(EntryStreams, ABC):
 
     @property
     def error_spread(self) -> float:
-        """Largest ratio of a token's ``error_sizes`` to the usual one among ordinary tokens. 0 if errors are proportional to the coded
-        norm.
+        """How many times larger an ordinary token's ``error_sizes`` can be than the typical value.
+
+        0 if errors are proportional to the coded norm.
         """
         return 0.0
 
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the smallest root mean square of a token that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
 
-        The relative error of smaller tokens is more than twice the usual one. None if no scale is shared by a run.
+        The relative error of smaller tokens is more than twice the typical error. None if no scale is shared by a run.
         """
         return None
 
@@ -455,18 +456,18 @@ class PlainCodec(Codec):
 
     @property
     def direction_spread(self) -> float:
-        """Largest ratio of a token's error, relative to its norm in the coded frame, to the usual one among ordinary tokens.
+        """How much larger an ordinary token's relative error can be than the typical relative error.
 
-        0 for codecs whose errors depend on the sizes of values. Those of the others depend on directions, and no stream shows them, so
-        encoders measure them.
+        0 for codecs whose errors depend on value sizes. For all other codecs, errors depend on direction and cannot be derived from the
+        streams, so encoders measure them.
         """
         return 0.0
 
     @property
     def min_error(self) -> float:
-        """Usual error of a token relative to its norm in the coded frame, for codecs with a ``direction_spread``; smaller ones count as it.
+        """Typical relative error of a token, for codecs with a ``direction_spread``. Smaller errors are raised to this value.
 
-        Tokens that the codec decoded before have no errors when they are encoded again, and other tokens would seem large beside them.
+        Tokens that the codec decoded before have no errors when they are encoded again, so the errors of other tokens would seem large.
         """
         return 0.0
 

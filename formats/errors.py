@@ -123,7 +123,7 @@ class UnsupportedVersion(KvpackError, ValueError):
 
 
 class UnknownCodec(KvpackError, ValueError):
-    """Error for a codec that this kvpack lacks. Upgrade kvpack, or import the package that registers the codec.
+    """Error for a codec that this version of kvpack lacks. Upgrade kvpack, or import the package that registers the codec.
 
     >>> issubclass(kvpack.UnknownCodec, ValueError)
     True

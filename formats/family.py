@@ -145,7 +145,7 @@ class CodecFamily(PlainCodec):
         return norm_features(getattr(self, "norm", ""))
 
     def params(self) -> dict[str, Any]:
-        """Return the codec's map in a header: ``id``, then every stored field by name. Optional fields at their default are left out."""
+        """Return the codec's map in a header: ``id``, then every stored field by name. Optional fields at their default are omitted."""
         result: dict[str, Any] = {"id": self.id}
         for field in _stored_fields(type(self)):
             value = getattr(self, field.name)

@@ -46,8 +46,8 @@ SMALLEST_HALF = 2.0**-24
 
 
 _MAX_SCALE_RATIO, _WIDE_GROUP = 1.75, 64
-"""Scales of groups of ordinary channels are less than ``_MAX_SCALE_RATIO`` times the usual ones. In groups of ``_WIDE_GROUP`` channels or
-more, an outlier doubles the usual error."""
+"""Scales of groups of ordinary channels are less than ``_MAX_SCALE_RATIO`` times the typical scales. In groups of ``_WIDE_GROUP`` channels
+or more, an outlier doubles the typical error."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Group(CodecFamily):
         return _MAX_SCALE_RATIO if has_wide_groups and self.token_scale == "none" else 0.0
 
     def error_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the root mean square of the scales of a token's groups: float32 ``[batch, kv_head, token]``."""
+        """Return the L2 norm of the scales of each token's groups: float32 ``[batch, kv_head, token]``."""
         scales = self.with_fp16_scales(streams)[1]["scales"][..., 0]
         return scales[..., 0].to(torch.float32) if scales.shape[3] == 1 else torch.linalg.vector_norm(scales, dim=3, dtype=torch.float32)
 

@@ -25,14 +25,14 @@ SHARED_RATIO = 1.5
 """Factor by which a shared scale may exceed the scale for a head's own norm before the head loses precision."""
 
 GROUP_RATIO = 2.0
-"""Multiple of the usual norm in a head above which a token costs the other tokens of its group precision."""
+"""Multiple of the typical norm in a head above which a token costs the other tokens of its group precision."""
 
 MAX_PER_PAGE = 4
 """Maximum number of tokens per page that are kept raw because of one head. If there are more, they are not outliers."""
 
 
 compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda sizes, ratio: None  # noqa: E731
-"""A C implementation of ``has_large_size``, set by ``kvpack.coding.dispatch``. It returns None if C is unavailable."""
+"""A C implementation of ``has_large_size``, set by ``kvpack.coding.dispatch``. It returns None if the C kernels are unavailable."""
 
 
 def norms_per_head(x: torch.Tensor) -> torch.Tensor:
@@ -56,10 +56,10 @@ def median_norms(norms: torch.Tensor) -> torch.Tensor:
 
 
 def exceeds_median(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
-    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the usual size, which is not 0. None if there are none.
+    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the typical size, or None if no size is so large.
 
-    Where the usual size is 0, no size counts: among zero tokens, such as padding, every other token is far from the median. NaN sizes are
-    ignored, and are not in the mask.
+    If the typical size is 0, no size counts as large: among zero tokens, such as padding, every other token is far from the median. NaN
+    sizes are ignored, and are not in the mask.
     """
     return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
 
@@ -81,7 +81,7 @@ def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Te
 
 
 def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return the factor by which each token widens the usual range of its group, in its largest head: float32 ``[batch, token]``.
+    """Return the factor by which each token widens the typical range of its group, in its largest head: float32 ``[batch, token]``.
 
     A scale that heads share is divided out first. The factor is 0 for tokens that are below ``GROUP_RATIO`` in every head.
     """
@@ -100,8 +100,9 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
     """Return the factor by which a scale shared by heads is too large for the head that it fits worst: float32 ``[batch, token]``.
 
-    ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs the usual scale, or more in
-    proportion if its norm exceeds its usual norm. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO`` times the usual one.
+    ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs the typical scale, or a
+    proportionally larger scale if its norm exceeds its typical norm. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO``
+    times the typical scale.
     """
     scale = norms_over_heads(norms)
     medians = median_norms(scale)
@@ -112,7 +113,7 @@ def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
 
 
 def relative_norms(norms: torch.Tensor) -> torch.Tensor:
-    """Divide norms by the usual norm of their head. The result is infinite where that is 0."""
+    """Divide norms by the typical norm of their head. The result is infinite if the typical norm is 0."""
     medians = median_norms(norms)
     return torch.where(medians > 0, norms / medians, torch.inf)
 

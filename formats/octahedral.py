@@ -221,7 +221,7 @@ def _digit_bits(b_dir: int, b_norm: int) -> tuple[int, int]:
 
 
 def _bases(b_dir: int, b_norm: int, arrangement: str) -> dict[str, tuple[int, ...]]:
-    """Return the bases of every code stream. A digit of zero bits is left out."""
+    """Return the bases of every code stream. A digit of zero bits is omitted."""
     index, sign = _digit_bits(b_dir, b_norm)
     if arrangement == "dense":
         return {name: (2**bits,) for name, bits in (("index", index), ("sign", sign)) if bits}

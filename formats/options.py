@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT: Final = ""
-"""Marker for ``omitted``: leaving the option out means the reader's default."""
+"""Marker for ``omitted``: omitting the option means the reader's default."""
 
 
 class UnknownWord(InvalidParameter):
@@ -31,7 +31,7 @@ class Options:
 
     Every method that reads an option specifies its range and its default. Its argument ``omitted`` is the value that a recipe without the
     option means, if that is not the default; None if it depends on the head dim or on the values. That meaning never changes, because
-    stored recipes leave out such options.
+    stored recipes omit such options.
 
     Args:
         codec: Codec id.
@@ -62,7 +62,7 @@ class Options:
         self._canonical: dict[str, str] = {}
 
     def canonical(self) -> dict[str, str]:
-        """Return the options that were read, sorted by name, in their canonical spelling. Options that restate a default are left out."""
+        """Return the options that were read, sorted by name, in their canonical spelling. Options that restate a default are omitted."""
         return dict(sorted(self._canonical.items()))
 
     def respell(self, words: Mapping[str, str | None]) -> None:
@@ -161,7 +161,7 @@ class Options:
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
 
     def _note(self, name: str, text: str, omitted: str | None) -> None:
-        """Record the spelling ``text`` of a given option, unless leaving the option out means the same."""
+        """Record the spelling ``text`` of a given option, unless omitting the option means the same."""
         self.respell({name: None if text == omitted else text})
 
     def _read(self, name: str) -> str | None:

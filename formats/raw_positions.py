@@ -415,7 +415,7 @@ def _token_numbers(words: Any) -> Any:
 
 
 def _entry_positions(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token and the sequence of each raw token, int64."""
+    """Return the token and sequence numbers of each raw token, int64, skipping unused entries."""
     words = _position_words(positions)
     token = _token_numbers(words)
     used = token >= 0

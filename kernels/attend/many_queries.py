@@ -233,7 +233,11 @@ class ManyQueriesCall:
         return _Pass(first, count, position, parts)
 
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
-        """Yield the blocks ``[start, stop)`` of tokens that any query sees, cut at the first query's position if that helps."""
+        """Yield the blocks ``[start, stop)`` of tokens that any query sees.
+
+        Causal attention also starts a block at the first query's position if there are several sequences, or more tokens than fit one
+        block.
+        """
         options = self._options
         end = min(self._tokens, position + queries) if options.causal else self._tokens
         begin = max(0, position - options.sliding_window + 1) if options.sliding_window else 0

@@ -37,8 +37,8 @@ _LOG8_PTX = tl.constexpr(
 )
 """PTX that decodes a byte of a word as the logarithm of a norm.
 
-The bits of 2^23 turn a code into the float 2^23 + code. From the same steps in Triton, the compiler decodes norms in another layout than
-that of scores, and converts them through shared memory.
+The bits of 2^23 turn a code into the float 2^23 + code. From the same steps in Triton, the compiler decodes norms in a different layout
+from that of scores, and converts them through shared memory.
 """
 
 LARGEST_FACTOR = tl.constexpr(2.0**127)

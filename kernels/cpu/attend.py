@@ -50,7 +50,9 @@ class PreparedAttention:
 
     @staticmethod
     def create(k: Side, v: Side) -> PreparedAttention | None:
-        """Create the call over keys ``k`` and values ``v``, or return None if C does not support their codecs, sidecars or strides."""
+        """Create the call over keys ``k`` and values ``v``, or return None if the C kernels do not support their codecs, sidecars or
+        strides.
+        """
         if library.library() is None or (k_parts := sides.side_parts(k)) is None or (v_parts := sides.side_parts(v)) is None:
             return None
         return PreparedAttention(k, v, [_describe(part) for part in k_parts], [_describe(part) for part in v_parts])

@@ -1,4 +1,4 @@
-"""Descriptions of codecs for the C kernels: packings, other streams and lookup tables; None for codecs that C does not support."""
+"""Descriptions of codecs for the C kernels: packings, other streams and lookup tables; None for codecs that they do not support."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CodecDescription(NamedTuple):
 
 @lru_cache(_CACHE_SIZE)
 def describe(codec: Codec) -> CodecDescription | None:
-    """Return the C description of ``codec``, without the value maps of its sidecars, or None if C does not support it.
+    """Return the C description of ``codec``, without the value maps of its sidecars, or None if the C kernels do not support it.
 
     Codecs are looked up by exact class, because a subclass may store more streams.
     """
@@ -126,7 +126,7 @@ def _plane_streams(codec: Codec) -> list[str]:
 def _finish(
     result: library.Codec, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
 ) -> CodecDescription | None:
-    """Complete ``result`` with the names of all streams and the tables; return None if C has no room for these."""
+    """Complete ``result`` with the names of all streams and the tables; return None if the C struct has no room for these."""
     if len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
         return None
     names = (*_plane_streams(codec), *streams)
@@ -241,7 +241,9 @@ def _describe_minifloat(codec: Minifloat) -> CodecDescription | None:
 
 
 BASIS = "basis"
-"""Name of a derived stream: the numbers that C reads from a basis, float32 ``[batch, kv_head, run, number]`` (``basis_numbers``)."""
+"""Name of a derived stream: the numbers that the C kernels read from a basis, float32 ``[batch, kv_head, run, number]``
+(``basis_numbers``).
+"""
 
 _ALL_TOKENS = 1 << 62
 

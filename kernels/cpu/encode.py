@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 TILED = (Scalar, Octahedral, Polar, Quaternion, Angle, Trellis)
-"""Codecs that C encodes from tiles of rotated values."""
+"""Codecs that the C kernels encode from tiles of rotated values."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Supported dtypes of input values, in the order of ``library.DTYPES``."""
@@ -71,10 +71,10 @@ _TABLES = "tables of the C encoder"
 
 @lru_cache(_CACHE_SIZE)
 def supports(codec: Codec) -> bool:
-    """Return True if C can encode values of ``DTYPES`` with ``codec``.
+    """Return True if the C kernels can encode values of ``DTYPES`` with ``codec``.
 
-    It cannot encode groups with a rotation, token scales, other scales than binary16, or columns that are partly unused or wider than 32
-    bits; minifloats with token scales or partly unused words; or sidecars, except key means of pages of whole vector registers.
+    They cannot encode groups with a rotation, token scales, scales that are not binary16, or columns that are partly unused or wider than
+    32 bits; minifloats with token scales or partly unused words; or sidecars, except key means of pages of whole vector registers.
     """
     if library.library() is None:
         return False
@@ -111,10 +111,10 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
-    Returns None if ``formats/`` must encode: because C does not support the codec, the dtype or the strides, or to reject some values.
-    ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec with
-    ``direction_spread``, ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``, receive ``codec.coded_norms`` and the
-    errors of tokens relative to them. If ``supports_skipping(codec)``, the tokens ``skipped``, contiguous bool ``[batch, token]``, are
+    Returns None if ``formats/`` must encode: because the C kernels do not support the codec, the dtype or the strides, or to reject some
+    values. ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec
+    with ``direction_spread``, ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``, receive ``codec.coded_norms`` and
+    the errors of tokens relative to them. If ``supports_skipping(codec)``, the tokens ``skipped``, contiguous bool ``[batch, token]``, are
     encoded as if they were zeros. Raises MemoryError.
     """
     if x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1) or not supports(codec):
@@ -161,7 +161,7 @@ def _encode(
         shape = (batch, heads, -(-tokens // layout.tokens_per_row), *layout.shape[3:])
         streams[name] = known[name] if name in known else empty(shape, _STORED_DTYPES[layout.dtype], x.device)
     call, names, _keep_alive = create_call(codec, x.shape[:3], x.dtype, x, threads, level)
-    # C reads run scales as float32.
+    # The C kernels read run scales as float32.
     argument_streams = (
         streams | {name: stream.to(torch.float32).expand(batch, heads, -1) for name, stream in known.items()} if known else streams
     )
@@ -313,7 +313,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Compute ``formats.head_norms.norms_per_head`` in C; return None for dtypes and strides that C does not support. Raises MemoryError.
+    """Compute ``formats.head_norms.norms_per_head`` in C; return None for dtypes and strides that they do not support. Raises MemoryError.
     """
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
@@ -329,9 +329,10 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
-    """Return the stream from which C reads ``codec.error_sizes``, its kind, and the ratio to compare them with instead of ``ratio``.
+    """Return the stream from which the C kernels read ``codec.error_sizes``, its kind, and the ratio to compare them with instead of
+    ``ratio``.
 
-    The result is None for codecs that C does not support here.
+    The result is None for codecs that they do not support here.
     """
     family = codec.family
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
@@ -343,7 +344,7 @@ def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | Non
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
-    """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C; return None for codecs that C does not support here."""
+    """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C; return None for codecs that they do not support here."""
     source = scales_of_errors(codec, ratio)
     return None if source is None else has_large(streams[source[0]], source[2], level, source[1])
 

@@ -27,12 +27,14 @@ MAX_VALUES_AT_ONCE = 1 << 21
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Return True if C can unpack ``side`` to ``dtype``: a bfloat16 side with the default packing, to bfloat16."""
+    """Return True if the C kernels can unpack ``side`` to ``dtype``: a bfloat16 side with the default packing, to bfloat16."""
     return _supports_codec(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 
 def supports_encoding(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if C can encode ``x`` ``[batch, kv_head, token, dim]``: at least one bfloat16 value, with the default packing."""
+    """Return True if the C kernels can encode ``x`` ``[batch, kv_head, token, dim]``: at least one bfloat16 value, with the default
+    packing.
+    """
     return _supports_codec(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
 
 

@@ -103,7 +103,7 @@ def finds_large_errors(codec: Codec) -> bool:
 
 
 def supports_encoding(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if C can encode pages of ``dtype`` values with ``codec``."""
+    """Return True if the C kernels can encode pages of ``dtype`` values with ``codec``."""
     return dtype in encode.DTYPES and encode.encodes_in_one_call(codec) and encode.supports(codec)
 
 
@@ -134,7 +134,7 @@ class Decoder:
 
 
 def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if C can decode pages of ``codec`` to ``dtype``."""
+    """Return True if the C kernels can decode pages of ``codec`` to ``dtype``."""
     if library.library() is None or dtype not in DTYPES or isinstance(codec, CodecWithSidecars):
         return False
     description = codecs.describe(codec)

@@ -103,7 +103,7 @@ _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDiction
 
 
 def side_parts(side: Side) -> list[SidePart] | None:
-    """Return the parts of ``side``: its pages, then its tail; None if C does not support its codec, sidecars or strides."""
+    """Return the parts of ``side``: its pages, then its tail; None if the C kernels do not support its codec, sidecars or strides."""
     parts: list[SidePart] = []
     packed = side.packed_tokens
     if packed:
@@ -172,7 +172,7 @@ def _is_in_original_frame(codec: Codec) -> bool:
 
 
 def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the C table of a stretch's pages and the streams it points to; None if C does not support some stream.
+    """Return the C table of a stretch's pages and the streams it points to; None if the C kernels do not support some stream.
 
     Each row, int64, contains the page's first token in the stretch, its number of tokens, and four numbers per stream: an address, and
     strides in bytes per batch entry, head and stream row.
@@ -256,7 +256,7 @@ def _chunk_ranges(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _raw_token_streams(stretch: Stretch, batch: int) -> dict[str, torch.Tensor] | None:
     """Return the derived streams ``codecs.RAW_ENTRY`` and ``codecs.RAW_ENTRIES``.
 
-    Returns None if C cannot use them, or if the number of flags differs from the number of raw tokens.
+    Returns None if the C kernels cannot use them, or if the number of flags differs from the number of raw tokens.
     """
     codec = stretch.codec
     assert isinstance(codec, CodecWithSidecars)

@@ -34,8 +34,8 @@ MIN_STREAMED_BYTES = 1 << 22
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
     """Unpack all tokens of ``side`` to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels, in the original frame.
 
-    Returns False, and writes nothing, if C does not support the side's codec, strides or sidecars, or the dtype of ``out``. The supported
-    value maps are balanced frames and channel scales. ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    Returns False, and writes nothing, if the C kernels do not support the side's codec, strides or sidecars, or the dtype of ``out``. The
+    supported value maps are balanced frames and channel scales. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.side_parts(side)) is None:

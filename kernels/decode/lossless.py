@@ -172,8 +172,8 @@ def _decode(
 ) -> None:
     """Decode one chunk, one symbol per lane at a time.
 
-    ``table`` is int64 ``[token group, _GROUP_INTEGERS]``, ``ends`` int64 ``[chunk]`` contains the cumulative word counts of all chunks, and
-    ``slots`` is int32 ``[table, slot]``.
+    ``table`` is int64 ``[token group, _GROUP_INTEGERS]``, ``ends``, int64 ``[chunk]``, contains the cumulative word counts of all chunks,
+    and ``slots`` is int32 ``[table, slot]``.
     """
     sequence = (tl.program_id(0) % sequences).to(tl.int64)
     batch = sequence // heads

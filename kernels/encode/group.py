@@ -165,7 +165,7 @@ def _root_mean_squares(
     PER_HEAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:
-    """Write the root mean square of every token to ``scales``, which rotations do not change.
+    """Write every token's root mean square, which rotations preserve, to ``scales``.
 
     It is computed over all heads, ``[batch, 1, token]``, or, with ``PER_HEAD``, per head, ``[batch, kv_head, token]``.
     """

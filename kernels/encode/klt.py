@@ -4,7 +4,7 @@ Widths are run-time data, so that all layers of a model share compiled kernels: 
 columns of one width.
 
 Basis matrices are float32. For matrix products, they and the values are split into sums of bfloat16 numbers; products below the last bit of
-float32 are left out.
+float32 are omitted.
 """
 
 # ruff: noqa: RUF005

@@ -1,6 +1,6 @@
 """Tile loader of codec polar (spec/codecs/polar.md): each thread has one token, and multiplies directions down the tree of radii.
 
-Products are binary16, so the top radius is left out: a single top radius is the token factor, and several are divided by a power of two
+Products are binary16, so the top radius is omitted: a single top radius is the token factor, and several are divided by a power of two
 near the largest. ``polar_steps`` selects the angles that a step looks up, and builds the table.
 """
 

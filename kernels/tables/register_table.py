@@ -30,7 +30,7 @@ def byte_table(values: torch.Tensor) -> tuple[int, ...]:
 def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
     """Return where to find the digits of four symbols, as triples (word, right shift, mask), so that they end at bits 0, 16, 8 and 24.
 
-    A digit is ``bits`` bits at bit ``first`` of a field of ``distance`` bits. Digits past the columns are left out.
+    A digit is ``bits`` bits at bit ``first`` of a field of ``distance`` bits. Digits past the columns are omitted.
     """
     columns = packing.first_word, packing.column_bytes, packing.width
     masks: dict[tuple[int, int], int] = {}

@@ -25,7 +25,7 @@ class PackedRun(Protocol):
     def rows(self, start: int, stop: int, entries: bool = True) -> Mapping[str, torch.Tensor]:
         """Return the streams of tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group.
 
-        Without ``entries``, streams whose entries store token numbers are left out.
+        Without ``entries``, streams whose entries store token numbers are omitted.
         """
 
     def slice(self, start: int, stop: int) -> PackedRun:

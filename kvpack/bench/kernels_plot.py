@@ -21,7 +21,7 @@ OWN_BF16 = "bf16"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the plot to ``path`` with the suffixes .png and .svg. Raises OSError, and MissingPackage without matplotlib."""
+    """Write the plot to ``path`` with the suffixes .png and .svg. Raises OSError, or MissingPackage without matplotlib."""
     figure = quality_plot.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]

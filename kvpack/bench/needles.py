@@ -1,8 +1,8 @@
 """Measure needle recall: facts are inserted into a text, and the model is asked for them after it.
 
-A model of bytes gets LINES key lines per prompt, ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. A model with
-a tokenizer gets one pass key of 5 digits at a given depth. An answer is right if all of its tokens are the model's top choice, given the
-true tokens before them.
+A byte-level model gets LINES key lines per prompt, ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. A model
+with a tokenizer gets one pass key of 5 digits at a given depth. An answer is right if all of its tokens are the model's top choice, given
+the true tokens before them.
 """
 
 from __future__ import annotations

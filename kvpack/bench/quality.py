@@ -144,7 +144,7 @@ def run(
         settings: Settings of the measurement.
         basis: Basis file for recipes such as klt-2.
         reference: Recipe that is also measured, and with which the others are compared.
-        out: Folder for the picture and the report.
+        out: Folder for the plot and the report.
         progress: Called as ``progress(done, total)``.
         show_line: Called with a line of preliminary results after each window, prompt and generated text.
 
@@ -255,7 +255,7 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
 
 
 def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, ...]:
-    """Return the lengths of needle prompts: a window's for a model of bytes, otherwise several lengths that fit."""
+    """Return the lengths of needle prompts: a window's length for a byte-level model, otherwise several lengths that fit."""
     if text.is_byte_level:
         return (tokens,) if tokens >= _MIN_BYTES else ()
     most = min(len(text.ids), max_positions or len(text.ids))

@@ -36,7 +36,7 @@ MARKERS = "soD^vPXhd<>*8Hp"
 """Markers for further recipes with the same codec, in this order."""
 
 SIZE = (8.4, 4.6)
-"""Size of the picture in inches."""
+"""Size of the plot in inches."""
 
 SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack"}
 """matplotlib settings with which text stays text in the SVG, and its ids do not depend on the time."""
@@ -65,9 +65,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):
-        picture = figure(report)
-        picture.savefig(path.with_suffix(".png"), metadata={"Software": None})
-        picture.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        plot = figure(report)
+        plot.savefig(path.with_suffix(".png"), metadata={"Software": None})
+        plot.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def figure(report: dict[str, Any]) -> Any:

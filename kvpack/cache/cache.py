@@ -64,7 +64,7 @@ class Cache(PackedObject):
             first cache.
 
     Raises:
-        InvalidParameter: The inputs are for other positions or another number of sequences than the cache.
+        InvalidParameter: The positions or the number of sequences of the inputs differ from the cache's.
 
     >>> cache = kvpack.pack(past, "octopus-3")
     >>> cache.tokens, len(cache), cache[:, :32].tokens
@@ -204,7 +204,7 @@ class Cache(PackedObject):
 
     @property
     def nominal_bits(self) -> float:
-        """Average bits per value as counted in the codecs' papers, which leave out file overhead."""
+        """Average bits per value as counted in the codecs' papers, which omit file overhead."""
         sides = [side for layer in self.layers for side in layer.sides.values()]
         weights = [side.batch * side.heads * side.tokens * side.dim for side in sides]
         total = sum(weights)

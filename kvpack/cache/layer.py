@@ -102,7 +102,7 @@ class Layer(PackedObject):
         return Layer(self.k.slice(first, last) if self.k else None, self.v.slice(first, last) if self.v else None)
 
     def select(self, indices: Rows) -> Layer:
-        """Return the sequences ``indices`` of the batch, as ``Cache.select`` does. Raises OutOfBounds and InvalidParameter."""
+        """Return the sequences ``indices`` of the batch, as ``Cache.select`` does. Raises OutOfBounds or InvalidParameter."""
         rows = row_numbers(indices)
         for state in self.states.values():
             check_rows(rows, state.shape[0])

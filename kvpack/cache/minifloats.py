@@ -45,7 +45,7 @@ class Minifloats:
     - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, one float32 number or
       ``[batch, 1, 1]``: nvfp4. Rows are in the order of tokens and blocks, not swizzled for matrix units.
 
-    Raises InvalidType and InvalidParameter if an argument does not fit, or if an element, a scale or a product of both is not finite.
+    Raises InvalidType or InvalidParameter if an argument does not fit, or if an element, a scale or a product of both is not finite.
     Source: spec/codecs/minifloat.md.
     """
 

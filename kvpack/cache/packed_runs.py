@@ -92,7 +92,7 @@ class Stretch:
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
         """Return the streams of tokens ``[start, stop)``. They are views, except where entries store token numbers.
 
-        ``start`` must be the first token of a token group. Without ``entries``, streams whose entries store token numbers are left out.
+        ``start`` must be the first token of a token group. Without ``entries``, streams whose entries store token numbers are omitted.
         """
         # An empty range at the end belongs to the last run.
         first = min(int(numpy.searchsorted(self.ends, start, "right")), len(self.ends) - 1)

@@ -33,7 +33,7 @@ class CachePart:
     def of(cls, header: Header, layers: Layers | None, tokens: Tokens | None) -> CachePart:
         """Return the part of a file with ``header``; None selects all layers or tokens.
 
-        Raises InvalidParameter, and OutOfBounds for layers and tokens that the file lacks.
+        Raises InvalidParameter, or OutOfBounds for layers and tokens that the file lacks.
         """
         count = len(header.layers)
         numbers = tuple(range(count)) if layers is None else _numbers(layers, count)

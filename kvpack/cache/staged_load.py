@@ -119,7 +119,7 @@ def _check(
 ) -> None:
     """Check ``sides``, whose streams are in the memory of ``groups``, on the device, and wait for the result.
 
-    Raises DigestMismatch and InvalidPayload.
+    Raises DigestMismatch or InvalidPayload.
     """
     hashed_ranges = [
         (f"{side.layer}.{side.side}.{stream}", (memory, start + begin, start + end))

@@ -200,7 +200,7 @@ class Basis:
     def transform_parameters(self, layer: int, side: str, bits: float, raw: bool = False) -> CalibratedRows:
         """Return the calibrated parameters of the codec transform for an average of ``bits`` bits per value over all keys and values.
 
-        With ``raw``, the average includes the tokens that are kept raw. Raises OutOfBounds, and InvalidParameter for bits out of range.
+        With ``raw``, the average includes the tokens that are kept raw. Raises OutOfBounds, or InvalidParameter for bits out of range.
         """
         return CalibratedRows(self.rows(layer, side), self.digest, layer, frames=self.frames(layer, side), step=self.step(bits, raw))
 

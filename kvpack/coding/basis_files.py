@@ -42,13 +42,13 @@ class BasisFile:
         self._source, self.where = source, where
 
     def read_all(self) -> bytearray:
-        """Return all bytes. Raises Truncated and MissingFile."""
+        """Return all bytes. Raises Truncated or MissingFile."""
         data = bytearray(self._source.size)
         self._read(0, memoryview(data))
         return data
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of all bytes, reading ``_PIECE_BYTES`` at a time. Raises Truncated and MissingFile."""
+        """Return the SHA-256 of all bytes, reading ``_PIECE_BYTES`` at a time. Raises Truncated or MissingFile."""
         hasher, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, self._source.size)))
         for begin in range(0, self._source.size, len(piece)):
             part = piece[: self._source.size - begin]

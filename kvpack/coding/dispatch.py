@@ -325,7 +325,8 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
-    """Return True if ``head_norms.has_large_size`` is true of ``codec.error_sizes(streams)``; C reads the sizes from the streams if it can.
+    """Return True if ``head_norms.has_large_size`` is true of ``codec.error_sizes(streams)``; the C kernels read the sizes from the streams
+    if they can.
 
     ``device`` is that of the streams. The result may also be True for a size that reaches ``ratio`` only after rounding.
     """

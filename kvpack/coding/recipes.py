@@ -270,7 +270,7 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _basis_of(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis that ``rule`` needs. Raises MissingBasis, and InvalidParameter if its number of layers is not ``layers``."""
+        """Return the basis that ``rule`` needs. Raises MissingBasis, or InvalidParameter if its number of layers is not ``layers``."""
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
@@ -422,7 +422,7 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
     """Parse a recipe's text, a preset's name or a recipe file; return a Recipe unchanged.
 
-    Raises MissingFile, and InvalidParameter, naming the line if the recipe is a file.
+    Raises MissingFile, or InvalidParameter, naming the line if the recipe is a file.
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -44,29 +44,29 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 CODED_SPREAD = 1.4
-"""After value maps and page means are applied, norms of ordinary tokens are less than this many times the usual one."""
+"""After value maps and page means are applied, norms of ordinary tokens are less than this many times the typical norm."""
 
 _DIRECTION_MARGIN = 0.9
 """Margin for errors in the coded frame, which channel scales may enlarge or reduce."""
 
 _SAMPLED, _LEAST_SAMPLES = 32, 4
-"""One in ``_SAMPLED`` tokens is enough to estimate the usual size of values, but short runs use at least ``_LEAST_SAMPLES``."""
+"""One in ``_SAMPLED`` tokens is enough to estimate the typical size of values, but short runs use at least ``_LEAST_SAMPLES``."""
 
 
 MANY_RATIO = 4.0
-"""In a page with many large tokens, a warning counts only tokens that are more than this many times as large as usual in a head."""
+"""In a page with many large tokens, a warning counts only tokens that are more than this many times as large as is typical in a head."""
 
 OWN_RATIO = 1.75
-"""A token is stored raw if its error in a head, both absolute and relative to its norm, is more than this many times the usual one.
+"""A token is stored raw if its error in a head, both absolute and relative to its norm, is more than this many times the typical error.
 """
 
 OWN_WARNING_RATIO = 2.0
-"""A token is counted in a warning if its own error is more than this many times the usual one."""
+"""A token is counted in a warning if its own error is more than this many times the typical error."""
 
 MANY_OWN_RATIO = 3.0
-"""In a page with many tokens that have large errors themselves, only those above this many times the usual error count.
+"""In a page with many tokens that have large errors themselves, only those above this many times the typical error count.
 
-In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5 times the usual error, so such pages are ordinary.
+In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5 times the typical error, so such pages are ordinary.
 """
 
 _OWN, _RUN = "own", "run"
@@ -163,7 +163,7 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
     """Return the losses of precision that tokens of ``run`` suffer themselves, and that they cause to others that share a scale.
 
-    Without ``of_scales``, scales that heads or tokens share are left out, but not those of the run.
+    Without ``of_scales``, scales that heads or tokens share are omitted, but not those of the run.
     """
     summary, losses = run.codec.summary, []
     if of_scales and (shared := summary.shared_scales):
@@ -258,7 +258,8 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 
 
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return each token's own error as a multiple of the usual one, float32 ``[batch, kv_head, token]``; None if no token can exceed it.
+    """Return each token's own error as a multiple of the typical error, float32 ``[batch, kv_head, token]``; None if no token can exceed
+    it.
 
     The result is the smaller of two factors, of the absolute error and of the error relative to the token's norm, so that tokens are not
     reported only because their norm is large or small.
@@ -371,7 +372,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
 
 
 def sample_step(tokens: int) -> int:
-    """Return the distance in tokens between the samples by which ``scale_inflation`` estimates the usual size in a run of ``tokens``."""
+    """Return the distance in tokens between the samples by which ``scale_inflation`` estimates the typical size in a run of ``tokens``."""
     return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _LEAST_SAMPLES)
 
 

@@ -330,7 +330,7 @@ def run_io(arguments: argparse.Namespace) -> int:
 
 
 def run_quality(arguments: argparse.Namespace) -> int:
-    """Run ``bench quality``, print its table and write its picture."""
+    """Run ``bench quality``, print its table and save its plot."""
     from kvpack.models import transformers_library
 
     # Raises a clear error if transformers is missing, before the next line imports it.

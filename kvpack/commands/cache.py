@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_prompt(path: str) -> str:
-    """Return the text of the file at ``path``, or of standard input if it is "-". Raises MissingFile and InvalidParameter."""
+    """Return the text of the file at ``path``, or of standard input if it is "-". Raises MissingFile or InvalidParameter."""
     from kvpack.file.user_files import read_bytes
     from kvpack.formats.errors import InvalidParameter
 

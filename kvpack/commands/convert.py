@@ -1,4 +1,4 @@
-"""kvpack convert: write a file with another recipe."""
+"""kvpack convert: re-encode a file with a different recipe."""
 
 from __future__ import annotations
 

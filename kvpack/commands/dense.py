@@ -138,7 +138,7 @@ def _metadata(cache: Cache) -> dict[str, str]:
 def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | None]:
     """Return the layers, the metadata and the inputs of a dense file.
 
-    Raises MissingFile, and InvalidParameter if the file is not a safetensors file or has other tensors than a dense file.
+    Raises MissingFile, or InvalidParameter if the file is not a safetensors file or its tensors are not a dense file's.
     """
     from kvpack.cache import tensor_files
     from kvpack.cache.dense_states import DenseLayer

@@ -53,7 +53,7 @@ _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
     """Write one file per recipe, read each in a new process, and return sizes, errors, answers and times as JSON values.
 
-    ``out`` is a folder that keeps the files. ``progress`` counts files written and read. Raises InvalidParameter, and KvpackError if
+    ``out`` is a folder that keeps the files. ``progress`` counts files written and read. Raises InvalidParameter, or KvpackError if
     transformers is not installed or a reader fails.
     """
     for recipe in recipes:

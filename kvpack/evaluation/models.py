@@ -42,7 +42,7 @@ def vocabulary(model: Any) -> int:
 def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
     """Read the file ``path``, or the demo's text, as token ids of the model in ``folder``, whose ids are below ``ids_below``.
 
-    Raises MissingFile, LimitExceeded, and InvalidParameter if the folder has no tokenizer and the model does not support bytes.
+    Raises MissingFile, LimitExceeded, or InvalidParameter if the folder has no tokenizer and the model does not support bytes.
     """
     if path is None:
         return _text("the demo's text", demo_text(), folder, ids_below)

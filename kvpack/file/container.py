@@ -63,12 +63,12 @@ def write(
 
 
 def to_bytes(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> bytes:
-    """Return the file that ``write`` produces as bytes. Raises InvalidParameter and LimitExceeded."""
+    """Return the file that ``write`` produces as bytes. Raises InvalidParameter or LimitExceeded."""
     return b"".join(pieces(contents, arrays, compress=compress))
 
 
 def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = False) -> list[memoryview]:
-    """Return the file that ``write`` produces as consecutive pieces of bytes. Raises InvalidParameter and LimitExceeded."""
+    """Return the file that ``write`` produces as consecutive pieces of bytes. Raises InvalidParameter or LimitExceeded."""
     names, array_names = set(contents.layouts), set(arrays)
     if names != array_names:
         missing, unknown = (sorted(map(str, a - b))[:8] for a, b in ((names, array_names), (array_names, names)))
@@ -191,7 +191,7 @@ class File:
         """Return the decoded bytes of all tensors of a layer's keys ("k") or values ("v") by stream name.
 
         Checks digests, padding and the codec's rules. ``check_values=False`` skips the rules, for bytes from a writer that is known to
-        follow them. Raises DigestMismatch, InvalidPayload, and OutOfBounds if the file does not have these keys or values.
+        follow them. Raises DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
         """
         data, arrays = {}, {}
         entry = self.side(layer, side)
@@ -207,7 +207,7 @@ class File:
     def read_ahead(self, numbers: Iterable[int]) -> Iterator[int]:
         """Yield the layers ``numbers`` as soon as their bytes are in memory, while the next ones are read from disk.
 
-        Raises MissingFile and Truncated.
+        Raises MissingFile or Truncated.
         """
         # Consecutive numbers differ from their indices by the same amount.
         for _, group in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
@@ -228,7 +228,7 @@ class File:
         return start + min((place.begin for place in places), default=0), start + max((place.end for place in places), default=0)
 
     def read_state(self, state: StateEntry) -> memoryview:
-        """Return the decoded bytes of a state. Digest and padding are checked on first use. Raises DigestMismatch and InvalidPayload."""
+        """Return the decoded bytes of a state. Digest and padding are checked on first use. Raises DigestMismatch or InvalidPayload."""
         data = self.tensor(state.where)
         if self.header.is_basis:
             with prefix_errors(self.where):
@@ -238,7 +238,7 @@ class File:
     def read_state_into(self, state: StateEntry, memory: memoryview) -> None:
         """Copy the decoded bytes of a state into ``memory``, which has its size, and check the copy.
 
-        Raises DigestMismatch, InvalidPayload, MissingFile and Truncated.
+        Raises DigestMismatch, InvalidPayload, MissingFile or Truncated.
         """
         with prefix_errors(self.where):
             read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
@@ -316,7 +316,7 @@ class File:
         """Check all bytes that opening the file did not check: keys, values and states.
 
         ``progress(done, total)`` counts stored bytes. A file on disk is read in pieces and not mapped, so that truncation raises Truncated.
-        Raises DigestMismatch, InvalidPayload and Truncated.
+        Raises DigestMismatch, InvalidPayload or Truncated.
         """
         done, total = 0, sum(tensor.stored_bytes for tensor in self.header.tensors)
         for number, layer in enumerate(self.header.layers):

@@ -166,7 +166,7 @@ def undigested_front(contents: Contents) -> Front:
 def read_front(source: Source, memory_limit: int | None = None) -> tuple[Header, Front]:
     """Read the header and the front of a file, and check every byte of the front and the length of the file.
 
-    Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader and LimitExceeded.
+    Raises NotKvpack, UnsupportedVersion, UnknownCodec, Truncated, DigestMismatch, InvalidHeader or LimitExceeded.
     """
     size = source.size
     first = bytes(source.read(0, min(size, LENGTH_BYTES + _BEGINNING_BYTES)))
@@ -289,7 +289,7 @@ def pack_header(header: Contents) -> bytes:
 def parse_header(data: bytes) -> Header:
     """Parse bytes that ``pack_header`` created, and reject all others.
 
-    Raises UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded, naming the position. Unknown versions, features and codecs are
+    Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded, naming the position. Unknown versions, features and codecs are
     reported first, whatever else the header contains.
     """
     try:
@@ -368,7 +368,7 @@ def _pack_side(side: SideEntry) -> dict[str, Any]:
 
 
 def unpack_header(data: bytes) -> Any:
-    """Unpack the msgpack of kvpack.header within the limits of the format. Raises InvalidHeader and LimitExceeded."""
+    """Unpack the msgpack of kvpack.header within the limits of the format. Raises InvalidHeader or LimitExceeded."""
     check_header_size(len(data))
     limit = remaining = len(data) // _BYTES_PER_CONTAINER + len(_TOP_KEYS) + MAX_LAYERS
 

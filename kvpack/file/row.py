@@ -38,7 +38,7 @@ _MASK = 2**64 - 1
 _WORDS_AT_ONCE = 1 << 14
 
 compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # noqa: E731
-"""Function that adds words to a checksum in C, or returns None if C is unavailable. Set by ``kvpack.coding.dispatch``."""
+"""Function that adds words to a checksum in C, or returns None if the C kernels are unavailable. Set by ``kvpack.coding.dispatch``."""
 
 
 class Frame(NamedTuple):
@@ -140,7 +140,7 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
 def frame_of(data: memoryview, where: str) -> Frame:
     """Return the frame at the beginning of ``data``, and check only its magic and length.
 
-    Raises NotKvpack, UnsupportedVersion, InvalidHeader and Truncated.
+    Raises NotKvpack, UnsupportedVersion, InvalidHeader or Truncated.
     """
     if len(data) < FRAME_BYTES:
         raise Truncated(f"{where} has {len(data)} bytes, expected at least {FRAME_BYTES} for the frame of a row")
@@ -159,7 +159,7 @@ def frame_of(data: memoryview, where: str) -> Frame:
 def check_row(data: memoryview, where: str) -> Frame:
     """Check the frame and the checksum of the row at the beginning of ``data``, and return the frame.
 
-    Raises NotKvpack, UnsupportedVersion, Truncated, InvalidHeader and DigestMismatch.
+    Raises NotKvpack, UnsupportedVersion, Truncated, InvalidHeader or DigestMismatch.
     """
     frame = frame_of(data, where)
     actual = checksum(data[: frame.length])

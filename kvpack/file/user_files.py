@@ -191,19 +191,19 @@ class ArrivingFile(MemoryFile):
         self._disk, self._cold, self._lock = disk, cold, Lock()
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return a view of bytes ``[begin, end)``. Raises Truncated and MissingFile."""
+        """Return a view of bytes ``[begin, end)``. Raises Truncated or MissingFile."""
         self._wait(end)
         return super().read(begin, end)
 
     view = read
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Copy bytes from ``begin`` on into ``memory``. Raises Truncated and MissingFile."""
+        """Copy bytes from ``begin`` on into ``memory``. Raises Truncated or MissingFile."""
         self._wait(begin + len(memory))
         super().read_into(begin, memory)
 
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
-        """Yield the end of the bytes that have arrived so far. Raises Truncated and MissingFile."""
+        """Yield the end of the bytes that have arrived so far. Raises Truncated or MissingFile."""
         while begin < end:
             begin = min(begin + PIECE_BYTES, end)
             self._wait(begin)
@@ -244,7 +244,7 @@ class DiskFile:
         return self._descriptor
 
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
-        """Return a copy of the current bytes ``[begin, end)`` of the file. Raises Truncated and MissingFile.
+        """Return a copy of the current bytes ``[begin, end)`` of the file. Raises Truncated or MissingFile.
 
         The bytes are copied to ``into``, which the caller can reuse, if it is large enough.
         """
@@ -256,7 +256,7 @@ class DiskFile:
     def copy_to_memory(self) -> MemoryFile:
         """Return the whole file in memory. If it is not in the page cache, it is read directly from disk, while its bytes are used.
 
-        Closing the result closes this file. Raises Truncated and MissingFile.
+        Closing the result closes this file. Raises Truncated or MissingFile.
         """
         if (cold := read_cold(self.descriptor, self.size)) is not None:
             return ArrivingFile(self, cold)
@@ -265,7 +265,7 @@ class DiskFile:
         return result
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Read bytes from ``begin`` on until ``memory`` is full. Raises Truncated and MissingFile."""
+        """Read bytes from ``begin`` on until ``memory`` is full. Raises Truncated or MissingFile."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         done = 0
@@ -279,7 +279,7 @@ class DiskFile:
             done += count
 
     def view(self, begin: int, end: int) -> memoryview:
-        """Return a writable view of bytes ``[begin, end)`` of the private mapping. Raises Truncated and MissingFile."""
+        """Return a writable view of bytes ``[begin, end)`` of the private mapping. Raises Truncated or MissingFile."""
         if self._descriptor < 0:
             raise ValueError(_RELEASED)
         if self._mapping is None:

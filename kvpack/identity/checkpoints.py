@@ -39,7 +39,7 @@ def checkpoint_digest(folder: Path) -> str:
     """Return a digest of the names and all bytes of a folder's safetensors files; empty if there are none.
 
     Digests are cached in the folder ``kvpack-checkpoints`` in XDG_CACHE_HOME. A file is read again if its path, inode, size or times have
-    changed. Raises OSError, and InvalidParameter for a file that changes while it is read.
+    changed. Raises OSError, or InvalidParameter for a file that changes while it is read.
     """
     paths = sorted(folder.glob("*.safetensors"))
     digests = [(path.name, _file_digest(os.path.realpath(path))) for path in paths]

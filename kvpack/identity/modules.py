@@ -45,7 +45,7 @@ class ModelPart(NamedTuple):
 def parts(model: torch.nn.Module) -> list[ModelPart]:
     """Return every module of ``model`` once, each before its children. Of an adapter's children, only the replaced module is included.
 
-    PyTorch's wrappers are left out, and names are those without wrappers. Raises InvalidParameter for an adapter whose effect kvpack
+    PyTorch's wrappers are omitted, and names are those without wrappers. Raises InvalidParameter for an adapter whose effect kvpack
     cannot determine.
     """
     check_model(model)

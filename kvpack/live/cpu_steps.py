@@ -32,7 +32,7 @@ class CpuSteps:
 
     @staticmethod
     def supports(layer: LiveLayer, q: torch.Tensor) -> bool:
-        """Return True if C can attend queries like ``q`` over keys and values."""
+        """Return True if the C kernels can attend queries like ``q`` over keys and values."""
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:

@@ -34,7 +34,7 @@ NEWEST = 128
 def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None, v: torch.Tensor | None) -> Layer:
     """Create layer ``number`` of ``layers`` without tokens, for keys and values like ``k`` and ``v``.
 
-    Raises InvalidParameter and InvalidType.
+    Raises InvalidParameter or InvalidType.
     """
     sides: dict[str, Side | None] = {}
     for name, x in zip(SIDES, (k, v), strict=True):
@@ -65,7 +65,7 @@ def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int
 
 
 def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
-    """Check the ``sliding_windows`` of a cache of ``layers`` layers, and return them. Raises InvalidParameter and InvalidType."""
+    """Check the ``sliding_windows`` of a cache of ``layers`` layers, and return them. Raises InvalidParameter or InvalidType."""
     if windows is None:
         return (None,) * layers
     if not isinstance(windows, list | tuple):

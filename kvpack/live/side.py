@@ -165,7 +165,7 @@ class LiveSide:
         """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed ones, without changing the side.
 
         ``position`` is the first token's position, and ``norms``, by side, ``[batch, kv_head, token]`` each, begin with the norms of the
-        tokens' keys and values, if they are known. Raises InvalidParameter and OutOfRange, naming ``where``. A warning about lost precision
+        tokens' keys and values, if they are known. Raises InvalidParameter or OutOfRange, naming ``where``. A warning about lost precision
         is issued only once.
         """
         runs, raw, chosen_by = self.runs, self.codec.sidecar(RawPositions), None

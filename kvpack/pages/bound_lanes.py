@@ -358,7 +358,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
     """Return the C encoder and decoder for one layer, and those for all layers together, and the check of all layers for large errors.
 
-    They are None if C does not support the codec.
+    They are None if the C kernels do not support the codec.
     """
     from kvpack.kernels.cpu import pages
 
@@ -378,13 +378,13 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
 def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
     """Return the C functions that choose the raw tokens of one layer, and of all layers together.
 
-    They are None if C does not choose, or if there are no raw tokens.
+    They are None if the C kernels do not choose the raw tokens, or if there are none.
     """
     from kvpack.kernels.cpu import encode, pages
 
     geometry = lane.geometry
     shared = lane.shared
-    # C computes norms only of original keys; other codecs with shared scales need the norms passed.
+    # The C kernels compute norms only of original keys; other codecs with shared scales need the norms passed.
     needs_norms = shared and (lane.side != "k" or lane.plain_codec.changes_norms)
     if lane.raw_rule is None or geometry.computed_dtype not in encode.DTYPES or not _has_contiguous_channels(keys) or needs_norms:
         return None

@@ -94,7 +94,7 @@ class PageCodec:
 
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``; bytes after a row in its buffer
         are left unchanged. ``keys`` are the engine's names of the pages, of any bytes. The row of a page with an error does not begin as a
-        row. Raises InvalidParameter and OutOfBounds for arguments that fit no page.
+        row. Raises InvalidParameter or OutOfBounds for arguments that fit no page.
         """
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
@@ -116,7 +116,7 @@ class PageCodec:
 
         A row is checked before anything is written: its checksum, namespace, geometry, recipe and, with ``keys``, its name; with
         ``values`` also the rules of its codecs, for rows that others may have written. ``rows`` may be longer than a row.
-        Raises InvalidParameter and OutOfBounds for arguments that fit no page.
+        Raises InvalidParameter or OutOfBounds for arguments that fit no page.
         """
         return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
 
@@ -152,7 +152,7 @@ class PageCodec:
     ) -> tuple[list[int], list[bytes | None]]:
         """Check ``pages``, ``slots`` and ``keys``, and return the slots as integers and the digests of the keys.
 
-        Raises InvalidParameter, InvalidType and OutOfBounds.
+        Raises InvalidParameter, InvalidType or OutOfBounds.
         """
         if self._closed:
             raise InvalidParameter("the codec is closed: create another PageCodec")

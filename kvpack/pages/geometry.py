@@ -93,7 +93,7 @@ class PageGeometry:
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
         """Return the codec of one side.
 
-        Raises MissingBasis, and InvalidParameter for sizes that depend on the values, for bytes that would be recoded, and
+        Raises MissingBasis, or InvalidParameter for sizes that depend on the values, for bytes that would be recoded, and
         for a basis of another number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
@@ -128,7 +128,7 @@ class PageGeometry:
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:
-        """Return the description of a page with ``recipe``. Raises InvalidParameter and InvalidType."""
+        """Return the description of a page with ``recipe``. Raises InvalidParameter or InvalidType."""
         recipe = parse_recipe(recipe)
         recipe.check_layers(self.layers)
         if recipe.window:

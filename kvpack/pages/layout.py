@@ -139,7 +139,7 @@ class PageLayout:
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
         """Copy the pages in ``slots`` of ``pool`` ``[slot, value]`` to the first slots of ``staging``.
 
-        Raises InvalidParameter and OutOfBounds for slots and a staging that do not fit.
+        Raises InvalidParameter or OutOfBounds for slots and a staging that do not fit.
         """
         for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
             for side, place in self.places.items():
@@ -150,7 +150,7 @@ class PageLayout:
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``.
 
-        Raises InvalidParameter and OutOfBounds for slots and a staging that do not fit.
+        Raises InvalidParameter or OutOfBounds for slots and a staging that do not fit.
         """
         chosen = self._check_arguments(pool, slots, staging, written=True)
         with torch.inference_mode():

@@ -353,7 +353,7 @@ class Directory(SingleTierBackend):
     def _read(self, key: bytes, *, lazy: bool = False) -> Data:
         """Return an entry's bytes, mapped if no other user can change them.
 
-        With ``lazy``, bytes are read on access, and an expired entry is returned too. Raises OSError, LimitExceeded, and the errors of
+        With ``lazy``, bytes are read on access, and an expired entry is returned too. Raises OSError, LimitExceeded or the errors of
         mapping.
         """
         with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):
@@ -373,7 +373,7 @@ class Directory(SingleTierBackend):
     def _kind(self, key: bytes) -> Kind | None:
         """Return the kind of the file that has an entry's name, judging by its first bytes; None if it does not exist.
 
-        Raises OSError and the errors of reading.
+        Raises OSError or the errors of reading.
         """
         try:
             data = self._read(key, lazy=True)

@@ -178,7 +178,7 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file; None if it is invalid, of another folder than the inode ``node``, or from another boot.
+    """Return the count in an open file; None if it is invalid, from another boot, or for a folder whose inode is not ``node``.
 
     With ``any_boot``, the folder and the boot do not matter.
     """

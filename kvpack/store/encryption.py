@@ -90,7 +90,7 @@ class Cipher:
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
-        """Encrypt the entry ``key`` with the first key. Raises LimitExceeded for 2 GiB or more, and MemoryError."""
+        """Encrypt the entry ``key`` with the first key. Raises MemoryError, or LimitExceeded for 2 GiB or more."""
         size = sum(map(len, pieces))
         if size > MAX_PLAIN_BYTES:
             raise LimitExceeded(f"the entry has {size} bytes, but at most {MAX_PLAIN_BYTES} can be encrypted")

@@ -223,7 +223,7 @@ def check_entry(
     recipe: str | None,
     max_bytes: int = MAX_ENTRY_BYTES,
 ) -> ChunkFields:
-    """Check the header of a chunk's entry, and return its fields, without reading any tensor. Raises InvalidHeader and LimitExceeded."""
+    """Check the header of a chunk's entry, and return its fields, without reading any tensor. Raises InvalidHeader or LimitExceeded."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
         raise InvalidHeader(f"{file.where} is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")

@@ -14,7 +14,7 @@ from kvpack.formats.errors import LimitExceeded
 from .backend import MAX_ENTRY_BYTES
 
 VERSION = 1
-"""The version of encrypted entries that this kvpack writes."""
+"""The version of encrypted entries that this version of kvpack writes."""
 MAGIC = b"kvpack-encrypted 1\n"
 """The first bytes of an encrypted entry."""
 MAX_ID_BYTES = 255

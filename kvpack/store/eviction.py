@@ -89,7 +89,7 @@ class Reservation:
         self._counted: UsageCount | None = None
 
     def acquire(self, descriptor: int) -> None:
-        """Make room, and extend the entry's unfinished file to its final size. Raises NoRoom and OSError."""
+        """Make room, and extend the entry's unfinished file to its final size. Raises NoRoom or OSError."""
         cost = self._cost + self._folders
         self._counted = self._evictor.reserve(cost, self._protected, lambda: os.ftruncate(descriptor, self._size))
 
@@ -122,7 +122,7 @@ class Evictor:
     def reserve(self, size: int, protected: set[bytes], on_reserve: Callable[[], None]) -> UsageCount:
         """Reserve ``size`` bytes, evicting entries other than ``protected`` as needed, and return the new count.
 
-        ``on_reserve`` makes the bytes visible to counts of the folder. Raises NoRoom and OSError.
+        ``on_reserve`` makes the bytes visible to counts of the folder. Raises NoRoom or OSError.
         """
         if self._max_bytes is not None and size > self._max_bytes:
             raise NoRoom

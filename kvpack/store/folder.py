@@ -160,6 +160,6 @@ class Folder:
                     yield os.path.join(folder, name), status
 
     def make_folders(self, *folders: str) -> None:
-        """Create ``folders`` and the folder of unfinished files if missing. Raises OSError and Untrusted."""
+        """Create ``folders`` and the folder of unfinished files if missing. Raises OSError or Untrusted."""
         for folder in (self.unfinished_folder, *folders):
             self.trust.make_folder(folder, durable=self.durable)

@@ -1,7 +1,7 @@
 """An SQLite index of a folder's entries, with which listing all entries only costs as much as has changed (spec/store.md, Folder).
 
-A writer that puts or removes an entry updates its row, and the modification time of its subfolder, in one transaction. If a subfolder has
-another time than in the index, a process changed it without the index or was killed while changing it, and the subfolder is listed again.
+A writer that puts or removes an entry updates its row, and the modification time of its subfolder, in one transaction. If the time of a
+subfolder differs from the index, a process changed it without the index or was killed while changing it, and the subfolder is listed again.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ class Index:
         """Make a subfolder's rows match its entries, and return True if they do afterward. Rows that are correct are not written.
 
         Other processes may change the subfolder while it is listed. With ``wait``, it is listed again, finally while they are locked out.
-        Raises OSError and sqlite3.Error.
+        Raises OSError or sqlite3.Error.
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)

@@ -15,7 +15,7 @@ MAX_BYTES = 2**20
 def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """Return the keys in a file by id. The first one encrypts. Each line is "ID HEXADECIMAL-DIGITS"; # begins a comment.
 
-    Raises MissingFile, LimitExceeded, and InvalidParameter for a file that users other than its owner may access, an invalid line or a
+    Raises MissingFile, LimitExceeded, or InvalidParameter for a file that users other than its owner may access, an invalid line or a
     repeated id.
     """
     text, mode = read_text_and_mode(path, MAX_BYTES)

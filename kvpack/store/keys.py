@@ -73,7 +73,7 @@ def _pack_list(token_ids: list[int] | tuple[int, ...]) -> bytes:
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
     """Check ``inputs``, the digests of the chunks' other inputs, and return one digest for each whole chunk of ``ids``.
 
-    A digest is b"" if its chunk depends only on token ids. Raises InvalidParameter and InvalidType.
+    A digest is b"" if its chunk depends only on token ids. Raises InvalidParameter or InvalidType.
     """
     tokens = len(ids) // ID_BYTES
     whole_chunks, started_chunks = tokens // chunk, -(-tokens // chunk)

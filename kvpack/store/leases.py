@@ -123,7 +123,7 @@ class FileLease:
 
 
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
-    """Acquire the lease of ``key`` in a folder; None if another has held it for less than ``seconds``. Raises OSError and KvpackError."""
+    """Acquire the lease of ``key`` in a folder; None if another has held it for less than ``seconds``. Raises OSError or KvpackError."""
     if not folder.trust.may_write:
         return NoLease()
     folder.make_folders()

@@ -135,7 +135,7 @@ def _kind_of(location: Any) -> LocationKind:
 
 
 def _folder(location: Any) -> str:
-    """Return the path of a folder, given as a path or a file:// URL. Raises InvalidType and InvalidParameter."""
+    """Return the path of a folder, given as a path or a file:// URL. Raises InvalidType or InvalidParameter."""
     if not isinstance(location, (str, bytes, os.PathLike)):
         raise InvalidType(f"the location is of type {type(location).__name__}, expected a path, a URL or a list of these")
     path = os.fsdecode(location)

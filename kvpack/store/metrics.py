@@ -30,7 +30,7 @@ class Collector:
     def add(self, store: MeteredStore, labels: Mapping[str, str] | None = None) -> None:
         """Start collecting the metrics of ``store``, with ``labels`` that distinguish it from the other stores.
 
-        Raises InvalidType and InvalidParameter for invalid labels, which would end every scrape.
+        Raises InvalidType or InvalidParameter for invalid labels, which would end every scrape.
         """
         labels = dict(check_labels(labels or {}))
         with self._lock:

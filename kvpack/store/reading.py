@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
-    """Return all ``size`` bytes of an open file. Raises OSError if the file is shorter, and MemoryError."""
+    """Return all ``size`` bytes of an open file. Raises MemoryError, or OSError if the file is shorter."""
     if (cold := read_cold(descriptor, size)) is not None:
         with contextlib.closing(cold):
             done = cold.wait(size)

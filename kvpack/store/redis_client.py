@@ -299,7 +299,7 @@ class _Exchange:
             view = view[count:]
 
     def recv(self, count: int, *flags: Any) -> bytes:
-        """Receive as a socket does, within the limits. Raises TimeoutError, OSError for too many bytes, and InvalidResponse."""
+        """Receive as a socket does, within the limits. Raises TimeoutError, InvalidResponse, or OSError for too many bytes."""
         # With a timeout of 0, the client only checks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
             self._apply_deadline(f"a reply, of which {self._received} bytes have arrived,")

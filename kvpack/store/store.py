@@ -212,8 +212,8 @@ class Store:
         recipe, model or start than position 0; of several sequences; in which a sliding window has dropped tokens, unless their chunks
         are stored (``KvpackCache(..., keep_all=True)`` keeps all); whose layers keep states, and have none at the end of a chunk
         (``kvpack.prefill`` and ``KvpackCache.snapshot_states``), after the last of which nothing is stored; dependent on more than token
-        ids (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses other frequencies than
-        for shorter sequences (``match`` and ``load`` find nothing for such ids).
+        ids (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses different
+        frequencies from those for shorter sequences (``match`` and ``load`` find nothing for such ids).
         """
         cache = getattr(cache, "packed", cache)
         check_cache(cache, self.identity)

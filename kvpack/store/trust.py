@@ -94,7 +94,7 @@ class Trust:
 
     @contextlib.contextmanager
     def open_checked(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a regular file below the root for reading; yield its descriptor and status. Raises OSError and Untrusted."""
+        """Open a regular file below the root for reading; yield its descriptor and status. Raises OSError or Untrusted."""
         try:
             descriptor = self._open(path)
         except OSError as error:
@@ -134,7 +134,7 @@ class Trust:
     def assign_owner(self, descriptor: int) -> None:
         """Give a file or folder that this user has just created to the store's owner, and to the trusted group if there is one.
 
-        Raises Untrusted if it belongs to an untrusted user, and OSError.
+        Raises OSError, or Untrusted if it belongs to an untrusted user.
         """
         if self.trusted_group is None and (self._user != 0 or self.owner == 0):
             return
@@ -151,7 +151,7 @@ class Trust:
             os.fchmod(descriptor, _GROUP_FOLDER if folder else _GROUP_FILE)
 
     def make_folder(self, folder: str, *, durable: bool) -> None:
-        """Create a folder and its missing parents. Raises OSError, and Untrusted as ``check_folder`` does."""
+        """Create a folder and its missing parents. Raises OSError, or Untrusted as ``check_folder`` does."""
         parent = os.path.dirname(folder)
         if not os.path.isdir(folder):
             if not os.path.isdir(parent):

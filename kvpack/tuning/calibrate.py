@@ -330,7 +330,7 @@ def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
-    """Raise InvalidParameter if ``basis`` is for another model than the one in ``folder``."""
+    """Raise InvalidParameter if ``basis`` is for a different model from the one in ``folder``."""
     basis.check_model(identity_for(_load_weights(folder, "auto"), basis))
 
 

@@ -133,7 +133,7 @@ class PackedCandidates:
 def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
     """Pack a whole window with each candidate, as a measurement does: first its prefix, then the scored tokens appended.
 
-    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, and InvalidParameter if a tensor can use none of the
+    ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, or InvalidParameter if a tensor can use none of the
     candidates.
     """
     packed: dict[Place, dict[str, Side]] = {}

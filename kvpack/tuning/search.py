@@ -95,7 +95,7 @@ def steps(layers: int, candidates: dict[str, list[str]]) -> int:
 def measure_sensitivities(search: Search) -> Losses:
     """Return the loss of each candidate in each tensor, with all others uncompressed.
 
-    Candidates that cannot represent a window's values are left out.
+    Candidates that cannot represent a window's values are omitted.
     """
     result: Losses = {}
     for (layer, side), codecs in search.priced.packed.items():

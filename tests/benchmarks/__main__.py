@@ -63,7 +63,7 @@ def _add_overview(kinds: Any) -> None:
 
 
 def run_overview(arguments: argparse.Namespace) -> int:
-    """Draw the picture and print its path."""
+    """Draw the plot and print its path."""
     from . import overview
 
     path = overview.run(arguments.folder)

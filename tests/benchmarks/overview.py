@@ -1,4 +1,4 @@
-"""make bench-overview: one picture of the loss of quality by recipe, and of the speed of attention.
+"""make bench-overview: one plot of the loss of quality by recipe, and of the speed of attention.
 
 It is drawn from the reports of ``kvpack bench quality`` and ``kvpack bench kernels``. The README shows that of ``measured/``, where
 ``quality.json`` has no values of single windows and layers, and ``kernels.json`` only the ratios that kernels/README.md lists.

@@ -1,4 +1,4 @@
-"""The picture in the README: its sources, its contents, and refused reports."""
+"""The plot in the README: its sources, its contents, and refused reports."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def opaque_layer(
 ) -> DenseLayer:
     """Return a layer's ``cells`` as states, in ``order``; ``transposed`` values are transposed back.
 
-    Raises MissingFile and InvalidParameter.
+    Raises MissingFile or InvalidParameter.
     """
     states = {f"k.{keys.dtype}": _rows(reader, keys, order, cells, turned=False)}
     if values is not None:

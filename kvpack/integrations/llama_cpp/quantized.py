@@ -38,7 +38,7 @@ def recipe_of(kind: str, sides: str) -> str:
 class Quantized:
     """The quantized keys or values of one layer as ``blocks``, uint8 ``[kv_head, token, block, byte]``.
 
-    Raises InvalidParameter and OutOfRange.
+    Raises InvalidParameter or OutOfRange.
     """
 
     kind: str

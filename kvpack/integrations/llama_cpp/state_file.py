@@ -141,7 +141,7 @@ class Reader:
         return struct.unpack(f"<{layout}", self.take(struct.calcsize(f"<{layout}"), description))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill ``buffer`` from ``offset`` on. Raises InvalidParameter if the file has become shorter, and MissingFile."""
+        """Fill ``buffer`` from ``offset`` on. Raises MissingFile, or InvalidParameter if the file has become shorter."""
         while buffer:
             try:
                 count = os.preadv(self._descriptor, [buffer], offset)

@@ -22,7 +22,7 @@ def check_flags(*, keep_all: bool, **options: bool | None) -> None:
 
 
 def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
-    """Check the arguments of an empty cache, and return its recipe. Raises InvalidType and InvalidParameter."""
+    """Check the arguments of an empty cache, and return its recipe. Raises InvalidType or InvalidParameter."""
     if isinstance(model, Cache) or isinstance(recipe, Cache):
         raise InvalidType("KvpackCache(model, recipe) begins an empty cache: use KvpackCache.of(cache, model) to continue a packed one")
     if model is None and config is None:

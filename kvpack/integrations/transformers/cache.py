@@ -355,7 +355,7 @@ class KvpackCache(PassCalls):
         return tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds and InvalidParameter.
+        """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds or InvalidParameter.
 
         Layers that keep states can only return to the tokens in ``states_at``, and to 0; ``rewind`` finds the nearest of them. Tokens are
         counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.

@@ -168,7 +168,7 @@ class Chat:
 
         A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more bits than its recipe's name says.
         ``compact=True`` packs those in the file too, and compresses tensors with zstd. Texts that are in the file's token ids are not
-        stored again. Raises LimitExceeded if the others do not fit: ``messages=False`` leaves all out, and
+        stored again. Raises LimitExceeded if the others do not fit: ``messages=False`` omits all, and
         ``Chat.load(..., messages=...)`` accepts them. Raises the errors of ``kvpack.save``.
         """
         cache = self.cache

@@ -97,7 +97,7 @@ class _WatchedMethod:
 class _WatchedPrepareInputs(_WatchedMethod):
     """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences to match their rows.
 
-    If a model leaves the cache out to compute all tokens again, because its RoPE has other frequencies from this token on, they are
+    If a model omits the cache to compute all tokens again, because its RoPE has other frequencies from this token on, they are
     computed into the cache.
     """
 

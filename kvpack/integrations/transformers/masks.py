@@ -24,10 +24,12 @@ QUERIES_AT_A_TIME = 128
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
     """Return the mask for ``kv_length`` keys; the arguments are as for transformers' mask functions.
 
-    For packed keys it is None if attention applies the mask itself, and with padding on the left the first token that each sequence sees,
-    int32 ``[batch, 1, 1, 1]``; models that keep some rows of masks (Gemma-4) leave that unchanged. For any other padding, and for any
-    pattern but causal and sliding-window, it is the mask of the model's own attention, for which the keys are decoded. In compiled code an
-    operator finds the first tokens.
+    There are three cases:
+
+    - Packed keys without padding: None, because packed attention applies causal and sliding-window masks itself.
+    - Packed keys with left padding: the first visible token of each sequence, int32 ``[batch, 1, 1, 1]``. Models that select rows of masks
+      (Gemma-4) leave this shape unchanged. In compiled code, a custom operator finds these tokens.
+    - Any other keys, padding or mask pattern: the model's own mask. Packed keys are then decoded for the model's own attention.
     """
     if isinstance(kv_length, CompiledLength) and _is_named(config, **options):
         columns = options.get("attention_mask")

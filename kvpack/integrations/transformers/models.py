@@ -350,7 +350,7 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
 
 
 def _parts(model: Any) -> list[ModelPart]:
-    """Return the modules of the transformers model in ``model``."""
+    """Return the parts of the transformers model that ``model`` is or wraps."""
     model_parts = parts(model)
     if not isinstance(next(part.module for part in model_parts if not part.adapter), PreTrainedModel):
         # A caller's own module, such as one with a value head.

@@ -54,7 +54,7 @@ class Rollback:
         return max((position for position in self._states if position <= tokens), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` tokens of every layer. Raises OutOfBounds and InvalidParameter."""
+        """Drop the newest ``-tokens_to_remove`` tokens of every layer. Raises OutOfBounds or InvalidParameter."""
         tokens = self._passes.record.tokens + tokens_to_remove
         states = self._states_after(tokens, tokens_to_remove)
         removed = [tokens_to_remove] * len(self._layers)
@@ -98,7 +98,7 @@ class Rollback:
         self._states = {}
 
     def select(self, indices: Any) -> None:
-        """Keep the sequences ``indices`` of every state."""
+        """Keep only the sequences at ``indices`` in every state."""
         if self._states:
             rows = row_numbers(indices)
             self._states = {position: states.select(rows) for position, states in self._states.items()}

@@ -177,7 +177,7 @@ class Tracking:
                 )
 
     def _check_rows(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter for another number of rows than the cache has sequences."""
+        """Raise InvalidParameter if the number of rows differs from the cache's number of sequences."""
         held = self.rows()
         tensor = next((x for name in _ROWS if isinstance(x := arguments.get(name), torch.Tensor)), None)
         if held is not None and tensor is not None and tensor.shape[0] != held:
@@ -257,7 +257,10 @@ class Tracking:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """Record the tokens since the last call if weights have changed unnoticed by passes, for example through ``data``."""
+        """Note that tokens added since the last call may be affected if the weights changed without a pass noticing.
+
+        Assigning to ``Parameter.data`` is an example of such a change.
+        """
         if self._latest is None or self._first is None or self._latest.state is None or not self._latest.weights:
             return
         # Every pass checks a few weights. If they differ, they have changed since the last pass.

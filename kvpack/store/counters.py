@@ -31,7 +31,7 @@ NAMES = {
     "dropped_writes": "Entries that never reached a slower tier: the queue was full, or not empty in time when the store was closed.",
     "lease_waits": "Calls of load that waited for another worker to save what was missing.",
     "lease_timeouts": "Calls of load that waited without success: the other worker took longer than the lease, died or did not save.",
-    "saves": "Calls of save.",
+    "saves": "Calls of save with at least one whole chunk.",
     "saved_chunks": "Chunks that save has written.",
     "saved_bytes": "Bytes of those chunks.",
     "present_chunks": "Chunks that save found in the store.",

@@ -17,7 +17,7 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES, batches
 from .bases import StoredBasis
 from .catalog import read_catalog
 from .chunk_sizes import ChunkSizeSearch
-from .counters import Counters, with_labels
+from .counters import Counters, log, with_labels
 from .entries import EntryReader, check_decoded_size, to_pieces
 from .entry_kind import check_size
 from .fitting import check_cache, check_groups, check_ids, check_length, loaded_inputs, require_input_digests, usable_states
@@ -123,6 +123,7 @@ class Store:
         if named is not None:
             backend_arguments = self._backend, self._cipher, self._counters, store_options.max_entry_bytes
             self._stored_basis = StoredBasis(named, self._model, *backend_arguments, given, identity.digests)
+        self._has_logged_short_prefix = False
         self._leading_keys = [] if self._stored_basis is None else self._stored_basis.keys
         self._reader = EntryReader(
             self._model, identity.recipe, chunk, check_values=checked, basis=given, max_bytes=store_options.max_entry_bytes
@@ -231,6 +232,9 @@ class Store:
         digests = digests[: len(ids) // ID_BYTES // self.chunk]
         require_input_digests(cache, digests, self.chunk)
         self._reader.set_shape(cache)
+        if not requested:
+            self._log_short_prefix(len(ids) // ID_BYTES)
+            return 0
         self._counters.add("saves")
         try:
             with self._counters.timed("save"):
@@ -245,6 +249,17 @@ class Store:
         finally:
             if self._leases is not None:
                 self._leases.release(requested)
+
+    def _log_short_prefix(self, tokens: int) -> None:
+        """Log the first prefix that is too short to be stored, because all its later lookups are misses."""
+        if not self._has_logged_short_prefix:
+            self._has_logged_short_prefix = True
+            log.warning(
+                "nothing was stored: the prefix has %d tokens, and only whole chunks of %d are stored; a smaller chunk= stores shorter "
+                "prefixes (later ones are not logged)",
+                tokens,
+                self.chunk,
+            )
 
     def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes], states: StatesAt) -> int:
         """Store the whole chunks of ``ids``, and the ``states`` after some of them; return the number of tokens now stored."""

@@ -52,6 +52,18 @@ def test_saved_caches_are_loaded(recipe: str, tmp_path: Path) -> None:
         assert dict(found.model) == {"name": "model", "weights": "w1", "dtype": "bfloat16"}
 
 
+def test_the_first_prefix_that_is_shorter_than_a_chunk_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(tmp_path)
+    for tokens in (CHUNK - 1, CHUNK - 2):
+        assert store.save(list(range(tokens)), cache(tokens)) == 0
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"nothing was stored: the prefix has {CHUNK - 1} tokens")
+    assert store.stats()["saves"] == 0
+    save(store, prompt(1))
+    assert store.stats()["saves"] == 1
+    assert len(caplog.records) == 1
+
+
 def test_the_longest_stored_prefix_is_found(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     ids = prompt(5)

@@ -203,17 +203,17 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the columns and the rows of the report's table, without empty columns."""
     exact, reference = report["uncompressed"], report["reference"]
     columns = [
-        "recipe", "bits per\nvalue", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-",
-        f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "attention\nerror", "needles\nright",
+        "recipe", "bits per\nvalue", "smaller\nthan bf16", "nominal\nbits", "perplexity", "change in log\nperplexity", "95 %\n+-",
+        "KL\n(nats)", "95 %\n+-", f"x {reference or ''}", "95 %\ninterval", "same\nchoice", "attention\nerror", "needles\nright",
         "95 %\ninterval", "encode\ns", "load\nms",
     ]  # fmt: skip
     bits = f"{report['uncompressed_bits']:.2f}"
-    rows = [["uncompressed", bits, "", f"{exact['perplexity']:.4f}", *[""] * 8, *_recall_cells(exact["needles"]), "", ""]]
+    rows = [["uncompressed", bits, "", "", f"{exact['perplexity']:.4f}", *[""] * 8, *_recall_cells(exact["needles"]), "", ""]]
     for row in report["recipes"]:
         rows.append(
             [
                 row["recipe"],
-                f"{row['bits_per_value']:.2f}",
+                *_size_cells(row),
                 f"{row['nominal_bits']:.2f}",
                 *_predicted_cells(row),
                 f"{row['attention_error']:.4f}",
@@ -222,10 +222,14 @@ def table(report: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
                 f"{1000 * row['load_seconds']:.1f}",
             ]
         )
-    rows.append(["past forgotten", "0.00", "", *_predicted_cells(report["forgotten"]), *[""] * 5])
+    rows.append(["past forgotten", "0.00", "", "", *_predicted_cells(report["forgotten"]), *[""] * 5])
     empty = [column for column, cells in enumerate(zip(*rows, strict=True)) if not any(cells)]
     columns, *rows = ([cell for column, cell in enumerate(cells) if column not in empty] for cells in (columns, *rows))
     return f"{model_label(report)}, {report['precision']}, {report['text']}: {sizes_text(report['settings'])}", columns, rows
+
+
+def _size_cells(row: dict[str, Any]) -> list[str]:
+    return [f"{row['bits_per_value']:.2f}", f"{16 / row['bits_per_value']:.2f} x"]
 
 
 _LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test your own task first"))
@@ -303,11 +307,11 @@ def sizes_text(settings: dict[str, Any]) -> str:
 
 def _show_other(other: dict[str, Any], reference: str | None, bits: int) -> None:
     """Print the results on a further text. Uncompressed values have ``bits`` bits."""
-    columns = ["recipe", "bits per\nvalue", "perplexity", "change in log\nperplexity", "95 %\n+-", "KL\n(nats)", "95 %\n+-"]
-    columns += [f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
-    rows = [["uncompressed", f"{bits:.2f}", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]
-    rows += [[row["recipe"], f"{row['bits_per_value']:.2f}", *_predicted_cells(row)] for row in other["recipes"]]
-    rows.append(["past forgotten", "0.00", *_predicted_cells(other["forgotten"])])
+    columns = ["recipe", "bits per\nvalue", "smaller\nthan bf16", "perplexity", "change in log\nperplexity", "95 %\n+-"]
+    columns += ["KL\n(nats)", "95 %\n+-", f"x {reference or ''}", "95 %\ninterval", "same\nchoice"]
+    rows = [["uncompressed", f"{bits:.2f}", "", f"{other['uncompressed']['perplexity']:.4f}", *[""] * 7]]
+    rows += [[row["recipe"], *_size_cells(row), *_predicted_cells(row)] for row in other["recipes"]]
+    rows.append(["past forgotten", "0.00", "", *_predicted_cells(other["forgotten"])])
     print_table(f"{other['text']}: {sizes_text(other['settings'])}", columns, rows)
 
 

@@ -67,6 +67,8 @@ def test_results_are_shown_as_html_and_text_tables(found: kvpack.bench.evaluate.
     assert title == "tinylm, float32 on cpu, 1 text: 2 windows of 96 tokens, the last 32 scored"
     assert f"{found.rows[1]['kl_divergence']:.5f}" in lines[3].split()
     assert lines[3].startswith("octopus-3 ")
+    bits = found.rows[1]["bits_per_value"]
+    assert f"{bits:.2f} {16 / bits:.2f} x " in " ".join(lines[3].split())
     odd = kvpack.bench.evaluate.Evaluation({**found.report, "model": "<script>"})
     assert "<script>" not in odd._repr_html_()
 

@@ -25,7 +25,7 @@ import torch
 from kvpack.coding.bases import Basis
 from kvpack.coding.recipes import Recipe
 from kvpack.evaluation.models import Text, bundled_text, read_text, vocabulary
-from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.sizes import LONGER_TEXT, check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
     PASS,
@@ -243,7 +243,7 @@ def _sizes(settings: Settings, text: Text, long: Text, max_positions: int | None
     prompts = min((len(long.ids) // length for length in lengths), default=0)
     count = min(DEFAULT_NEEDLES, prompts) if settings.needles is None else settings.needles
     check_size("score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
-    check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}")
+    check_size("windows", windows, 1, room, f"of {tokens} tokens in {text.name}: {LONGER_TEXT}")
     check_size("step", settings.step, 1, tokens, f"in a window of {tokens} tokens")
     longest = max(lengths, default=needles.LENGTHS[0])
     sized = f"with windows of {_MIN_BYTES} tokens or more" if long.is_byte_level else f"of {longest:,} tokens"

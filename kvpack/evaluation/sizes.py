@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from .models import Text
 
 
+LONGER_TEXT = "give a longer text or a smaller --tokens"
+"""What to do about a text that is too short, at the end of messages."""
+
+
 def positions(model: Any) -> int | None:
     """Return the number of positions that the model supports; None if its configuration does not have it."""
     config = model.config.get_text_config()

@@ -13,7 +13,7 @@ import xxhash
 import kvpack
 from kvpack.coding.bases import Basis, basis_bytes, weights_key
 from kvpack.evaluation.models import Text, read_text, vocabulary
-from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.sizes import LONGER_TEXT, check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.evaluation.twins import make_twin
 from kvpack.evaluation.windows import prefill
 from kvpack.file.atomic import write_file
@@ -183,7 +183,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
     windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
         check_size("score", scored_tokens, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
-    check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}")
+    check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}: {LONGER_TEXT}")
     if settings.positions is not None:
         most_read = min(max_positions or settings.positions, longest or settings.positions)
         check_size("positions", settings.positions, 1, most_read, "of the model")

@@ -16,7 +16,7 @@ import torch
 
 from kvpack.coding.bases import Basis
 from kvpack.evaluation.models import Text, read_text, vocabulary
-from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids, window_tokens
+from kvpack.evaluation.sizes import LONGER_TEXT, check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter, WriteFailed
 from kvpack.identity.fingerprint import model_name
@@ -224,7 +224,7 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room // 2) if settings.windows is None else settings.windows
     check_size("score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
-    check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, at least one of them held out")
+    check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, at least one of them held out: {LONGER_TEXT}")
     held_out_windows = min(DEFAULT_HELD_OUT_WINDOWS, room - windows) if settings.held_out_windows is None else settings.held_out_windows
     reason = f"windows of {tokens} tokens in {text.name}, in addition to {windows} for the search"
     check_size("held-out", held_out_windows, 1, room - windows, reason)

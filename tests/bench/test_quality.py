@@ -517,7 +517,11 @@ def test_model_that_cannot_read_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--tokens", "1"], 2, "--tokens is 1, expected an integer from 2 to 2500"),
         (["--tokens", "2501"], 2, "--tokens is 2501"),
         (["--tokens", "512", "--score", "512"], 2, "--score is 512, expected an integer from 1 to 511 in a window"),
-        (["--tokens", "512", "--windows", "5"], 2, "an integer from 1 to 4 of 512 tokens in the demo's text: give a longer text"),
+        (
+            ["--tokens", "512", "--windows", "5"],
+            2,
+            "--windows is 5, expected an integer from 1 to 4 of 512 tokens in the demo's text: give a longer text",
+        ),
         (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
         (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected an integer from 0 to 0"),
         (["--step", "0"], 2, "--step is 0, expected an integer from 1 to 1024"),

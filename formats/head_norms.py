@@ -55,7 +55,7 @@ def median_norms(norms: torch.Tensor) -> torch.Tensor:
     return torch.cat([norms[..., tokens:], *medians], -1)
 
 
-def exceeds_median(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
+def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
     """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the typical size, or None if no size is so large.
 
     If the typical size is 0, no size counts as large: among zero tokens, such as padding, every other token is far from the median. NaN
@@ -65,7 +65,7 @@ def exceeds_median(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
 
 def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return the mask of ``exceeds_median``, even if it has no True, without waiting for a device."""
+    """Return the mask of ``large_size_mask``, even if it has no True, without waiting for a device."""
     medians = median_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 

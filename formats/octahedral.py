@@ -43,7 +43,7 @@ SMALLEST_DIM = 4
 _DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24
 _ONE_DIGIT_BITS = 8
-_SIGNS = 4
+_SIGN_PATTERNS = 4
 _MAX_SCALED_DIRECTIONS = 1 << 14
 """Maximum number of pairs of a direction and a norm for which a table stores all products."""
 _SMALLEST_NORMAL = 2.0**-126
@@ -146,18 +146,18 @@ class Octahedral(CodecFamily):
         if norm_extends_index(self.b_dir, self.b_norm):
             digit.add_(norm_index, alpha=self._directions)
         else:
-            sign.add_(norm_index, alpha=_SIGNS)
+            sign.add_(norm_index, alpha=_SIGN_PATTERNS)
         return self.pack_digits(digit, sign) | {"norm": norm}
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         index, sign = digits
-        carrier, place = (index, self._directions) if norm_extends_index(self.b_dir, self.b_norm) else (sign, _SIGNS)
+        carrier, place = (index, self._directions) if norm_extends_index(self.b_dir, self.b_norm) else (sign, _SIGN_PATTERNS)
         # Every base is a power of two.
         norm_index = carrier >> place.bit_length() - 1
-        symbol = (index & self._directions - 1) + (sign & _SIGNS - 1) * self._directions
-        if _SIGNS * self._directions << self.b_norm <= _MAX_SCALED_DIRECTIONS:
+        symbol = (index & self._directions - 1) + (sign & _SIGN_PATTERNS - 1) * self._directions
+        if _SIGN_PATTERNS * self._directions << self.b_norm <= _MAX_SCALED_DIRECTIONS:
             scaled = _scaled_directions(self.direction_table, self.norm_table, symbol.device)
-            triplet = functional.embedding(symbol + norm_index * (_SIGNS * self._directions), scaled)
+            triplet = functional.embedding(symbol + norm_index * (_SIGN_PATTERNS * self._directions), scaled)
         else:
             triplet = functional.embedding(symbol, signed_directions(self.direction_table, symbol.device))
             triplet *= functional.embedding(norm_index, _column(self.norm_table, symbol.device))

@@ -94,7 +94,7 @@ class Options:
             value = low - 1
         if not low <= value <= high:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected an integer from {low} to {high}", f"{name}={text}")
-        self._note(name, str(value), str(default) if omitted == _DEFAULT else omitted)
+        self._record(name, str(value), str(default) if omitted == _DEFAULT else omitted)
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Options:
             raise UnknownWord(
                 f"{self.codec}:{name} is {text!r}, expected integers from {low} to {high} separated by dots", f"{name}={text}"
             )
-        self._note(name, text, None)
+        self._record(name, text, None)
         return tuple(choices[word] for word in words)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
@@ -120,7 +120,7 @@ class Options:
             return default
         if text not in choices:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(choices)}", f"{name}={text}")
-        self._note(name, text, default if omitted == _DEFAULT else omitted)
+        self._record(name, text, default if omitted == _DEFAULT else omitted)
         return text
 
     def fraction(self, name: str, default: float) -> float:
@@ -131,7 +131,7 @@ class Options:
         value = float(text) if re.fullmatch(r"0?\.[0-9]{1,4}", text) else 0.0
         if not value:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected a number above 0 and below 1, such as 0.6", f"{name}={text}")
-        self._note(name, f"{value:.4g}", None)
+        self._record(name, f"{value:.4g}", None)
         return value
 
     def ratio(self, name: str, default: float) -> float:
@@ -142,14 +142,14 @@ class Options:
         value = float(text) if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) else 0.0
         if not 1 < value <= 1000:
             raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected a number above 1 and up to 1000, such as 4", f"{name}={text}")
-        self._note(name, f"{value:.8g}", None)
+        self._record(name, f"{value:.8g}", None)
         return value
 
     def text(self, name: str) -> str | None:
         """Read any text. Returns None if the recipe lacks the option."""
         text = self._read(name)
         if text is not None:
-            self._note(name, text, None)
+            self._record(name, text, None)
         return text
 
     def finish(self) -> None:
@@ -160,7 +160,7 @@ class Options:
             names = ", ".join([*self._known, *(name for name in self._extra if name not in self._known)])
             raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
 
-    def _note(self, name: str, text: str, omitted: str | None) -> None:
+    def _record(self, name: str, text: str, omitted: str | None) -> None:
         """Record the spelling ``text`` of a given option, unless omitting the option means the same."""
         self.respell({name: None if text == omitted else text})
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .head_norms import (
     drop_crowded_pages,
-    exceeds_median,
+    large_size_mask,
     mark_large,
     measure_fit_errors,
     median_norms,
@@ -150,7 +150,7 @@ class RawPositions(WholeTokens):
                 # If the median is 0, as in padding, every other norm would exceed it.
                 chosen |= (token_norms > self.high_norm * median) & (median > 0)
                 # Waiting for a device takes longer than computing a mask that is usually empty.
-                large = exceeds_median(norms, self.high_norm) if norms.device.type == "cpu" else mark_large(norms, self.high_norm)
+                large = large_size_mask(norms, self.high_norm) if norms.device.type == "cpu" else mark_large(norms, self.high_norm)
                 if large is not None:
                     chosen |= drop_crowded_pages(large.any(1) & ~chosen)
         return chosen

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
 CHANNELS_ALONG_TOKENS = 64
-CHANNELS = 128
+BLOCK_CHANNELS = 128
 """Number of channels that a program encodes at once; fewer after a rotation, whose product fills the registers."""
 
 SCALE_TOKENS = 16
@@ -95,7 +95,7 @@ def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim), codec.size if codec.axis == "channel" else 1)
     along_tokens, rotated = codec.axis == "token", codec.rotation.kind != "none"
     block_tokens = max(BLOCK_TOKENS, codec.size) if along_tokens else BLOCK_TOKENS
-    block = ROTATED_CHANNELS if rotated else CHANNELS_ALONG_TOKENS if along_tokens else CHANNELS
+    block = ROTATED_CHANNELS if rotated else CHANNELS_ALONG_TOKENS if along_tokens else BLOCK_CHANNELS
     constants = GroupConstants(
         codec.bits, codec.size, along_tokens, codec.centre == "middle", codec.scale_per_head, 1 if small else -1,
         -1 if token_scale is None else len(stored) - 1, -1 if products is None else len(tables) - 1,

@@ -72,7 +72,7 @@ def _rows(
         "load": lambda: kvpack.load(path, device=device),
         "copy": lambda: buffer.copy_(pinned, non_blocking=True),
     }
-    measured = {name: _seconds(call, device, repeats) for name, call in calls.items()}
+    measured = {name: _time_calls(call, device, repeats) for name, call in calls.items()}
     os.unlink(path)
     os.unlink(plain)
     return [
@@ -81,7 +81,7 @@ def _rows(
     ]
 
 
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+def _time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """Return the times of ``1 + repeats`` calls in seconds, each until the device has finished."""
     seconds = []
     for _ in range(1 + repeats):

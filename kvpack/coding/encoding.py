@@ -13,7 +13,7 @@ import torch
 from kvpack.errors import RoundedWarning
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.errors import InvalidParameter, OutOfRange
-from kvpack.formats.head_norms import drop_crowded_pages, exceeds_median, measure_fit_errors
+from kvpack.formats.head_norms import drop_crowded_pages, large_size_mask, measure_fit_errors
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import VALUES, RawPositions, add_poorly_fitting, replace_tokens
@@ -104,7 +104,7 @@ def encode(
             streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
         except OutOfRange:
             # Raw tokens are selected by the keys, so values may still include a token whose norm is too large for its width.
-            large = exceeds_median(given(), raw.high_norm) if raw.high_norm else None
+            large = large_size_mask(given(), raw.high_norm) if raw.high_norm else None
             more = None if large is None else drop_crowded_pages(large.any(1) & ~chosen)
             if layers > 1 or more is None or not more.any():
                 raise

@@ -25,8 +25,8 @@ from kvpack.formats.head_norms import (
     SHARED_RATIO,
     TOKENS,
     drop_crowded_pages,
-    exceeds_median,
     has_large_size,
+    large_size_mask,
     median_norms,
     relative_norms,
     shared_scale_factors,
@@ -313,13 +313,13 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
         return None
     # Raw tokens were replaced by small values, so they cannot hide others.
     measured = sizes if kept is None or not kept.any() else sizes.masked_fill(kept[:, None], torch.nan)
-    suspects = exceeds_median(measured, spread or CODED_SPREAD)
+    suspects = large_size_mask(measured, spread or CODED_SPREAD)
     if suspects is None:
         return None
     given = run.norms()
     excluded = given <= 0 if kept is None else (given <= 0) | kept[:, None]
     # Sizes relative to the norm are imprecise if sizes are powers of two.
-    larger = exceeds_median((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
+    larger = large_size_mask((sizes / given).masked_fill(excluded, torch.nan), 1.0 if spread else CODED_SPREAD)
     return None if larger is None or not (suspects := suspects & larger).any() else suspects
 
 
@@ -331,7 +331,7 @@ def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
-    suspects = exceeds_median(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
+    suspects = large_size_mask(errors, _DIRECTION_MARGIN * run.codec.summary.direction_spread)
     if suspects is None or run.kept is None:
         return suspects
     suspects &= ~run.kept[:, None]

@@ -146,7 +146,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
     from kvpack.file.layer_states import check_state
 
     def check(names: list[str], metadata: dict[str, str]) -> tuple[_UnpackedInfo, int]:
-        note = _note(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
+        note = _parse_unpacked_info(path, metadata.get("kvpack.unpacked", '{"start": 0, "model": {}}'))
         return note, _check_names(path, names, note)
 
     tensors, (note, layers) = tensor_files.read(path, check)
@@ -227,7 +227,7 @@ class _UnpackedInfo(NamedTuple):
     """Tokens hidden by an attention mask."""
 
 
-def _note(path: str, text: str) -> _UnpackedInfo:
+def _parse_unpacked_info(path: str, text: str) -> _UnpackedInfo:
     try:
         note = json.loads(text)
     except (ValueError, RecursionError):

@@ -34,17 +34,17 @@ def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool
 
 
 @cache
-def t_quantile(freedom: int) -> float:
-    """Return the two-sided 95% quantile of Student's t distribution with ``freedom`` degrees of freedom.
+def t_quantile(degrees_of_freedom: int) -> float:
+    """Return the two-sided 95% quantile of Student's t distribution with ``degrees_of_freedom`` degrees of freedom.
 
-    With t = sqrt(freedom) tan(angle), the density is proportional to cos(angle)^(freedom - 1), which is integrated on a grid.
+    With n degrees of freedom and t = sqrt(n) tan(angle), the density is proportional to cos(angle)^(n - 1), which is integrated on a grid.
     """
     # The grid points are midpoints of equal cells. The quantile is where the sum reaches 95%.
     width = math.pi / 2 / _GRID
-    density = numpy.cos((numpy.arange(_GRID) + 0.5) * width) ** (freedom - 1)
+    density = numpy.cos((numpy.arange(_GRID) + 0.5) * width) ** (degrees_of_freedom - 1)
     cumulative = numpy.concatenate([[0.0], numpy.cumsum(density)])
     angle = numpy.interp(CONFIDENCE * cumulative[-1], cumulative, numpy.arange(_GRID + 1) * width)
-    return math.sqrt(freedom) * math.tan(angle)
+    return math.sqrt(degrees_of_freedom) * math.tan(angle)
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

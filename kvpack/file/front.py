@@ -38,8 +38,8 @@ from .header import (
     SideEntry,
     TensorEntry,
     layout_bytes,
-    missing_feature_message,
     prefix_error,
+    unsupported_feature_message,
 )
 from .header_scan import unknown_features
 from .limits import (
@@ -309,7 +309,7 @@ def _refuse_unknown(data: bytes) -> None:
     if unknown.format is not None and unknown.format > FORMAT:
         raise UnsupportedVersion(newer_format_message(unknown.format))
     if unknown.feature is not None:
-        raise UnsupportedVersion(missing_feature_message(unknown.feature))
+        raise UnsupportedVersion(unsupported_feature_message(unknown.feature))
     if unknown.codec is not None:
         codec_class(unknown.codec)
 

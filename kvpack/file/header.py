@@ -189,7 +189,7 @@ class Contents:
         for number, feature in enumerate(self.required):
             check(f"required[{number}]", feature, TEXT)
             if feature not in FEATURES:
-                raise UnsupportedVersion(missing_feature_message(feature))
+                raise UnsupportedVersion(unsupported_feature_message(feature))
         if [*self.required] != sorted({*self.required}):
             raise InvalidHeader(f"required is {list(self.required)}, expected names in ascending order")
         check_fields(self, CONTENTS_RULES)
@@ -365,7 +365,7 @@ def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
     return tuple(sorted(frozenset().union(*map(_features, codecs))))
 
 
-def missing_feature_message(feature: str) -> str:
+def unsupported_feature_message(feature: str) -> str:
     """Return the error message about a required feature that this version of kvpack does not support."""
     return f"the file needs the feature {feature!r:.200}, which this kvpack does not support: install a newer kvpack"
 

@@ -39,7 +39,7 @@ def to_bytes(metadata: Any) -> bytes:
     # Sorting by code points is the same as sorting by UTF-8 bytes.
     for name in sorted(metadata):
         key = _utf8("a name in metadata", name, MAX_NAME_BYTES)
-        parts.append(bytes([len(key)]) + key + _value(f"metadata[{name!r:.80}]", metadata[name]))
+        parts.append(bytes([len(key)]) + key + _encode_value(f"metadata[{name!r:.80}]", metadata[name]))
     data = b"".join(parts)
     _check_limit("metadata, as stored,", len(data), "bytes", MAX_BINARY_BYTES)
     return data
@@ -68,7 +68,7 @@ def _entries(data: bytes) -> Iterator[tuple[str, Value]]:
             offset += 8
 
 
-def _value(where: str, value: Any) -> bytes:
+def _encode_value(where: str, value: Any) -> bytes:
     if isinstance(value, str):
         text = _utf8(where, value, MAX_STRING_BYTES)
         return bytes([TEXT]) + struct.pack("<I", len(text)) + text

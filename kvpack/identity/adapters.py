@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .canonical_text import BY_HAND, class_name, tensor_digest, text_digest, to_json_value
+from .canonical_text import BY_HAND, class_name, json_digest, tensor_digest, to_json_value
 from .modules import ModelPart, check_determined, child_modules
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
             states.append([part.name, home_made])
     if states:
         label = ",".join(sorted(names)) if named is None else named
-        return f"{label} {text_digest(states)}".strip()
+        return f"{label} {json_digest(states)}".strip()
     label = named or ""
     return f"{label} disabled".strip() if any(part.adapter for part in layers) else label
 
@@ -85,28 +85,29 @@ def _module_state(where: str, module: Any, other_adapters: Collection[str]) -> l
 
     check_determined(where, type(module))
     usual = vars(torch.nn.Module()).keys() | _ADAPTER_STATE | _IGNORED_ATTRIBUTES
-    state = [[name, _value(f"{where}.{name}", value, other_adapters)] for name, value in sorted(vars(module).items()) if name not in usual]
+    attributes = [(name, value) for name, value in sorted(vars(module).items()) if name not in usual]
+    state = [[name, _value_state(f"{where}.{name}", value, other_adapters)] for name, value in attributes]
     for name, tensor in sorted([*module._parameters.items(), *module._buffers.items()]):
         if tensor is not None:
             state.append([name, tensor_digest(f"{where}.{name}", tensor)])
     for name, child in sorted(child_modules(module)):
-        state.append([name, [class_name(type(child)), _value(f"{where}.{name}", child, other_adapters)]])
+        state.append([name, [class_name(type(child)), _value_state(f"{where}.{name}", child, other_adapters)]])
     return state
 
 
-def _value(where: str, value: Any, other_adapters: Collection[str]) -> Any:
+def _value_state(where: str, value: Any, other_adapters: Collection[str]) -> Any:
     import torch
 
     if isinstance(value, (Mapping, torch.nn.ModuleDict, torch.nn.ParameterDict)) or _has_class(value, "BufferDict"):
         keys = sorted(key for key in value.keys() if key not in other_adapters)  # noqa: SIM118
-        return [[key, _value(f"{where}.{key}", value[key], ())] for key in keys]
+        return [[key, _value_state(f"{where}.{key}", value[key], ())] for key in keys]
     if isinstance(value, torch.nn.Module):
         return [class_name(type(value)), _module_state(where, value, other_adapters)]
     if type(value).__module__.startswith("peft.") and hasattr(value, "__dict__") and not isinstance(value, type):
         # For example a variant of LoRA: a class and its settings.
         check_determined(where, type(value))
         attributes = sorted(vars(value).items())
-        return [class_name(type(value)), [[name, _value(f"{where}.{name}", item, ())] for name, item in attributes]]
+        return [class_name(type(value)), [[name, _value_state(f"{where}.{name}", item, ())] for name, item in attributes]]
     return to_json_value(where, value)
 
 

@@ -36,7 +36,7 @@ def weights_kind(weights: str) -> str:
     return kind if kind in (ALL, SAMPLE, FILES) else ""
 
 
-def text_digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """Return the SHA-256, in hexadecimal digits, of ``json_text`` of ``value``."""
     return f"sha256:{hashlib.sha256(json_text(value).encode('utf-8', 'surrogatepass')).hexdigest()}"
 
@@ -147,7 +147,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         parts = [[name, tensor_digest(f"{where}.{name}", getattr(tensor, name), max_values)] for name in names]
-        return f"{kind} {described} {text_digest([parts, to_json_value(where, context)])}"
+        return f"{kind} {described} {json_digest([parts, to_json_value(where, context)])}"
     try:
         values = _spaced_values(tensor.detach(), max_values)
         data = values.cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .canonical_text import SAMPLE, SCALARS, class_name, is_constant, json_text, sample_values, tensor_digest, text_digest, to_json_value
+from .canonical_text import SAMPLE, SCALARS, class_name, is_constant, json_digest, json_text, sample_values, tensor_digest, to_json_value
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def config_digest(config: Any, model_parts: Iterable[ModelPart]) -> str:
     It covers the model's configuration, and for every module its class, its plain attributes, the types, dtypes and shapes of its
     parameters, and its current buffers. Raises InvalidParameter.
     """
-    return text_digest([_settings(config), [_module(part) for part in _model_modules(model_parts)]])
+    return json_digest([_settings(config), [_module(part) for part in _model_modules(model_parts)]])
 
 
 def dtype_text(model: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .canonical_text import json_text, text_digest, to_json_value
+from .canonical_text import json_digest, json_text, to_json_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ def rope_text(config: Any) -> str:
     }
     settings = to_json_value("config.rope_parameters", settings)
     if len(json_text(settings)) > _MAX_TEXT_BYTES:
-        settings = {"digest": text_digest(settings), "rope_type": settings.get("rope_type")}
+        settings = {"digest": json_digest(settings), "rope_type": settings.get("rope_type")}
     limit = max_uniform_length(config)
     return json_text(settings if limit is None else {**settings, _LIMIT_KEY: limit})
 

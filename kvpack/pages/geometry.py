@@ -30,7 +30,7 @@ DTYPES = {
     "u8": torch.uint8,
 }
 """The torch dtypes of an engine's values by name. u8 is for pages whose bytes kvpack does not interpret."""
-COMPUTED = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
+ENCODING_DTYPES = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
 """The dtype to which 8-bit values are converted before encoding. It represents each of their values exactly."""
 MAX_BYTES = 2**40
 """Maximum number of bytes per layer of a page whose bytes kvpack does not interpret."""
@@ -78,7 +78,7 @@ class PageGeometry:
     @property
     def computed_dtype(self) -> torch.dtype:
         """Dtype that codecs read and write."""
-        return DTYPES[COMPUTED.get(self.dtype, self.dtype)]
+        return DTYPES[ENCODING_DTYPES.get(self.dtype, self.dtype)]
 
     @property
     def dims(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ class PageGeometry:
         for a basis of another number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
-        codec = recipe.codec(layer, self.layers, side, dim, COMPUTED.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
+        codec = recipe.codec(layer, self.layers, side, dim, ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
         if isinstance(codec, Raw) and self.torch_dtype.itemsize == 1:
             return Opaque(dim)
         if self.dtype == "u8":
@@ -134,7 +134,7 @@ class PageGeometry:
         if recipe.window:
             raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw, but pages have no raw tail: leave window= out")
         codecs: dict[Codec, int] = {}
-        tail_dtype = COMPUTED.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype)
+        tail_dtype = ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype)
         layers = []
         for layer in range(self.layers):
             sides = {}

@@ -50,13 +50,14 @@ class IndexTotals(NamedTuple):
 class MissedChange(NamedTuple):
     """A change of the entry ``key`` that is not indexed yet.
 
-    ``about`` is the entry's descriptive text; ``before`` and ``after`` are the inode and modification time of its subfolder.
+    ``about`` is the entry's descriptive text; ``state_before`` and ``state_after`` are the inode and
+    modification time of its subfolder before and after the change.
     """
 
     key: bytes
     about: str | None
-    before: tuple[int, int]
-    after: tuple[int, int]
+    state_before: tuple[int, int]
+    state_after: tuple[int, int]
 
 
 class Index:
@@ -204,13 +205,13 @@ class Index:
                 return IndexTotals(*connection.execute("SELECT SUM(entries), SUM(bytes), SUM(cost) FROM folders").fetchone())
         return None
 
-    def oldest(self, count: int, after: tuple[int, int], before: int) -> list[tables.IndexRow]:
-        """Return up to ``count`` rows, least recently used first: those after the pair ``after`` (last use, number), up to ``before``."""
+    def oldest(self, count: int, after: tuple[int, int], until: int) -> list[tables.IndexRow]:
+        """Return up to ``count`` rows after the pair ``after`` (last use, number), used until ``until``, least recently used first."""
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
             connection = self._open()
             if connection is not None:
-                return connection.execute(query, (*after, before, count)).fetchall()
+                return connection.execute(query, (*after, until, count)).fetchall()
         return []
 
     def note_uses(self, uses: Sequence[tuple[int, int]]) -> None:

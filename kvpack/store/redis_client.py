@@ -258,7 +258,7 @@ def _check_not_refused(answers: Sequence[Any]) -> None:
 def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
     """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and replies to ``max_bytes``."""
 
-    class Limited(connection):  # type: ignore[misc]
+    class LimitedConnection(connection):  # type: ignore[misc]
         """A connection that limits the duration and the size of each reply."""
 
         def _connect(self) -> Any:
@@ -270,7 +270,7 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
                 self._exchange.begin()
             return super().send_packed_command(command, *args, **options)
 
-    return Limited
+    return LimitedConnection
 
 
 class _Exchange:

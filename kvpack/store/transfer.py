@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from .encryption import Cipher
     from .options import StoreOptions
 
-CHUNKS_FEATURE = "token-chunks"
+TOKEN_CHUNKS_FEATURE = "token-chunks"
 """The feature used instead of ``IDS_FEATURE`` if a chunk has a digest of other inputs in addition to its token ids."""
 MAX_TOKENS_BYTES = 2**26
 """Maximum size of a JSON file of token ids."""
 _CHUNK_BYTES = 4
 """The size of the field before the chunks: the number of tokens per chunk, little-endian."""
-CHUNK_FEATURE = "chunk-tokens"
+CHUNK_SIZE_FEATURE = "chunk-tokens"
 """The name of the same field in a file with ``IDS_FEATURE``."""
 
 
@@ -109,8 +109,8 @@ def _features(prefix: Prefix) -> dict[str, bytes]:
     chunk_fields = [entry.fields for entry in prefix.entries]
     size = (len(chunk_fields[0].ids) // ID_BYTES).to_bytes(_CHUNK_BYTES, "little")
     if any(chunk.inputs for chunk in chunk_fields):
-        return split(CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in chunk_fields))
-    return {CHUNK_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in chunk_fields))}
+        return split(TOKEN_CHUNKS_FEATURE, size + b"".join(bytes([len(chunk.inputs)]) + chunk.inputs + chunk.ids for chunk in chunk_fields))
+    return {CHUNK_SIZE_FEATURE: size, **split(IDS_FEATURE, b"".join(chunk.ids for chunk in chunk_fields))}
 
 
 def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str, source: str | None = None) -> ExportedPrefix:
@@ -131,7 +131,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
     basis = find(source, digest) if source is not None and digest is not None else None
     cache = files.read(file, basis=basis)
     identity = replace(identity, keeps_states=any(layer.states for layer in cache), basis=basis)
-    if data := join_features(header.ignorable, CHUNKS_FEATURE):
+    if data := join_features(header.ignorable, TOKEN_CHUNKS_FEATURE):
         if tokens is not None:
             raise InvalidParameter(f"{file.where} holds its token ids, and digests of other inputs with them: import it without --tokens")
         chunk, digests, ids = _chunks(data, file.where)
@@ -145,7 +145,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
             f"{file.where} has the ids of {len(data) // ID_BYTES:,} of its {cache.tokens:,} tokens: pass all of them as a JSON array "
             "with --tokens"
         )
-    size = header.ignorable.get(CHUNK_FEATURE, b"")
+    size = header.ignorable.get(CHUNK_SIZE_FEATURE, b"")
     return ExportedPrefix(
         identity, _to_list(data), cache, chunk=int.from_bytes(size, "little") or None if len(size) == _CHUNK_BYTES else None
     )
@@ -164,7 +164,7 @@ def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> 
 
 
 def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
-    """Return (tokens per chunk, digest of each chunk, all token ids) of the features ``CHUNKS_FEATURE``. Raises InvalidHeader."""
+    """Return (tokens per chunk, digest of each chunk, all token ids) of the features ``TOKEN_CHUNKS_FEATURE``. Raises InvalidHeader."""
     chunk = int.from_bytes(data[:_CHUNK_BYTES], "little")
     digests, ids, offset = [], [], _CHUNK_BYTES
     while offset < len(data):
@@ -173,7 +173,9 @@ def _chunks(data: bytes, where: str) -> tuple[int, list[bytes], bytes]:
         ids.append(data[begin : begin + chunk * ID_BYTES])
         offset = begin + chunk * ID_BYTES
     if not chunk or offset != len(data) or any(len(digest) > MAX_INPUT_BYTES for digest in digests):
-        raise InvalidHeader(f"{where}: the {len(data)} bytes of the features {CHUNKS_FEATURE!r} are not whole chunks of {chunk} tokens")
+        raise InvalidHeader(
+            f"{where}: the {len(data)} bytes of the features {TOKEN_CHUNKS_FEATURE!r} are not whole chunks of {chunk} tokens"
+        )
     return chunk, digests, b"".join(ids)
 
 

@@ -41,8 +41,8 @@ class Loss:
         return 8 * self.bytes / self.values
 
     @staticmethod
-    def joined(losses: Sequence[Loss]) -> Loss:
-        """Join the losses of one recipe in several windows."""
+    def combined(losses: Sequence[Loss]) -> Loss:
+        """Combine the losses of one recipe in several windows."""
         return Loss(
             [divergence for loss in losses for divergence in loss.kl_divergences],
             [perplexity for loss in losses for perplexity in loss.log_perplexities],
@@ -86,7 +86,7 @@ class Windows:
             for _ in self.exact:
                 self.step()
         else:
-            self.losses[recipe] = Loss.joined([self._measure(exact, recipe) for exact in self.exact])
+            self.losses[recipe] = Loss.combined([self._measure(exact, recipe) for exact in self.exact])
             if self.on_measured:
                 self.on_measured(recipe, self.losses[recipe])
         return self.losses[recipe]
@@ -112,4 +112,4 @@ def read_once(
         exact.append(window.read([tokens], scored_tokens).loss)
         for recipe, result in losses.items():
             result.append(window.loss(recipe))
-    return exact, {recipe: Loss.joined(result) for recipe, result in losses.items()}
+    return exact, {recipe: Loss.combined(result) for recipe, result in losses.items()}

@@ -75,7 +75,7 @@ class _Sizes:
 
 
 @dataclass
-class _Counter:
+class _WindowProgress:
     """The number of windows read, reported as progress of the whole run."""
 
     progress: Progress | None
@@ -140,7 +140,7 @@ def run(
         if loaded_basis is not None:
             check_basis(loaded_basis, folder)
     sizes = _sizes(settings, words, positions(network))
-    counter = _Counter(progress)
+    counter = _WindowProgress(progress)
     with tempfile.TemporaryDirectory(prefix="kvpack-tune-") as folder_name:
         searched = Windows(network, folder_name, counter, basis=loaded_basis)
         search_windows, held_out_windows = _windows(words, sizes, settings.seed)

@@ -8,9 +8,11 @@ import pytest
 from kvpack.evaluation.intervals import student_t, t_quantile, wilson
 
 
-@pytest.mark.parametrize(("freedom", "expected"), [(1, 12.7062), (2, 4.30265), (5, 2.57058), (11, 2.20099), (30, 2.04227), (1000, 1.96234)])
-def test_t_quantile(freedom: int, expected: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(expected, rel=1e-4)
+@pytest.mark.parametrize(
+    ("degrees_of_freedom", "expected"), [(1, 12.7062), (2, 4.30265), (5, 2.57058), (11, 2.20099), (30, 2.04227), (1000, 1.96234)]
+)
+def test_t_quantile(degrees_of_freedom: int, expected: float) -> None:
+    assert t_quantile(degrees_of_freedom) == pytest.approx(expected, rel=1e-4)
 
 
 def test_student_t_covers_the_mean_19_times_in_20() -> None:

@@ -156,7 +156,7 @@ def test_a_copy_is_unaffected_by_changes(path: Path, change: Callable[[Path], ob
     cache.append([(torch.zeros(1, 2, 40, 64),) * 2] * 2)
 
 
-CHANGING = """
+CHANGING_SCRIPT = """
 import os, sys, threading
 path, size = sys.argv[1], os.path.getsize(sys.argv[1])
 data = open(path, "rb").read()
@@ -193,7 +193,7 @@ print(refused)
 
 def test_a_process_survives_a_constantly_changing_file(path: Path) -> None:
     """A plain mapping died of SIGBUS in eight of eight runs."""
-    ended = subprocess.run([warm_python.python(), "-c", CHANGING, str(path)], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([warm_python.python(), "-c", CHANGING_SCRIPT, str(path)], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert int(ended.stdout.split()[-1]) > 0, "no read was refused, so the file did not change"
 

@@ -258,7 +258,7 @@ def test_the_entry_point_names_the_class(monkeypatch: pytest.MonkeyPatch) -> Non
     hooks = {"HookRegistry": registry, "HookType": types.SimpleNamespace(BEFORE="before")}
     import_over(monkeypatch, {"sglang.srt.plugins.hook_registry": hooks}, "kvpack.integrations.changes")
     integration.register()
-    assert registered == [(integration.FACTORY, integration.name_class, "before")]
+    assert registered == [(integration.CREATE_BACKEND_PATH, integration.name_class, "before")]
     found = []
     for name, settings in (
         ("dynamic", {"backend_name": "kvpack"}),

@@ -56,7 +56,7 @@ def test_vectors_were_not_changed_added_or_lost() -> None:
 
 
 def test_every_testable_rule_of_rows_has_a_vector() -> None:
-    kept = {kind: {n for n, rule in rules().items() if n.startswith("row-") and rule.kept_by == kind} for kind in ("refusal", "values")}
+    kept = {kind: {n for n, rule in rules().items() if n.startswith("row-") and rule.enforced_by == kind} for kind in ("refusal", "values")}
     for kind, files in (("refusal", REFUSED), ("values", DECODED)):
         assert {rule for file in files for rule in LINES[file]["rules"]} == kept[kind]
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvpack.formats import errors
-from support.numbered_rules import KEPT_BY, PAGES, RULES, SPEC, documents, marked, rules
+from support.numbered_rules import ENFORCED_BY, PAGES, RULES, SPEC, documents, marked, rules
 
 
 @pytest.mark.parametrize("prefix", PAGES)
@@ -44,8 +44,8 @@ def listed_page(number: str) -> int:
 @pytest.mark.parametrize("number", rules())
 def test_row_of_the_table(number: str) -> None:
     rule = rules()[number]
-    assert rule.kept_by in KEPT_BY
-    assert bool(rule.errors) == (rule.kept_by == "refusal")
+    assert rule.enforced_by in ENFORCED_BY
+    assert bool(rule.errors) == (rule.enforced_by == "refusal")
     for name in rule.errors:
         assert issubclass(getattr(errors, name), errors.KvpackError)
 

@@ -57,11 +57,11 @@ def test_every_vector_is_listed_as_defined() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [number for number, rule in rules().items() if rule.kept_by in ("refusal", "values") and not number.startswith("row-")]
+    "number", [number for number, rule in rules().items() if rule.enforced_by in ("refusal", "values") and not number.startswith("row-")]
 )
 def test_every_testable_rule_of_files_has_a_vector(number: str) -> None:
     shown = [file for file, line in LINES.items() if number in line["rules"]]
-    wanted = REFUSED if rules()[number].kept_by == "refusal" else DECODED
+    wanted = REFUSED if rules()[number].enforced_by == "refusal" else DECODED
     assert set(shown) & set(wanted), f"no vector for {number}"
 
 

@@ -118,7 +118,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, folder: Path, monkey
 
     real, durable = directory.write_file, mutant != "no digests"
     if mutant == "no sync of files":
-        monkeypatch.setattr(RecordingOs, "fsync", lambda self, fd: os.path.isdir(self._paths[fd]) and self._note("sync", self._paths[fd]))
+        monkeypatch.setattr(RecordingOs, "fsync", lambda self, fd: os.path.isdir(self._paths[fd]) and self._record("sync", self._paths[fd]))
     elif mutant == "no sync of folders":
         monkeypatch.setattr(atomic, "sync_folder", lambda folder: None)
     elif mutant == "no sync of new folders":

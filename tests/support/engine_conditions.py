@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-CHANGING = ("mkdir", "unlink", "replace", "rename", "utime", "ftruncate", "pwrite", "writev")
+CHANGING_CALLS = ("mkdir", "unlink", "replace", "rename", "utime", "ftruncate", "pwrite", "writev")
 
 
 class Engine(Protocol):
@@ -54,7 +54,7 @@ class ReadOnlyOs(FaultyOs):
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             return real(*args, **kwargs)
 
-        return refuse if name in (*CHANGING, "open") else real
+        return refuse if name in (*CHANGING_CALLS, "open") else real
 
 
 def read_only(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ PAGES = {
 """The first document of each prefix of rule numbers."""
 MORE = {"front": ("packing.md",)}
 """Further documents with the rules of a prefix."""
-KEPT_BY = ("refusal", "values", "conduct", "writer")
+ENFORCED_BY = ("refusal", "values", "conduct", "writer")
 
 _MARK = re.compile(r"\[([a-z][a-z-]*-[1-9][0-9]*)\]")
 
@@ -33,7 +33,7 @@ class Rule:
 
     number: str
     section: str
-    kept_by: str
+    enforced_by: str
     errors: tuple[str, ...]
 
 
@@ -59,5 +59,6 @@ def rules() -> dict[str, Rule]:
     sections = {number: place for prefix in PAGES for number, place, _ in marked(prefix)}
     rows = re.findall(r"^\| ([a-z-]+-\d+) \| [^|]+ \| (\w+) \| ([^|]*) ?\|$", RULES.read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        number: Rule(number, sections.get(number, ""), kept_by, tuple(re.findall(r"`(\w+)`", errors))) for number, kept_by, errors in rows
+        number: Rule(number, sections.get(number, ""), enforced_by, tuple(re.findall(r"`(\w+)`", errors)))
+        for number, enforced_by, errors in rows
     }

@@ -38,7 +38,7 @@ class RecordingOs:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def _note(self, what: str, path: str, more: Any = None) -> None:
+    def _record(self, what: str, path: str, more: Any = None) -> None:
         if path == self.root or path.startswith(f"{self.root}/"):
             self.steps.append(Step(what, path, more))
 
@@ -47,38 +47,38 @@ class RecordingOs:
         descriptor = os.open(path, flags, *args, **kwargs)
         self._paths[descriptor] = path
         if flags & os.O_CREAT and not there:
-            self._note("create", path)
+            self._record("create", path)
         return descriptor
 
     def pwrite(self, descriptor: int, data: Any, at: int) -> int:
         written = os.pwrite(descriptor, data, at)
-        self._note("write at", self._paths[descriptor], (at, bytes(data)[:written]))
+        self._record("write at", self._paths[descriptor], (at, bytes(data)[:written]))
         return written
 
     def ftruncate(self, descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
-        self._note("truncate", self._paths[descriptor], size)
+        self._record("truncate", self._paths[descriptor], size)
 
     def writev(self, descriptor: int, pieces: Any) -> int:
         written = os.writev(descriptor, pieces)
-        self._note("write", self._paths[descriptor], b"".join(pieces)[:written])
+        self._record("write", self._paths[descriptor], b"".join(pieces)[:written])
         return written
 
     def fsync(self, descriptor: int) -> None:
         os.fsync(descriptor)
-        self._note("sync", self._paths[descriptor])
+        self._record("sync", self._paths[descriptor])
 
     def replace(self, old: str, new: str) -> None:
         os.replace(old, new)
-        self._note("rename", old, new)
+        self._record("rename", old, new)
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
-        self._note("unlink", path)
+        self._record("unlink", path)
 
     def mkdir(self, path: str, mode: int) -> None:
         os.mkdir(path, mode)
-        self._note("mkdir", path)
+        self._record("mkdir", path)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace ``os`` in every module of the store."""

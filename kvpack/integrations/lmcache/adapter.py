@@ -76,7 +76,7 @@ class StoredObjects:
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 
-    def check_next(self, count: int) -> None:
+    def report_next_missing(self, count: int) -> None:
         """Look up the next ``count`` reported objects, and report those that are gone."""
         with self._lock:
             candidates = list(islice(self._told, count))
@@ -258,7 +258,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         open_for_identity(self._location, self._identity, Counters(), options, skip_sweep=True).backend.close()
 
-    def _store_of(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
+    def _get_store(self, shape: Sequence[int], dtype: torch.dtype) -> PageStore:
         """Return the store for objects of one layout. Raises InvalidParameter."""
         identity = self._identity
         try:
@@ -294,13 +294,13 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         stored = self._map_objects("store", keys, lambda number: self._page_of(keys[number], objects[number]), put)
         self._accounts.report_stored(new)
         if self._max_bytes is not None:
-            self._accounts.check_next(OBJECTS_PER_LOOK * len(new))
+            self._accounts.report_next_missing(OBJECTS_PER_LOOK * len(new))
         return L2StoreResult(all(stored), sum(new.values()))
 
     def _lookup_result(self, keys: list[Any], layouts: Any) -> Any:
         def store_of(number: int) -> tuple[PageStore, None] | None:
             layout = layouts.get(keys[number].object_group_id)
-            return None if layout is None or len(layout.shapes) != 1 else (self._store_of(layout.shapes[0], layout.dtypes[0]), None)
+            return None if layout is None or len(layout.shapes) != 1 else (self._get_store(layout.shapes[0], layout.dtypes[0]), None)
 
         def find(store: PageStore, numbers: list[int], _: Any) -> list[bool]:
             return store.contains([key_bytes(keys[number]) for number in numbers])
@@ -321,7 +321,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _page_of(self, key: Any, item: Any) -> tuple[PageStore, PageBuffer]:
         """Return the store of an object, and the object as a page. Raises InvalidParameter."""
         check_model(self._recipe, key)
-        store = self._store_of(item.tensor.shape, item.tensor.dtype)
+        store = self._get_store(item.tensor.shape, item.tensor.dtype)
         return store, as_page_buffer(store.codec.geometry, item.tensor)
 
     def _map_objects(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend"
+CREATE_BACKEND_PATH = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend"
 """The function with which SGLang creates its backends, in each of its schedulers."""
 CLASS = {"module_path": "kvpack.integrations.sglang.storage", "class_name": "KvpackHiCache", "interface_v1": 1}
 
@@ -25,7 +25,7 @@ def register() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:
         return
-    HookRegistry.register(FACTORY, name_class, HookType.BEFORE)
+    HookRegistry.register(CREATE_BACKEND_PATH, name_class, HookType.BEFORE)
 
 
 def name_class(factory: Any, backend_name: str, storage_config: Any, *arguments: Any, **options: Any) -> None:

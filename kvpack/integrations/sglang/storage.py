@@ -122,7 +122,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(mem_pool_host)
         self._pools: dict[str, Pool] = {}
         pages = pool_buffer(mem_pool_host)
-        self._kv = self._pool_of(self._store_of(mem_pool_host, pages.geometry, ""), mem_pool_host, pages, "kv")
+        self._kv = self._create_pool(self._create_store(mem_pool_host, pages.geometry, ""), mem_pool_host, pages, "kv")
         self.store = self._kv.store
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -135,7 +135,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         pages = pool_buffer(host_pool) if name in _PACKED and hasattr(host_pool, "k_buffer") else None
         geometry = PageGeometry.of_bytes(host_pool.get_dummy_flat_data_page().nbytes) if pages is None else pages.geometry
         recipe = "raw" if pages is None else None
-        self._pools[name] = self._pool_of(self._store_of(host_pool, geometry, name, recipe), host_pool, pages, name)
+        self._pools[name] = self._create_pool(self._create_store(host_pool, geometry, name, recipe), host_pool, pages, name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """Return the longest prefix for which every pool has the pages that it needs. Raises InvalidParameter for an unknown policy."""
@@ -228,10 +228,10 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
     def _every_pool(self) -> list[Pool]:
         return list({id(pool): pool for pool in (self._kv, *self._pools.values())}.values())
 
-    def _pool_of(self, store: PageStore, pool: Any, pages: PageBuffer | None, name: str) -> Pool:
+    def _create_pool(self, store: PageStore, pool: Any, pages: PageBuffer | None, name: str) -> Pool:
         return Pool(store, pool, pages, StoreMetrics(store, name, (self._config.tp_rank, self._config.pp_rank)))
 
-    def _store_of(self, pool: Any, geometry: PageGeometry, name: str, recipe: str | None = None) -> PageStore:
+    def _create_store(self, pool: Any, geometry: PageGeometry, name: str, recipe: str | None = None) -> PageStore:
         packed = recipe_with_basis(self._options["recipe"], self._options.get("basis"), str(self._config.model_name or ""))
         if name or self._config.pp_size > 1:
             for recipe_text in (self._options["recipe"], packed.text):

@@ -174,7 +174,7 @@ class KvpackCache(PassCalls):
             self.live.share(number)
         decoding = Decoding(bool(dense))
         kinds = enumerate(zip(present, windows, states, strict=True))
-        layers = [self._layer(number, held, window, decoding, count) for number, (held, window, count) in kinds]
+        layers = [self._layer(number, has_sides, window, decoding, count) for number, (has_sides, window, count) in kinds]
         super().__init__(layers=layers)
         self._following = following_layers(layers)
         if cache is not None:
@@ -213,10 +213,10 @@ class KvpackCache(PassCalls):
         self._forward = None if model is None or self.graphs is None else ForwardSwitch.of(model)
         self._metadata = {} if cache is None else dict(cache.metadata)
 
-    def _layer(self, number: int, held: bool, window: int | None, decoding: Decoding, states: int) -> Any:
+    def _layer(self, number: int, has_sides: bool, window: int | None, decoding: Decoding, states: int) -> Any:
         if states:
-            return PackedStateLayer(self.live, number, window, decoding, states) if held else StateLayer(number, states)
-        return PackedLayer(self.live, number, window, decoding) if held else EmptyLayer()
+            return PackedStateLayer(self.live, number, window, decoding, states) if has_sides else StateLayer(number, states)
+        return PackedLayer(self.live, number, window, decoding) if has_sides else EmptyLayer()
 
     @classmethod
     def load(

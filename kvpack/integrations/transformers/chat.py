@@ -309,13 +309,13 @@ def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
 class _Tokens:
     """A rendered conversation that maps its characters to positions in the cache's token ids, as far as both agree."""
 
-    def __init__(self, tokenizer: Any, text: str, held: list[int], *, special: bool) -> None:
-        self.tokenizer, self.text, self.ids, self.at = tokenizer, text, held, 0
+    def __init__(self, tokenizer: Any, text: str, cached_ids: list[int], *, special: bool) -> None:
+        self.tokenizer, self.text, self.ids, self.at = tokenizer, text, cached_ids, 0
         self._starts: list[int] = []
         self._ends: list[int] = []
         if getattr(tokenizer, "is_fast", False):
             encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-            for token, expected, (start, end) in zip(encoding["input_ids"], held, encoding["offset_mapping"], strict=False):
+            for token, expected, (start, end) in zip(encoding["input_ids"], cached_ids, encoding["offset_mapping"], strict=False):
                 if token != expected:
                     break
                 self._starts.append(start)

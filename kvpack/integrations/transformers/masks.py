@@ -179,11 +179,11 @@ def _applied_by_attention(
     return True
 
 
-def check_columns(columns: int, held: int, layer: int, queries: int) -> None:
-    """Raise InvalidParameter unless a mask has a column for each of the ``held`` tokens that a pass of ``queries`` tokens can see."""
-    if columns != held:
+def check_columns(columns: int, tokens: int, layer: int, queries: int) -> None:
+    """Raise InvalidParameter unless a mask has a column for each of the ``tokens`` tokens that a pass of ``queries`` tokens can see."""
+    if columns != tokens:
         raise InvalidParameter(
-            f"the attention mask has {columns} columns, but layers[{layer}] has {held} tokens for a pass of {queries}: "
+            f"the attention mask has {columns} columns, but layers[{layer}] has {tokens} tokens for a pass of {queries}: "
             "pass a mask with a column for each"
         )
 

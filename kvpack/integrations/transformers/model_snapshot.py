@@ -128,7 +128,7 @@ class _Code:
         if isinstance(value, FunctionType):
             return self._called_objects(value)
         place = value.__module__ if isinstance(value, type) else type(value).__module__
-        self._note(place, value)
+        self._record(place, value)
         if not isinstance(value, type) or not issubclass(value, torch.nn.Module):
             return ()
         self.classes.append(vars(value))
@@ -138,7 +138,7 @@ class _Code:
     def _called_objects(self, function: FunctionType) -> Iterator[Any]:
         names = function.__globals__
         place = str(names.get("__name__"))
-        self._note(place, function)
+        self._record(place, function)
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
             yield wrapped
         if place.startswith(_READ):
@@ -147,7 +147,7 @@ class _Code:
                     self._names.append((names.get, name))
                     yield called
 
-    def _note(self, place: str, value: Any) -> None:
+    def _record(self, place: str, value: Any) -> None:
         if self.foreign_part is None and place.partition(".")[0] not in _KNOWN:
             self.foreign_part = f"{getattr(value, '__qualname__', type(value).__qualname__)} is of {place}"
 

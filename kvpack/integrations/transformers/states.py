@@ -46,26 +46,27 @@ class CapturedLength(PackedLength):
     would differ for some greater number raises InvalidParameter.
     """
 
-    def _compare(self, result: bool, greater: bool) -> bool:
-        if result is not greater:
+    def _require_stable(self, result: bool, stable: bool) -> bool:
+        """Return ``result`` if it is ``stable``, the result that no greater length changes; otherwise raise InvalidParameter."""
+        if result is not stable:
             raise InvalidParameter("the model compares the length of the cache on the host, and may decide differently as it grows")
         return result
 
     def __lt__(self, other: Any) -> Any:
-        return self._compare(int(self) < other, False)
+        return self._require_stable(int(self) < other, False)
 
     def __le__(self, other: Any) -> Any:
-        return self._compare(int(self) <= other, False)
+        return self._require_stable(int(self) <= other, False)
 
     def __gt__(self, other: Any) -> Any:
-        return self._compare(int(self) > other, True)
+        return self._require_stable(int(self) > other, True)
 
     def __ge__(self, other: Any) -> Any:
-        return self._compare(int(self) >= other, True)
+        return self._require_stable(int(self) >= other, True)
 
     def __eq__(self, other: object) -> bool:
         # A later replay has any greater length, so an equality test may become true.
-        return self._compare(isinstance(other, int) and int(self) <= int(other), False)
+        return self._require_stable(isinstance(other, int) and int(self) <= int(other), False)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -490,12 +490,12 @@ class Tracking:
         )
 
 
-def check_rows_fit(rows: int, held: int) -> None:
-    """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``held``, the number of sequences in the cache."""
-    if rows % held:
+def check_rows_fit(rows: int, sequences: int) -> None:
+    """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``sequences``, the number of sequences in the cache."""
+    if rows % sequences:
         raise InvalidParameter(
-            f"the forward pass has {rows} rows, but the cache holds {_sequences(held)}: pass one row per sequence, or select sequences "
-            "with Cache.select"
+            f"the forward pass has {rows} rows, but the cache holds {_sequences(sequences)}: pass one row per sequence, or select "
+            "sequences with Cache.select"
         )
 
 

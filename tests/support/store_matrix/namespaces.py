@@ -32,8 +32,8 @@ def namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     prepare()
     place.budget = None
     notes, stop = str(place.root / "notes"), place.root / "stop"
-    looker = fork(_in_another(1, lambda note: _look_on(place, stop, random.Random(seed), note)), notes)
-    writers = [fork(_in_another(2 + who, lambda note, who=who: _save(place, who, count, note)), notes) for who in (0, 1)]
+    looker = fork(_in_pid_namespace(1, lambda note: _look_on(place, stop, random.Random(seed), note)), notes)
+    writers = [fork(_in_pid_namespace(2 + who, lambda note, who=who: _save(place, who, count, note)), notes) for who in (0, 1)]
     try:
         for process in writers:
             _wait(process, cell)
@@ -97,7 +97,7 @@ class _SlowOs:
         os.replace(*paths)
 
 
-def _in_another(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
+def _in_pid_namespace(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
     """Return ``work`` wrapped to run in its own PID namespace as process ``number``, where other process ids are unknown."""
 
     def start(note: Note, number: int = number) -> None:

@@ -66,13 +66,13 @@ class RequestGuard:
     ) -> None:
         self._breaker, self._counters, self._errors, self._refusals = breaker, counters, errors, refusals
 
-    def ask(self, operation: str, ask: Callable[[], Result], default: Result) -> Result:
-        """Return the server's answer, or ``default`` after a fault."""
+    def request(self, operation: str, send: Callable[[], Result], default: Result) -> Result:
+        """Return the server's reply, or ``default`` after a fault."""
         if not self._breaker.allows_request():
             self._counters.fault(operation, CircuitOpen("the server did not answer, and requests to it are paused for a while"))
             return default
         try:
-            answer = ask()
+            reply = send()
         except BaseException as error:
             if not isinstance(error, self._errors) and not is_panic(error):
                 raise
@@ -83,7 +83,7 @@ class RequestGuard:
             self._counters.fault(operation, error)
             return default
         self._breaker.record_success()
-        return answer
+        return reply
 
 
 def is_panic(error: BaseException) -> bool:

@@ -125,7 +125,7 @@ class ObjectStore(SingleTierBackend):
             key, tier = request
             if tier >= 0 or key in expired:
                 return None
-            data = self._guard.ask("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None)
+            data = self._guard.request("get", lambda: self._objects.read_beginning(_name(key), max_bytes), None)
             return None if data is None else FoundEntry(data, 0)
 
         return [*in_parallel(find, zip(keys, beyond, strict=True), MAX_CONCURRENT_REQUESTS)]
@@ -135,7 +135,7 @@ class ObjectStore(SingleTierBackend):
 
     def peek(self, key: bytes, *, front: bool = False) -> Data | None:
         read = self._objects.read_front if front else self._objects.read
-        return self._guard.ask("get", lambda: read(_name(key)), None)
+        return self._guard.request("get", lambda: read(_name(key)), None)
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         return self.put_all(chain, {len(chain) - 1: pieces}, now_ns)[0]
@@ -159,13 +159,13 @@ class ObjectStore(SingleTierBackend):
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
         """Put an entry whose bytes are reserved; return True if a readable one exists now."""
         name, data = _name(key), b"".join(pieces)
-        new: bool | None = self._guard.ask("put", lambda: self._objects.put_new(name, data), None)
+        new: bool | None = self._guard.request("put", lambda: self._objects.put_new(name, data), None)
         kind = Kind.READABLE
         if new is False:
             kind = self._kind(name) or Kind.FOREIGN
             if kind is Kind.JUNK:
                 # No store can read this object, whichever program put it there.
-                new = self._guard.ask("put", lambda: self._objects.put(name, data), None)
+                new = self._guard.request("put", lambda: self._objects.put(name, data), None)
         if new:
             self._counters.add("saved_chunks")
             self._counters.add("saved_bytes", len(data))
@@ -204,7 +204,7 @@ class ObjectStore(SingleTierBackend):
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
         name = _HOLDS + keys[-1].hex() + "/" + owner_digest(hold.owner).hex()
-        return self._guard.ask("pin", lambda: self._objects.put(name, encode_pin(keys, hold)), False)
+        return self._guard.request("pin", lambda: self._objects.put(name, encode_pin(keys, hold)), False)
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         folder = _HOLDS + keys[-1].hex() + "/"
@@ -216,7 +216,7 @@ class ObjectStore(SingleTierBackend):
 
     def _remove_pin(self, name: str) -> bool:
         # S3 does not report whether it removed anything.
-        return self._guard.ask("unpin", lambda: self._objects.size(name) is not None and self._objects.remove(name), False)
+        return self._guard.request("unpin", lambda: self._objects.size(name) is not None and self._objects.remove(name), False)
 
     def pins(self) -> Sequence[Pin]:
         return self._pins() or ()
@@ -242,10 +242,10 @@ class ObjectStore(SingleTierBackend):
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         name, token = _LEASES + key.hex(), os.urandom(16)
-        new: bool | None = self._guard.ask("lease", lambda: self._objects.put_new(name, token), None)
+        new: bool | None = self._guard.request("lease", lambda: self._objects.put_new(name, token), None)
         if new is False:
             # Workers share no clock, so a lease has ended if this store has seen the same one for long enough.
-            holder = self._guard.ask("lease", lambda: self._objects.read_beginning(name, len(token)), None)
+            holder = self._guard.request("lease", lambda: self._objects.read_beginning(name, len(token)), None)
             seen = self._seen_leases.get(key)
             if holder is None or seen is None or seen[0] != bytes(holder):
                 if len(self._seen_leases) >= _MAX_SEEN_LEASES:
@@ -255,7 +255,7 @@ class ObjectStore(SingleTierBackend):
             # Take over slightly before workers that wait for the lease give up.
             if time.monotonic() - seen[1] < max(seconds / 2, seconds - _EARLY_SECONDS):
                 return None
-            new = self._guard.ask("lease", lambda: self._objects.put(name, token), None)
+            new = self._guard.request("lease", lambda: self._objects.put(name, token), None)
         self._seen_leases.pop(key, None)
         return NoLease() if new is None else _ObjectLease(self, name, token)
 
@@ -273,7 +273,7 @@ class ObjectStore(SingleTierBackend):
 
     def _kind(self, name: str) -> Kind | None:
         """Return the kind of the object ``name``, judging by its first bytes and size; None if it is missing or after a fault."""
-        kind = self._guard.ask("match", lambda: self._objects.read_prefix(name), None)
+        kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
@@ -335,7 +335,7 @@ class ObjectStore(SingleTierBackend):
 
     def _record_uses(self) -> None:
         record, name = self._uses.pop_record(), _USES + record_name(self._ttl)
-        if record and self._guard.ask("touch", lambda: self._objects.put(name, record), False) and not randrange(_MERGE_INTERVAL):
+        if record and self._guard.request("touch", lambda: self._objects.put(name, record), False) and not randrange(_MERGE_INTERVAL):
             self._merge_records()
 
     def _merge_records(self) -> None:
@@ -351,7 +351,7 @@ class ObjectStore(SingleTierBackend):
             list(in_parallel(self._remove, [name for name, _, _ in records], MAX_CONCURRENT_REQUESTS))
 
     def _put_record(self, name: str, record: bytes) -> bool:
-        return self._guard.ask("collect", lambda: self._objects.put(_USES + name, record), False)
+        return self._guard.request("collect", lambda: self._objects.put(_USES + name, record), False)
 
     def _leading_unexpired(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Return the keys before the first one whose entry has expired."""
@@ -405,10 +405,10 @@ class ObjectStore(SingleTierBackend):
         return result
 
     def _names(self, operation: str, prefix: str) -> Listing | None:
-        return self._guard.ask(operation, lambda: self._objects.names(prefix), None)
+        return self._guard.request(operation, lambda: self._objects.names(prefix), None)
 
     def _size(self, key: bytes) -> int | None:
-        return self._guard.ask("match", lambda: self._objects.size(_name(key)), None)
+        return self._guard.request("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
         """Return the bytes of each listed record, or b"" if the store does not answer or the size limit is reached.
@@ -430,7 +430,7 @@ class ObjectStore(SingleTierBackend):
         def read(name: str | None) -> Data:
             if name is None:
                 return empty
-            return self._guard.ask("get", lambda: self._objects.read(name, MAX_RECORDS_BYTES), None) or empty
+            return self._guard.request("get", lambda: self._objects.read(name, MAX_RECORDS_BYTES), None) or empty
 
         return [*in_parallel(read, names, MAX_CONCURRENT_REQUESTS)]
 
@@ -440,7 +440,7 @@ class ObjectStore(SingleTierBackend):
         return {key for key, success in zip(keys, removed, strict=True) if success}
 
     def _remove(self, name: str) -> bool:
-        return self._guard.ask("delete", lambda: self._objects.remove(name), False)
+        return self._guard.request("delete", lambda: self._objects.remove(name), False)
 
 
 class _ObjectLease:
@@ -451,9 +451,9 @@ class _ObjectLease:
 
     def release(self) -> None:
         objects, guard = self._store._objects, self._store._guard
-        token = guard.ask("lease", lambda: objects.read_beginning(self._name, len(self._token)), None)
+        token = guard.request("lease", lambda: objects.read_beginning(self._name, len(self._token)), None)
         if token is not None and bytes(token) == self._token:
-            guard.ask("lease", lambda: objects.remove(self._name), False)
+            guard.request("lease", lambda: objects.remove(self._name), False)
 
 
 def is_object_store(location: Any) -> bool:

@@ -61,7 +61,7 @@ _FRONTS_AT_ONCE = 256
 _MIN_FRONT_BYTES = 4096
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
 """Replies of the put script for one entry. For an entry that exists already, the script returns its front and size instead."""
-_NO_ANSWER = object()
+_NO_REPLY = object()
 NOTED_SECONDS = 5.0
 """Seconds for which a put does not note the use of a chain again that was noted up to the entry before it: less for a short ``ttl``."""
 _MAX_TRIES = 8
@@ -81,7 +81,7 @@ class Redis(SingleTierBackend):
     """A backend that keeps entries on the server at ``url`` (redis://, rediss:// or unix://).
 
     ``max_bytes`` is a hard budget for their bytes, ``ttl`` the seconds after which an unused entry expires, and ``timeout`` the maximum
-    seconds per request, plus one for each MiB of the answer. Raises InvalidParameter for an invalid URL and for a server with another
+    seconds per request, plus one for each MiB of the reply. Raises InvalidParameter for an invalid URL and for a server with another
     protocol, and MissingPackage without the package redis.
     """
 
@@ -135,7 +135,7 @@ class Redis(SingleTierBackend):
         requested = [index for index, tier in enumerate(beyond) if tier < 0]
         at_once = min(_KEYS_AT_ONCE, max(1, _BYTES_AT_ONCE // (max_bytes + 1)))
         for part in _split(requested, at_once):
-            values = self._client.ask_all(
+            values = self._client.send_all(
                 "get", [(bytes_up_to(max_bytes + 1), "GETRANGE", ENTRY + keys[index], 0, max_bytes) for index in part]
             )
             for index, value in zip(part, values, strict=False):
@@ -150,7 +150,7 @@ class Redis(SingleTierBackend):
             return self._read_fronts(keys)
         result: list[Data | None] = [None] * len(keys)
         for part in _split(range(len(keys)), _KEYS_AT_ONCE):
-            sizes = self._client.ask_all("get", [(integer, "STRLEN", ENTRY + keys[index]) for index in part])
+            sizes = self._client.send_all("get", [(integer, "STRLEN", ENTRY + keys[index]) for index in part])
             present = {index: size for index, size in zip(part, sizes, strict=False) if self._is_fetchable(keys[index], size or 0)}
             for group in batches(present.items(), _KEYS_AT_ONCE, _BYTES_AT_ONCE):
                 while group:
@@ -174,8 +174,8 @@ class Redis(SingleTierBackend):
             remainders: list[bytes | None] = []
             for group in batches([(n, ends[n] - count) for n in long_fronts], len(part), _BYTES_AT_ONCE):
                 commands = [(bytes_up_to(ends[n]), "GETRANGE", ENTRY + part[n], count, ends[n] - 1) for n in group]
-                answers = self._client.ask_all("get", commands)
-                remainders += answers or [None] * len(group)
+                replies = self._client.send_all("get", commands)
+                remainders += replies or [None] * len(group)
             parts = {index: [looked[index][1]] for index, end in enumerate(ends) if 0 < end <= count}
             parts |= {index: [looked[index][1], remainder or b""] for index, remainder in zip(long_fronts, remainders, strict=True)}
             result += [_pad_with_zeros(parts.get(index, ()), looked[index][0], ends[index]) for index in range(len(part))]
@@ -198,8 +198,8 @@ class Redis(SingleTierBackend):
         return [stored.get(position, False) for position in entries]
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
-        answers = self._client.call_each("touch", self._touch_calls(chain))
-        if answers and None not in answers:
+        replies = self._client.call_each("touch", self._touch_calls(chain))
+        if replies and None not in replies:
             self._noted = chain[-1], time.monotonic()
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -214,11 +214,11 @@ class Redis(SingleTierBackend):
         return list_pages(self._client, "list", at_once=_PER_CALL)
 
     def size(self) -> tuple[int, int]:
-        answer = self._client.call("size")
-        if answer is not None and answer[0] == -1:
+        reply = self._client.call("size")
+        if reply is not None and reply[0] == -1:
             sizes = [entry.size for entry in self.list()]
             return len(sizes), sum(sizes)
-        return (0, 0) if answer is None else (answer[0], answer[1])
+        return (0, 0) if reply is None else (reply[0], reply[1])
 
     def described(self, also: str | None = None) -> Described | None:
         """Return the totals that the server keeps, and the entries without a description, or of the kind ``also``; None after a fault."""
@@ -234,14 +234,14 @@ class Redis(SingleTierBackend):
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
         if owner is not None:
-            return bool(self._client.ask("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, default=0))
-        old, fields = self._client.ask_all("unpin", [(integer, "HDEL", PINS, keys[-1]), (byte_strings, "HKEYS", HOLDS)]) or (0, ())
+            return bool(self._client.send("unpin", "HDEL", HOLDS, keys[-1] + owner_digest(owner), check=integer, default=0))
+        old, fields = self._client.send_all("unpin", [(integer, "HDEL", PINS, keys[-1]), (byte_strings, "HKEYS", HOLDS)]) or (0, ())
         result = [field for field in fields or () if field.startswith(keys[-1])]
-        removed = self._client.ask("unpin", "HDEL", HOLDS, *result, check=integer, default=0) if result else 0
+        removed = self._client.send("unpin", "HDEL", HOLDS, *result, check=integer, default=0) if result else 0
         return bool(old or removed)
 
     def pins(self) -> Sequence[Pin]:
-        chains, holds = self._client.ask_all("pinned", [(byte_strings, "HVALS", PINS), (byte_strings, "HVALS", HOLDS)]) or ((), ())
+        chains, holds = self._client.send_all("pinned", [(byte_strings, "HVALS", PINS), (byte_strings, "HVALS", HOLDS)]) or ((), ())
         result = [parse_old_pin(chain) for chain in chains or ()]
         for hold in holds or ():
             try:
@@ -253,8 +253,8 @@ class Redis(SingleTierBackend):
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
         token = os.urandom(16)
         milliseconds = max(1, int(1000 * seconds))
-        answer = self._client.ask("lease", "SET", LEASE + key, token, "NX", "PX", milliseconds, check=was_set, default=_NO_ANSWER)
-        return NoLease() if answer is _NO_ANSWER else _RedisLease(self._client, key, token) if answer else None
+        reply = self._client.send("lease", "SET", LEASE + key, token, "NX", "PX", milliseconds, check=was_set, default=_NO_REPLY)
+        return NoLease() if reply is _NO_REPLY else _RedisLease(self._client, key, token) if reply else None
 
     def collect(self) -> None:
         """Count the entries by scanning the server's keys, and evict entries until the budget holds."""
@@ -275,10 +275,10 @@ class Redis(SingleTierBackend):
             if not pending:
                 break
             groups = self._group_for_script(pending, entries, replaced)
-            answers, noted = self._send(chain, groups, entries, replaced, is_counted)
+            replies, noted = self._send(chain, groups, entries, replaced, is_counted)
             results: dict[int, Any] = {}
-            for group, answer in zip(groups, answers, strict=False):
-                results |= zip(group, answer[3] if answer and answer != [-1] else (), strict=False)
+            for group, reply in zip(groups, replies, strict=False):
+                results |= zip(group, reply[3] if reply and reply != [-1] else (), strict=False)
             refused = []
             for position, result in results.items():
                 outcome = self._outcome(position, result, replaced)
@@ -296,9 +296,9 @@ class Redis(SingleTierBackend):
                     del results_by_position[position]
                 continue
             self._counters.add("refused_chunks", len(refused))
-            if not answers or None in answers:
+            if not replies or None in replies:
                 break
-            if [-1] in answers:
+            if [-1] in replies:
                 is_counted = self._count.recount()
             if _CROWDED in results.values() and (
                 full or not self._make_room(chain, [len(entries[n].data) for n in pending if n not in results_by_position])
@@ -357,15 +357,15 @@ class Redis(SingleTierBackend):
         settings = (FRONT_BYTES, int(not is_counted))
         puts = [self._put_call(chain, group, entries, int(group[0] in replaced), *settings) for group in groups]
         results = self._client.call_each("put", [*touches, *puts])
-        answers = results[len(touches) :]
+        replies = results[len(touches) :]
         if not is_recent:
             noted = -math.inf if None in results[: len(touches)] else now
-        for answer in answers:
-            if answer is not None and answer != [-1]:
-                self._count_evictions(answer[0], answer[1])
-                if answer[2]:
-                    self._counters.fault("put", WriteFailed(f"the server refused an entry: {answer[2]!r:.200}"))
-        return answers, noted
+        for reply in replies:
+            if reply is not None and reply != [-1]:
+                self._count_evictions(reply[0], reply[1])
+                if reply[2]:
+                    self._counters.fault("put", WriteFailed(f"the server refused an entry: {reply[2]!r:.200}"))
+        return replies, noted
 
     def _put_call(self, chain: Sequence[bytes], group: Sequence[int], entries: Mapping[int, _NewEntry], *settings: int) -> Call:
         added = [argument for position in group for argument in (position + 1, entries[position].text, entries[position].data)]
@@ -381,10 +381,10 @@ class Redis(SingleTierBackend):
             needed += size
         kept, first = b"".join(chain), 0
         for _ in range(MAX_PAGES):
-            answer = self._client.call("room", self._max_bytes - needed, kept, first)
-            if answer is None:
+            reply = self._client.call("room", self._max_bytes - needed, kept, first)
+            if reply is None:
                 return False
-            state, evicted, freed, first = answer
+            state, evicted, freed, first = reply
             self._count_evictions(evicted, freed)
             if state != _CROWDED:
                 return bool(state == _STORED)
@@ -411,10 +411,10 @@ class Redis(SingleTierBackend):
         result: list[tuple[int, bytes]] = []
         for part in _split(keys, _KEYS_AT_ONCE):
             calls = [("fronts", b"".join(some), count) for some in _split(part, _PER_CALL)]
-            answers = self._client.call_each("match", calls)
-            if not answers or None in answers or sum(map(len, answers)) != 2 * len(part) + len(calls):
+            replies = self._client.call_each("match", calls)
+            if not replies or None in replies or sum(map(len, replies)) != 2 * len(part) + len(calls):
                 break
-            for vanished, *found in answers:
+            for vanished, *found in replies:
                 self._counters.add("vanished_entries", vanished)
                 for size, front in zip(found[::2], found[1::2], strict=True):
                     if isinstance(front, Exception):
@@ -435,7 +435,7 @@ class Redis(SingleTierBackend):
             commands: list[Command] = [
                 (bytes_up_to(stop - begin), "GETRANGE", ENTRY + keys[index], begin, stop - 1) for index, begin, stop in requests
             ]
-            values = self._client.ask_all("get", commands)
+            values = self._client.send_all("get", commands)
             for (index, begin, stop), value in zip(requests, values, strict=False):
                 if value is None or len(value) != stop - begin:
                     return result[:index]

@@ -41,16 +41,16 @@ class RedisAbouts:
         """Return the totals by text, and the entries without a text or with the text ``also``; None if the server has no valid counts."""
         missing: list[StoredEntry] | None = None
         for _ in range(_MAX_TRIES):
-            answer = self._client.call("totals")
-            if answer is None:
+            reply = self._client.call("totals")
+            if reply is None:
                 return None
-            entries, described, size, fields = answer
+            entries, described, size, fields = reply
             known = _parse_totals(fields)
             numbers, sizes = sum(count for _, count, _ in known or ()), sum(total for *_, total in known or ())
             are_all = entries == numbers and size == sizes
             # Descriptions are corrected before their sizes are relied on.
             if known is None or numbers != described or (missing is not None and entries == described and not are_all):
-                self._client.ask("list", "UNLINK", *KEYS[8:], check=integer)
+                self._client.send("list", "UNLINK", *KEYS[8:], check=integer)
                 missing = None
             elif missing is not None or (are_all and all(text != also for text, *_ in known)):
                 return Described(known, missing or [])
@@ -89,10 +89,10 @@ def list_pages(client: Client, script: str, *before: str, at_once: int, after: S
     listed: set[bytes] = set()
     cursor = b"0"
     for _ in range(_MAX_PAGES):
-        (answer,) = client.call_each("list", [(script, *before, cursor, at_once, *after)]) or [None]
-        if answer is None or answer[0] == cursor != b"0":
+        (reply,) = client.call_each("list", [(script, *before, cursor, at_once, *after)]) or [None]
+        if reply is None or reply[0] == cursor != b"0":
             return
-        cursor, entries = answer
+        cursor, entries = reply
         for key, size, used in struct.iter_unpack("<32sQQ", entries):
             # A scan may return a name twice.
             if key not in listed:

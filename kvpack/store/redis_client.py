@@ -38,7 +38,7 @@ _SCRIPTS = {
 }
 FRONTS_BYTES = 64 * 1024
 """Maximum number of bytes of an entry in the reply of the script that returns fronts: larger than the header of most entries."""
-_ANSWERS: dict[str, Callable[[Any], Any]] = {
+_REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "put": put_results(FRONT_BYTES),
     "room": integers(4),
     "touch": integer,
@@ -129,12 +129,12 @@ class Client:
         self._no_script = redis.exceptions.NoScriptError
         self._check_server(uses_ttl)
 
-    def ask(self, operation: str, *command: Any, check: Callable[[Any], Any], default: Any = None) -> Any:
+    def send(self, operation: str, *command: Any, check: Callable[[Any], Any], default: Any = None) -> Any:
         """Return the checked reply to one command, or ``default`` after a fault."""
-        return self._guard.ask(operation, lambda: check(self._client.execute_command(*command)), default)
+        return self._guard.request(operation, lambda: check(self._client.execute_command(*command)), default)
 
-    def ask_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
-        """Return the server's replies to one request; [] without an answer.
+    def send_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
+        """Return the server's replies to one request; [] if there is no reply.
 
         A reply is None for a refused command, such as one for a key of another type. Each command is preceded by the check of its reply.
         """
@@ -145,40 +145,40 @@ class Client:
         return next(iter(self.call_each(script, [(script, *arguments)])), None)
 
     def call_each(self, operation: str, calls: Sequence[Call]) -> Sequence[Any]:
-        """Run scripts like ``ask_all``, in one request, or in two if the server does not have one of them yet.
+        """Run scripts like ``send_all``, in one request, or in two if the server does not have one of them yet.
 
         A call is a script's name and its arguments.
         """
         commands: list[Command] = [
-            (_ANSWERS[script], "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for script, *arguments in calls
+            (_REPLY_CHECKS[script], "EVALSHA", self._digests[script], len(KEYS), *KEYS, *arguments) for script, *arguments in calls
         ]
-        answers = list(self._send_pipeline(operation, commands))
-        unknown = [number for number, answer in enumerate(answers) if isinstance(answer, self._no_script)]
+        replies = list(self._send_pipeline(operation, commands))
+        unknown = [number for number, reply in enumerate(replies) if isinstance(reply, self._no_script)]
         if unknown:
             scripts = sorted({calls[number][0] for number in unknown})
-            loads: list[Command] = [(lambda answer: answer, "SCRIPT LOAD", _SCRIPTS[script]) for script in scripts]
+            loads: list[Command] = [(lambda reply: reply, "SCRIPT LOAD", _SCRIPTS[script]) for script in scripts]
             retried = self._send_pipeline(operation, [*loads, *(commands[number] for number in unknown)])
-            for number, answer in zip(unknown, retried[len(loads) :], strict=False):
-                answers[number] = answer
-        return self._count_faults(operation, answers)
+            for number, reply in zip(unknown, retried[len(loads) :], strict=False):
+                replies[number] = reply
+        return self._count_faults(operation, replies)
 
     def _send_pipeline(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
-        def ask() -> Sequence[Any]:
+        def send() -> Sequence[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
                 for _, *command in commands:
                     pipeline.execute_command(*command)
-                answers = pipeline.execute(raise_on_error=False)
+                replies = pipeline.execute(raise_on_error=False)
             checks = [check for check, *_ in commands]
-            return [answer if isinstance(answer, Exception) else check(answer) for check, answer in zip(checks, answers, strict=True)]
+            return [reply if isinstance(reply, Exception) else check(reply) for check, reply in zip(checks, replies, strict=True)]
 
         nothing: Sequence[Any] = ()
-        return self._guard.ask(operation, ask, nothing) if commands else nothing
+        return self._guard.request(operation, send, nothing) if commands else nothing
 
-    def _count_faults(self, operation: str, answers: Sequence[Any]) -> Sequence[Any]:
-        for error in answers:
+    def _count_faults(self, operation: str, replies: Sequence[Any]) -> Sequence[Any]:
+        for error in replies:
             if isinstance(error, Exception):
                 self._counters.fault(operation, error)
-        return [None if isinstance(answer, Exception) else answer for answer in answers]
+        return [None if isinstance(reply, Exception) else reply for reply in replies]
 
     def _check_server(self, uses_ttl: bool) -> None:
         """Load the scripts, and warn about a server that evicts on its own. A server that does not answer now may do so later.
@@ -237,20 +237,20 @@ def _check_url(url: str) -> None:
         raise InvalidParameter(f"the path of the location is {parts.path!r:.60}, expected the number of a database, such as /0")
 
 
-def _check_not_refused(answers: Sequence[Any]) -> None:
+def _check_not_refused(replies: Sequence[Any]) -> None:
     """Raise InvalidParameter for a refusal that stays: the server or its user lacks a command, or the keys are on another node."""
     from redis.exceptions import MovedError, NoPermissionError
 
-    for answer in answers:
-        if isinstance(answer, MovedError):
-            host, port = answer.node_addr
+    for reply in replies:
+        if isinstance(reply, MovedError):
+            host, port = reply.node_addr
             raise InvalidParameter(
                 f"the location is a node of a Redis Cluster, and kvpack's keys are on the node {host}:{port}: name that node, or a server "
                 "that is not in a cluster"
             )
-        if isinstance(answer, NoPermissionError) or str(answer).startswith(_UNKNOWN_COMMAND):
+        if isinstance(reply, NoPermissionError) or str(reply).startswith(_UNKNOWN_COMMAND):
             raise InvalidParameter(
-                f"the server at the location refuses commands that a store needs: {str(answer)!r:.100}; name a Redis or Valkey server, and "
+                f"the server at the location refuses commands that a store needs: {str(reply)!r:.100}; name a Redis or Valkey server, and "
                 "a user that may run scripts and use the keys {kvpack}:*"
             )
 

@@ -62,11 +62,11 @@ class EntryCount:
             if self._summed is None:
                 self._step(partial(self._sum, trusted=True))
             elif self._running or time.monotonic() - self._summed > SUM_SECONDS:
-                answer = self._client.call("sum", int(not self._running), SIZES_AT_ONCE, 0)
-                self._running = answer == 0
-                if answer == _DONE:
+                reply = self._client.call("sum", int(not self._running), SIZES_AT_ONCE, 0)
+                self._running = reply == 0
+                if reply == _DONE:
                     self._summed = time.monotonic()
-                elif answer == _UNSOUND:
+                elif reply == _UNSOUND:
                     self._summed = None
                     self._step(self._recount)
 
@@ -104,11 +104,11 @@ class EntryCount:
 
     def _recount(self, deadline: float) -> bool:
         while self._phase < len(_PHASES):
-            answer = self._client.call("count", _PHASES[self._phase], self._cursor, NAMES_AT_ONCE)
-            if answer is None or answer[0] == self._cursor != _BEGIN:
+            reply = self._client.call("count", _PHASES[self._phase], self._cursor, NAMES_AT_ONCE)
+            if reply is None or reply[0] == self._cursor != _BEGIN:
                 self._phase, self._cursor = 0, _BEGIN
                 return False
-            self._cursor, vanished = answer
+            self._cursor, vanished = reply
             self._counters.add("vanished_entries", vanished)
             if self._cursor == _BEGIN:
                 self._phase += 1
@@ -120,14 +120,14 @@ class EntryCount:
     def _sum(self, deadline: float, *, counted: bool = False, trusted: bool = False) -> bool:
         begin = 2 if counted else 1
         for _ in range(MAX_PAGES):
-            answer = self._client.call("sum", begin, SIZES_AT_ONCE, int(trusted))
-            if answer == _DONE:
+            reply = self._client.call("sum", begin, SIZES_AT_ONCE, int(trusted))
+            if reply == _DONE:
                 self._summed, self._running = time.monotonic(), False
                 return True
-            if answer == _UNSOUND and not counted:
+            if reply == _UNSOUND and not counted:
                 self._summed = None
                 return self._recount(deadline)
-            if answer != 0:
+            if reply != 0:
                 return False
             begin = 0
             if time.monotonic() > deadline:

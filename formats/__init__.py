@@ -88,7 +88,7 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
     except KeyError:
         raise UnknownCodec(
             f"codec {codec_id!r} is unknown, expected one of {', '.join(sorted(CODECS))}: install a newer kvpack, or import the "
-            "module that adds the codec"
+            "module that adds the codec (for commands: kvpack --import MODULE ...)"
         ) from None
 
 

@@ -216,8 +216,9 @@ def _is_optional(field: dataclasses.Field[Any]) -> bool:
 
 
 def _check_encoder(codec_class: type[PlainCodec]) -> None:
-    """Make the codec raise InvalidParameter for unknown dtypes in ``scales``, and for encoded digits and streams outside its layout."""
+    """Make the codec raise InvalidParameter for unknown dtypes in ``scales``, and for encoded or decoded tensors outside its layout."""
     scales, pack, encode, begin = codec_class.scales, codec_class.pack, codec_class.encode, codec_class.begin
+    decode_digits = codec_class.decode_digits
 
     @wraps(scales)
     def checked_scales(self: Codec, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
@@ -252,7 +253,14 @@ def _check_encoder(codec_class: type[PlainCodec]) -> None:
 
         return RunEncoder(encoder.streams, encode_block)
 
-    codec_class.scales = checked_scales  # type: ignore[method-assign]
+    @wraps(decode_digits)
+    def checked_decode(self: Codec, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        values = decode_digits(self, digits, streams)
+        if type(self).decode_digits is checked_decode:
+            _check_values(self, values)
+        return values
+
+    codec_class.scales, codec_class.decode_digits = checked_scales, checked_decode  # type: ignore[method-assign]
     codec_class.pack, codec_class.encode = checked_pack, checked_encode  # type: ignore[assignment, method-assign]
     if begin is not Codec.begin:
         codec_class.begin = checked_begin  # type: ignore[assignment, method-assign]
@@ -275,7 +283,7 @@ def _check_digits(codec: Codec, stream: str, digits: Sequence[torch.Tensor]) -> 
 
 
 def _check_streams(codec: Codec, streams: Mapping[str, torch.Tensor], shape: Sequence[int]) -> None:
-    """Check that ``streams``, encoded from values of ``shape``, are those of the codec's layout and that a reader accepts them."""
+    """Check that ``streams``, encoded from values of ``shape``, match the codec's layout, and that a reader accepts and decodes them."""
     layout = codec.layout(*shape[:3])
     for name in {**layout, **streams}:
         entry, stream = layout.get(name), streams.get(name)
@@ -295,3 +303,15 @@ def _check_streams(codec: Codec, streams: Mapping[str, torch.Tensor], shape: Seq
         codec.check({name: x.detach().cpu().numpy() for name, x in words.items()}, "encode")
     except InvalidPayload as error:
         raise InvalidParameter(f"codec {codec.id}: readers would refuse what encode returns: {error}") from None
+    # The last group of tokens may be padded.
+    _check_values(codec, codec.decode_frame(streams), shape[:3] if codec.token_group == 1 else (*shape[:2], "token"))
+
+
+def _check_values(codec: Codec, values: torch.Tensor, shape: Sequence[int | str] = ("batch", "kv_head", "token")) -> None:
+    """Check the dtype and shape of decoded ``values``, which has names for axes of any size."""
+    expected = [*shape, codec.dim]
+    sizes = [size if isinstance(axis, int) else axis for size, axis in zip(values.shape, expected, strict=False)]
+    if values.dtype != torch.float32 or values.dim() != 4 or sizes != expected:
+        given = f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
+        text = f"float32 [{', '.join(map(str, expected))}]"
+        raise InvalidParameter(f"codec {codec.id}: decode_digits returns {given}, expected {text}: change decode_digits")

@@ -53,6 +53,11 @@ class _Import(argparse.Action):
     """The option ``--import MODULE``, which registers the codecs of a module of the user's."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        if value.endswith(".py") or not all(map(str.isidentifier, value.split("."))):
+            raise InvalidParameter(
+                f"--import is {value!r}, expected the name of a module, such as acme for acme.py: run kvpack in the module's folder, or "
+                "add that folder to PYTHONPATH"
+            )
         # Unlike python -m kvpack, the installed command does not look in the current folder.
         sys.path.append("")
         try:

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, tokenizer = load_chat_model(arguments.model, arguments)
     chat = Chat(model, tokenizer, recipe)
     chat.read({"role": arguments.role, "content": text})
-    compress = arguments.compact or arguments.compress
+    compress = arguments.compact if arguments.compress is None else arguments.compress
     size = chat.save(arguments.output, compact=arguments.compact, compress=compress, durable=arguments.durable)
     report_saved(chat.cache, size, arguments)
     if not arguments.compact and 8 * size > _LARGE * chat.cache.nominal_bits * chat.cache.values:

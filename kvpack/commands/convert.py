@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,6 @@ from kvpack.output import add_json, print_report, printable, progress
 from .outputs import add_force, check_output
 
 if TYPE_CHECKING:
-    import argparse
-
     from kvpack import Cache
     from kvpack.coding.recipes import Recipe
 
@@ -36,7 +35,11 @@ def add(commands: Any) -> None:
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
     """Add the options that all commands for writing kvpack files have."""
-    parser.add_argument("--compress", action="store_true", help="compress tensors with zstd if that saves 3 %% or more")
+    parser.add_argument(
+        "--compress",
+        action=argparse.BooleanOptionalAction,
+        help="compress tensors with zstd if that saves 3 %% or more (default: as in the file that is read, and for --compact)",
+    )
     parser.add_argument("--durable", action="store_true", help="return only when the file is on the disk")
     add_force(parser)
 
@@ -76,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         cache = kvpack.load(arguments.input, copy=True, basis=arguments.basis, progress=callback)
     with progress("encode", arguments) as callback:
         converted = cache.convert(recipe, progress=callback)
+    if arguments.compress is None:
+        arguments.compress = _is_compressed(arguments.input)
     save(converted, arguments)
     if _adds_bits(cache, converted):
         note = f"{arguments.output} has more bits per value than {arguments.input}, but no better quality"
@@ -83,6 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
         reason = f"values that {name} has rounded stay rounded. If possible, convert the original values instead"
         print(f"kvpack: note: {printable(note)}: {printable(reason)}", file=sys.stderr)
     return 0
+
+
+def _is_compressed(path: str) -> bool:
+    from kvpack.file.container import open_file
+
+    with open_file(path) as file:
+        return any(tensor.filter == "zstd" for tensor in file.header.tensors)
 
 
 def _adds_bits(cache: Cache, converted: Cache) -> bool:
@@ -99,7 +111,7 @@ def save(cache: Cache, arguments: argparse.Namespace) -> None:
     import kvpack
 
     with progress("write", arguments) as callback:
-        size = kvpack.save(cache, arguments.output, compress=arguments.compress, durable=arguments.durable, progress=callback)
+        size = kvpack.save(cache, arguments.output, compress=bool(arguments.compress), durable=arguments.durable, progress=callback)
     report_saved(cache, size, arguments)
 
 

@@ -77,5 +77,5 @@ class CommandStore:
             return worst_exit_code(codes)
         operation, error = self.faults[0]
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        print(f"kvpack: {self.name}: {operation}: {printable(shown_location(reason))}", file=sys.stderr)
+        print(f"kvpack: {self.name}: {operation!r} failed: {printable(shown_location(reason))}", file=sys.stderr)
         return worst_exit_code((*codes, SYSTEM_REFUSED))

@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
-        self.hints: dict[str, str] = {}
+        self.hints = {"--import": "write it before the command: kvpack --import MODULE COMMAND ..."}
         self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

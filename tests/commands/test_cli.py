@@ -140,7 +140,15 @@ def test_commands_import_a_module_with_codecs(tmp_path: Path) -> None:
     ):
         done = in_process("--import", "acme", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert in_process("verify", "own", cwd=tmp_path).returncode == 1
+    bare = in_process("--import", "acme", "convert", "raw", "bare", "acme-floats", cwd=tmp_path)
+    assert (bare.returncode, "write 'kv=acme-floats', or k= or v=" in bare.stderr) == (2, True)
+    unknown = in_process("verify", "own", cwd=tmp_path)
+    assert (unknown.returncode, "(for commands: kvpack --import MODULE ...)" in unknown.stderr) == (1, True)
+    late = in_process("verify", "own", "--import", "acme", cwd=tmp_path)
+    assert (late.returncode, "write it before the command: kvpack --import MODULE" in late.stderr) == (2, True)
+    for name in ("acme.py", str(tmp_path / "acme.py"), "a/b", ""):
+        path = in_process("--import", name, "verify", "own", cwd=tmp_path)
+        assert (path.returncode, path.stderr.startswith(f"kvpack: --import is {name!r}, expected the name of a module")) == (2, True)
     missing = in_process("--import", "acne", "verify", "own", cwd=tmp_path)
     assert (missing.returncode, missing.stderr) == (2, "kvpack: --import is 'acne', which is neither in the current folder nor installed\n")
 
@@ -309,6 +317,17 @@ def test_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run("convert", file, out, "raw", "--compress", "--force") == 0
     assert f"{out}: {out.stat().st_size:,} bytes" in capsys.readouterr().out
     assert kvpack.load(out).recipe == "kv=raw"
+
+
+def test_convert_keeps_compression(tmp_path: Path) -> None:
+    x = torch.randint(3, (1, 2, 300, 64), generator=torch.Generator().manual_seed(0)).float()
+    kvpack.save(kvpack.pack([(x, x)], "raw"), tmp_path / "in", compress=True)
+    for name, options in {"kept": (), "compressed": ("--compress",), "plain": ("--no-compress",)}.items():
+        assert run("convert", tmp_path / "in", tmp_path / name, "fp8", *options) == 0
+    assert (tmp_path / "kept").read_bytes() == (tmp_path / "compressed").read_bytes()
+    assert (tmp_path / "plain").stat().st_size == kvpack.load(tmp_path / "kept").nbytes > (tmp_path / "kept").stat().st_size
+    assert run("convert", tmp_path / "plain", tmp_path / "again", "fp8") == 0
+    assert (tmp_path / "again").stat().st_size == (tmp_path / "plain").stat().st_size
 
 
 @pytest.mark.parametrize(

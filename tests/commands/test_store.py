@@ -336,7 +336,7 @@ def test_a_partially_working_store_is_reported(folder: Path, capsys: pytest.Capt
     for action in ("ls", "stat", "verify"):
         run(action, folder, code=3)
         said = capsys.readouterr()
-        assert said.err == f"kvpack: {folder}: get: [Errno 5] Input/output error\n"
+        assert said.err == f"kvpack: {folder}: 'get' failed: [Errno 5] Input/output error\n"
         assert said.out
 
 

@@ -112,6 +112,39 @@ def test_invalid_results_of_an_encoder_are_refused(fault: str, recipe: str, monk
         pack(monkeypatch, change, recipe)
 
 
+DECODERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "a missing axis": (lambda x: x[..., 0], "float32 [1, 2, 10], expected float32 [batch, kv_head, token, 64]"),
+    "another dim": (lambda x: x[..., :60], "float32 [1, 2, 10, 60], expected float32 [batch, kv_head, token, 64]"),
+    "too few tokens": (lambda x: x[:, :, 1:], "float32 [1, 2, 9, 64], expected float32 [1, 2, 10, 64]"),
+    "a wrong dtype": (lambda x: x.half(), "float16 [1, 2, 10, 64], expected float32 [batch, kv_head, token, 64]"),
+}
+
+
+@pytest.mark.parametrize("recipe", ["kv=acme-faulty;tail=0", "kv=acme-faulty:outliers=3;tail=0"], ids=["plain", "sidecars"])
+@pytest.mark.parametrize("fault", DECODERS)
+def test_invalid_results_of_a_decoder_are_refused(fault: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, message = DECODERS[fault]
+
+    @dataclass(frozen=True)
+    class Faulty(Largest):
+        id: ClassVar[str] = "acme-faulty"
+        faulty: ClassVar[bool] = True
+
+        def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            x = super().decode_digits(digits, streams)
+            return change(x) if self.faulty else x
+
+    monkeypatch.setitem(CODECS, Faulty.id, Faulty)
+    with pytest.raises(InvalidParameter, match=re.escape(f"codec acme-faulty: decode_digits returns {message}: change decode_digits")):
+        kvpack.pack([(values(), values())], recipe)
+    monkeypatch.setattr(Faulty, "faulty", False)
+    cache = kvpack.pack([(values(), values())], recipe)
+    monkeypatch.setattr(Faulty, "faulty", True)
+    if fault != "too few tokens":
+        with pytest.raises(InvalidParameter, match=r"decode_digits returns .*, expected float32 \[batch, kv_head, token, 64\]"):
+            cache[0].unpack()
+
+
 def test_a_layout_must_have_a_known_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True)
     class Faulty(Largest):

@@ -252,11 +252,11 @@ class Recipe:
         rule = next(rule for rule in reversed(self.rules) if side in rule.sides and rule.covers(layer, layers))
         calibrated = balanced = None
         if rule.frame:
-            balanced = self._basis_of(rule, layers).balanced(layer, rule.frame)
+            balanced = self._get_basis(rule, layers).balanced(layer, rule.frame)
         elif rule.balances_channels:
-            balanced = self._basis_of(rule, layers).channel_queries(layer)
+            balanced = self._get_basis(rule, layers).channel_queries(layer)
         elif rule.codec_id in CALIBRATED:
-            basis = self._basis_of(rule, layers)
+            basis = self._get_basis(rule, layers)
             if rule.codec_id == "transform":
                 calibrated = basis.transform_parameters(layer, side, rule.bits, rule.keeps_raw)
             else:
@@ -269,7 +269,7 @@ class Recipe:
         except InvalidParameter as error:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
-    def _basis_of(self, rule: Rule, layers: int) -> Basis:
+    def _get_basis(self, rule: Rule, layers: int) -> Basis:
         """Return the basis that ``rule`` needs. Raises MissingBasis, or InvalidParameter if its number of layers is not ``layers``."""
         if self.basis is None:
             wanted = dict(rule.words).get("basis")

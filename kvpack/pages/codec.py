@@ -104,7 +104,7 @@ class PageCodec:
         Recipes with raw tokens or key means wait for the device: the next launches depend on the number of raw tokens in each page.
         """
         slots, digests = self.validate_arguments(pages, slots, keys)
-        if (device := self._device_of(pages)) is not None:
+        if (device := self._get_device_pages(pages)) is not None:
             self._check_rows(rows, len(slots), writable=True)
             return device.encode(pages, slots, rows, digests) if slots else PageJob.of([])
         return PageJob.of(self._host.encode(pages, slots, self._views(rows, len(slots), writable=True), digests))
@@ -126,7 +126,7 @@ class PageCodec:
         """Start ``decode_into`` without waiting for the device; in host memory the job is complete on return."""
         check_flag(values, "values")
         slots, digests = self.validate_arguments(pages, slots, keys, written=True)
-        if (device := self._device_of(pages)) is not None:
+        if (device := self._get_device_pages(pages)) is not None:
             self._check_rows(rows, len(slots), writable=False)
             return device.decode(rows, pages, slots, digests, values) if slots else PageJob.of([])
         return PageJob.of(self._host.decode(self._views(rows, len(slots), writable=False), pages, slots, digests, values))
@@ -139,7 +139,7 @@ class PageCodec:
         views = self._views(rows, len(rows), writable=False)
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
-    def _device_of(self, pages: PageBuffer) -> DevicePages | None:
+    def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
         """Return the implementation for the device of ``pages``; None for host memory, which C and PyTorch handle."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None

@@ -571,7 +571,7 @@ def test_a_failing_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", ended, raising=False)
     monkeypatch.setattr(torch, "zeros", lambda shape, **_: torch.ones(shape))
-    monkeypatch.setattr(graphs, "_stream_of", lambda _: Stream())
+    monkeypatch.setattr(graphs, "_get_capture_stream", lambda _: Stream())
     with pytest.raises(RuntimeError, match="operation failed"):
         graphs.capture(lambda: calls.append(gc.isenabled()), torch.device("cuda", 1))
     # Garbage is not collected meanwhile: the end of a graph among it would end the capture.

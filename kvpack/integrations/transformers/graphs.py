@@ -153,7 +153,7 @@ class StepGraphs:
             self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.current(model).foreign_part
             if self.refused:
                 return
-        live, tokens, generator = cache.live, cache.live.seen_tokens(self._number), _generator_of(step.ids.device)
+        live, tokens, generator = cache.live, cache.live.seen_tokens(self._number), _get_generator(step.ids.device)
         restore_tail, random = live.save_tail(), generator.get_state()
         try:
             _check_model(model, step.ids.device)
@@ -285,7 +285,7 @@ class ForwardSwitch:
 
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
-        """Return the switch of a transformers model, or of the one in a wrapper, created if there is none."""
+        """Return the switch of a transformers model, or of the model in a wrapper. It is created if there is none."""
         outer = outermost_model(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
@@ -304,7 +304,7 @@ class _SwitchedForward:
 
     @property
     def is_of_its_class(self) -> bool:
-        """True if it replaces the ``forward`` of the model's class, and not one that the instance already had."""
+        """True if it replaces the ``forward`` of the model's class, not a ``forward`` that was set on the instance."""
         return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -344,11 +344,11 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Capture ``call``, and return a function that replays it, and its result, whose tensors each replay overwrites.
+    """Capture ``call``. Return a function that replays it, and the result, whose tensors each replay overwrites.
 
     Raises PyTorch's errors.
     """
-    graph, stream, before = torch.cuda.CUDAGraph(), _stream_of(device), torch.cuda.current_stream(device)
+    graph, stream, before = torch.cuda.CUDAGraph(), _get_capture_stream(device), torch.cuda.current_stream(device)
     pool: Any = torch.cuda.graph_pool_handle()
     with _CAPTURE_LOCK, _without_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
         stream.wait_stream(before)
@@ -397,12 +397,12 @@ def _recover(device: torch.device, pool: Any) -> None:
 
 
 @cache
-def _stream_of(device: torch.device) -> Any:
+def _get_capture_stream(device: torch.device) -> Any:
     """Return the device's stream for captures. There is only one, because libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _generator_of(device: torch.device) -> torch.Generator:
+def _get_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 

@@ -39,7 +39,7 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` in bfloat16, float16 or float32, of any strides, to the streams of ``codec.layout``.
 
-    ``before`` contains the streams of the preceding tokens, if any, and ``errors`` is that of ``Output``. Returns None if ``formats/`` must
+    ``before`` contains the streams of the preceding tokens, if any, and ``errors`` is as in ``Output``. Returns None if ``formats/`` must
     encode ``x``, because the kernels do not support the codec, its options or some values.
     """
     encoding = prepare(codec, x, before, errors)

@@ -42,12 +42,12 @@ BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
 CHANNELS_ALONG_TOKENS = 64
 BLOCK_CHANNELS = 128
-"""Number of channels that a program encodes at once; fewer after a rotation, whose product fills the registers."""
+"""Number of channels that a program encodes at once. After a rotation it is smaller, because the product fills the registers."""
 
 SCALE_TOKENS = 16
 SCALE_HEADS = 4
 SCALE_WARPS = 4
-"""For a program that computes token scales: its tokens, the heads that it loads at once, and its warps."""
+"""Launch of the kernel that computes token scales: tokens per program, heads that are loaded at once, and warps per program."""
 
 _HALF_LIMIT, _SMALLEST, _LARGEST = (tl.constexpr(value) for value in (HALF_LIMIT, SMALLEST_HALF, scale_range.MAX_ENCODED))
 

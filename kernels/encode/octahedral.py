@@ -31,7 +31,7 @@ BLOCK_TOKENS = 32
 BLOCK_TRIPLETS = 16
 
 _MAX_LEVELS = 64
-"""Maximum levels per coordinate; with more, ``formats/`` searches only the nine directions around a triplet, with other results."""
+"""Maximum levels per coordinate. With more, ``formats/`` searches only the nine directions around a triplet, so its results differ."""
 
 
 class OctahedralConstants(NamedTuple):

@@ -99,7 +99,7 @@ def _digit_terms(codec: Polar) -> dict[str, list[Term]]:
 def _angle_bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
     """Return the bounds between neighboring angles of each level above the first, in turns, ``[level, MAX_ANGLES]``.
 
-    A bound above all angles follows the last one.
+    A bound above all angles is appended.
     """
     bounds = torch.full((len(tables) + 1, MAX_ANGLES), 2.0, dtype=torch.float32)
     for row, (table,) in zip(bounds, tables, strict=False):

@@ -32,7 +32,7 @@ MAX_ROW_BYTES = 1024
 """Maximum size of a token's row of values at which a tile of rows fits in shared memory."""
 
 MAX_PRODUCTS = 256
-"""Maximum head dim for which one program computes all coordinates of a row at once; larger ones are processed in blocks."""
+"""Maximum head dim for which one program computes all coordinates of a row at once. Larger head dims are processed in blocks."""
 
 MIN_SQUARE = 2.0**-80
 MAX_SQUARE = 2.0**80

@@ -169,7 +169,7 @@ def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl
 def _quantize_scaled(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of the chosen multiple of the unit vector, whose sums the state has already."""
+    """Return the codes of the chosen multiple of the unit vector. Its sums are already in the state."""
     # The factors of a token are multiplied first, as in _measure: Triton 3.6 fails to compile (|x| * factor) * scale in a second loop.
     digits, _ = _encode_magnitudes(values[0], tl.abs(values[0]) * (state.factor * state.scale), block, number, CONSTANTS, SHAPE)
     return digits, state

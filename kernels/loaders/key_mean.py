@@ -1,6 +1,6 @@
 """Page means of keys in attention tiles (sidecar key_mean, spec/side-cars.md): a page's tokens share one product of query and mean.
 
-``attend.means`` computes these products before a program's first tile; a tile adds them to its scores, and loads nothing else for them.
+``attend.means`` computes these products before a program's first tile; a tile only adds them to its scores.
 """
 
 # mypy: disable-error-code="untyped-decorator"

@@ -1,4 +1,4 @@
-"""octahedral as tiles (spec/codecs/octahedral.md): three tiles per field, for the first, second and third coordinates of its triplets.
+"""Tile loader of codec octahedral (spec/codecs/octahedral.md): three tiles per field, one per coordinate of its triplets.
 
 A table contains the directions with positive signs, and signs are flipped after the lookup. If a symbol is one short digit, the table
 contains whole symbols. This is the direct arrangement; in the dense one (``octahedral_dense``), indices and signs have their own streams.

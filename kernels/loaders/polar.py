@@ -122,7 +122,7 @@ def load(
 ) -> tl.tuple:
     """Load the rows (``thread_rows.load_rows``), including several radii, and then the tokens' radii for ``factor``.
 
-    The latter are int32 ``[warp, token]``, or uint32 words with two radii each.
+    The radii are int32 ``[warp, token]``, or uint32 words with two radii each.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     RADII: tl.constexpr = CONSTANTS.radii

@@ -56,9 +56,9 @@ class Outliers(NamedTuple):
 class Tiles:
     """The tile loader of one codec; ``decode`` is called ``steps`` times per tile of tokens.
 
-    ``channels`` is the channel of every column of every tile, -1 for none. Channels past the head dim are those of another rotation
-    (``qjl``). ``table``, binary16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each head, or each
-    sequence and head, has its own table.
+    ``channels`` is the channel of every column of every tile, -1 for none. Channels past the head dim belong to another rotation (``qjl``).
+    ``table``, binary16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each head, or each sequence and head,
+    has its own table.
     """
 
     load: Any

@@ -46,7 +46,9 @@ def allow_tables(kernel: Any, table_bytes: int) -> None:
 
 @triton.jit
 def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for tables, or use the launch's (``allow_tables``), once per kernel and before ``fill``."""
+    """Reserve ``SIZE`` bytes of shared memory for tables, or use the launch's dynamic shared memory (``allow_tables``), once per kernel and
+    before ``fill``.
+    """
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(declare_ptx(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 

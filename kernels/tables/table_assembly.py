@@ -28,7 +28,7 @@ def declare_ptx(size: int) -> str:
     """Return PTX that declares ``kvpack_tables``, the address of the tables.
 
     Tables of ``size`` bytes are declared before the compiler's memory, which must then also begin at a multiple of ``MATRIX_ALIGNMENT``;
-    larger ones are in the launch's memory, after the compiler's.
+    larger tables are in the launch's dynamic shared memory, after the compiler's memory.
     """
     if size > MAX_STATIC_BYTES:
         place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILER_BYTES};"

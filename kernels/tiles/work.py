@@ -20,7 +20,8 @@ FIRST_ADDRESS = tl.constexpr(6)
 POSITION_BIAS = tl.constexpr(1 << 20)
 """Number added to both sides of token comparisons, so that the compiler does not share their positions with addresses.
 
-Shared, it would keep one number per tile row and add it to each pointer in the loop; separate, addresses are one sum plus constant offsets.
+If they were shared, the loop would keep one number per tile row and add it to each pointer. Otherwise, an address is one sum plus a
+constant offset.
 """
 
 STREAM_INTEGERS = tl.constexpr(3)
@@ -118,7 +119,7 @@ def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.cons
     """Return ``work`` relative to the first tile that every query sees, and the number of tokens before it that only some queries see.
 
     No query sees tokens before token ``first`` of the layer; every query sees the tokens of ``whole`` from token ``last`` on. The tokens
-    before have negative positions, in whole tiles of ``SPAN`` tokens; whole tiles are processed ``TILES`` at once.
+    before the returned ``work`` have negative positions, in whole tiles of ``SPAN`` tokens; whole tiles are processed ``TILES`` at once.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)

@@ -1,1 +1,1 @@
-"""Bridges to other libraries, one module each; importing one needs that library."""
+"""Bridges to other libraries, one module each. Importing a bridge requires its library."""

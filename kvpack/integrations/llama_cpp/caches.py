@@ -43,7 +43,7 @@ _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
 """Metadata names under which a cache stores the file's other contents, in addition to tokens, keys and values."""
 _MAX_POSITION = 2**31 - 1
 _KINDS = " keys beside values of "
-"""The separator between the types of keys and of values in the dtype of a cache with quantized ones."""
+"""The separator between the type of keys and the type of values in the recorded dtype of a quantized cache."""
 _Stored = tuple[CellBlock, memoryview]
 
 
@@ -66,8 +66,8 @@ def import_slot(
     llama.cpp's; the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata stores everything else that
     ``export_slot`` needs.
 
-    Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, and only with the recipe ``raw``: llama.cpp may have rotated them, and the file does
-    not say whether. No codec can represent blocks of q4_1, q5_1 and iq4_nl: the cache of such a slot has no tokens, only states with the
+    Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, and only with the recipe ``raw``: llama.cpp may have rotated them, which the file
+    does not record. No codec can represent blocks of q4_1, q5_1 and iq4_nl: the cache of such a slot has no tokens, only states with the
     blocks (see opaque.py).
 
     Raises MissingFile; InvalidParameter for other files and versions, and for contents that kvpack cannot store exactly (positions that are
@@ -271,7 +271,7 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return the quantized types in which the keys and the values are written back; None for either if it is not quantized.
+    """Return the quantized types in which the keys and the values are written back; None for a side that is not quantized.
 
     Raises InvalidParameter for another dtype.
     """
@@ -291,7 +291,7 @@ def _side_cells(
 ) -> _Stored:
     """Return a side's newest tokens in llama.cpp's layout. ``recorded`` is the dtype in the cache's model fields.
 
-    Raises the errors of ``exported``, and InvalidParameter for another ``kind``.
+    Raises the errors of ``export_values``, and InvalidParameter for another ``kind``.
     """
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -newest:].transpose(0, 1).contiguous()

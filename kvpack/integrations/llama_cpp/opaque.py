@@ -78,7 +78,7 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
 
 
 def opaque_ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens, or empty bytes. Raises InvalidParameter for ids of other tokens."""
+    """Return the token ids of all tokens, or empty bytes. Raises InvalidParameter if the ids are not those of all tokens."""
     state = cache[0].states.get(IDS)
     if state is None:
         return b""

@@ -82,7 +82,10 @@ class Quantized:
 
 
 def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:
-    """Return the blocks, uint8 ``[kv_head, token, block, byte]``, of a side from ``Quantized.side``. Raises InvalidParameter for others."""
+    """Return the blocks, uint8 ``[kv_head, token, block, byte]``, of a side from ``Quantized.side``.
+
+    Raises InvalidParameter for any other side.
+    """
     block = QUANTIZED[kind]
     codec, pages = side.codec, side.merged().runs
     if isinstance(codec, Group) and len(pages) == 1 and not side.tail.shape[2]:

@@ -30,7 +30,7 @@ from kvpack.file.user_files import open_error, open_regular, path_text
 from kvpack.formats.errors import InvalidParameter
 
 CONFIG = "llama.cpp sequence state 3"
-"""The field config in the map ``model`` of a cache that came from such a file."""
+"""The value of ``model["config"]`` in a cache that came from such a file."""
 LIST, SERVER = "list", "server"
 """The forms of token ids: a plain list, and llama-server's form, which may also contain media."""
 TYPES = {"fp32": (0, 4), "fp16": (1, 2), "bf16": (30, 2)}

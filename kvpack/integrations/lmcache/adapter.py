@@ -43,7 +43,7 @@ OBJECTS_PER_LOOK = 4
 
 
 class StoredObjects:
-    """Keeps track of stored objects, and notifies the listeners of ``adapter`` once when one is stored and once when it is deleted.
+    """Keeps track of stored objects, and notifies the listeners of ``adapter`` once when an object is stored and once when it is deleted.
 
     Both notifications have the size that was reported when it was stored. ``contains`` returns, for each object, True if it is stored or
     if that is unknown. Safe to use from any thread.
@@ -72,7 +72,7 @@ class StoredObjects:
                 self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
     def report_missing(self, keys: Iterable[Any]) -> None:
-        """Report those of ``keys`` that were reported as stored and are gone."""
+        """Report the ``keys`` that were reported as stored but are gone."""
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 
@@ -157,7 +157,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return done
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        """Start looking up objects, without locking: one that is evicted before it is loaded is a miss."""
+        """Start looking up objects, without locking: an object that is evicted before it is loaded is a miss."""
         return self._submit("lookup", lambda: self._lookup_result(keys, group_layout_descs), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -331,7 +331,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         page_of: Callable[[int], tuple[PageStore, Any] | None],
         work: Callable[[PageStore, list[int], list[Any]], list[bool]],
     ) -> list[bool]:
-        """Return the result of ``work`` for each object. All objects of a store are in one call, each continuing those before it.
+        """Return the result of ``work`` for each object. ``work`` is called once per store, with all of its objects.
 
         ``page_of`` returns the store and page of an object number, or None for a missing object. An object for which it raises is refused
         without affecting others, because a task of LMCache may contain objects of several layouts.

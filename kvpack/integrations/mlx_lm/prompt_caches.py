@@ -81,12 +81,12 @@ def export_prompt_cache(
 ) -> int:
     """Write ``cache`` as a prompt cache of mlx-lm and return the file's size in bytes; ``path`` ends in .safetensors.
 
-    Values are written in their stored dtype. If that is not one of bf16, fp16 and fp32, or another one is wanted, pass it as ``dtype``;
-    values are then rounded. ``windows`` has the sliding window of every layer that has one, in tokens, by layer number: such a layer
-    becomes a ``RotatingKVCache``, and every other one a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are
-    kept as texts. ``progress`` counts layers. Raises InvalidParameter, naming the layer, for a cache that mlx-lm's classes cannot represent
-    (one that does not start at position 0, layers without keys or values, states, a window with missing tokens); OutOfRange if ``dtype``
-    would make a value infinite; WriteFailed.
+    Values are written in their stored dtype if that is bf16, fp16 or fp32. Otherwise, or to write another dtype, pass ``dtype``; values are
+    then rounded. ``windows`` has the sliding window of every layer that has one, in tokens, by layer number: such a layer becomes a
+    ``RotatingKVCache``, and every other layer a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are kept as
+    texts. ``progress`` counts layers. Raises InvalidParameter, naming the layer, for a cache that mlx-lm's classes cannot represent (one
+    that does not start at position 0, layers without keys or values, states, a window with missing tokens); OutOfRange if ``dtype`` would
+    make a value infinite; WriteFailed.
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):

@@ -75,7 +75,7 @@ class StoreMetrics:
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OPTIONS = {"location", "recipe", "basis", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
 _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}
-"""SGLang's own settings in ``extra_config``. It adds the last one itself, for ``--file-storage-path``."""
+"""SGLang's own settings in ``extra_config``. SGLang adds the last setting itself, for ``--file-storage-path``."""
 _PACKED = {"swa", "auxiliary_swa"}
 """Additional pools with keys and values. All other pools are kept as bytes."""
 _SETTINGS = (
@@ -251,7 +251,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 class Pool:
-    """A host pool and its store. ``pages`` is its memory, or None if its own flat pages are kept byte for byte."""
+    """A host pool and its store. ``pages`` is its memory, or None if the pool's flat pages are kept byte for byte."""
 
     def __init__(self, store: PageStore, pool: Any, pages: PageBuffer | None, metrics: StoreMetrics) -> None:
         self.store, self.metrics, self._pool, self._pages = store, metrics, pool, pages

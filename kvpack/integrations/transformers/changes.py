@@ -1,4 +1,4 @@
-"""Detect changes of a model that affect its keys and values: of its adapters, weights and mode."""
+"""Detect changes to a model's adapters, weights and mode that affect its keys and values."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 class ModelState:
     """A summary of a model's adapters, weights, buffers, dtypes and mode that reveals later changes, even in place.
 
-    It is created without reading values, and keeps no weights alive. Only writes through ``data`` or memory shared with other libraries
-    escape it.
+    It is created without reading values, and keeps no weights alive. It misses only writes through ``data`` or through memory shared with
+    other libraries.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

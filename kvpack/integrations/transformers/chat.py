@@ -167,9 +167,9 @@ class Chat:
         """Save the packed cache with the messages as a kvpack file, and return its size; ``options`` are passed to ``kvpack.save``.
 
         A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more bits than its recipe's name says.
-        ``compact=True`` packs those in the file too, and compresses tensors with zstd. Texts that are in the file's token ids are not
-        stored again. Raises LimitExceeded if the others do not fit: ``messages=False`` omits all, and
-        ``Chat.load(..., messages=...)`` accepts them. Raises the errors of ``kvpack.save``.
+        ``compact=True`` packs those keys in the file too, and compresses tensors with zstd. Texts that are in the file's token ids are not
+        stored again. Raises LimitExceeded if the remaining texts do not fit: ``messages=False`` omits all messages, and the argument
+        ``messages`` of ``Chat.load`` provides them. Raises the errors of ``kvpack.save``.
         """
         cache = self.cache
         if compact:

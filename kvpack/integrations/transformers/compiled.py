@@ -52,7 +52,7 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first token that each sequence sees, and record any other tokens that ``columns``, a padding mask, hides."""
+        """Return the first visible token of each sequence. Tokens that the padding mask ``columns`` hides after it are recorded."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = read_padding(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
@@ -101,7 +101,7 @@ class CompiledCalls(operators.Tickets):
         return starts
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
-        """Call ``Tracking.enter`` from compiled code, for module number ``module`` of those with hooks."""
+        """Call ``Tracking.enter`` from compiled code, for module number ``module`` among the modules with hooks."""
         # Of arguments that are not tensors, only the names are passed, and the value of output_attentions.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
         ticket = begin_pass(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
@@ -123,8 +123,8 @@ class CompiledCalls(operators.Tickets):
 class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
-    ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides any tokens but the
-    first ones.
+    ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides tokens other than
+    the first ones.
     """
 
     starts: torch.Tensor

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def watch_generate(model: PreTrainedModel) -> bool:
-    """Wrap methods of ``model`` so that caches get all token ids passed to ``generate``. Forward passes get only those after the cache."""
+    """Wrap methods of ``model`` so that caches get all token ids passed to ``generate``.
+
+    Forward passes get only the ids after the cache.
+    """
     if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
         return False
     for method in _WATCHED:
@@ -97,7 +100,7 @@ class _WatchedMethod:
 class _WatchedPrepareInputs(_WatchedMethod):
     """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences to match their rows.
 
-    If a model omits the cache to compute all tokens again, because its RoPE has other frequencies from this token on, they are
+    A model may omit the cache to compute all tokens again, because its RoPE uses different frequencies from this token on. They are then
     computed into the cache.
     """
 

@@ -65,7 +65,7 @@ class Hooks:
 
     @staticmethod
     def for_model(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """Return the hooks of ``model``, created if there are none; ``inside`` is ``models_in(model)``, if the caller has walked it."""
+        """Return the hooks of ``model``; create them if there are none. ``inside`` is ``models_in(model)``, if already computed."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
             hooks = Hooks(model, models_in(model) if inside is None else inside)
@@ -171,7 +171,7 @@ class PassStack:
         return len(self._inside) == 1 and self._inside[0] is module
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
-        """Record the beginning of a call over a cache of ``start`` tokens; return the pass before it if that never ended."""
+        """Record the beginning of a call over a cache of ``start`` tokens; return the previous pass if it never ended."""
         # A failed or interrupted compiled call never reports its end.
         if module in self._inside:
             del self._inside[self._inside.index(module) :]

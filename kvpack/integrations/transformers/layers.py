@@ -136,7 +136,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
 
     def _first_visible(self, seen: int) -> int:
-        """Return the first token that a token after ``seen`` others can attend to.
+        """Return the first token that the token after ``seen`` tokens can attend to.
 
         It depends only on the window, not on the tokens that the layer still contains.
         """
@@ -194,7 +194,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def check_window(skipped: int, older: int, window: int | None) -> None:
-    """Raise InvalidParameter if a query attends to tokens that the layer skipped; the layer contains ``older`` ones before the queries."""
+    """Raise InvalidParameter if a query attends to tokens that the layer skipped. It has ``older`` tokens before the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
         raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}")

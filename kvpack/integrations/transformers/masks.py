@@ -110,7 +110,7 @@ def _is_named(
 ) -> bool:
     """Return True if transformers' arguments are enough to show that the mask, apart from padding, is causal.
 
-    It may also limit tokens to the model's window.
+    The mask may also limit tokens to the model's window.
     """
     if _is_causal(mask_function, use_vmap):
         return True

@@ -52,7 +52,7 @@ class ModelSnapshot:
         self._found = self._current_values()
 
     def unchanged(self) -> bool:
-        """Return True if nothing has changed since, except values in place."""
+        """Return True if nothing but values in place has changed since the snapshot."""
         try:
             return self._current_values() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:

@@ -219,7 +219,7 @@ class NamedModel:
     ``unnamed``.
 
     The digest of its weights is computed in the background, from their values at creation: they must not change before ``hold``. ``state``
-    is that of the model before they were read, or None if no model was named.
+    is the model's state before the weights were read, or None if no model was named.
     """
 
     def __init__(
@@ -294,12 +294,12 @@ def current_weights(model: Any) -> str:
 
 
 def check_identity(cache: Cache, model: Any) -> NamedModel:
-    """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of`` and this is another model, or one that
+    """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of``, and ``model`` is a different model or
     cannot be named.
 
-    If both know digests of the weights, these are compared instead of the name, because the same model may be in another folder. A
-    KvpackWarning reports weights that are compared only in part, or cannot be read. Returns ``name_model(model)``, empty if the cache names
-    none.
+    If digests of both weights are known, they are compared instead of the names, because the same model may be in another folder. A
+    KvpackWarning reports weights that are compared only in part, or cannot be read. Returns ``name_model(model)``, or an empty name if the
+    cache names no model.
     """
     if not cache.model.get("config"):
         return NamedModel()

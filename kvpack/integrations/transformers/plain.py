@@ -37,7 +37,7 @@ def remember_attention(config: Any, name: str) -> None:
 
 
 def remember_copies(memo: dict[int, Any]) -> None:
-    """Send plain tensors of copied models to the same attention as the originals'. ``memo`` is that of ``copy.deepcopy``."""
+    """Send plain tensors of copied models to the same attention as those of the originals. ``memo`` is that of ``copy.deepcopy``."""
     for number, (config, name) in list(_previous_attention.items()):
         if number in memo and config() is not None:
             remember_attention(memo[number], name)

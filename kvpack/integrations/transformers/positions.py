@@ -35,7 +35,7 @@ class RotaryPositions:
         self._end = tokens if bool(deltas.any()) else 0
         """Number of tokens after which the deltas apply."""
         self._largest: torch.Tensor | None = None
-        """The largest position up to each token of the first pass, int64 ``[row, token]``; None if it was not seen."""
+        """The largest position up to each token of the first pass, int64 ``[row, token]``; None if there was no first pass."""
         self._cut: int | None = None
         """The number of tokens that a crop left, if the deltas after them are unknown; otherwise None."""
 

@@ -119,10 +119,10 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
 
 
 def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
-    """Keep the tokens of ``past``, which continues ``cache``, with which ``prompt`` begins; issue a KvpackWarning if some could not be
-    kept.
+    """Keep only the tokens of ``past``, which continues ``cache``, that ``prompt`` begins with. Issues a KvpackWarning if some of them
+    cannot be kept.
 
-    None are kept if a layer lacks some, or if they have other keys. ``config`` is the model's, or None without a model.
+    None are kept if a layer lacks some of them, or if their keys would differ. ``config`` is the model's, or None without a model.
     """
     tokens = 0
     other = changed_since(cache)

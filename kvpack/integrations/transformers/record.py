@@ -181,7 +181,7 @@ class Record:
     def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
         """Describe the hidden tokens that a pass of ``tokens`` tokens with this mask would see, and suggest a mask.
 
-        Returns None where it would see none.
+        Returns None if it would see none.
 
         Tokens hidden by masks of single tokens are known once the masks are read.
         """

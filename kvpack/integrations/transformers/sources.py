@@ -84,7 +84,7 @@ class EncoderCalls:
 
 
 def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
-    """Return the results of the method ``name``, "get_encoder" or "get_decoder", of those models that have both methods."""
+    """Return the results of the method ``name``, "get_encoder" or "get_decoder", of the models that have both methods."""
     owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
     parts = {id(part): part for model in owners if (part := getattr(model, name)()) is not model}
     return [part for part in parts.values() if isinstance(part, torch.nn.Module)]

@@ -71,7 +71,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         )
 
     def reset(self) -> None:
-        """Drop the states. The next ones may have another batch size."""
+        """Drop the states. The next states may have a different batch size."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
     def check_window(self, crop: int = 0) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class CapturedStep(NamedTuple):
     """The inputs of a decode step that a CUDA graph captures.
 
-    They are the first token that each sequence sees, int32 ``[batch]``, None if it sees all, and a number of tokens that no replay may
-    depend on.
+    ``starts`` is the first token that each sequence sees, int32 ``[batch]``, or None if all sequences see all tokens. ``tokens`` is a
+    number of tokens that no replay may depend on.
     """
 
     starts: torch.Tensor | None

@@ -162,7 +162,7 @@ class Tracking:
             self.lock.release()
 
     def _check_positions(self, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter for positions that do not follow, and for states that a failed pass may have changed."""
+        """Raise InvalidParameter for positions that do not follow the cache, and for states that a failed pass may have changed."""
         if self._positions is not None:
             self._positions.record_or_check(arguments, self.record.tokens)
         self.check_states()
@@ -372,7 +372,7 @@ class Tracking:
         self.restored()
 
     def check_update(self) -> None:
-        """Raise InvalidParameter if tokens are about to be appended at positions that do not follow."""
+        """Raise InvalidParameter if tokens are about to be appended at positions that do not follow the cache."""
         if self._positions is not None and self._passes.current is not None and self._passes.current.start == self.record.tokens:
             self._positions.require_positions(self.record.tokens)
 
@@ -418,8 +418,8 @@ class Tracking:
     def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
         """Check all token ids of a prompt that ``generate`` prepares in chunks within the block, like ``check_generate``.
 
-        ``columns`` are those of the attention mask that it creates if there is none in ``arguments``; as many columns as ids mean that
-        these begin with the cache's.
+        ``columns`` is the width of the attention mask that ``generate`` creates if ``arguments`` has none. If the mask is as wide as
+        ``ids``, these begin with the cache's ids.
         """
         encoder = self._model is not None and self._model.has_encoder
         mask = arguments.get("decoder_attention_mask" if encoder else "attention_mask")
@@ -433,7 +433,7 @@ class Tracking:
             self._chunked = False
 
     def check_ids(self, ids: torch.Tensor, following: int) -> None:
-        """Raise InvalidParameter unless the last ``following`` of ``ids`` follow those of the cache."""
+        """Raise InvalidParameter unless the last ``following`` of ``ids`` follow the cache's ids."""
         held = self.record.tokens
         differing = self.record.first_mismatch(ids[:, : min(held, ids.shape[1])] if following <= 0 else ids[:, : ids.shape[1] - following])
         if differing is not None:

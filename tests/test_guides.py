@@ -110,7 +110,7 @@ def test_a_guides_examples_print_what_it_shows(guide: str, tmp_path: Path, monke
     # One of them registers codecs in modules of its own.
     known = dict(formats.CODECS)
     try:
-        run_examples(FOLDER / f"{guide}.md")
+        run_examples(FOLDER / f"{guide}.md", has_hub_model=False)
     finally:
         for name in ("acme", "ternary"):
             sys.modules.pop(name, None)
@@ -128,11 +128,12 @@ def test_examples_use_no_argument_that_warns(path: Path) -> None:
 
 @pytest.mark.scenario
 @pytest.mark.skipif(not (real_model.model_folder() / "config.json").is_file(), reason=f"needs the real model: {real_model.COMMAND}")
-def test_the_chat_guide_runs_with_its_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [FOLDER / "resume-a-chat.md", ROOT / "README.md"], ids=lambda path: path.stem)
+def test_chats_run_with_the_model_that_they_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "HuggingFaceTB").mkdir()
     (tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(real_model.model_folder())
     monkeypatch.chdir(tmp_path)
-    run_examples(FOLDER / "resume-a-chat.md")
+    run_examples(path)
 
 
 @pytest.mark.parametrize("guide", [*GUIDES, "README"])

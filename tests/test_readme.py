@@ -18,7 +18,7 @@ BLOB, RAW = "https://github.com/kvpack/kvpack/(?:blob|tree)/main/", "https://raw
 @pytest.mark.usefixtures("chat_model")
 def test_the_examples_print_what_the_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_examples(ROOT / "README.md")
+    run_examples(ROOT / "README.md", has_hub_model=False)
 
 
 def test_links_lead_to_files() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .base import Codec, PlainCodec
 from .errors import InvalidParameter, InvalidPayload
 from .lazy import torch
-from .norm_rule import error_spread, usual_error
+from .norm_rule import error_spread, typical_error
 from .parameter_checks import Fields, check_choice, check_range
 from .runs import RunEncoder
 from .tables import MAX_CACHED_TABLES
@@ -74,7 +74,7 @@ class CodecFamily(PlainCodec):
 
     @property
     def min_error(self) -> float:
-        return usual_error(self.nominal_bits) if self.stores_directions else 0.0
+        return typical_error(self.nominal_bits) if self.stores_directions else 0.0
 
     def __post_init__(self) -> None:
         """Raise InvalidParameter for a parameter outside its declared values. Subclasses add checks that involve several parameters."""

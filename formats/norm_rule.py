@@ -43,7 +43,7 @@ def read_norm_rule(options: Options) -> str:
 
 
 def error_spread(bits: float, dim: int) -> float:
-    """Return the ratio to the usual relative error that fewer than 1 in 60,000 tokens exceed, for random directions.
+    """Return the ratio to the typical relative error that fewer than 1 in 60,000 tokens exceed, for random directions.
 
     The more bits, the larger is the error of a coordinate beyond the last level compared with the others; more channels hide it. Measured
     for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
@@ -52,8 +52,8 @@ def error_spread(bits: float, dim: int) -> float:
     return _SPREADS[index] * math.sqrt(math.sqrt(64 / dim))
 
 
-def usual_error(bits: float) -> float:
-    """Return the usual error, relative to the norm, of a codec that stores directions with ``bits`` bits per value."""
+def typical_error(bits: float) -> float:
+    """Return the typical error, relative to the norm, of a codec that stores directions with ``bits`` bits per value."""
     error: float = _USUAL_ERROR * 2.0**-bits
     return error
 

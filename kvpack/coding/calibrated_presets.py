@@ -36,19 +36,19 @@ def calibrated_presets(basis: Basis) -> dict[str, str]:
 
 def clauses(basis: Basis, average: float, *, trellis: bool) -> str:
     """Return recipe clauses for ``basis`` whose codes take at most ``average`` bits per value on average."""
-    result, usual = widths(basis.losses, average), int(average)
-    texts = [_clause("", side, usual, usual, trellis, basis) for side in "kv"]
+    result, average_bits = widths(basis.losses, average), int(average)
+    texts = [_clause("", side, average_bits, average_bits, trellis, basis) for side in "kv"]
     for side in "kv":
-        for width in sorted(set(result.values()) - {usual}):
+        for width in sorted(set(result.values()) - {average_bits}):
             layers = [layer for (layer, its_side), its_width in sorted(result.items()) if (its_side, its_width) == (side, width)]
             if layers:
-                texts.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, usual, trellis, basis))
+                texts.append(_clause(f"layers={','.join(map(str, layers))}:", side, width, average_bits, trellis, basis))
     return ";".join([*texts, RAW_CLAUSE])
 
 
-def _clause(layers: str, side: str, bits: int, usual: int, trellis: bool, basis: Basis) -> str:
+def _clause(layers: str, side: str, bits: int, average_bits: int, trellis: bool, basis: Basis) -> str:
     named = f",basis={basis.digest.hex()}" if side == "k" else ""
-    return f"{layers}{side}={calibrated_codec(side, bits, trellis, usual)}{named}"
+    return f"{layers}{side}={calibrated_codec(side, bits, trellis, average_bits)}{named}"
 
 
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:

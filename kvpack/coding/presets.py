@@ -91,20 +91,20 @@ def kvpack_codec(side: str, bits: int, trellis: bool) -> str:
     return f"{_kvpack_words(side, bits, trellis, bits)}{',mean=128,channel_scale=fp16' if side == 'k' else ''}"
 
 
-def calibrated_codec(side: str, bits: int, trellis: bool, usual: int | None = None) -> str:
+def calibrated_codec(side: str, bits: int, trellis: bool, average_bits: int | None = None) -> str:
     """Return ``kvpack_codec`` for use with a basis that has frames for keys.
 
-    ``usual`` is the average width in the recipe, rounded down (default: ``bits``).
+    ``average_bits`` is the average width of the recipe, rounded down (default: ``bits``).
     """
-    words = _kvpack_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if usual is None else usual)
+    words = _kvpack_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if average_bits is None else average_bits)
     return f"{words}{',mean=128,frame=centered' if side == 'k' else ''}"
 
 
-def _kvpack_words(side: str, bits: int, trellis: bool, usual: int) -> str:
+def _kvpack_words(side: str, bits: int, trellis: bool, average_bits: int) -> str:
     """Return the codec for ``side`` in kvpack's own presets, without sidecars."""
     if not trellis:
         return f"scalar:b={bits},rounding=scaled{_norm(side, bits)}"
-    return f"trellis:b={bits}{',states=256' if usual <= FEW_STATES_BITS else ''}{_norm(side, bits)}"
+    return f"trellis:b={bits}{',states=256' if average_bits <= FEW_STATES_BITS else ''}{_norm(side, bits)}"
 
 
 def _paper_keys(codec: str, bits: int) -> str:

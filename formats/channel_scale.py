@@ -171,7 +171,7 @@ def _mean_factors(rest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def _balanced_factors(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return the balanced factors for mean squared keys ``[batch, kv_head, 1, dim]``. Values below 2^-10 of the average are raised to it.
 
-    Raises InvalidParameter if ``queries`` has another number of heads.
+    Raises InvalidParameter if ``queries`` has a different number of heads.
     """
     if len(queries) != keys.shape[1]:
         raise InvalidParameter(

@@ -37,13 +37,13 @@ MAX_LEVEL = 2**31 - 1
 """Maximum level of a column, in steps of at most 1."""
 
 _ROTATED_TOKENS = 1 << 12
-"""Number of tokens that are rotated at once. The angles of later tokens are computed from those of the first ones."""
+"""Number of tokens that are rotated at once. The angles of later tokens are computed from the first tokens' angles."""
 
 
 class Rope(NamedTuple):
     """Rotary embedding of keys: ``frequencies`` in radians per position, float32, for the channel pairs that ``pairing`` selects.
 
-    The model uses other frequencies for sequences of more than ``longest`` tokens.
+    The model uses different frequencies for sequences of more than ``longest`` tokens.
     """
 
     frequencies: tuple[float, ...]

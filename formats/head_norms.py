@@ -1,6 +1,6 @@
 """Norms of tokens in each head, and detection of tokens with unusual norms (spec/writers.md, Raw tokens).
 
-The usual norm of a token is the median norm of its page, ``PAGE_TOKENS`` consecutive tokens of a run.
+The typical norm of a token is the median norm of its page, ``PAGE_TOKENS`` consecutive tokens of a run.
 """
 
 from __future__ import annotations

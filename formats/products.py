@@ -7,7 +7,7 @@ from typing import Any
 from .lazy import torch
 
 MIN_ROWS = 16
-"""Minimum number of rows of a product on the CPU. For fewer rows, libraries use other kernels, which add in another order."""
+"""Minimum number of rows of a product on the CPU. For fewer rows, libraries use different kernels, which add in a different order."""
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

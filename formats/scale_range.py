@@ -28,7 +28,7 @@ _HALF_LIMIT = 65520.0
 _HEADROOM = 1 / 8
 _GROWTH = 1 / 2
 _MIN_SIZE_FACTOR = 0.13
-"""Factor, found by measurement, at which the error of normally distributed values is twice the usual error."""
+"""Factor, found by measurement, at which the error of normally distributed values is twice the typical error."""
 
 
 def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:

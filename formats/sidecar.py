@@ -114,7 +114,7 @@ class Sidecar(EntryStreams, ABC):
 class WholeTokens(Sidecar):
     """Sidecar that stores some tokens of all heads in the original frame, so that the codec does not encode them.
 
-    Entries are ordered by token, then by sequence. The header stores only ``dtype``, that of the values.
+    Entries are ordered by token, then by sequence. The header stores only ``dtype``, the dtype of the values.
     """
 
     dtype: str

@@ -109,7 +109,7 @@ def kind_key(layer: Layer) -> Hashable | None:
 
 
 class WorkTables:
-    """The concatenated work tables of a call's token blocks, without addresses; ``bind`` adds those of any layer like ``layer``."""
+    """The concatenated work tables of a call's token blocks, without addresses; ``bind`` adds the addresses of any layer like ``layer``."""
 
     def __init__(self, layer: Layer) -> None:
         self._ends, self._streams, first = [], [], 0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Output(NamedTuple):
     """The memory to which an encoder writes: a codec's ``streams``, and views of the code ``planes`` that kernels write to.
 
-    ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag are those of the first
+    ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag belong to the first
     batch entry. ``errors``, float32 ``[batch, kv_head, token]``, receives the errors of tokens relative to their norms, if it is given and
     the codec has ``direction_spread``.
     """

@@ -38,7 +38,8 @@ QUERY_FACTOR = tl.constexpr(0.25)
 class QjlConstants(NamedTuple):
     """Compile-time constants of the signs next to a codec's tiles.
 
-    ``first_stream`` is the index of their first stream, and ``packing_index`` that of their packing; ``unit`` is the estimator's factor.
+    ``first_stream`` is the index of their first stream, and ``packing_index`` the index of their packing; ``unit`` is the estimator's
+    factor.
     """
 
     packing: TilePacking

@@ -44,7 +44,9 @@ def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
-    """Return the dual tile loader of ``codec``, with two tokens per row arranged by ``dual``; None if rows have other numbers of words."""
+    """Return the dual tile loader of ``codec``, with two tokens per row arranged by ``dual``; None if rows have an unsupported number of
+    words.
+    """
     if isinstance(codec, CodecWithSidecars):
         result = dual_tiles_of(codec.codec, dual)
         # Tiles do not include means.

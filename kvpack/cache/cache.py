@@ -283,7 +283,7 @@ class Cache(PackedObject):
         *,
         progress: Progress | None = None,
     ) -> Cache:
-        """Return the cache encoded with another recipe, which is given as for ``pack``.
+        """Return the cache encoded with a different recipe, which is given as for ``pack``.
 
         Packed keys and values that already have the right codec are shared; a raw tail is encoded as ``pack`` encodes it. Raises
         InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a recipe

@@ -60,7 +60,7 @@ UNSEEN_TEXT_FACTOR = 1.04
 """Symbol bits of text outside the calibration set, relative to the tables' estimate. Measured with SmolLM2-135M on a novel."""
 
 RAW_BITS, RAW_POSITION_BITS = 16, 64
-"""Bits per value of a raw token, and per position of one. Keys and values each store the positions."""
+"""Bits per value and per position of a raw token. Keys and values each store the positions."""
 
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
 """Mean squared error of a unit-variance normal value quantized to 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""

@@ -60,7 +60,7 @@ class Range(NamedTuple):
 
 
 class CodecText(NamedTuple):
-    """The canonical text of a codec: ``text`` with all of its options, ``plain`` without those for raw tokens.
+    """The canonical text of a codec: ``text`` with all of its options, ``plain`` without the options for raw tokens.
 
     ``raw`` is the value of a ``raw=`` clause with the options for raw tokens: empty if no token is kept raw, None for a lossless codec.
     """

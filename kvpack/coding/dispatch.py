@@ -243,7 +243,10 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Return ``head_norms.norms_per_head(x)``, computed in C if possible. The last bits may differ, because C adds in another order."""
+    """Return ``head_norms.norms_per_head(x)``, computed in C if possible.
+
+    The last bits may differ, because the C kernels add in a different order.
+    """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
 

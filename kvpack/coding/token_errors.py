@@ -203,7 +203,7 @@ def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | Non
 
     It is added to the list of a surrounding ``collect_poor_fits``; if there is none, its warning is issued. ``keeps_large`` is True if
     ``kept`` includes tokens of high norm. A page with many large tokens in a head causes no warning unless they are more than
-    ``MANY_RATIO`` times as large as usual.
+    ``MANY_RATIO`` times as large as is typical.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:

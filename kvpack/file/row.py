@@ -97,7 +97,7 @@ def namespace_of(first_bytes: bytes) -> bytes | None:
 def build_front(layout: RowLayout, namespace: bytes, key: bytes) -> bytes:
     """Return the frame without its checksum, followed by the description and padding.
 
-    Raises InvalidParameter if the namespace or the key has another size.
+    Raises InvalidParameter if the namespace or the key has the wrong size.
     """
     if len(namespace) != NAMESPACE_BYTES or len(key) != KEY_BYTES:
         raise InvalidParameter(f"namespace has {len(namespace)} bytes and key has {len(key)}, expected {NAMESPACE_BYTES} and {KEY_BYTES}")

@@ -128,7 +128,7 @@ def _is_structure(value: Any) -> bool:
 
 
 def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = None) -> str:
-    """Return a tensor's dtype, its shape and the XXH3-128 of its bytes; for a quantized tensor, those of all its parts.
+    """Return a tensor's dtype, its shape and the XXH3-128 of its bytes; for a quantized tensor, the same of all its parts.
 
     With ``max_values``, only that many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose
     values are not in memory or cannot be read as bytes.

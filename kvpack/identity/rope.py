@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _MAX_TEXT_BYTES = 1024
 """Maximum size of settings that are recorded as text. Every entry's header contains them, so longer settings become a digest."""
 _LIMIT_KEY = "same_up_to"
-"""The key that is added to the settings if longer sequences have other frequencies."""
+"""The key that is added to the settings if longer sequences have different frequencies."""
 
 
 def rope_text(config: Any) -> str:

@@ -65,7 +65,7 @@ class LiveLayer:
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail: packed ones, and those of a token group that the keys or values have not completed."""
+        """Number of tokens before the tail: packed tokens, and tokens of a token group that the keys or values have not completed."""
         return self._one_side.older_tokens
 
     @property

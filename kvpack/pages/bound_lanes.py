@@ -159,7 +159,7 @@ class BoundLane:
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
 
-        ``sizes`` are those that ``_encode`` returned. The result is that of ``excess_losses``, ``[2, layer, token]``.
+        ``sizes`` are those that ``_encode`` returned. The result, ``[2, layer, token]``, is as in ``excess_losses``.
         """
         lane = self._lane
         if not lane.may_lose_precision:
@@ -248,7 +248,7 @@ class BoundLane:
         return TokenSizes(*(torch.cat(parts) if parts[0] is not None else None for parts in zip(*result, strict=True)))
 
     def _encode_layer(self, slot: int, row: memoryview, number: int, rest: Mapping[int, torch.Tensor], codec: Codec) -> TokenSizes:
-        """Encode layer ``number``, or that of ``rest``, with ``codec``, and return the sizes of its tokens."""
+        """Encode layer ``number``, or its tokens in ``rest``, with ``codec``, and return the sizes of its tokens."""
         lane, streams = self._lane, self._streams(row, number)
         x, sizes = rest[number][0] if number in rest else self._tensors[number][slot], TokenSizes()
         if isinstance(codec, Opaque):
@@ -356,7 +356,8 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
-    """Return the C encoder and decoder for one layer, and those for all layers together, and the check of all layers for large errors.
+    """Return the C encoder and decoder for one layer, the encoder and decoder for all layers together, and the check of all layers for
+    large errors.
 
     They are None if the C kernels do not support the codec.
     """

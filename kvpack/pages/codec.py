@@ -112,7 +112,7 @@ class PageCodec:
     def decode_into(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> list[Outcome]:
-        """Decode ``rows`` to the pages in ``slots``, and return for each page None or the error for which it was left as it was.
+        """Decode ``rows`` to the pages in ``slots``, and return for each page None or the error because of which it was left unchanged.
 
         A row is checked before anything is written: its checksum, namespace, geometry, recipe and, with ``keys``, its name; with
         ``values`` also the rules of its codecs, for rows that others may have written. ``rows`` may be longer than a row.

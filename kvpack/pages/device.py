@@ -33,7 +33,7 @@ Rows = Sequence[Any] | torch.Tensor
 _MAX_COUNT = 2**31 - 1
 
 _REFUSED, _SUSPECT = 1, 2
-"""Status of a page that kernels could not encode, and of one in which tokens may lose precision or cause others to."""
+"""Status of a page that kernels could not encode, and of a page in which tokens may lose precision or cause other tokens to lose it."""
 
 
 class PageJob:

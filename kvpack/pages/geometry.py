@@ -93,8 +93,8 @@ class PageGeometry:
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
         """Return the codec of one side.
 
-        Raises MissingBasis, or InvalidParameter for sizes that depend on the values, for bytes that would be recoded, and
-        for a basis of another number of heads.
+        Raises MissingBasis, or InvalidParameter for sizes that depend on the values, for bytes that would be recoded, and for a basis with
+        a different number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
         codec = recipe.codec(layer, self.layers, side, dim, ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))

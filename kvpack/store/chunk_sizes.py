@@ -23,7 +23,7 @@ MAX_SEARCHES = 3
 
 
 def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"", sizes: Sequence[int] = SIZES) -> list[int]:
-    """Return those of ``sizes`` for which the first chunk of ``ids`` is stored; ``inputs`` are those of the chunk."""
+    """Return the ``sizes`` for which the first chunk of ``ids`` is stored. ``inputs`` are the inputs of that chunk."""
     possible = [size for size in sizes if size * ID_BYTES <= len(ids)]
     present = backend.contains_many([chunk_key(root, ids[: size * ID_BYTES], inputs) for size in possible])
     return [size for size, is_present in zip(possible, present, strict=True) if is_present]
@@ -37,7 +37,7 @@ class ChunkSizeSearch:
         self._tries_left = MAX_SEARCHES
 
     def search(self, ids: bytes, inputs: bytes) -> None:
-        """Count and log entries of ``ids`` in chunks of another size; ``inputs`` are those of the first chunk."""
+        """Count and log entries of ``ids`` in chunks of a different size. ``inputs`` are the inputs of the first chunk."""
         sizes = [size for size in SIZES if size != self._chunk]
         if not self._tries_left or len(ids) < sizes[0] * ID_BYTES:
             return

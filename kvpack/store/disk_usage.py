@@ -121,7 +121,7 @@ class DiskUsage:
             _write(descriptor, replacement)
 
     def is_copy(self) -> bool:
-        """Return True if the folder may be a copy of another, so that its entries' times are those of copying."""
+        """Return True if the folder may be a copy of another folder, so that its entries' times are the times of copying."""
         with self._open() as descriptor:
             previous = None if descriptor is None else _read(descriptor, 0, any_boot=True)
         return previous is None or previous.node not in (0, self._node())

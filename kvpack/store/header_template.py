@@ -26,7 +26,7 @@ _MAX_START = 2**32
 
 @dataclass(frozen=True)
 class HeaderTemplate:
-    """The bytes that the fronts of matching files have in common: ``text``, and those of the header where ``mask`` has ones.
+    """The bytes that the fronts of matching files have in common: ``text``, and the bytes of the header where ``mask`` has ones.
 
     ``payload`` is the offset of the first tensor in the file, and the places are positions in the header.
     """

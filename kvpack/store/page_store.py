@@ -307,7 +307,7 @@ class PageStore:
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 
     def pop_recent(self) -> list[tuple[str, float]]:
-        """Return ("load" or "save", seconds) for each call since the last one of this method, for an engine's own histograms."""
+        """Return ("load" or "save", seconds) for each call since this method was last called, for an engine's own histograms."""
         return self._counters.pop_recent()
 
     def _delete(self, names: list[bytes]) -> int:

@@ -69,7 +69,7 @@ class PrefixStates:
     def save(self, states: StatesAt, chain: Sequence[bytes], places: Mapping[int, int], now_ns: int) -> int:
         """Store ``states`` (by position) after chunks that are stored; return the last position whose states are stored now.
 
-        ``places`` maps positions, ascending, to the places of their states in ``chain``, each after that of its chunk.
+        ``places`` maps positions, ascending, to the places of their states in ``chain``, each after the place of its chunk.
         """
         can_open = self._loader.can_open_states([chain[place - 1] for place in places.values()])
         last = 0
@@ -79,7 +79,7 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store the states whose key is the last of ``chain``, after that of their chunk; return True if they are stored now."""
+        """Store the states whose key is the last of ``chain``, after the key of their chunk; return True if they are stored now."""
         chunk, key = chain[-2:]
         try:
             pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)

@@ -33,8 +33,7 @@ GRACE_NS = 3600 * 10**9
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
     """Remove intact entries of older layouts with their pins, and bases that no entry has needed for an hour.
 
-    Unreadable entries stay, and so do those of newer layouts, those larger than ``max_entry_bytes``, and encrypted ones that ``cipher``
-    does not decrypt.
+    Entries stay if they are unreadable, of a newer layout, larger than ``max_entry_bytes``, or encrypted and unreadable with ``cipher``.
     """
     to_remove, bases = [], []
     for stored, front in read_fronts(backend, _candidates(backend, cipher), max_entry_bytes):

@@ -289,7 +289,10 @@ def _gather(
     layer_ropes: Sequence[Rope | None] | None,
     progress: Progress | None,
 ) -> Statistics:
-    """Return the statistics of all windows, continuing from the file ``path``. Without predictions, only those of keys."""
+    """Return the statistics of all windows, continuing from the file ``path``.
+
+    Without predictions, only statistics of keys are gathered.
+    """
     size = sizes["tokens"] + 1 - len(text.start)
     window_starts = starts(len(text.ids), size, sizes["windows"], sizes["seed"])
     result = Statistics.read(path, _calibration_id(model, text, sizes))

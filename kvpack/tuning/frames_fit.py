@@ -97,7 +97,7 @@ def _columns(
 
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
-    """Return tables by the columns' standard deviation in steps, trained on the levels of all columns at all steps of usual recipes."""
+    """Return tables by the columns' standard deviation in steps, trained on the levels of all columns at all steps of common recipes."""
     levels = 2 * REACH + 1
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))

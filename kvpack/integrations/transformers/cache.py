@@ -67,7 +67,7 @@ class KvpackCache(PassCalls):
 
     With ``prompt``, the token ids that will be passed to ``generate``, only the common prefix of cache and prompt is kept, and the model
     computes the rest; ``get_seq_length()`` returns the number of tokens kept. None are kept, with a KvpackWarning, if a sliding-window
-    layer has dropped tokens that the next one attends to, or if the model's RoPE uses other frequencies for long sequences (dynamic,
+    layer has dropped tokens that the next one attends to, or if the model's RoPE uses different frequencies for long sequences (dynamic,
     longrope). The cache must contain the token ids of each row, and depend on nothing else except padding.
 
     Tokens that an attention mask hid when they were computed, such as padding, stay hidden (``packed.inputs.hidden``). A pass that would

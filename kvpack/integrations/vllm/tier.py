@@ -260,7 +260,7 @@ def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
 def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
     """Return the chunks of the primary tier as pages of each group. Raises InvalidParameter if the configuration does not match.
 
-    A chunk has the blocks of each worker, and among them those of each layer.
+    A chunk has the blocks of each worker, and a worker's blocks include the blocks of each layer.
     """
     blocks, workers, block_bytes = config.cache.blocks_per_chunk, config.parallel.world_size, config.worker_kv_bytes_per_block
     if config.canonical_layout or config.replicated_layout:

@@ -29,9 +29,9 @@ _ALIGNMENT = 8
 class Weights:
     """A digest, computed in the background, of ``named``, a model's state by name.
 
-    Values must not change before ``hold`` returns. It waits until tensors in host memory have been read, and makes later work on a CUDA
-    device wait until the device's tensors have been read. Raises InvalidParameter for a tensor whose values are not in memory or cannot
-    be read; so does ``text``.
+    Values must not change before ``wait_until_read`` returns. It waits until tensors in host memory have been read, and makes later work on
+    a CUDA device wait until the device's tensors have been read. Raises InvalidParameter for a tensor whose values are not in memory or
+    cannot be read; so does ``text``.
     """
 
     def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
@@ -54,10 +54,10 @@ class Weights:
         self._host = StartedCalls(lambda number: tensor_digest(*named[number]), host, min(THREADS, usable_cores()))
         self._devices = [_DeviceDigests(device, named, values) for device, values in devices.items()]
 
-    def hold(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait until later changes of the weights cannot affect the digest."""
         for device in self._devices:
-            device.hold()
+            device.wait_until_read()
         self._host.wait()
 
     @cached_property
@@ -93,7 +93,7 @@ class _DeviceDigests:
             self._texts = {number: tensor_digest(*named[number]) for number in values}
         self._read = self._stream.record_event()
 
-    def hold(self) -> None:
+    def wait_until_read(self) -> None:
         import torch
 
         torch.cuda.current_stream(self._device).wait_event(self._read)

@@ -42,7 +42,7 @@ def fast_search(search: Search) -> tuple[Measurement, Measurement | None]:
     tried = [search.measure(f"first {early} of {side}", allocation) for side, allocation in first.items() if allocation is not None]
     if tried:
         leading = best(tried)
-        side = leading.what[-1]
+        side = leading.role[-1]
         for more in (2 * early, 4 * early):
             allocation = _boost_early_layers(search, rungs, baselines, side, more) if more < layers else None
             if allocation is None:

@@ -57,7 +57,7 @@ class Journal:
             self.write()
 
     def write(self) -> None:
-        """Write all losses to the file, if there are new ones. Raises WriteFailed."""
+        """Write all losses to the file, if there are new losses. Raises WriteFailed."""
         if self.path is None or not self.unwritten:
             return
         content = {

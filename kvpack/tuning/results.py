@@ -37,7 +37,7 @@ def results(
         "attendable": all(map(is_attendable, tuned.allocation.values())),
         "measured": [
             {
-                "what": allocation.what,
+                "what": allocation.role,
                 "recipe": recipe_text(allocation.allocation),
                 "attendable": all(map(is_attendable, allocation.allocation.values())),
                 "bits_per_value": allocation.loss.bits_per_value,

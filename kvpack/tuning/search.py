@@ -28,9 +28,9 @@ EXCHANGES = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """An allocation with its measured loss and a description of its role in the search (``what``)."""
+    """An allocation with its measured loss and a description of its ``role`` in the search."""
 
-    what: str
+    role: str
     allocation: Allocation
     loss: Loss
 

@@ -61,7 +61,7 @@ def run(model: str | None, shape: str | None, device: str, *, repeats: int = 5, 
     def prefill_and_digest() -> None:
         weights = weights_of(parts(network))
         network(ids, use_cache=False)
-        weights.hold()
+        weights.wait_until_read()
 
     timed: list[Callable[[], None]] = [digest, name, decode_step, prefill, prefill_and_digest]
     seconds = {}

@@ -409,7 +409,7 @@ def test_exchanges_find_improvements_that_single_changes_miss() -> None:
 
     made = scripted(2, loss, budget=9)
     tuned, plain = search.thorough_search(made)
-    kinds = [it.what for it in made.measurements]
+    kinds = [it.role for it in made.measurements]
     assert kinds[0] == "greedy"
     assert "exchange" in kinds
     assert average_bits(made.measurements[0])[0] < average_bits(tuned)[0]
@@ -433,7 +433,7 @@ def test_files_that_grow_with_a_window_stay_within_the_budget() -> None:
     made = scripted(1, lambda bits: -float(sum(bits.values())), bytes_=lambda bits: sum(bits.values()) + (bits[0, "k"] == 4), budget=7)
     tuned, _ = search.thorough_search(made)
     assert tuned.loss.bytes <= 7
-    assert all(it.loss.bytes <= 7 for it in made.measurements if it.what != "uniform")
+    assert all(it.loss.bytes <= 7 for it in made.measurements if it.role != "uniform")
 
 
 def test_candidates_that_cannot_store_the_values_are_left_out() -> None:
@@ -468,12 +468,12 @@ def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
     # Room for one rung in 16 layers above keys and values of 2 bits.
     made = scripted(32, sensitive, budget=32 * 4 + 16)
     tuned, plain = early_boost.fast_search(made)
-    kinds = [it.what for it in made.measurements]
+    kinds = [it.role for it in made.measurements]
     assert len(kinds) <= runs <= early_boost.RUNS
     assert set(expected) <= set(kinds)
     assert tuned.loss.kl_divergence == min(it.loss.kl_divergence for it in made.measurements)
     assert plain is not None
-    assert plain.what == "uniform"
+    assert plain.role == "uniform"
     assert all(sum(average_bits(it)) <= 32 * 4 + 16 for it in made.measurements)
 
 

@@ -218,8 +218,8 @@ class NamedModel:
     """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named, for the reason
     ``unnamed``.
 
-    The digest of its weights is computed in the background, from their values at creation: they must not change before ``hold``. ``state``
-    is the model's state before the weights were read, or None if no model was named.
+    The digest of its weights is computed in the background, from their values at creation: they must not change before ``wait_until_read``.
+    ``state`` is the model's state before the weights were read, or None if no model was named.
     """
 
     def __init__(
@@ -227,10 +227,10 @@ class NamedModel:
     ) -> None:
         self.state, self._identity, self._weights, self.unnamed = state, identity, weights, unnamed
 
-    def hold(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait until later changes to the weights can no longer affect their digest."""
         if self._weights is not None:
-            self._weights.hold()
+            self._weights.wait_until_read()
 
     @cached_property
     def fields(self) -> dict[str, str]:

@@ -37,11 +37,11 @@ class _InputNote:
 
     start: int
     stop: int
-    what: str
+    text: str
 
     def __str__(self) -> str:
         tokens = f"token {self.start}" if self.stop == self.start + 1 else f"tokens {self.start} to {self.stop - 1}"
-        return f"{tokens} {self.what}"
+        return f"{tokens} {self.text}"
 
 
 class Record:
@@ -122,7 +122,7 @@ class Record:
             self._unknown_mask = None
         self._older = [(text, start) for text, start in self._older if start < tokens]
         self._findings = [
-            _InputNote(finding.start, min(finding.stop, tokens), finding.what) for finding in self._findings if finding.start < tokens
+            _InputNote(finding.start, min(finding.stop, tokens), finding.text) for finding in self._findings if finding.start < tokens
         ]
 
     def forget(self, tokens: int) -> None:
@@ -130,13 +130,13 @@ class Record:
         masked = self.hides_tokens
         self.crop(0)
         self.tokens, self._known = tokens, True
-        self._findings = [_InputNote(0, tokens, what) for what in (CHANGED, *([MASKED] if masked else []))] if tokens else []
+        self._findings = [_InputNote(0, tokens, text) for text in (CHANGED, *([MASKED] if masked else []))] if tokens else []
 
     @property
     def hides_tokens(self) -> bool:
         """True if a token was hidden when it was computed, or may have been."""
         self._settle()
-        texts = [*(text for text, _ in self._older), *(finding.what for finding in self._findings)]
+        texts = [*(text for text, _ in self._older), *(finding.text for finding in self._findings)]
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
@@ -238,7 +238,7 @@ class Record:
         """Drop the record of visible tokens once no token is hidden anymore."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
-            self._findings = [finding for finding in self._findings if finding.what != PADDED]
+            self._findings = [finding for finding in self._findings if finding.text != PADDED]
 
     def _record_mask(self, start: int, stop: int, seen: Pass) -> list[str]:
         """Record which of the tokens ``[start:stop]`` the mask of their pass hid, and return the notes about them."""
@@ -271,12 +271,12 @@ class Record:
                 self._adapters = seen.adapters
             elif seen is not None and seen.adapters != self._adapters:
                 result = [*result, _OTHER_ADAPTERS]
-            for what in result:
-                last = next((finding for finding in self._findings if finding.stop == start and finding.what == what), None)
+            for text in result:
+                last = next((finding for finding in self._findings if finding.stop == start and finding.text == text), None)
                 if last is not None:
                     last.stop = stop
                 else:
-                    self._findings.append(_InputNote(start, stop, what))
+                    self._findings.append(_InputNote(start, stop, text))
             if seen is None or seen.ids is None or seen.ids.shape[1] != stop - start or self._ids.shape[1] != start:
                 continue
             ids = seen.ids.cpu().to(torch.int64)

@@ -157,7 +157,7 @@ class Tracking:
             if self._running and output is None:
                 self._note_failed(ended)
             self._running = False
-            self._hold()
+            self._wait_until_read()
         if self._passes.is_idle:
             self.lock.release()
 
@@ -207,7 +207,7 @@ class Tracking:
         model = None if self._watched is None else self._watched()
         if not self.record.tokens:
             return name_model(model).fields if self._is_new and model is not None else None
-        self._hold()
+        self._wait_until_read()
         if model is not None:
             self._verify(model)
         if not self._is_new or self._first is None:
@@ -226,10 +226,10 @@ class Tracking:
         self._is_new, self._held, self._verified, self._changed = True, False, 0, ""
         self._is_unused = False
 
-    def _hold(self) -> None:
+    def _wait_until_read(self) -> None:
         """Wait until the weights with which the first pass ran have been read."""
         if not self._held and self._first is not None:
-            self._first.hold()
+            self._first.wait_until_read()
             self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:

@@ -1,4 +1,4 @@
-"""What headers and encoders read of a codec."""
+"""The properties of a codec that headers and encoders read."""
 
 from __future__ import annotations
 

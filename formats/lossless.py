@@ -136,7 +136,7 @@ class Lossless(CodecFamily):
     def tables_for(self, counts: Numbers, before: Mapping[str, torch.Tensor] | None) -> Numbers:
         """Return the frequencies for exponents with these ``counts``, int64 ``[batch · kv_head, symbol]``.
 
-        The tables of the run ``before`` are reused if new ones would not save more than the space they take.
+        The tables of the run ``before`` are reused if new tables would not save more than the space they take.
         """
         tables = rans.frequencies(_add_unseen(counts))
         if before is not None:

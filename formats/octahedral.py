@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ARRANGEMENTS = ("dense", "direct")
 
 SMALLEST_DIM = 4
-"""Minimum head dim. For smaller ones, the norm of a triplet has no density."""
+"""Minimum head dim. For a smaller head dim, the norm of a triplet has no density."""
 
 _DIRECT_FIELDS = 3
 _DIRECT_MULTIPLE = 24

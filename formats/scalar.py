@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 SMALLEST_DIM = 2
-"""Minimum head dim. For smaller ones, a coordinate of a unit vector has no density."""
+"""Minimum head dim. For a smaller head dim, a coordinate of a unit vector has no density."""
 
 ROUNDINGS = ("nearest", "scaled")
 """Ways to choose codes: those nearest to a unit vector, or to the multiple of it whose decoded direction is nearest to it."""

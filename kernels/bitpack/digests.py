@@ -125,7 +125,7 @@ def _launch_streams(device: torch.device, groups: int) -> Iterator[list[Abstract
 
 @lru_cache(maxsize=16)
 def _device_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the device's ``STREAMS`` CUDA streams for digests, the same ones on every call.
+    """Return the device's ``STREAMS`` CUDA streams for digests, the same on every call.
 
     PyTorch reuses freed memory only on the same stream, so fixed streams bound the memory for sums.
     """

@@ -51,7 +51,7 @@ MIN_ENTRIES = 16
 MAX_DIM = 1024
 
 MAX_TABLE_BYTES = 1 << 19
-"""Maximum size of a codec's tables; codecs with larger ones, which a file's header may define, are left to PyTorch to save memory."""
+"""Maximum size of a codec's tables; codecs with larger tables, which a file's header may define, are left to PyTorch to save memory."""
 
 _CACHE_SIZE = 64
 

@@ -54,7 +54,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 
 
 def _unpack_balanced(side: Side, parts: list[SidePart], balanced: Balanced, out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Write all tokens except raw ones to ``out``, by way of the balanced frame. Raises MemoryError."""
+    """Write all tokens except raw tokens to ``out``, by way of the balanced frame. Raises MemoryError."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)
     packed = side.packed_tokens

@@ -132,7 +132,7 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
 
 
 def _codec_without_raw(codec: Codec) -> Codec:
-    """Return the codec that decodes all tokens except raw ones: ``codec`` without its raw tokens if they are its only sidecar."""
+    """Return the codec that decodes all tokens except raw tokens: ``codec`` without its raw tokens if they are its only sidecar."""
     return codec.family if codec.sidecar(RawPositions) is not None and codec.without_raw_positions is codec.family else codec
 
 

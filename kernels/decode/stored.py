@@ -23,7 +23,7 @@ _MIN_NORMAL = tl.constexpr(2.0**-126)
 
 
 MAX_MATRIX_DIM = 256
-"""Maximum head dim for which a rotation is one matrix product; larger ones combine products with a ``FACTOR``-channel matrix."""
+"""Maximum head dim for which a rotation is one matrix product; larger head dims combine products with a ``FACTOR``-channel matrix."""
 
 FACTOR = 128
 

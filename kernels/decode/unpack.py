@@ -63,7 +63,7 @@ class UnpackShape(NamedTuple):
 
 
 SHAPES = (UnpackShape(4, 128, False), UnpackShape(8, 128, True), UnpackShape(4, 128, True), UnpackShape(4, 64, True))
-"""Launch shapes, fastest on an H200 first; later ones need less shared memory.
+"""Launch shapes, fastest on an H200 first; later shapes need less shared memory.
 
 Tiles of 16 tokens would be faster for codec scalar, but slower for all others.
 """

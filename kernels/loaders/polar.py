@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
 MAX_DIM = 128
-"""Maximum head dim; kernels for larger ones take minutes to compile."""
+"""Maximum head dim; kernels for larger head dims take minutes to compile."""
 
 
 class Level(NamedTuple):

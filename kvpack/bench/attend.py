@@ -1,4 +1,4 @@
-"""kvpack bench attend: time one query over packed layers on the CPU, compared with attention over dense ones in the same run.
+"""kvpack bench attend: time one query over packed layers on the CPU, compared with attention over dense layers in the same run.
 
 Times are process times in one thread, which other load on the machine disturbs least. All measurements are interleaved.
 """

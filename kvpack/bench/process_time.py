@@ -32,7 +32,7 @@ def time_interleaved(
 ) -> list[Seconds]:
     """Return the times per call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
 
-    A warm-up round comes first. ``average`` replaces the median, for calls that occasionally do work for later ones. ``before`` has
+    A warm-up round comes first. ``average`` replaces the median, for calls that occasionally do work for later calls. ``before`` has
     functions that are called before the timing of each call (or None); the result of the last call is freed after the timing. With
     ``new_memory``, free memory is first returned to the system; otherwise, a call may or may not reuse pages of the previous one, which
     makes times erratic.

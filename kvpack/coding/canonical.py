@@ -119,7 +119,7 @@ def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, 
 
 
 def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
-    """Drop rules that later ones replace or that repeat ``base``, and sort the others so that the order depends only on their effect."""
+    """Drop rules that later rules replace or that repeat ``base``, and sort the others so that the order depends only on their effect."""
     remaining: list[tuple[Range, CodecText]] = []
     for items, codec in reversed(rules):
         parts = [items]

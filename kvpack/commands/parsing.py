@@ -50,7 +50,7 @@ def _unknown_option(parser: Parser, words: Sequence[str]) -> str | None:
 
 
 def _similar_command(parser: Parser, words: Sequence[str]) -> str:
-    """Return a suggestion if the first word that is not an option is no command of this parser."""
+    """Return a suggestion if the first word that is not an option is not a command of this parser."""
     commands = _commands(parser)
     word = next((word for word in words if not word.startswith("-")), None)
     if commands is None or word is None or word in commands.choices:

@@ -159,7 +159,7 @@ def _are(count: int) -> str:
 
 
 def _notes(catalog: Catalog, *, keys: bool) -> list[str]:
-    """Return notes on entries that are not listed, and on unencrypted entries next to encrypted ones."""
+    """Return notes on entries that are not listed, and on unencrypted entries next to encrypted entries."""
     closed = len(catalog.undecryptable)
     refused = len(catalog.unreadable) - closed
     lines = []

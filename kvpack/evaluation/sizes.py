@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 LONGER_TEXT = "give a longer text or a smaller --tokens"
-"""What to do about a text that is too short, at the end of messages."""
+"""Advice for a text that is too short, at the end of messages."""
 
 
 def positions(model: Any) -> int | None:

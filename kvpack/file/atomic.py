@@ -1,4 +1,4 @@
-"""Write files atomically: a file always contains either the old bytes or the new ones, never a mixture (spec/container.md, Writing)."""
+"""Write files atomically: a file always contains either the old bytes or the new bytes, never a mixture (spec/container.md, Writing)."""
 
 from __future__ import annotations
 

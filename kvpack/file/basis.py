@@ -35,7 +35,7 @@ MEAN, QUERIES = "k.mean", "k.queries"
 """Names of the states with the mean of a layer's keys before RoPE, and with the second moments of its queries."""
 _KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
 ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
-"""How RoPE pairs the channels, by the name of the state with a layer's RoPE frequencies."""
+"""Pairing of the channels in RoPE, by the name of the state with a layer's RoPE frequencies."""
 
 
 class BasisSide(Protocol):

@@ -147,7 +147,7 @@ class Inputs:
     def slice(self, start: int, stop: int, first: int) -> Inputs:
         """Return the inputs of tokens ``[start, stop)`` of a cache whose first token is at position ``first``.
 
-        Each token depends on all earlier ones, so only undetermined inputs from ``stop`` on are dropped.
+        Each token depends on all earlier tokens, so only undetermined inputs from ``stop`` on are dropped.
         """
         clauses = [(text, position) for text, position in zip(self.undetermined, self.starts, strict=True) if position < first + stop]
         cut = slice(start * ID_BYTES, stop * ID_BYTES)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .user_files import Source
 
 PIECE_BYTES = 1 << 20
-"""Maximum size in bytes of a tensor that is read at once; larger ones are read in pieces."""
+"""Maximum size in bytes of a tensor that is read at once; larger tensors are read in pieces."""
 _HASHED_BYTES = 1 << 18
 """Number of bytes read and hashed at once; few enough for a core's cache."""
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvpack.identity.arguments import ModelArgument
 
 DEFERRED = 1024
-"""Updates of more tokens are encoded right after their ``attend``; shorter ones wait raw for the next update, to return the first
+"""Updates of more tokens are encoded right after their ``attend``; shorter updates wait raw for the next update, to return the first
 token sooner.
 """
 

@@ -151,7 +151,7 @@ class LiveSide:
         """Return the side with the first ``tokens`` tokens of the tail, whose values never change.
 
         With ``packed``, they are packed in whole token groups, or in whole windows if the recipe requests a residual window. ``position``
-        and ``norms``, as in ``encode``, are those of the tokens after the packed ones. Raises the errors of ``encode``.
+        and ``norms``, as in ``encode``, are those of the tokens after the packed tokens. Raises the errors of ``encode``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
@@ -162,7 +162,7 @@ class LiveSide:
         return replace(side, runs=self.runs.append(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed ones, without changing the side.
+        """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed tokens, without changing the side.
 
         ``position`` is the first token's position, and ``norms``, by side, ``[batch, kv_head, token]`` each, begin with the norms of the
         tokens' keys and values, if they are known. Raises InvalidParameter or OutOfRange, naming ``where``. A warning about lost precision
@@ -227,7 +227,7 @@ class LiveSide:
         self.unfinished = self.unfinished[:, :, max(0, start - packed) : max(0, stop - packed)]
 
     def replace_unfinished(self, unfinished: torch.Tensor) -> None:
-        """Replace the unfinished tokens after the packed ones with ``unfinished`` ``[batch, kv_head, token, dim]``."""
+        """Replace the unfinished tokens after the packed tokens with ``unfinished`` ``[batch, kv_head, token, dim]``."""
         with float32_no_grad(self.tail.device):
             self.unfinished = unfinished.clone()
 

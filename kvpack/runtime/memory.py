@@ -24,7 +24,7 @@ MIN_OWN_MEMORY_BYTES = 1 << 22
 """Minimum size in bytes of a result that gets its own memory."""
 
 MIN_ARENA_BYTES = 1 << 16
-"""Minimum size in bytes of a result in a shared arena; smaller ones are on the heap."""
+"""Minimum size in bytes of a result in a shared arena; smaller results are on the heap."""
 
 HUGE_PAGE_BYTES = 1 << 21
 """Size of a huge page in bytes on the processors for which there are C kernels."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIN_DIRECT_BYTES = 2**24
-"""Minimum size in bytes of a file that is read directly; for smaller ones the page cache is as fast."""
+"""Minimum size in bytes of a file that is read directly; for smaller files the page cache is as fast."""
 _PIECE_BYTES, _THREADS = 2**21, 8
 """Size of a direct read in bytes, and number of reading threads, which mostly wait for the disk."""
 _MILLISECONDS = 100

@@ -159,6 +159,6 @@ class WorkerThreads:
         return executor or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
 
     def close(self) -> None:
-        """Wait for the threads' work and stop them. ``pool`` starts new ones."""
+        """Wait for the threads' work and stop them. ``pool`` starts new threads."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()

@@ -92,4 +92,4 @@ def is_panic(error: BaseException) -> bool:
 
 
 class CircuitOpen(Exception):
-    """The fault of a request that was not sent because earlier ones failed."""
+    """The fault of a request that was not sent because earlier requests failed."""

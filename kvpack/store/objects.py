@@ -43,7 +43,7 @@ _REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), "the session token, which may have expired"),
     **dict.fromkeys(("AuthorizationHeaderMalformed", "redirect without LOCATION"), "the region of the bucket"),
 }
-"""What the user should check after an object-independent error of S3, Google Cloud Storage or Azure, by its code."""
+"""Advice on what to check after an object-independent error of S3, Google Cloud Storage or Azure, by its code."""
 
 
 class Objects:

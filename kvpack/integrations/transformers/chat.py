@@ -182,7 +182,7 @@ class Chat:
         return save(cache, path, metadata=metadata, **options)
 
     def _with_message(self, message: Any) -> list[Message]:
-        """Return the messages so far, followed by the new ones in ``message``."""
+        """Return the messages so far, followed by the new messages in ``message``."""
         if isinstance(message, str):
             last = self.messages[-1] if self.messages else {}
             if last.get("role") == "user" and isinstance(last.get("content"), str):

@@ -143,7 +143,7 @@ class PackedWorker(OffloadingWorker):  # type: ignore[misc]
         return sum(count for labels, count in self._counts.items() if labels[0] == name)
 
     def pop_counts(self) -> Counter[tuple[str, ...]]:
-        """Return the block counts since the last call, by name and, for refused and damaged ones, by reason."""
+        """Return the block counts since the last call, by name and, for refused and damaged blocks, by reason."""
         added, self._told = self._counts - self._told, self._counts.copy()
         return added
 

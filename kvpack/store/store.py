@@ -233,7 +233,7 @@ class Store:
         require_input_digests(cache, digests, self.chunk)
         self._reader.set_shape(cache)
         if not requested:
-            self._log_short_prefix(len(ids) // ID_BYTES)
+            self._log_short_prefix(cache.tokens)
             return 0
         self._counters.add("saves")
         try:
@@ -255,8 +255,8 @@ class Store:
         if not self._has_logged_short_prefix:
             self._has_logged_short_prefix = True
             log.warning(
-                "nothing was stored: the prefix has %d tokens, and only whole chunks of %d are stored; a smaller chunk= stores shorter "
-                "prefixes (later ones are not logged)",
+                "nothing was stored: the prefix has %d tokens, but a store keeps whole chunks of %d: pass a smaller chunk= to store "
+                "shorter prefixes (logged once)",
                 tokens,
                 self.chunk,
             )

@@ -53,13 +53,14 @@ def test_saved_caches_are_loaded(recipe: str, tmp_path: Path) -> None:
 
 
 def test_the_first_prefix_that_is_shorter_than_a_chunk_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = open_store(tmp_path)
+    recipe = "kivi-2;tail=32"  # a raw tail is part of the prefix
+    store = open_store(tmp_path, dataclasses.replace(IDENTITY, recipe=recipe))
     for tokens in (CHUNK - 1, CHUNK - 2):
-        assert store.save(list(range(tokens)), cache(tokens)) == 0
+        assert store.save(list(range(tokens)), cache(tokens, recipe)) == 0
     (record,) = caplog.records
     assert record.getMessage().startswith(f"nothing was stored: the prefix has {CHUNK - 1} tokens")
     assert store.stats()["saves"] == 0
-    save(store, prompt(1))
+    store.save(prompt(2), cache(2 * CHUNK + 5, recipe))
     assert store.stats()["saves"] == 1
     assert len(caplog.records) == 1
 

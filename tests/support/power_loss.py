@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Step:
     """One change: its operation, its path, and its data or second path."""
 
-    what: str
+    operation: str
     path: str
     more: Any = None
 
@@ -38,9 +38,9 @@ class RecordingOs:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def _record(self, what: str, path: str, more: Any = None) -> None:
+    def _record(self, operation: str, path: str, more: Any = None) -> None:
         if path == self.root or path.startswith(f"{self.root}/"):
-            self.steps.append(Step(what, path, more))
+            self.steps.append(Step(operation, path, more))
 
     def open(self, path: str, flags: int, *args: Any, **kwargs: Any) -> int:
         there = os.path.exists(path)
@@ -108,27 +108,27 @@ class Disk:
         names: dict[str, _File | None] = {}
         for step in steps:
             folder = os.path.dirname(step.path)
-            if step.what == "create":
+            if step.operation == "create":
                 names[step.path] = _File()
                 self._changes.append((folder, step, names[step.path], False))
-            elif step.what == "write":
+            elif step.operation == "write":
                 file = names[step.path]
                 assert file is not None
                 file.write(file.end, step.more)
                 file.end += len(step.more)
-            elif step.what in ("write at", "truncate"):
+            elif step.operation in ("write at", "truncate"):
                 file = names[step.path]
                 assert file is not None
-                if step.what == "truncate":
+                if step.operation == "truncate":
                     file.current = file.current[: step.more].ljust(step.more, b"\0")
                 else:
                     file.write(*step.more)
-            elif step.what == "sync":
+            elif step.operation == "sync":
                 self._sync(step.path, names.get(step.path))
-            elif step.what == "mkdir":
+            elif step.operation == "mkdir":
                 names[step.path] = None
                 self._changes.append((folder, step, None, False))
-            elif step.what == "rename":
+            elif step.operation == "rename":
                 names[step.more] = names.pop(step.path)
                 self._changes.append((os.path.dirname(step.more), step, names[step.more], False))
             else:
@@ -150,9 +150,9 @@ class Disk:
         for _, step, file, safe in self._changes:
             if not (safe or names_survive or (choice is not None and choice.random() < 0.5)):
                 continue
-            if step.what == "unlink":
+            if step.operation == "unlink":
                 there.pop(step.path, None)
-            elif step.what == "rename":
+            elif step.operation == "rename":
                 there.pop(step.path, None)
                 there[step.more] = file
             else:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16)
 
 MAX_DIM = 256
-"""Maximum head dim; a tile of ``flash`` with a larger one would not fit a multiprocessor."""
+"""Maximum head dim; a tile of ``flash`` with a larger head dim would not fit a multiprocessor."""
 
 SCRATCH_BYTES = 256 << 20
-"""Maximum size of the scratch buffer: room for 65,536 tokens of eight heads with 128 channels. A smaller one means more launches."""
+"""Maximum size of the scratch buffer: room for 65,536 tokens of eight heads with 128 channels. A smaller buffer means more launches."""
 
 MIN_TOKENS = 256
 """Minimum number of tokens per block, even if the block then exceeds ``SCRATCH_BYTES``."""

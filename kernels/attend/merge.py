@@ -13,7 +13,7 @@ from .softmax import NO_SCORE
 
 @triton.jit
 def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl.tensor, weight: tl.tensor) -> tl.tuple:
-    """Add parts to a row's softmax, and return its largest score, its sum of weights, and the scales of earlier and of the parts' sums."""
+    """Add parts to a row's softmax, and return its largest score, its sum of weights, and the scales of the earlier and the parts' sums."""
     new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
     rescale = tl.exp2(largest_score - new_largest)
     part_scale = tl.exp2(part_largest - new_largest)

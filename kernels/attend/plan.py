@@ -97,7 +97,7 @@ class Launch:
 
 
 def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """Return the tile loaders of keys and values: dual ones for neighboring tokens if the loaders and token groups allow it."""
+    """Return the tile loaders of keys and values: dual loaders for neighboring tokens if the loaders and token groups allow it."""
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
@@ -110,7 +110,7 @@ def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
 
 @lru_cache(maxsize=16)
 def supports_launch_overlap(device: torch.device) -> bool:
-    """Return True if a kernel can start while the previous one finishes (programmatic dependent launch)."""
+    """Return True if a kernel can start while the previous kernel finishes (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -221,7 +221,7 @@ class PreparedCall:
         return tensors
 
     def _run(self, tensors: list[torch.Tensor], first_launch: int) -> torch.Tensor:
-        """Run all launches except the first ``first_launch`` ones, and return the attention output."""
+        """Run all launches except the first ``first_launch``, and return the attention output."""
         self._chain(tensors, first_launch)
         if self._merges_originals:
             return tensors[OUT]

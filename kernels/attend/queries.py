@@ -67,7 +67,7 @@ def load_queries(
 
     ``q`` is float32 ``[sequence, column, padded row]`` and ``scales`` float32 ``[sequence, padded row]``; a sequence is one batch entry and
     one KV head. With ``DUAL``, tile rows contain two tokens, so the ``ROWS`` rows are the query rows twice: for the first tokens, then for
-    the second ones.
+    the second tokens.
     """
     # Triton 3.6 accepts tuples and strings as function arguments only if they are bound to a name.
     WIDTHS: tl.constexpr = K.widths
@@ -107,7 +107,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
-    """Return ``queries`` with ``scale`` instead of their own, clamped to finite values."""
+    """Return ``queries`` with ``scale`` instead of their own scale, clamped to finite values."""
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
         queries.products, queries.pages, queries.stride,

@@ -107,7 +107,7 @@ def rotate_sums(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Rotate float32 ``sums`` ``[sequence, row, FRAME_DIM]`` from a coded frame to the original one, ``out`` ``[sequence, row, DIM]``.
+    """Rotate float32 ``sums`` ``[sequence, row, FRAME_DIM]`` from a coded frame to the original frame, ``out`` ``[sequence, row, DIM]``.
 
     With ``ADD``, add ``addend``. A sequence has ``count`` rows in ``row_blocks`` blocks and uses one of the ``matrices``
     (``frame_matrix``); if there is only one matrix, all rows may be passed as one sequence.

@@ -123,7 +123,7 @@ class Frame(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a layer that are in one segment of the keys and one of the values."""
+    """Consecutive tokens of a layer that are in one segment of the keys and one segment of the values."""
 
     first: int
     tokens: int
@@ -149,8 +149,9 @@ def side_segments(side: Side) -> SideSegments:
 def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: PackedRun) -> list[SideSegment]:
     """Return the segments of ``page``: one, or several if it has raw tokens, whose segments are marked ``raw``.
 
-    Raw segments use the frame of the others. With codec klt they are instead decoded to ``dtype`` in the original frame, like the raw tail,
-    because klt's tiles have no room for columns without codes. Pages whose value maps are equal on all pages use ``first_page``'s frame.
+    Raw segments use the frame of the other segments. With codec klt they are instead decoded to ``dtype`` in the original frame, like the
+    raw tail, because klt's tiles have no room for columns without codes. Pages whose value maps are equal on all pages use ``first_page``'s
+    frame.
     """
     codec = page.codec
     if not isinstance(codec, CodecWithSidecars):
@@ -192,7 +193,7 @@ def _decode_tokens(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -
 def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
     """Return the segment of tokens ``[start, stop)`` of a page with sidecars.
 
-    Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. Queries and sums apply the other ones.
+    Its codec keeps the sidecars that tile loaders apply: means, outliers and signs. Queries and sums apply the other sidecars.
     """
     assert isinstance(page.codec, CodecWithSidecars)
     streams = page.streams if (start, stop) == (0, page.tokens) else page.rows(start, stop, entries=False)

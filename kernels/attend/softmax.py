@@ -17,7 +17,7 @@ from kvpack.kernels.loaders.qjl import decode_signs
 from .factors import broadcast_over_rows, power_and_quotients
 
 NO_SCORE = tl.constexpr(-1.0e30)
-"""Largest score of a row that has seen no token: finite, so that differences of two are never NaN."""
+"""Largest score of a row that has seen no token: finite, so that differences of two scores are never NaN."""
 
 
 class Softmax(NamedTuple):
@@ -156,7 +156,7 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
 
 @triton.jit
 def _tile_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """Return the weights for value tile ``NUMBER``; if a score row covers two tiles (``EACH`` is 2), zero those of the other tile."""
+    """Return the weights for value tile ``NUMBER``; if a score row covers two tiles (``EACH`` is 2), zero the weights of the other tile."""
     if EACH == 2:
         weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
     return weights

@@ -1,8 +1,8 @@
 """Tiles of packed words with bit fields: words are loaded as stored, and one field of all words is a block of channels.
 
 Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two words share a register, and the inline PTX
-(``FAST``) processes both at once; without it, the same functions use plain Triton. Which two words share one is up to the compiler: in
-most layouts they are neighbors, in others they are 32 columns apart, so each half goes by its own column.
+(``FAST``) processes both at once; without it, the same functions use plain Triton. Which two words share a register is up to the compiler:
+in most layouts they are neighbors, in other layouts they are 32 columns apart, so each half uses its own column.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

@@ -35,7 +35,7 @@ BLOCKS = 32
 """Number of blocks whose sums one program computes."""
 WARPS = 4
 STEPS = 32
-"""Number of blocks whose sums are loaded before the first one is used."""
+"""Number of blocks whose sums are loaded before the first sum is used."""
 BLOCKS_AT_ONCE = 1 << 20
 """Maximum blocks per pair of launches, unless one tensor has more: 1 GiB of data, whose sums take 64 MiB."""
 STREAMS = 4
@@ -46,7 +46,7 @@ smaller weights.
 """
 
 TABLE_INTEGERS = tl.constexpr(3)
-"""Integers per table row, which describes a tensor: its address, its size in bytes, and the index of its first block among all."""
+"""Integers per table row, which describes a tensor: its address, its size in bytes, and the index of its first block among all blocks."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"

@@ -74,7 +74,7 @@ def _scale_ptx(which: int) -> str:
 
 @triton.jit
 def scale_f16x2(values: tl.tensor, scales: tl.tensor, WHICH: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Multiply both halves of ``values`` by one half of ``scales``: the lower one if ``WHICH`` is 0, the upper one if it is 1."""
+    """Multiply both halves of ``values`` by one half of ``scales``: the lower half if ``WHICH`` is 0, the upper half if it is 1."""
     if FAST:
         value = tl.inline_asm_elementwise(_scale_ptx(WHICH), "=r,r,r", [values, scales], dtype=tl.uint32, is_pure=True, pack=1)
     else:

@@ -155,7 +155,7 @@ def four_powers_as_f16(word: tl.tensor, LOWERED: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def power_as_f16(exponent: tl.tensor) -> tl.tensor:
-    """Return 2^``exponent`` as binary16; exponents are int32, at most 15, and those below -14 yield 0."""
+    """Return 2^``exponent`` as binary16; exponents are int32, at most 15, and exponents below -14 yield 0."""
     return (tl.maximum(exponent + 15, 0) << 10).to(tl.int16).to(tl.float16, bitcast=True)
 
 

@@ -116,7 +116,7 @@ def byte_selectors(places: Sequence[Sequence[RegisterByte]], registers: Sequence
 def select_upper_half(step: Sequence[int], index: int, half: int) -> list[int]:
     """Return the selectors ``step`` (number ``index`` of ``byte_selectors``), changed to read the upper half of register ``half``.
 
-    They read the same bytes of its upper 16 bits instead of its lower ones.
+    They read the same bytes of its upper 16 bits instead of its lower 16 bits.
     """
     if half != index and not (half == 0 and index == 1):
         return list(step)

@@ -1,4 +1,4 @@
-"""Decoding of packed rows on the GPU: in one pass for codecs with their own kernel; for others, a kernel unpacks digits for PyTorch."""
+"""Decoding of packed rows on the GPU: in one pass for codecs with their own kernel; otherwise a kernel unpacks digits for PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 def decode_into(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
     """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``; return False if no kernel supports it.
 
-    Arguments and errors are those of ``prepare``. Codecs that need several launches are also supported.
+    Arguments and errors are as for ``prepare``. Codecs that need several launches are also supported.
     """
     result = prepare(codec, packed, out, rotated, pages)
     if result is None:

@@ -40,8 +40,8 @@ _TABLES_AT_ONCE = 1 << 8
 def decode_into(codec: Lossless, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
     """Decode ``packed``, with streams of any strides, into ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    Values are exact in the codec's dtype and rounded in others. ``rotated`` is ignored, because the codec has no rotation. Invalid words
-    decode to arbitrary values. Returns False for ``pages``. Raises InvalidParameter if a stream does not match ``codec.layout``.
+    Values are exact in the codec's dtype and rounded in other dtypes. ``rotated`` is ignored, because the codec has no rotation. Invalid
+    words decode to arbitrary values. Returns False for ``pages``. Raises InvalidParameter if a stream does not match ``codec.layout``.
     """
     if pages is not None:
         return False

@@ -43,7 +43,7 @@ def count_lanes_before(lanes: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """Load every lane's initial state as uint32 from int16 ``states``, which store low halves before high ones."""
+    """Load every lane's initial state as uint32 from int16 ``states``, which store low halves before high halves."""
     low_half = tl.load(states + 2 * lane).to(tl.uint32) & 0xFFFF
     return tl.load(states + 2 * lane + 1).to(tl.uint32) << 16 | low_half
 

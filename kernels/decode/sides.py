@@ -78,7 +78,7 @@ _cached: WeakKeyDictionary[Side, dict[Any, SideLaunch]] = WeakKeyDictionary()
 
 
 def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode tokens ``[start, stop)`` of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, except those kernels do not support.
+    """Decode tokens ``[start, stop)`` of ``side`` into ``out`` ``[batch, kv_head, token, dim]``, except tokens that kernels do not support.
 
     Returns the ranges of tokens, counted from the side's first token, that the caller must write: the raw tail, and packed tokens if their
     codec has no kernel or ``start`` is inside a token group. A launch for all tokens is cached with the side. Raises InvalidParameter if a
@@ -108,7 +108,7 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
 
 
 def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> PreparedDecode | None:
-    """Prepare one launch that decodes ``parts`` into outputs like ``out``, which begins at token ``start``; None if one is not enough."""
+    """Prepare one launch that decodes ``parts`` to outputs like ``out``, which begins at token ``start``; None if one is too few."""
     if not parts:
         return None
     codec, packed = _codec_without_raw(parts[0].page.codec), [part.packed(start) for part in parts]

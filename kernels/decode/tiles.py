@@ -73,7 +73,7 @@ class PageTable(NamedTuple):
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
-        """Return the first token of ``block``; for the block number after the last one, return ``end``."""
+        """Return the first token of ``block``; for the number after the last block, return ``end``."""
         if block == self.blocks:
             return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]

@@ -1,7 +1,7 @@
 """Decoding of codec transform (spec/codecs/transform.md): symbols become column factors, which are multiplied with the frames.
 
 Symbols and factors equal those of ``formats/transform.py`` bit for bit. If binary16 can represent the frames and table values, as it can
-for calibrated ones, binary16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither depends on PyTorch's
+for calibrated frames, binary16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither depends on PyTorch's
 precision settings.
 """
 
@@ -89,7 +89,7 @@ def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tenso
 
 
 def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Check all chunks like ``Transform.check_chunks``, on the device of ``streams``; raise InvalidPayload for the first invalid one."""
+    """Check all chunks like ``Transform.check_chunks``, on the device of ``streams``; raise InvalidPayload for the first invalid chunk."""
     batch, heads, rows = streams["columns"].shape
     device = streams["columns"].device
     if codec.source is None or not rows:

@@ -138,7 +138,7 @@ def _required_shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
-    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory; None if none fits."""
+    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory; None if no shape fits."""
     loader, available_bytes = _required_loader(codec), shared_memory(device) - MAX_STATIC_BYTES
     tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -239,7 +239,7 @@ def unpack_tiles(
     """Decode a block of one page, sequence and head (``tiles.decode_tiles``), and multiply it by ``CHANNELS`` channels of ``matrix``.
 
     ``matrix`` is binary16 ``[column, PAD]``, and products are scaled by ``SIZE``. With ``JOINED``, all tiles of a token are multiplied at
-    once; otherwise, each one is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
+    once; otherwise, each tile is multiplied as soon as it is decoded. With ``SCALED``, channels are multiplied by ``scales``, float32
     ``[page, sequence, PAD]``.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths

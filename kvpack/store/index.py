@@ -50,8 +50,8 @@ class IndexTotals(NamedTuple):
 class MissedChange(NamedTuple):
     """A change of the entry ``key`` that is not indexed yet.
 
-    ``about`` is the entry's descriptive text; ``state_before`` and ``state_after`` are the inode and
-    modification time of its subfolder before and after the change.
+    ``about`` is the entry's descriptive text; ``state_before`` and ``state_after`` are the inode and modification time of its subfolder
+    before and after the change.
     """
 
     key: bytes

@@ -105,7 +105,7 @@ def checked_device(device: Any) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0][:80]
         raise InvalidParameter(
-            f"device is {str(parsed)!r}, which this PyTorch cannot use ({reason}): use another, such as 'cpu'"
+            f"device is {str(parsed)!r}, which this version of PyTorch cannot use ({reason}): use another, such as 'cpu'"
         ) from None
     return parsed
 

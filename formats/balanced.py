@@ -64,7 +64,7 @@ class Balanced(ValueMap):
         options.text("basis")
         if side != "k":
             raise InvalidParameter(
-                f"codec {options.codec}: frame={frame} applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"
+                f"codec {options.codec}: frame={frame} applies to keys only: write it in k=<codec>, and omit it from v=<codec>"
             )
         if frame == "centered" and not options.is_given("mean"):
             raise InvalidParameter(

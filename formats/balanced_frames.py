@@ -49,7 +49,7 @@ class BalancedFrames:
         if not bool((growth <= MAX_GROWTH).all()):
             raise OutOfRange(
                 f"the balanced frame of head {int(growth.argmax())} is ill-conditioned: it or its inverse can enlarge values "
-                f"by a factor of {float(growth.max()):.4g}, but the limit is {MAX_GROWTH:.0f}: calibrate on more text, or leave out frame="
+                f"by a factor of {float(growth.max()):.4g}, but the limit is {MAX_GROWTH:.0f}: calibrate on more text, or omit frame="
             )
         return result.to(self.matrices.device)
 

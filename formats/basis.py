@@ -70,7 +70,7 @@ class BasisRows:
     def __init__(self, rows: torch.Tensor) -> None:
         if rows.dim() != 4 or rows.shape[2] < row_count(rows.shape[3]):
             raise InvalidParameter(
-                f"basis rows have the shape {list(rows.shape)}, expected [batch, kv_head, row, dim] with at least "
+                f"basis rows have shape {list(rows.shape)}, expected [batch, kv_head, row, dim] with at least "
                 f"{row_count(rows.shape[-1])} rows"
             )
         self.rows = rows

@@ -70,10 +70,10 @@ class ChannelScale(ValueMap):
         options.text("basis")
         if side != "k":
             raise InvalidParameter(
-                f"codec {options.codec}: channel_scale=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"
+                f"codec {options.codec}: channel_scale=balanced applies to keys only: write it in k=<codec>, and omit it from v=<codec>"
             )
         if options.is_given("frame"):
-            raise InvalidParameter(f"codec {options.codec}: frame= already balances the channels: leave out channel_scale=balanced")
+            raise InvalidParameter(f"codec {options.codec}: frame= already balances the channels: omit channel_scale=balanced")
         balanced = options.balanced
         queries = None if balanced is None else balanced.queries
         if queries is not None and queries.shape[1] != dim:

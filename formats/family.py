@@ -171,7 +171,7 @@ class CodecFamily(PlainCodec):
         for field in fields:
             name, type_name, value = field.name, _type_name(field), params[field.name]
             if _is_optional(field) and value == field.default:
-                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, which is the default and must be left out")
+                raise InvalidParameter(f"codec {cls.id}: {name} is {value!r}, which is the default and must be omitted")
             if type_name == "Fields":
                 if not isinstance(value, dict) or not all(isinstance(k, str) and type(v) is int for k, v in value.items()):
                     raise InvalidParameter(f"codec {cls.id}: fields is {value!r}, expected a map from stream name to integer")

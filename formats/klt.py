@@ -239,7 +239,7 @@ class Klt(CodecFamily):
                 largest_value, limit = float(basis_rows.abs().max()), torch.finfo(torch_dtype).max
                 raise OutOfRange(
                     f"the {self.basis_location}: a basis row contains {largest_value:.6g}, but the largest {self.rows} is {limit:.6g}: "
-                    "write rows=fp32, or leave rows out to read them from the basis"
+                    "write rows=fp32, or omit rows to read them from the basis"
                 )
         rows = BasisRows(stored[:, :, 0])
         return RunEncoder({"rows": stored}, lambda block, _: self._encode(block, rows))
@@ -459,7 +459,7 @@ def _check_sizes(widths: bytes) -> None:
 def _check_widths(widths: bytes, dim: int) -> None:
     if len(widths) != run_count(dim):
         raise InvalidParameter(
-            f"codec klt: widths has {len(widths)} bytes, expected {run_count(dim)}, one for each run of columns of {dim} channels"
+            f"codec klt: widths has {len(widths)} bytes, expected {run_count(dim)}, one for each run of columns in {dim} channels"
         )
     _check_sizes(widths)
 

@@ -103,7 +103,7 @@ class Options:
         """
         text = self._read(name)
         if text is None:
-            raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
+            raise UnknownWord(f"codec {self.codec} needs {name}=, one or more integers from {low} to {high} separated by dots", self.codec)
         choices = {str(value): value for value in range(low, high + 1)}
         words = text.split(".")
         if not set(words) <= set(choices):

@@ -88,7 +88,7 @@ class Scalar(CodecFamily):
         if self.rounding == "scaled" and self.norm_rule != "unbiased":
             raise InvalidParameter(
                 f"codec {self.id}: rounding is scaled and norm_rule is {self.norm_rule}, but the codes may describe up to 1.15 times a "
-                "token, which only norm_rule=unbiased takes into account: set it, or leave out rounding"
+                "token, which only norm_rule=unbiased takes into account: set it, or omit rounding"
             )
         self.packings()
         _ = self.rotation

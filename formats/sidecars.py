@@ -55,12 +55,12 @@ class CodecWithSidecars(Codec):
         if none or not (any_kind or all(map(attrgetter("supports_every_codec"), self.sidecars))):
             refused = [sidecar.name for sidecar in self.sidecars if none or not sidecar.supports_every_codec]
             raise InvalidParameter(
-                f"codec {self.codec.id} does not support {'sidecars' if none else 'these sidecars'}: leave out {', '.join(refused)}"
+                f"codec {self.codec.id} does not support {'sidecars' if none else 'these sidecars'}: omit {', '.join(refused)}"
             )
         if self.page_vectors and self.codec.token_group > 1:
             raise InvalidParameter(
                 f"codec {self.codec.id} encodes {self.codec.token_group} tokens together, but "
-                f"{', '.join(sidecar.name for sidecar in self.page_vectors)} needs a codec that encodes tokens one by one: leave out mean"
+                f"{', '.join(sidecar.name for sidecar in self.page_vectors)} needs a codec that encodes tokens one by one: omit mean"
             )
         # Files and messages use the id and the dim of the inner codec.
         object.__setattr__(self, "id", self.codec.id)

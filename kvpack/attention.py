@@ -234,17 +234,17 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
     if not isinstance(untyped, torch.Tensor):
         raise InvalidType(f"q is a {type(untyped).__name__}, expected a tensor [batch, q_head, q_len, dim]")
     if q.dim() != 4:
-        raise InvalidParameter(f"q: shape {list(q.shape)}, expected [batch, q_head, q_len, dim]")
+        raise InvalidParameter(f"q has shape {list(q.shape)}, expected [batch, q_head, q_len, dim]")
     if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
-        raise InvalidType(f"q: dtype {q.dtype}, expected a floating-point dtype of at least 16 bits")
+        raise InvalidType(f"q has dtype {q.dtype}, expected a floating-point dtype of at least 16 bits")
     if q.layout != torch.strided:
         raise InvalidType(f"q: layout {q.layout}, expected a dense tensor: pass q.to_dense()")
     if not q.shape[2]:
-        raise InvalidParameter(f"q: shape {list(q.shape)}, expected at least one query")
+        raise InvalidParameter(f"q has shape {list(q.shape)}, expected at least one query")
     check_flag(causal, "causal")
     if q.shape[0] != k.batch or q.shape[1] % k.heads or not q.shape[1] or q.shape[3] != k.dim:
         raise InvalidParameter(
-            f"q: shape {list(q.shape)} does not match keys of shape [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
+            f"q has shape {list(q.shape)}, which does not match keys of shape [{k.batch}, {k.heads}, {k.tokens}, {k.dim}]: "
             "batch and dim must be equal, and q_head must be a multiple of kv_head"
         )
     if not q.device == k.device == v.device:
@@ -254,7 +254,7 @@ def _check(q: torch.Tensor, k: Side, v: Side, causal: bool, sliding_window: int 
         raise InvalidParameter(f"keys have {k.heads} heads, but values have {v.heads}: attention requires the same number")
     if k.tokens == 0 or (causal and q.shape[2] > k.tokens):
         raise InvalidParameter(
-            f"q: {q.shape[2]} queries over {k.tokens} tokens, expected at least one token, and no more causal queries than tokens"
+            f"q has {q.shape[2]} queries over {k.tokens} tokens, expected at least one token, and no more causal queries than tokens"
         )
     for name, number in (("scale", scale), ("softcap", softcap)):
         check_number(number, name)
@@ -283,7 +283,7 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
     if not isinstance(sink_logits, torch.Tensor) or not sink_logits.dtype.is_floating_point:
         raise InvalidType(f"sink_logits: {getattr(sink_logits, 'dtype', type(sink_logits).__name__)}, expected floating-point logits")
     if list(sink_logits.shape) != [q.shape[1]]:
-        raise InvalidParameter(f"sink_logits: shape {list(sink_logits.shape)}, expected one logit per query head, [{q.shape[1]}]")
+        raise InvalidParameter(f"sink_logits has shape {list(sink_logits.shape)}, expected one logit per query head, [{q.shape[1]}]")
 
 
 def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
@@ -303,11 +303,11 @@ def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batc
             _check_token(name, number, token, skipped + tokens)
         values = torch.tensor(list(values), dtype=torch.int64, device="cpu")
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool or values.is_quantized:
-        raise InvalidType(f"{name}: dtype {values.dtype}, expected integers")
+        raise InvalidType(f"{name} has dtype {values.dtype}, expected integers")
     if values.layout != torch.strided or values.is_meta:
         raise InvalidType(f"{name}: layout {values.layout} on {values.device}, expected a dense tensor or a list")
     if list(values.shape) != [batch]:
-        raise InvalidParameter(f"{name}: shape {list(values.shape)}, expected one number for each sequence, [{batch}]")
+        raise InvalidParameter(f"{name} has shape {list(values.shape)}, expected one number for each sequence, [{batch}]")
     if values.device.type == "cpu":
         for number, token in enumerate(values.tolist()):
             _check_token(name, number, token, skipped + tokens)

@@ -33,7 +33,7 @@ def model_folder(model: str | os.PathLike[str], *, weights: bool = True, revisio
     name = os.fspath(model)
     if folder.exists() or not _NAME.fullmatch(name):
         expected = "expected the folder of a transformers model, or a name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
-        raise MissingFile(f"{name}: has no config.json, {expected}", filename=name)
+        raise MissingFile(f"{name} has no config.json, {expected}", filename=name)
     return _find_in_cache(name, weights, revision) or _download(name, weights, revision)
 
 
@@ -73,7 +73,7 @@ def _download(name: str, weights: bool, revision: str | None) -> Path:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     command = f"hf download {name}{'' if weights else ' config.json'}{'' if revision is None else f' --revision {revision}'}"
     raise MissingFile(
-        f"{name}: is not a folder with a config.json, is not complete in huggingface_hub's cache, and cannot be downloaded ({reason}): "
+        f"{name} is not a folder with a config.json, is not complete in huggingface_hub's cache, and cannot be downloaded ({reason}): "
         f"download it with '{command}' on a machine that can reach the hub, or pass the folder of a model",
         filename=name,
     )
@@ -91,6 +91,6 @@ def _library(name: str) -> Any:
         import huggingface_hub.errors
     except ImportError:
         raise MissingPackage(
-            f"{name}: is not a folder with a config.json, and names on the hub require huggingface_hub: pip install 'kvpack[transformers]'"
+            f"{name} is not a folder with a config.json, and names on the hub require huggingface_hub: pip install 'kvpack[transformers]'"
         ) from None
     return huggingface_hub

@@ -120,7 +120,7 @@ def test_bfloat16_queries_give_bfloat16_results() -> None:
 
 Q = torch.zeros(1, 4, 1, 64)
 BAD = {
-    "rank": (Q[0], {}, InvalidParameter, r"q: shape \[4, 1, 64\]"),
+    "rank": (Q[0], {}, InvalidParameter, r"q has shape \[4, 1, 64\]"),
     "dtype": (Q.to(torch.int64), {}, InvalidType, "floating-point"),
     "head dim": (Q[..., :32], {}, InvalidParameter, "does not match keys"),
     "heads": (Q[:, :3], {}, InvalidParameter, "multiple of kv_head"),
@@ -246,19 +246,19 @@ def test_lengths_that_include_all_tokens_change_nothing() -> None:
     ("options", "error", "message"),
     [
         pytest.param(
-            {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits: shape \[3\], .* per query head, \[4\]", id="too few logits"
+            {"sink_logits": torch.zeros(3)}, InvalidParameter, r"sink_logits has shape \[3\], .* per query head, \[4\]", id="too few logits"
         ),
         pytest.param({"sink_logits": torch.zeros(4, dtype=torch.int64)}, InvalidType, "sink_logits: torch.int64", id="integer logits"),
         pytest.param({"sink_logits": [0.0] * 4}, InvalidType, "sink_logits: list", id="a list of logits"),
-        pytest.param({"lengths": [50]}, InvalidParameter, r"lengths: shape \[1\], .* for each sequence, \[2\]", id="too few lengths"),
+        pytest.param({"lengths": [50]}, InvalidParameter, r"lengths has shape \[1\], .* for each sequence, \[2\]", id="too few lengths"),
         pytest.param({"lengths": [50, 51]}, OutOfBounds, r"lengths\[1\] is 51, expected 0 to 50", id="a length above the tokens"),
         pytest.param({"lengths": torch.tensor([-1, 50])}, OutOfBounds, r"lengths\[0\] is -1, expected 0 to 50", id="a negative length"),
         pytest.param({"lengths": [50, 10**30]}, OutOfBounds, r"lengths\[1\] is 10+, expected 0 to 50", id="a length beyond integers"),
         pytest.param({"lengths": [50, 2.0]}, InvalidType, "lengths", id="a length of no integer"),
-        pytest.param({"starts": [50]}, InvalidParameter, r"starts: shape \[1\], .* for each sequence, \[2\]", id="too few starts"),
+        pytest.param({"starts": [50]}, InvalidParameter, r"starts has shape \[1\], .* for each sequence, \[2\]", id="too few starts"),
         pytest.param({"starts": [0, 51]}, OutOfBounds, r"starts\[1\] is 51, expected 0 to 50", id="a start behind the tokens"),
         pytest.param({"starts": 3}, InvalidType, "starts is 3, expected a list of integers", id="a start for all"),
-        pytest.param({"lengths": torch.ones(2)}, InvalidType, "lengths: dtype torch.float32", id="lengths of no integers"),
+        pytest.param({"lengths": torch.ones(2)}, InvalidType, "lengths has dtype torch.float32", id="lengths of no integers"),
     ],
 )
 def test_bad_sink_logits_and_lengths_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -56,7 +56,7 @@ def library() -> Any:
     try:
         import matplotlib.figure
     except ImportError:
-        raise MissingPackage("the picture needs matplotlib: pip install 'kvpack[bench]'") from None
+        raise MissingPackage("the plot needs matplotlib: pip install 'kvpack[bench]'") from None
     return matplotlib.figure
 
 

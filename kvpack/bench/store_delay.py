@@ -86,7 +86,7 @@ def _measure(
         times[who][what] = 1000 * (time.perf_counter() - begun)
         requests[who][what] = relay.requests - before
         if expected is not None and result != expected:
-            raise InvalidParameter(f"{who}, {what}: got {result!r:.60}, expected {expected!r:.60}: the location is too small or too slow")
+            raise InvalidParameter(f"{who}.{what} returned {result!r:.60}, expected {expected!r:.60}: the store is too small or too slow")
 
     with Store(location, identity, chunk=CHUNK, timeout=60.0, **options) as store:
         store.match(ids[:CHUNK])

@@ -254,7 +254,7 @@ class _Scale:
         taken = [_milliseconds(partial(look, ids)) for ids in prompts if look(ids) == len(ids)]
         if not taken:
             raise InvalidParameter(
-                f"{shown_location(self._location)}: contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty "
+                f"{shown_location(self._location)} contains no prefix of {count} chunks of {self._identity.recipe!r}: use an empty "
                 "location, or the recipe that it was filled with"
             )
         return statistics.median(taken)

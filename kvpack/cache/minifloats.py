@@ -84,13 +84,13 @@ class Minifloats:
         dtype = self.elements.dtype
         named = ELEMENT_DTYPES.get(dtype) or ("e2m1" if dtype == _E2M1 and _E2M1 is not None else None)
         if named is None and dtype != torch.uint8:
-            raise InvalidType(f"elements are {dtype}, expected float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2 or uint8")
+            raise InvalidType(f"elements has dtype {dtype}, expected float8_e4m3fn, float8_e5m2, float4_e2m1fn_x2 or uint8")
         if self.element is not None and self.element not in ELEMENTS:
             raise InvalidParameter(f"element is {self.element!r}, expected one of {', '.join(ELEMENTS)}")
         if named is None and self.element is None:
-            raise InvalidParameter(f"elements are uint8: pass their format as element=, one of {', '.join(ELEMENTS)}")
+            raise InvalidParameter(f"elements has dtype uint8: pass their format as element=, one of {', '.join(ELEMENTS)}")
         if named is not None and self.element not in (None, named):
-            raise InvalidParameter(f"elements are {dtype}, which is {named}, but element is {self.element!r}: omit element=")
+            raise InvalidParameter(f"elements has dtype {dtype}, which is {named}, but element is {self.element!r}: omit element=")
         name = named or self.element
         assert name is not None
         return name
@@ -100,12 +100,14 @@ class Minifloats:
         """The codec that stores these elements and scales unchanged."""
         if self.elements.dim() != 4:
             raise InvalidParameter(
-                f"elements: rank {self.elements.dim()}, shape {list(self.elements.shape)}; expected [batch, kv_head, token, dim]"
+                f"elements has rank {self.elements.dim()} and shape {list(self.elements.shape)}, expected [batch, kv_head, token, dim]"
             )
         if not self.elements.shape[0] or not self.elements.shape[1] or not self.elements.shape[2]:
-            raise InvalidParameter(f"elements: shape {list(self.elements.shape)}; expected at least one sequence, one head and one token")
+            raise InvalidParameter(
+                f"elements has shape {list(self.elements.shape)}, expected at least one sequence, one head and one token"
+            )
         if self.scales.device != self.elements.device:
-            raise InvalidParameter(f"scales are on {self.scales.device} and elements on {self.elements.device}: move them to one device")
+            raise InvalidParameter(f"scales is on {self.scales.device}, but elements is on {self.elements.device}: move them to one device")
         granularity, scale_dtype = self._block_scales() or self._number_scales()
         if self.granularity not in (None, granularity):
             raise InvalidParameter(f"granularity is {self.granularity!r}, but the scales {list(self.scales.shape)} are per {granularity}")
@@ -119,22 +121,22 @@ class Minifloats:
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
-                raise InvalidParameter(f"scales are {dtype}, which need no global_scale: omit it, or pass float8_e4m3fn scales")
+                raise InvalidParameter(f"scales has dtype {dtype}, which needs no global_scale: omit it, or pass float8_e4m3fn scales")
             return None
         if dtype == torch.float8_e4m3fn or (dtype == torch.uint8 and self.global_scale is not None):
             if self.global_scale is None:
-                raise InvalidParameter("scales are float8_e4m3fn (nvfp4): pass global_scale too (1 if the engine has none)")
+                raise InvalidParameter("scales has dtype float8_e4m3fn (nvfp4): pass global_scale too (1 if the engine has none)")
             scale_dtype = "e4m3"
         elif dtype == torch.uint8 or (dtype == _E8M0 and _E8M0 is not None):
             if self.global_scale is not None:
-                raise InvalidParameter(f"scales are {dtype}, which need no global_scale: omit it, or pass float8_e4m3fn scales")
+                raise InvalidParameter(f"scales has dtype {dtype}, which needs no global_scale: omit it, or pass float8_e4m3fn scales")
             scale_dtype = "e8m0"
         else:
-            raise InvalidType(f"scales are {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")
+            raise InvalidType(f"scales has dtype {dtype}, expected float32, float16, float8_e8m0fnu, float8_e4m3fn or uint8")
         batch, heads, tokens, dim = self.shape
         expected = (batch, heads, tokens, -(-dim // BLOCK_CHANNELS[scale_dtype]))
         if tuple(self.scales.shape) != expected:
-            raise InvalidParameter(f"scales: shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
+            raise InvalidParameter(f"scales has shape {list(self.scales.shape)}, expected {list(expected)} for {scale_dtype} scales")
         return "block", scale_dtype
 
     def _number_scales(self) -> tuple[str, str]:
@@ -148,8 +150,8 @@ class Minifloats:
         if shape is None:
             requested = f"per {self.granularity}" if self.granularity in shapes else "per tensor, head or token"
             raise InvalidParameter(
-                f"scales: shape {list(self.scales.shape)} {requested}; expected one number or {[batch, 1, 1]} per tensor, {[heads]} or "
-                f"{[batch, heads, 1]} per head, {[batch, heads, tokens]} per token"
+                f"scales has shape {list(self.scales.shape)}, expected scales {requested}: one number or {[batch, 1, 1]} per tensor, "
+                f"{[heads]} or {[batch, heads, 1]} per head, {[batch, heads, tokens]} per token"
             )
         return shape, _SCALES[self.scales.dtype]
 
@@ -185,7 +187,7 @@ class Minifloats:
         if scale.dtype != torch.float32:
             raise InvalidType(f"global_scale is {scale.dtype}, expected float32")
         if tuple(scale.shape) not in ((), (1,), (1, 1, 1), (self.shape[0], 1, 1)):
-            raise InvalidParameter(f"global_scale: shape {list(scale.shape)}, expected one number or {[self.shape[0], 1, 1]}")
+            raise InvalidParameter(f"global_scale has shape {list(scale.shape)}, expected one number or {[self.shape[0], 1, 1]}")
         if scale.device != self.elements.device:
             raise InvalidParameter(f"global_scale is on {scale.device} and elements on {self.elements.device}: move them to one device")
         return scale

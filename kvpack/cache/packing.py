@@ -285,7 +285,7 @@ def _codecs(layer: DenseLayer, recipe: Recipe, number: int, count: int) -> Codec
             )
         check_tensor(x, f"{where}.{name}")
         if not x.shape[0] or not x.shape[1]:
-            raise InvalidParameter(f"{where}.{name}: shape {list(x.shape)}; expected at least one sequence and one head")
+            raise InvalidParameter(f"{where}.{name} has shape {list(x.shape)}, expected at least one sequence and one head")
     k, v = layer.k, layer.v
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
         raise InvalidParameter(f"{where}: k is {list(k.shape)}, but v is {list(v.shape)}: batch, kv_head and token must be the same")

@@ -17,7 +17,7 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
     """Return ``indices`` as integers. Raises InvalidParameter unless they are a list or a rank-1 tensor of at least one integer."""
     if isinstance(indices, torch.Tensor):
         if indices.dim() != 1:
-            raise InvalidParameter(f"indices are a tensor of shape {list(indices.shape)}, expected a list or a tensor of rank 1")
+            raise InvalidParameter(f"indices is a tensor of shape {list(indices.shape)}, expected a list or a tensor of rank 1")
         if indices.is_meta or indices.layout != torch.strided:
             raise InvalidParameter(f"indices are {describe(indices)} on {indices.device}, expected a list or a dense tensor")
         indices = indices.tolist()

@@ -163,7 +163,7 @@ class Side:
         check_floating(out.dtype)
         expected = (self.batch, self.heads, self.tokens, self.dim)
         if tuple(out.shape) != expected:
-            raise InvalidParameter(f"unpack_into: shape {list(out.shape)}, expected {list(expected)}")
+            raise InvalidParameter(f"out has shape {list(out.shape)}, expected {list(expected)}")
         if out.device != self.device:
             raise InvalidParameter(f"unpack_into: the tensor is on {out.device}, but must be on {self.device}, like the cache")
         with float32_no_grad(self.device):
@@ -243,7 +243,7 @@ class Side:
         check_tensor(x, where)
         expected = (self.batch, self.heads, x.shape[2], self.dim)
         if tuple(x.shape) != expected:
-            raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected {list(expected)}, as in the cache")
+            raise InvalidParameter(f"{where} has shape {list(x.shape)}, expected {list(expected)}, as in the cache")
         if x.device != self.device:
             raise InvalidParameter(
                 f"{where}: the values are on {x.device}, but the cache is on {self.device}: append x.to({str(self.device)!r})"
@@ -388,9 +388,9 @@ def check_tensor(x: Any, where: str) -> None:
     if x.is_meta or x.layout != torch.strided:
         raise InvalidType(f"{where}: expected a dense tensor in memory, but got one of layout {x.layout} on {x.device}")
     if x.dim() != 4:
-        raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected [batch, kv_head, token, dim]")
+        raise InvalidParameter(f"{where} has shape {list(x.shape)}, expected [batch, kv_head, token, dim]")
     if x.dtype not in RAW_DTYPES.values():
-        raise InvalidType(f"{where}: dtype {x.dtype}, expected bfloat16, float16 or float32")
+        raise InvalidType(f"{where} has dtype {x.dtype}, expected bfloat16, float16 or float32")
 
 
 def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None) -> Side:

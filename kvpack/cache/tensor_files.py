@@ -169,7 +169,7 @@ def _entry(path: str, name: str, described: Any) -> _TensorEntry:
             )
     torch_dtype = _DTYPES.get(dtype)
     if torch_dtype is None:
-        fault = f"the tensor {name!r:.200} has the dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}"
+        fault = f"the tensor {name!r:.200} has dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}"
         raise InvalidParameter(f"{path} is not a safetensors file: {fault}")
     _check_shape(path, name, shape)
     size = math.prod(shape) * torch_dtype.itemsize
@@ -201,8 +201,8 @@ def _check_shape(path: str, name: str, shape: list[int]) -> None:
     if len(shape) > _MAX_DIMS:
         raise InvalidParameter(f"{path}: the tensor {name!r:.200} has {len(shape)} dimensions, but may have at most {_MAX_DIMS}")
     if shape and max(shape) > MAX_TOKENS:
-        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, but each size may be at most {MAX_TOKENS}")
+        raise InvalidParameter(f"{path}: the tensor {name!r} has shape {shape}, but each dimension may be at most {MAX_TOKENS}")
     # Empty tensors have strides, too.
     if (values := math.prod(max(1, size) for size in shape)) > MAX_VALUES:
-        fault = f"but its nonzero sizes may have a product of at most {MAX_VALUES}, not {values}"
-        raise InvalidParameter(f"{path}: the tensor {name!r} has the shape {shape}, {fault}")
+        fault = f"but the product of its nonzero dimensions may be at most {MAX_VALUES}, not {values}"
+        raise InvalidParameter(f"{path}: the tensor {name!r} has shape {shape}, {fault}")

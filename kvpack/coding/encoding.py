@@ -156,8 +156,8 @@ def encode_all(
         streams = _encode_in_blocks(codec, x, where, before, position, sizes)
     kept = codec.summary.exact_dtype
     if kept is not None and RAW_NAMES[x.dtype] not in EXACT_DTYPES[kept] and is_rounded(x, x.to(RAW_DTYPES[kept])):
-        names = f"{RAW_NAMES[x.dtype]} values as {kept}"
-        warnings.warn(f"the recipe stores {names} and rounds them; the recipe raw keeps every value", RoundedWarning, stacklevel=2)
+        message = f"the recipe stores {RAW_NAMES[x.dtype]} values as {kept} and rounds them; the 'raw' recipe keeps every value exactly"
+        warnings.warn(message, RoundedWarning, stacklevel=2)
     return streams
 
 

@@ -117,13 +117,13 @@ class Loss(NamedTuple):
 _EFFECTS = {
     HEADS: ("other heads, which share its token scale", "makes the scale {:.3g} times too large for another"),
     TOKENS: ("other tokens, which share scales of a group with it", "is {:.3g} times as large as usual"),
-    _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the usual error"),
+    _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the typical error"),
     _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
 """For each kind of poor fit, a text that names what loses precision, and one about the worst token."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
-    _OWN: "use a codec with a rotation, such as octahedral, and leave mean=, channel_scale= and frame= out of the recipe",
+    _OWN: "use a codec with a rotation, such as octahedral, and omit mean=, channel_scale= and frame= from the recipe",
     _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
 }
 """For each kind of poor fit, the advice on avoiding it, by whether tokens can be raw."""

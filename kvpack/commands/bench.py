@@ -30,8 +30,8 @@ def add(commands: Any) -> None:
     io = kinds.add_parser(
         "io",
         help="time a KV cache to a file and back, compared with files of dense values and a memory copy",
-        description="Time saving, loading and attending to one KV cache, and the steps in between, in one thread; compare with "
-        "safetensors, torch.save, pickle, zstd and a memory copy.",
+        description="Measure how long it takes to save, load and attend to one KV cache, and the steps in between, in one thread, compared "
+        "with safetensors, torch.save, pickle, zstd and a memory copy.",
     )
     source = io.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="MODEL", help="measure the KV cache of this model (default with --text: the demo's)")
@@ -100,7 +100,7 @@ def _add_quality(kinds: Any) -> None:
         "--needles",
         type=int,
         metavar="N",
-        help="prompts of 1,024 and of 2,048 tokens with a pass key each, or for a model of bytes, with 5 key lines (default: 8 of "
+        help="prompts of 1,024 and of 2,048 tokens with a pass key each, or for a byte-level model, with 5 key lines (default: 8 of "
         "each, or as many as fit)",
     )
     quality.add_argument(

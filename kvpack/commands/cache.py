@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--prompt-file", metavar="FILE", required=True, help="the text, in UTF-8; - reads it from standard input")
     parser.add_argument("--out", dest="output", metavar="FILE", required=True, help="the kvpack file to write")
     parser.add_argument("--recipe", metavar="RECIPE", help=f"{RECIPE_HELP} (default: kvpack-4)")
-    parser.add_argument("--basis", metavar="FILE", help="the basis of a recipe that uses the codec klt or transform")
+    parser.add_argument("--basis", metavar="FILE", help="the basis of a recipe that uses the klt or transform codec")
     parser.add_argument(
         "--role",
         choices=("user", "system"),

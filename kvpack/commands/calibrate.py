@@ -32,8 +32,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--scope",
         choices=("head", "layer", "none"),
-        help="what a frame of the codec transform covers: one head, or all heads of a layer, which needs fewer bits but more "
-        "multiplications to decode (default: layer up to 512 channels, else head); none leaves frames out",
+        help="what a frame of the transform codec covers: one head, or all heads of a layer, which needs fewer bits but more "
+        "multiplications to decode (default: layer up to 512 channels, else head); 'none' omits frames",
     )
     parser.add_argument(
         "--balanced-only",

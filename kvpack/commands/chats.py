@@ -38,6 +38,8 @@ def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[A
         network, tokenizer = load_model(folder, dtype="auto").to(device), load_tokenizer(folder)
     if tokenizer is None:
         if network.get_input_embeddings().weight.shape[0] <= BOS:
-            raise InvalidParameter(f"{folder}: has no tokenizer, and too few token ids for bytes: pass a folder with a tokenizer")
+            raise InvalidParameter(
+                f"{folder} has no tokenizer, and the model has too few token ids for bytes: pass a folder with a tokenizer"
+            )
         tokenizer = ByteTokenizer()
     return network, tokenizer

@@ -49,7 +49,7 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--basis",
         metavar="FILE",
-        help="the basis of files and recipes that use the codec klt or transform; for files, a folder that contains it works too",
+        help="the basis of files and recipes that use the klt or transform codec; for files, a folder that contains it works too",
     )
 
 

@@ -37,7 +37,7 @@ PACKAGES = (
     Package("redis", "5", "stores on Redis and Valkey", "redis"),
     Package("obstore", "0.12", "stores on S3, Google Cloud Storage and Azure", "object-store"),
     Package("cryptography", "42", "encrypted stores", "encryption"),
-    Package("matplotlib", "3.8", "pictures", "bench"),
+    Package("matplotlib", "3.8", "plots", "bench"),
 )
 ENGINES = ("vllm", "sglang", "lmcache", "mlx-lm")
 """Packages with which kvpack works, listed if they are installed."""

@@ -74,7 +74,7 @@ def import_(arguments: argparse.Namespace) -> int:
             f"--kv-heads is {problem}, but llama.cpp slots do not record their number of KV heads: pass it, for example --kv-heads 8"
         )
     if not slot and (arguments.kv_heads or windows or arguments.latents):
-        raise InvalidParameter(f"{arguments.input}: is not a sequence state of llama.cpp: omit --kv-heads, --window and --latents")
+        raise InvalidParameter(f"{arguments.input} is not a sequence state of llama.cpp: omit --kv-heads, --window and --latents")
     with progress("encode", arguments) as callback:
         if slot:
             heads = [int(count) for count in arguments.kv_heads.split(",")]

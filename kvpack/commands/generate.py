@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)")
     parser.add_argument(
-        "--basis", metavar="FILE", help="the basis of a file that uses the codec klt or transform, or a folder that contains it"
+        "--basis", metavar="FILE", help="the basis of a file that uses the klt or transform codec, or a folder that contains it"
     )
     parser.add_argument("--update", action="store_true", help="save the longer cache in FILE, so that the next prompt continues the chat")
     parser.add_argument("--out", dest="output", metavar="OUT", help="save the longer cache in OUT")

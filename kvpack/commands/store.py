@@ -443,7 +443,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         chunk = exported.chunk or chunk_at(arguments.store, exported, StoreOptions(**options)) or CHUNK_TOKENS
     if exported.inputs and chunk != exported.chunk:
         raise InvalidParameter(
-            f"{arguments.input}: has input digests for chunks of {exported.chunk} tokens, but --chunk is {chunk}: omit --chunk"
+            f"{arguments.input} has input digests for chunks of {exported.chunk} tokens, but --chunk is {chunk}: omit --chunk"
         )
     with Store(arguments.store, exported.identity, chunk=chunk, **options) as store:
         stored = store.save(exported.ids, exported.cache, inputs=exported.inputs)

@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--attendable",
         action="store_true",
-        help="leave out codecs that attention must decode tile by tile (transform, which is meant for stored files)",
+        help="omit codecs that attention must decode tile by tile (transform, which is meant for stored files)",
     )
     parser.add_argument("--out", default="recipe.txt", metavar="FILE", help="the recipe file to write (default: recipe.txt)")
     parser.add_argument("--measurements", metavar="FILE", help="keep the measurements in this file, and reuse those already in it")

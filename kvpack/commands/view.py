@@ -51,7 +51,7 @@ _RANGE = re.compile(r"bytes=([0-9]{1,19})-([0-9]{0,19})", re.ASCII)
 def add(commands: Any) -> None:
     """Add ``view`` to the command line."""
     description = (
-        "Show a file in the browser: header, layers, bytes by stream, verification, and pictures of keys and values. "
+        "Show a file in the browser: header, layers, bytes by stream, verification, and images of keys and values. "
         "The page is served from this machine to this machine only, and no data leaves it. Ctrl-C ends the command."
     )
     parser = commands.add_parser("view", help="show a file in the browser", description=description)
@@ -122,7 +122,7 @@ def _open_regular(path: str | os.PathLike[str]) -> int:
         raise MissingFile(f"{os.fspath(path)}: {error.strerror}", filename=os.fspath(path), number=error.errno or 0) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise MissingFile(f"{os.fspath(path)}: is not a regular file: pass a kvpack file", filename=os.fspath(path))
+        raise MissingFile(f"{os.fspath(path)} is not a regular file: pass a kvpack file", filename=os.fspath(path))
     return descriptor
 
 

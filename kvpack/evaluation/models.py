@@ -60,7 +60,7 @@ def _text(name: str, data: bytes, folder: Path, ids_below: int) -> Text:
         return tokenize(name, data.decode(errors="replace"), tokenizer)
     if ids_below <= BOS:
         raise InvalidParameter(
-            f"{folder}: has no tokenizer, and bytes need at least {BOS + 1} token ids, but the model has only {ids_below}: add a tokenizer"
+            f"{folder} has no tokenizer, and bytes need at least {BOS + 1} token ids, but the model has only {ids_below}: add a tokenizer"
         )
     return Text(name, (BOS,), data, is_byte_level=True, encode=lambda text: [*text.encode()])
 

@@ -367,7 +367,7 @@ def features_of(codecs: Iterable[Codec]) -> tuple[str, ...]:
 
 def unsupported_feature_message(feature: str) -> str:
     """Return the error message about a required feature that this version of kvpack does not support."""
-    return f"the file needs the feature {feature!r:.200}, which this kvpack does not support: install a newer kvpack"
+    return f"the file needs the feature {feature!r:.200}, which this version of kvpack does not support: upgrade kvpack"
 
 
 def prefix_error(where: str, error: KvpackError) -> KvpackError:

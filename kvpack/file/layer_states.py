@@ -60,7 +60,7 @@ class StateEntry:
                 "letter"
             )
         if not self.shape:
-            raise InvalidHeader(f"{self.where} has no sizes, expected 1 to {MAX_SIZES}")
+            raise InvalidHeader(f"{self.where} has no dimensions, expected 1 to {MAX_SIZES}")
         for number, size in enumerate(self.shape):
             check(f"{self.where}.shape[{number}]", size, Rule(int, MAX_TOKENS if number else MAX_BATCH, 1))
 
@@ -82,8 +82,8 @@ def features_of(states: Iterable[StateEntry]) -> tuple[tuple[str, ...], dict[str
     for state in ordered:
         if len(state.name) > MAX_NAME_BYTES or len(state.shape) > MAX_SIZES:
             raise LimitExceeded(
-                f"the state {state.where} has a name of {len(state.name)} bytes and {len(state.shape)} sizes, "
-                f"but may have at most {MAX_NAME_BYTES} and {MAX_SIZES}"
+                f"the state {state.where} has a {len(state.name)}-byte name and {len(state.shape)} dimensions; "
+                f"the limits are {MAX_NAME_BYTES} bytes and {MAX_SIZES} dimensions"
             )
     if len(ordered) * _RECORD.size > MAX_BINARY_BYTES:
         raise LimitExceeded(f"the layers have {len(ordered)} states, but a file can have at most {MAX_BINARY_BYTES // _RECORD.size}")
@@ -120,7 +120,7 @@ def _pack(state: StateEntry) -> bytes:
 def _parse(number: int, record: bytes) -> StateEntry:
     layer, dtype, count, *sizes, name = _RECORD.unpack(record)
     if dtype >= len(DTYPES):
-        raise InvalidHeader(f"{_PLACE}: record {number} has the dtype {dtype}, expected one below {len(DTYPES)}")
+        raise InvalidHeader(f"{_PLACE}: record {number} has dtype {dtype}, expected one below {len(DTYPES)}")
     state = StateEntry(layer, name.rstrip(b"\0").decode("latin-1"), DTYPES[dtype], tuple(sizes[:count]))
     if _pack(state) != record:
         raise InvalidHeader(f"{_PLACE}: record {number} has {count} sizes of {sizes}, expected 1 to {MAX_SIZES}, and zeros after them")
@@ -131,6 +131,6 @@ def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
     """Raise InvalidParameter if a file cannot store an array as a state. ``dtype`` is None if the format does not have the dtype."""
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
-            f"{where} has the shape {list(shape)} and the dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "
+            f"{where} has shape {list(shape)} and dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "
             f"sizes above 0, of {', '.join(DTYPES)}"
         )

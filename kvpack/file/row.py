@@ -147,7 +147,9 @@ def frame_of(data: memoryview, where: str) -> Frame:
     frame = Frame(*_FRAME.unpack_from(data))
     if frame.magic != MAGIC:
         if frame.magic.startswith(b"kvpack-row "):
-            raise UnsupportedVersion(f"{where} is a row of a different version, {frame.magic!r}, but this kvpack reads version 1")
+            raise UnsupportedVersion(
+                f"{where} is a row of a different version, {frame.magic!r}, but this version of kvpack reads version 1"
+            )
         raise NotKvpack(f"{where} is not the row of a page: it begins with {frame.magic!r}")
     if frame.length % ALIGNMENT or frame.length < FRAME_BYTES:
         raise InvalidHeader(f"{where}: its length is {frame.length}, expected a multiple of {ALIGNMENT} of at least {FRAME_BYTES}")
@@ -204,7 +206,7 @@ def _difference(where: str, actual: Any, expected: Any) -> str:
     elif type(actual) is type(expected) is list and len(actual) == len(expected):
         parts = [(f"{where}[{number}]", *both) for number, both in enumerate(zip(actual, expected, strict=True))]
     elif type(actual) is type(expected) is list:
-        return f"{where} has the length {len(actual)}, expected {len(expected)}"
+        return f"{where} has length {len(actual)}, expected {len(expected)}"
     else:
         return "" if actual == expected else f"{where or 'the description'} is {actual!r:.200}, expected {expected!r:.200}"
     return next((text for part in parts if (text := _difference(*part))), "")

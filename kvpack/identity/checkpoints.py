@@ -54,7 +54,7 @@ def _file_digest(path: str) -> str:
             digest = digest_file_bytes(path, before["size"])
             after = _status(path)
             if after != before:
-                raise InvalidParameter(f"{path}: changed while its digest was computed: wait until it is complete, then try again")
+                raise InvalidParameter(f"{path} changed while its digest was computed: wait until it is complete, then try again")
             kept.write(after, digest)
         return digest
 

@@ -59,7 +59,7 @@ def engine_fields(
     except ValueError as error:
         raise InvalidParameter(f"{folder / 'config.json'} is not valid JSON: {error}") from None
     if not weights:
-        raise InvalidParameter(f"{folder}: contains no *.safetensors files: pass revision= to identify the weights")
+        raise InvalidParameter(f"{folder} contains no *.safetensors files: pass revision= to identify the weights")
     return {
         "model": model_name(str(folder.resolve())),
         "weights": weights,

@@ -369,15 +369,15 @@ class LiveLayer:
             check_tensor(x, where)
             expected = [side.batch, side.heads, x.shape[2], side.dim]
             if list(x.shape) != expected:
-                raise InvalidParameter(f"{where}: shape {list(x.shape)} does not continue tensors of shape {expected}")
+                raise InvalidParameter(f"{where} has shape {list(x.shape)}, expected {expected} to continue the cache")
             if x.device != side.tail.device:
                 raise InvalidParameter(
                     f"{where}: the values are on {x.device}, but the cache is on {side.tail.device}: pass x.to({str(side.tail.device)!r})"
                 )
             given[name] = x
         if len({x.shape[2] for x in given.values()}) > 1:
-            counts = " and ".join(f"{x.shape[2]} of {name}" for name, x in given.items())
-            raise InvalidParameter(f"{self.name}: got {counts}; pass the same number of tokens for keys and values")
+            counts = " and ".join(f"{x.shape[2]} tokens for {name}" for name, x in given.items())
+            raise InvalidParameter(f"{self.name}: got {counts}: pass the same number of tokens for keys and values")
         for name, x in given.items():
             side = self.sides[name]
             if x.device.type == "cpu" and side.codec.exact_dtype is None:

@@ -43,10 +43,10 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
             continue
         where = f"layers[{number}].{name}"
         if not isinstance(x, torch.Tensor) or x.dim() != 4 or not x.shape[0] or not x.shape[1]:
-            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise InvalidParameter(f"{where}: {shape}; keys and values are tensors [batch, kv_head, token, dim]")
+            description = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
+            raise InvalidParameter(f"{where} {description}, expected a tensor [batch, kv_head, token, dim]")
         if x.dtype not in RAW_DTYPES.values():
-            raise InvalidType(f"{where}: dtype {x.dtype}; expected bfloat16, float16 or float32")
+            raise InvalidType(f"{where} has dtype {x.dtype}, expected bfloat16, float16 or float32")
         with prefix_errors(where, InvalidParameter):
             codec = recipe.codec(number, layers, name, x.shape[3], RAW_NAMES[x.dtype])
         sides[name] = Side(codec, (), x[:, :, :0].clone(), recipe.window)

@@ -34,9 +34,9 @@ class PageBuffer:
         for side, x in given.items():
             layers = list(x.unbind(1)) if isinstance(x, torch.Tensor) and x.dim() == 5 else x
             if not isinstance(layers, Sequence) or len(layers) != geometry.layers:
-                description = list(x.shape) if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+                description = f"has shape {list(x.shape)}" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
                 raise InvalidParameter(
-                    f"{side}: {description}; pages of {geometry.layers} layers are one tensor [slot, layer, head, token, channel], "
+                    f"{side} {description}, but pages of {geometry.layers} layers are one tensor [slot, layer, head, token, channel], "
                     "or a tensor [slot, head, token, channel] for each layer"
                 )
             for number, tensor in enumerate(layers):
@@ -78,10 +78,10 @@ class PageBuffer:
             description = f"a {x.layout} tensor on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise InvalidType(f"{where} is {description}, expected a dense tensor in memory")
         if x.dtype != geometry.torch_dtype:
-            raise InvalidType(f"{where}: dtype {x.dtype}, expected {geometry.dtype}")
+            raise InvalidType(f"{where} has dtype {x.dtype}, expected {geometry.dtype}")
         expected = (geometry.heads, geometry.tokens, dim)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
-            raise InvalidParameter(f"{where}: shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")
+            raise InvalidParameter(f"{where} has shape {list(x.shape)}, expected [slot, {', '.join(map(str, expected))}]")
 
 
 def _strided(x: torch.Tensor) -> Strided:

@@ -157,9 +157,9 @@ class PageCodec:
         if self._closed:
             raise InvalidParameter("the codec is closed: create another PageCodec")
         if not isinstance(pages, PageBuffer):
-            raise InvalidType(f"pages are a {type(pages).__name__}, expected a kvpack.pages.PageBuffer of an engine's memory")
+            raise InvalidType(f"pages is a {type(pages).__name__}, expected a kvpack.pages.PageBuffer of an engine's memory")
         if pages.geometry != self.geometry:
-            raise InvalidParameter(f"the pages are {pages.geometry}, but the codec is for {self.geometry}")
+            raise InvalidParameter(f"pages has geometry {pages.geometry}, but the codec is for {self.geometry}")
         slots = pages.checked_slots(slots, written)
         return slots, _digests(keys, len(slots), "slots")
 
@@ -168,9 +168,9 @@ class PageCodec:
         if not isinstance(rows, torch.Tensor) or rows.device == CPU:
             self._views(rows, count, writable=writable)
         elif rows.dim() != 2 or rows.dtype != torch.uint8 or rows.shape[0] != count:
-            raise InvalidParameter(f"rows are {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
+            raise InvalidParameter(f"rows is {rows.dtype} {list(rows.shape)}, expected uint8 [{count}, byte]")
         elif writable and rows.shape[1] < self.nbytes:
-            raise Truncated(f"rows have room for {rows.shape[1]} bytes each, but a page takes {self.nbytes}")
+            raise Truncated(f"rows has room for {rows.shape[1]} bytes each, but a page takes {self.nbytes}")
         elif writable and count > 1 and rows.stride(0) < self.nbytes:
             raise InvalidParameter(_overlapping(rows.stride(0), self.nbytes))
 
@@ -178,13 +178,15 @@ class PageCodec:
         if isinstance(rows, torch.Tensor):
             if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.device != CPU or (rows.numel() and rows.stride(1) != 1):
                 description = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
-                raise InvalidParameter(f"rows are {description}, expected uint8 [page, byte] in host memory or on the device of the pages")
+                raise InvalidParameter(f"rows is {description}, expected uint8 [page, byte] in host memory or on the device of the pages")
             # Views of memory do not depend on the mode in which the tensor was created.
             rows = [row.numpy().data for row in rows.detach().unbind()]
         try:
             views = [memoryview(row).cast("B") for row in rows]
         except TypeError as error:
-            raise InvalidParameter(f"rows are not contiguous buffers of bytes ({error}): pass bytearrays or one uint8 tensor") from None
+            raise InvalidParameter(
+                f"rows does not contain only contiguous buffers ({error}): pass bytearrays or one uint8 tensor"
+            ) from None
         if len(views) != count:
             raise InvalidParameter(f"{len(views)} rows were given for {count} slots")
         for number, view in enumerate(views):

@@ -102,7 +102,8 @@ class PageGeometry:
             return Opaque(dim)
         if self.dtype == "u8":
             raise InvalidParameter(
-                f"{where}: the recipe stores {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: use the recipe raw"
+                f"{where}: the recipe stores {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: use the 'raw' "
+                "recipe"
             )
         if isinstance(codec.family, Klt):
             # A page with another number of heads could never be encoded.
@@ -114,7 +115,7 @@ class PageGeometry:
         if varying:
             raise InvalidParameter(
                 f"{where}: the sizes of the streams {', '.join(varying)} of {codec.id} depend on the values, but all rows of an engine "
-                "must have the same size: leave out lossless, transform, outliers, and all raw tokens except those of raw_low_norm"
+                "must have the same size: omit lossless, transform, outliers, and all raw tokens except those of raw_low_norm"
             )
         return codec
 
@@ -132,7 +133,7 @@ class PageGeometry:
         recipe = parse_recipe(recipe)
         recipe.check_layers(self.layers)
         if recipe.window:
-            raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw, but pages have no raw tail: leave window= out")
+            raise InvalidParameter(f"the recipe keeps the newest {recipe.window} tokens raw, but pages have no raw tail: omit window=")
         codecs: dict[Codec, int] = {}
         tail_dtype = ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype)
         layers = []

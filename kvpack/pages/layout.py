@@ -49,7 +49,7 @@ class PageLayout:
         if page.dtype != geometry.torch_dtype:
             raise InvalidType(f"page has dtype {page.dtype}, expected {geometry.dtype}")
         if not page.is_contiguous():
-            raise InvalidParameter(f"page has the shape {list(page.shape)} and strides {list(page.stride())}, expected contiguous memory")
+            raise InvalidParameter(f"page has shape {list(page.shape)} and strides {list(page.stride())}, expected contiguous memory")
         flat, dims = page.view(-1), geometry.dims
         shapes = {side: (geometry.layers, geometry.heads, geometry.tokens, dim) for side, dim in dims.items()}
 

@@ -41,8 +41,8 @@ class LeftOutTokens:
         warnings.warn(
             f"in pages of {self._tokens} tokens, {costly} tokens that differ too much from the others have no room among the raw tokens: "
             "they, or tokens and heads that share scales with them, lose precision. To avoid this, use larger pages, of 64 tokens or more, "
-            f"with raw=0,0.6,4 in the recipe, or write token_scale=fp16{PER_HEAD} for the codec group and per=token for minifloat, and "
-            "leave mean= and channel_scale= out. This warning is issued once; "
+            f"with raw=0,0.6,4 in the recipe, or write token_scale=fp16{PER_HEAD} for the group codec and per=token for minifloat, and "
+            "omit mean= and channel_scale=. This warning is issued once; "
             "PageCodec.raw_tokens_left_out keeps counting",
             KvpackWarning,
             stacklevel=3,

@@ -279,7 +279,7 @@ def verify(
                     key = chunk_key(fields.parent, fields.ids, fields.inputs)
                     if not fields.key == key == stored.key:
                         raise InvalidHeader(
-                            f"{file.where}: names the key {fields.key.hex()}, but its parent, ids and inputs give {key.hex()}"
+                            f"{file.where} names the key {fields.key.hex()}, but its parent, ids and inputs give {key.hex()}"
                         )
                 file.verify()
         except _EntryGone:

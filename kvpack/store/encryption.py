@@ -64,7 +64,7 @@ class Cipher:
             from cryptography.hazmat.primitives.ciphers import Cipher as Engine
             from cryptography.hazmat.primitives.ciphers import algorithms, modes
         except ImportError:
-            raise MissingPackage("encrypted entries need the package cryptography: pip install 'kvpack[encryption]'") from None
+            raise MissingPackage("encrypted entries need the cryptography package: pip install 'kvpack[encryption]'") from None
         if not isinstance(keys, Mapping) or not keys:
             kind = "an empty map" if isinstance(keys, Mapping) else f"of type {type(keys).__name__}"
             raise InvalidParameter(f"encryption is {kind}, expected at least one key with its id")
@@ -137,7 +137,8 @@ class Cipher:
             decryptor.finalize()
         except self._invalid_tag:
             raise Undecryptable(
-                f"{where}: its tag does not match: it was encrypted with another key of the id {format_key_id(name)}, or as another entry"
+                f"{where}: its tag does not match: it was encrypted with a different key that has id {format_key_id(name)}, or as another "
+                "entry"
             ) from None
         del plain[len(sealed) :]
         return plain
@@ -152,7 +153,9 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
     if version is None:
         raise NotKvpack(f"{where} is not encrypted, but a store with keys reads only encrypted entries")
     if version > VERSION:
-        raise UnsupportedVersion(f"{where} is encrypted in version {version}, but this kvpack reads version {VERSION}: upgrade kvpack")
+        raise UnsupportedVersion(
+            f"{where} is encrypted in version {version}, but this version of kvpack reads version {VERSION}: upgrade kvpack"
+        )
     # A damaged entry is useless to everyone; an entry of another key is not.
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
     name = key_id(view[:FRONT_BYTES])

@@ -21,7 +21,7 @@ def read_key_file(path: str | os.PathLike[str]) -> dict[str, bytes]:
     text, mode = read_text_and_mode(path, MAX_BYTES)
     where = os.fsdecode(path)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise InvalidParameter(f"{where} has the mode {mode:04o}, but only its owner may access a key file: run chmod 600")
+        raise InvalidParameter(f"{where} has mode {mode:04o}, but only its owner may access a key file: run chmod 600")
     keys: dict[str, bytes] = {}
     lines: dict[str, int] = {}
     for line_number, line in enumerate(text.splitlines(), 1):

@@ -96,7 +96,7 @@ class Client:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError:
-            raise MissingPackage("a store on Redis needs the package redis: pip install 'kvpack[redis]'") from None
+            raise MissingPackage("a store on Redis needs the redis package: pip install 'kvpack[redis]'") from None
         self._counters = counters
         self.breaker = CircuitBreaker()
         # With a server that is not Redis, the client may raise any error.
@@ -113,7 +113,7 @@ class Client:
             if (unknown := _UNKNOWN_OPTION.search(str(error))) is None:
                 raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
             raise InvalidParameter(
-                f"the location sets {unknown[1]!r:.60}, which is not an option of these connections: remove it from the URL"
+                f"the Redis URL sets {unknown[1]!r:.60}, which is not a connection option: remove it"
             ) from None
         except (ValueError, redis.RedisError) as error:
             raise InvalidParameter(f"the location is not the URL of a Redis server: {error}") from None
@@ -229,7 +229,7 @@ def _check_url(url: str) -> None:
         raise InvalidParameter("the user or the password of the location contains '/', '?' or '#': write %2F, %3F or %23 instead")
     for name in parse_qs(parts.query):
         if name not in _URL_OPTIONS and name not in _FIXED_OPTIONS:
-            raise InvalidParameter(f"the location sets {name!r:.60}, which is not an option of these connections: remove it from the URL")
+            raise InvalidParameter(f"the Redis URL sets {name!r:.60}, which is not a connection option: remove it")
     if parts.scheme == "unix":
         if not parts.path:
             raise InvalidParameter("the location names no socket, expected unix:///path/of/socket")

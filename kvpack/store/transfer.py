@@ -184,7 +184,7 @@ def _read_ids(tokens: str) -> bytes:
     try:
         return token_bytes(ids)
     except InvalidParameter as error:
-        raise InvalidParameter(f"{tokens}: is not a JSON array of token ids: {error}") from None
+        raise InvalidParameter(f"{tokens} is not a JSON array of token ids: {error}") from None
 
 
 def _to_list(data: bytes) -> list[int]:

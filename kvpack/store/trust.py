@@ -62,11 +62,11 @@ class Trust:
             status = os.stat(root)
         except OSError as error:
             if error.errno in _PERMANENT_ERRORS:
-                raise InvalidParameter(f"{root}: cannot be a store: {error.strerror}") from None
+                raise InvalidParameter(f"{root} cannot be a store: {error.strerror}") from None
             # Either the folder does not exist yet, or its disk fails, which later operations count as a fault.
             return
         if not stat.S_ISDIR(status.st_mode):
-            raise InvalidParameter(f"{root}: is not a folder: pass the path of a store's folder, which need not exist yet")
+            raise InvalidParameter(f"{root} is not a folder: pass the path of a store's folder, which need not exist yet")
         if status.st_mode & self._forbidden_bits(status):
             mode, group = stat.S_IMODE(status.st_mode), status.st_gid
             hint = ""
@@ -74,12 +74,12 @@ class Trust:
                 trusted_hint = "" if self.trusted_group is None else f", and trusted_group is {self.trusted_group}"
                 hint = f". Its group is {group}{trusted_hint}: trusted_group={group} trusts the members of this group to do so"
             raise InvalidParameter(
-                f"{root}: has the mode {mode:04o}, expected a folder that neither group nor others may write: "
-                f"anyone who can write entries decides what models read{hint}"
+                f"{root} has mode {mode:04o}, but neither group nor others may write to a store's folder, because anyone who can write "
+                f"entries decides what models read{hint}"
             )
         self._group_writes = self.trusted_group is not None and bool(status.st_mode & stat.S_IWGRP)
         if not os.access(root, os.X_OK, effective_ids=True):
-            raise InvalidParameter(f"{root}: cannot be a store: {os.strerror(errno.EACCES)}")
+            raise InvalidParameter(f"{root} cannot be a store: {os.strerror(errno.EACCES)}")
         self.owner, self._group = status.st_uid, status.st_gid
 
     @property
@@ -179,7 +179,7 @@ class Trust:
             hint = "" if self.trusted_group is None else f", and is not of the group {self.trusted_group}"
             raise Untrusted(f"{path} is owned by user {status.st_uid}, the store by user {self.owner}{hint}")
         if status.st_mode & self._forbidden_bits(status):
-            raise Untrusted(f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: users other than its owner may write it")
+            raise Untrusted(f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so users other than its owner can write to it")
 
     def _forbidden_bits(self, status: os.stat_result) -> int:
         """Return the mode bits that would let an untrusted user write."""

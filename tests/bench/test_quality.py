@@ -695,4 +695,4 @@ def test_one_report_gives_one_plot(tmp_path: Path) -> None:
 def test_works_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["bench", "quality", "--model", "demo", "--out", str(tmp_path)]) == 3
-    assert capsys.readouterr().err == "kvpack: the picture needs matplotlib: pip install 'kvpack[bench]'\n"
+    assert capsys.readouterr().err == "kvpack: the plot needs matplotlib: pip install 'kvpack[bench]'\n"

@@ -307,16 +307,16 @@ def test_raw_tails_keep_the_input_dtype(dtype: torch.dtype) -> None:
 X = torch.zeros(1, 2, 8, 64)
 LONG_RECIPE = ";".join(["kv=group:b=2", *(f"layers={n}00000:kv=group:b={2 + n % 7},g={32 << n % 3}" for n in range(1, 520))])
 BAD_INPUT = {
-    "rank": ([(X[0], X)], InvalidParameter, r"layers\[0\].k: shape \[2, 8, 64\]"),
-    "dtype": ([(X.to(torch.int32), X)], InvalidType, r"layers\[0\].k: dtype torch.int32"),
-    "float64": ([(X, X.to(torch.float64))], InvalidType, r"layers\[0\].v: dtype torch.float64"),
+    "rank": ([(X[0], X)], InvalidParameter, r"layers\[0\].k has shape \[2, 8, 64\]"),
+    "dtype": ([(X.to(torch.int32), X)], InvalidType, r"layers\[0\].k has dtype torch.int32"),
+    "float64": ([(X, X.to(torch.float64))], InvalidType, r"layers\[0\].v has dtype torch.float64"),
     "tokens": ([(X, X[:, :, :7])], InvalidParameter, r"k is \[1, 2, 8, 64\], but v is \[1, 2, 7, 64\]"),
     "heads": ([(X, X[:, :1])], InvalidParameter, "batch, kv_head and token must be the same"),
     "both missing": ([(None, None)], InvalidParameter, "k and v are both None"),
     "not a cache": (7, InvalidType, "a int is not a KV cache"),
     "not a tensor": ([("k", X)], InvalidType, "expected a tensor or None, but got a str"),
-    "no heads": ([(X[:, :0], X[:, :0])], InvalidParameter, r"layers\[0\].k: shape \[1, 0, 8, 64\]; expected at least one sequence"),
-    "no sequences": ([(X[:0], X[:0])], InvalidParameter, r"layers\[0\].k: shape \[0, 2, 8, 64\]; expected at least one sequence"),
+    "no heads": ([(X[:, :0], X[:, :0])], InvalidParameter, r"layers\[0\].k has shape \[1, 0, 8, 64\], expected at least one sequence"),
+    "no sequences": ([(X[:0], X[:0])], InvalidParameter, r"layers\[0\].k has shape \[0, 2, 8, 64\], expected at least one sequence"),
     "head dim": ([(X[..., :63], X[..., :63])], InvalidParameter, "head dim 63"),
 }
 

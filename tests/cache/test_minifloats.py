@@ -189,22 +189,28 @@ def with_code(name: str, part: str, code: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (changed("fp8 tensor", elements=torch.ones(1, 1, 1, 4)), InvalidType, "elements are torch.float32, expected float8_e4m3fn"),
-        (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidParameter, "elements: rank 3"),
-        (changed("mxfp4", element=None), InvalidParameter, "elements are uint8: pass their format as element=, one of e4m3, e5m2, e2m1"),
+        (changed("fp8 tensor", elements=torch.ones(1, 1, 1, 4)), InvalidType, "elements has dtype torch.float32, expected float8_e4m3fn"),
+        (changed("fp8 tensor", elements=torch.ones(2, 3, 4).to(torch.float8_e5m2)), InvalidParameter, "elements has rank 3"),
+        (
+            changed("mxfp4", element=None), InvalidParameter,
+            "elements has dtype uint8: pass their format as element=, one of e4m3, e5m2, e2m1",
+        ),
         (changed("mxfp4", element="int4"), InvalidParameter, "element is 'int4', expected one of"),
         (changed("fp8 tensor", element="e5m2"), InvalidParameter, "which is e4m3, but element is 'e5m2'"),
         (
             changed("fp8 tensor", scales=torch.ones(5)),
             InvalidParameter,
-            r"scales: shape \[5\] per tensor, head or token; expected one number",
+            r"scales has shape \[5\], expected scales per tensor, head or token: one number",
         ),
-        (changed("fp8 token", granularity="head"), InvalidParameter, r"scales: shape \[2, 3, 37\] per head"),
-        (changed("fp8 tensor", scales=torch.ones(1).bfloat16()), InvalidType, "scales are torch.bfloat16, expected float32"),
-        (changed("fp8 tensor", global_scale=torch.ones(1)), InvalidParameter, "scales are torch.float32, which need no global_scale"),
+        (changed("fp8 token", granularity="head"), InvalidParameter, r"scales has shape \[2, 3, 37\], expected scales per head"),
+        (changed("fp8 tensor", scales=torch.ones(1).bfloat16()), InvalidType, "scales has dtype torch.bfloat16, expected float32"),
+        (
+            changed("fp8 tensor", global_scale=torch.ones(1)), InvalidParameter,
+            "scales has dtype torch.float32, which needs no global_scale",
+        ),
         (changed("nvfp4", global_scale=None), InvalidParameter, "pass global_scale too"),
         (changed("nvfp4", global_scale=torch.ones(1).half()), InvalidType, "global_scale is torch.float16, expected float32"),
-        (changed("nvfp4", global_scale=torch.ones(3)), InvalidParameter, r"global_scale: shape \[3\]"),
+        (changed("nvfp4", global_scale=torch.ones(3)), InvalidParameter, r"global_scale has shape \[3\]"),
         (
             changed("mxfp8", scales=torch.full((2, 3, 37, 3), 127, dtype=torch.uint8)),
             InvalidParameter,

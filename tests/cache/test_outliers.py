@@ -154,7 +154,7 @@ def test_a_token_that_fits_neither_maps_nor_means_is_raw_or_named(recipe: str, f
     others = [token for token in range(300) if token != 137]
     given = far_from_the_others(1.0)
     assert relative(decoded[:, :, others], k[:, :, others]) < 1.05 * relative(usual[:, :, others], given[:, :, others])
-    with pytest.warns(KvpackWarning, match=r"token 137 of sequence 0, head 1 has .* times the usual error.* add raw=4,0.6,4"):
+    with pytest.warns(KvpackWarning, match=r"token 137 of sequence 0, head 1 has .* times the typical error.* add raw=4,0.6,4"):
         kvpack.pack([(far_from_the_others(14.0),) * 2], f"{recipe};raw=4,0.6")
 
 
@@ -180,7 +180,9 @@ def test_a_token_with_a_large_direction_error_is_raw_or_named(recipe: str, kerne
     coordinate = torch.zeros(1, 1, 1, 64)
     coordinate[..., 5] = 8
     k[0, 1, 137] = given.codec.rotation.inverse(coordinate)[0, 0, 0]
-    with pytest.warns(KvpackWarning, match=r"layers\[0\].k: in 1 of 300 .* token 137 of sequence 0, head 1 has \d.* times the usual error"):
+    with pytest.warns(
+        KvpackWarning, match=r"layers\[0\].k: in 1 of 300 .* token 137 of sequence 0, head 1 has \d.* times the typical error"
+    ):
         kvpack.pack([(k, k)], f"k={recipe};v=raw")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -227,7 +229,7 @@ def test_many_tokens_far_from_the_mean_are_named_but_not_raw() -> None:
     assert cache[0].k is not None
     assert cache[0].k.runs[0].streams["raw_positions"].shape[2] == 4
     k[0, 1, 100:105, 9] = 100
-    with pytest.warns(KvpackWarning, match=r"in 5 of 300 tokens.* times the usual error. To .* leave mean=.* out of the recipe$"):
+    with pytest.warns(KvpackWarning, match=r"in 5 of 300 tokens.* times the typical error. To .* omit mean=.* from the recipe$"):
         cache = kvpack.pack([(k, k)], "k=scalar:b=3,mean=128;v=raw;raw=4,0.6,4")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -439,7 +441,7 @@ def test_a_token_that_widens_the_group_of_a_channel_is_raw_or_named(recipe: str)
     decoded = layer.unpack(torch.float32)[1]
     assert decoded is not None
     assert torch.equal(decoded[0, :, 137], given[1][0, :, 137].to(torch.bfloat16).float())
-    with pytest.warns(KvpackWarning, match=r"v: in 1 of 600 tokens.* 137 of sequence 0, head 1 has .* times the usual error"):
+    with pytest.warns(KvpackWarning, match=r"v: in 1 of 600 tokens.* 137 of sequence 0, head 1 has .* times the typical error"):
         kvpack.pack([given], f"{recipe};raw=0")
 
 

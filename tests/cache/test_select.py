@@ -203,7 +203,7 @@ WRONG = {
     "a mask": ([True, False, True], "indices contain True, expected integers, such as"),
     "a mask tensor": (torch.tensor([True, False]), "indices contain True"),
     "floats": (torch.tensor([0.0, 1.0]), "indices contain 0.0"),
-    "rank 2": (torch.zeros(1, 2, dtype=torch.int64), r"indices are a tensor of shape \[1, 2\], expected .* rank 1"),
+    "rank 2": (torch.zeros(1, 2, dtype=torch.int64), r"indices is a tensor of shape \[1, 2\], expected .* rank 1"),
     "none": ([], "pass at least one"),
 }
 

@@ -87,8 +87,8 @@ def test_files_of_other_formats_are_refused(header: Any, body: bytes, tmp_path: 
 @pytest.mark.parametrize(
     ("header", "body", "message"),
     [
-        ({"a": of(shape=(2**40, 0), end=0)}, b"", "each size may be at most"),
-        ({"a": of(shape=(2**39, 2**39, 0), end=0)}, b"", "nonzero sizes may have a product of at most"),
+        ({"a": of(shape=(2**40, 0), end=0)}, b"", "each dimension may be at most"),
+        ({"a": of(shape=(2**39, 2**39, 0), end=0)}, b"", "the product of its nonzero dimensions may be at most"),
         ({"a": of(shape=tuple([1] * 17), end=1)}, b"x", "17 dimensions, but may have at most 16"),
         (b"{" + b" " * tensor_files.MAX_HEADER_BYTES + b"}", b"", "its header has 4194306 bytes, but may have at most 4194304"),
     ],

@@ -57,7 +57,7 @@ CALLS: dict[str, Call] = {
     "load on no device of this PyTorch": (
         lambda: kvpack.load("x", device=ABSENT),
         InvalidParameter,
-        f"device is '{ABSENT}', which this PyTorch cannot use .*: use another, such as 'cpu'",
+        f"device is '{ABSENT}', which this version of PyTorch cannot use .*: use another, such as 'cpu'",
     ),
     "load on the meta device": (lambda: kvpack.load("x", device="meta"), InvalidParameter, "meta', which has no values"),
     "load the bytes of a file": (lambda: kvpack.load(b"\x80\0\0" * 99), InvalidType, "297 bytes are not a path"),

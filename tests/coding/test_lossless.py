@@ -17,7 +17,7 @@ from kvpack.errors import RoundedWarning
 from kvpack.formats.errors import InvalidType
 
 ROUNDED = [("bf16", torch.float32), ("bf16", torch.float16), ("fp16", torch.float32), ("fp16", torch.bfloat16)]
-TOLD = "the recipe stores {} values as {} and rounds them; the recipe raw keeps every value"
+TOLD = "the recipe stores {} values as {} and rounds them; the 'raw' recipe keeps every value exactly"
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -80,7 +80,7 @@ def test_rounding_is_reported(recipe: str, dtype: torch.dtype) -> None:
         x *= 2.0**-20
     name = next(name for name, known in RAW_DTYPES.items() if known == dtype)
     with pytest.warns(
-        RoundedWarning, match=f"^the recipe stores {name} values as {recipe} and rounds them; the recipe raw keeps every value$"
+        RoundedWarning, match=f"^the recipe stores {name} values as {recipe} and rounds them; the 'raw' recipe keeps every value exactly$"
     ):
         cache = kvpack.pack([(x, x)], recipe)
     # Who packs so accepts it for what is appended as well.

@@ -574,7 +574,7 @@ def test_pack_of_one_sided_layers(tmp_path: Path) -> None:
         ({"0.k": (1, 1, 4, 64), "past.0.value": (1, 1, 4, 64)}, None, r"the tensor 'past\.0\.value' is not named"),
         ({"0.k": (1, 1, 4, 64), "2.k": (1, 1, 4, 64)}, None, "has layer 2 but not layer 1, expected all layers from 0 to 2"),
         ({}, None, "has no layers, expected at least layer 0"),
-        ({"0.k": (1, 4, 64)}, None, r"layers\[0\]\.k: shape \[1, 4, 64\]"),
+        ({"0.k": (1, 4, 64)}, None, r"layers\[0\]\.k has shape \[1, 4, 64\]"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": "x"}'}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": "{"}, "its metadata kvpack.unpacked is"),
         ({"0.k": (1, 1, 4, 64)}, {"kvpack.unpacked": '{"start": true, "model": {}}'}, "its metadata kvpack.unpacked is"),
@@ -618,7 +618,7 @@ def test_a_dense_file_with_more_tokens_than_values(size: int, tmp_path: Path, ca
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 1, size, 0], "data_offsets": [0, 0]}}).encode()
     plain.write_bytes(len(header).to_bytes(8, "little") + header)
     assert run("pack", plain, tmp_path / "out", "--recipe", "bf16") == 2
-    assert f"the tensor '0.k' has the shape [1, 1, {size}, 0], but each size may be at most 1099511627775" in capsys.readouterr().err
+    assert f"the tensor '0.k' has shape [1, 1, {size}, 0], but each dimension may be at most 1099511627775" in capsys.readouterr().err
 
 
 def test_a_dense_file_with_non_numeric_strides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -626,7 +626,7 @@ def test_a_dense_file_with_non_numeric_strides(tmp_path: Path, capsys: pytest.Ca
     header = json.dumps({"0.k": {"dtype": "F32", "shape": [1, 2**31, 0, 2**39], "data_offsets": [0, 0]}}).encode()
     plain.write_bytes(len(header).to_bytes(8, "little") + header)
     assert run("pack", plain, tmp_path / "out", "--recipe", "bf16") == 2
-    assert f"have a product of at most {2**63 - 1}, not {2**70}" in capsys.readouterr().err
+    assert f"the product of its nonzero dimensions may be at most {2**63 - 1}, not {2**70}" in capsys.readouterr().err
 
 
 def test_a_dense_file_of_another_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -275,7 +275,7 @@ def test_encrypted_entries_with_and_without_their_key(
 @pytest.mark.parametrize(
     ("text", "mode", "message"),
     [
-        ("a 00", 0o640, "has the mode 0640, but only its owner"),
+        ("a 00", 0o640, "has mode 0640, but only its owner"),
         ("a", 0o600, "line 1: expected an id and a hexadecimal key"),
         ("a 00 00", 0o600, "line 1: expected an id and a hexadecimal key"),
         ("\na xyz", 0o600, "line 2: expected an id and a hexadecimal key"),

@@ -113,11 +113,11 @@ def test_recipes() -> None:
     both = kvpack.Recipe(f"{RECIPE};layers=0:v=klt:bits=2", BASIS)
     assert both.text.count(digest) == 2
     for text, message in (
-        ("kv=scalar:b=4,frame=balanced", "frame=balanced applies to keys only: write it in k=<codec>, and leave it out of v=<codec>"),
+        ("kv=scalar:b=4,frame=balanced", "frame=balanced applies to keys only: write it in k=<codec>, and omit it from v=<codec>"),
         ("k=scalar:b=4,frame=other;v=raw", "scalar:frame is 'other', expected one of balanced, centered"),
         ("k=scalar:b=4,frame=centered;v=raw", "frame=centered needs keys with their mean subtracted: add mean=<tokens>"),
-        ("k=klt:bits=2,frame=balanced;v=raw", "codec klt does not support these sidecars: leave out balanced"),
-        ("k=raw:frame=balanced;v=raw", "codec raw does not support sidecars: leave out balanced"),
+        ("k=klt:bits=2,frame=balanced;v=raw", "codec klt does not support these sidecars: omit balanced"),
+        ("k=raw:frame=balanced;v=raw", "codec raw does not support sidecars: omit balanced"),
         ("k=scalar:b=4,frame=balanced,basis=12;v=raw", "scalar:basis is '12', expected the 64 hexadecimal digits of a SHA-256"),
         (f"k=scalar:b=4,basis={digest};v=raw", "codec scalar has no option 'basis'"),
     ):
@@ -216,7 +216,7 @@ def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:
     assert loaded.recipe == cache.recipe
     for text, message in (
         ("kv=scalar:b=4,channel_scale=balanced", "channel_scale=balanced applies to keys only: write it in k=<codec>"),
-        ("k=scalar:b=4,channel_scale=balanced,frame=balanced;v=raw", "frame= already balances the channels: leave out channel_scale="),
+        ("k=scalar:b=4,channel_scale=balanced,frame=balanced;v=raw", "frame= already balances the channels: omit channel_scale="),
     ):
         with pytest.raises(InvalidParameter, match=message):
             kvpack.Recipe(text)

@@ -285,7 +285,7 @@ def test_a_singular_matrix_can_decode_but_not_encode() -> None:
     codec = replace(with_random_basis(create("klt", 4, rows="fp32")), source=BasisRows(rows[None]))
     with pytest.raises(OutOfRange, match="no inverse"):
         codec.encode(torch.zeros(1, 1, 1, 4))
-    with pytest.raises(InvalidParameter, match="basis rows have the shape"):
+    with pytest.raises(InvalidParameter, match="basis rows have shape"):
         BasisRows(rows[None, :, :100])
 
 

@@ -162,7 +162,7 @@ def test_attention_equals_that_of_raw_pages(tokens: int) -> None:
     [
         ({"chunk": "8"}, "chunk is '8', expected one of 16, 32, 64, 128, 256"),
         ({"dim": 1024, "chunk": "128"}, "chunk is 128, which makes 131072 symbols at head dim 1024, but a chunk has at most 65536"),
-        ({"channel_scale": "fp16"}, "codec lossless does not support sidecars: leave out channel_scale"),
+        ({"channel_scale": "fp16"}, "codec lossless does not support sidecars: omit channel_scale"),
     ],
 )
 def test_invalid_parameters_are_refused(words: dict[str, Any], message: str) -> None:

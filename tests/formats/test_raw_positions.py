@@ -328,7 +328,7 @@ def test_options_are_checked(words: str, message: str) -> None:
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_lossless_codecs_have_no_raw_tokens(codec: str) -> None:
-    with pytest.raises(InvalidParameter, match="does not support sidecars: leave out raw_positions"):
+    with pytest.raises(InvalidParameter, match="does not support sidecars: omit raw_positions"):
         kvpack.Recipe(f"kv={codec}:raw_first=1")
 
 

@@ -127,7 +127,7 @@ def test_scaled_rounding_has_a_smaller_error(bits: int, most: float) -> None:
 
 @pytest.mark.parametrize("words", ["b=2,norm_rule=norm,rounding=scaled", "b=2,qjl=fp16,rounding=scaled"])
 def test_scaled_rounding_needs_the_unbiased_factor(words: str) -> None:
-    with pytest.raises(InvalidParameter, match="only norm_rule=unbiased takes into account: set it, or leave out rounding"):
+    with pytest.raises(InvalidParameter, match="only norm_rule=unbiased takes into account: set it, or omit rounding"):
         Recipe(f"k=scalar:{words};v=raw").codec(0, 1, "k", 64)
     mended = words.replace("norm_rule=norm,", "") + ("" if "norm_rule" in words else ",norm_rule=unbiased")
     for recipe in (mended, words.replace(",rounding=scaled", "")):

@@ -162,7 +162,7 @@ def test_the_parameter_is_stored_only_if_it_is_not_the_default() -> None:
     assert list(params)[-1] == "scale_dtype"
     assert Group.from_params({name: value for name, value in params.items() if name != "id"}) == group()
     refused = [
-        ("fp16", "scale_dtype is 'fp16', which is the default and must be left out"),
+        ("fp16", "scale_dtype is 'fp16', which is the default and must be omitted"),
         ("f8", "expected one of fp16, u8"),
         (8, "of type int, expected str"),
     ]

@@ -241,7 +241,7 @@ def test_blocks_of_a_prefix_and_of_cells_in_any_order(tmp_path: Path) -> None:
 def test_blocks_are_never_reencoded(tmp_path: Path) -> None:
     """llama.cpp may have rotated quantized values: in another cache type they would be wrong, and nothing would show it."""
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q8_0", "fp16")[0]))
-    with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), which kvpack stores unchanged: use the recipe raw"):
+    with pytest.raises(InvalidParameter, match=r"are quantized \(q8_0 and fp16\), which kvpack stores unchanged: use the 'raw' recipe"):
         import_slot(path, "octopus-4", kv_heads=2)
     cache = import_slot(path, kv_heads=2)
     with pytest.raises(InvalidParameter, match=r"dtype is 'fp16', but the cache holds 'q8_0 keys beside values of fp16'"):
@@ -345,7 +345,7 @@ def test_blocks_without_a_codec_in_any_order_with_windows_and_latents(tmp_path: 
 
 def test_blocks_without_a_codec_are_never_reencoded_or_sliced(tmp_path: Path) -> None:
     path = written(tmp_path / "in.bin", state(SEVEN, quantized("q4_1", "fp16")[0]))
-    with pytest.raises(InvalidParameter, match=r"are quantized \(q4_1 and fp16\), which kvpack stores unchanged: use the recipe raw"):
+    with pytest.raises(InvalidParameter, match=r"are quantized \(q4_1 and fp16\), which kvpack stores unchanged: use the 'raw' recipe"):
         import_slot(path, "octopus-4", kv_heads=2)
     cache = import_slot(path, kv_heads=2)
     with pytest.raises(OutOfBounds, match=r"tokens \[0:3\] were requested from a cache of 0"):
@@ -394,15 +394,21 @@ def windowed(tokens: int = 4, first: int = 3, **options: Any) -> Caches:
         (state(SEVEN, whole(streams=0)), {}, "its full-attention layers have 0 streams, expected 1 to 256"),
         (state(SEVEN, whole(streams=257)), {}, "have 257 streams, expected 1 to 256"),
         (state(SEVEN, whole(streams=3, stream=7)), {}, "its full-attention layers hold no tokens"),
-        (state(SEVEN, whole(sequences_of_a_cell=2)), {}, "cell 0 of its full-attention layers belongs to 2 sequences, the first 0; every"),
-        (state(SEVEN, whole(sequence=-1)), {}, "cell 0 of its full-attention layers belongs to 1 sequences, the first -1"),
-        (state(SEVEN, whole(sequence=256)), {}, "the first 256; every cell must belong to one, here 256, below 256;"),
+        (
+            state(SEVEN, whole(sequences_of_a_cell=2)), {},
+            r"cell 0 of its full-attention layers belongs to 2 sequences \(the first is 0\), but",
+        ),
+        (state(SEVEN, whole(sequence=-1)), {}, r"cell 0 of its full-attention layers belongs to 1 sequences \(the first is -1\)"),
+        (
+            state(SEVEN, whole(sequence=256)), {},
+            r"\(the first is 256\), but .* same single sequence \(256 in this file\), numbered below 256:",
+        ),
         (state(SEVEN, whole([0, 1, 2, 4, 5, 6, 7])), {}, "positions from 0 to 7, with 4 in place of 3"),
         (state(SEVEN, whole([0, 1, 2, 2, 3, 4, 5])), {}, "positions from 0 to 5, with 2 in place of 3"),
         (state(SEVEN, whole(range(1, 8))), {}, "positions from 1 to 7, with 1 in place of 0"),
         (state(SEVEN, whole([-(2**31), *range(1, 7)])), {}, "positions from -2147483648 to 6"),
         (state(SEVEN[:-1], whole()), {}, "has 6 token ids for 7 cells, expected one per cell, or none"),
-        (state([*SEVEN[:-1], -7], whole()), {}, "token 6 has the id -7, but ids are at least 0"),
+        (state([*SEVEN[:-1], -7], whole()), {}, "token 6 has id -7, but token ids must be at least 0"),
         (state(of_server(SEVEN[:-1]), whole()), {}, "has 6 token ids for 7 cells"),
         (
             state([-1, 2, *of_server(SEVEN)[2:]], whole()),
@@ -542,7 +548,7 @@ def test_contents_that_llama_cpp_cannot_store_are_named(tmp_path: Path) -> None:
         replace(made, inputs=kvpack.Inputs(b"", ("tokens 2 to 4 came from an image",))),
         "tokens 2 to 4 came from an image: a sequence state of llama.cpp holds only token ids",
     )
-    refused(replace(made, inputs=kvpack.Inputs(np.full(7, 2**31, "<u4").tobytes())), r"token 0 has the id 2147483648, .*below 2\^31")
+    refused(replace(made, inputs=kvpack.Inputs(np.full(7, 2**31, "<u4").tobytes())), r"token 0 has id 2147483648, .*below 2\^31")
     assert not path.exists()
 
 
@@ -563,7 +569,9 @@ def test_different_windows_cannot_share_cells(tmp_path: Path) -> None:
 def test_a_llama_cpp_cache_is_refused_by_other_libraries(tmp_path: Path) -> None:
     cache = import_slot(FILES / "rows.bin", kv_heads=1, model={"name": "tiny", "config": "another"})
     assert cache.model == {"name": "tiny", "dtype": "fp16 of llama.cpp", "config": CONFIG}
-    with pytest.raises(InvalidParameter, match=r"came from llama\.cpp, whose keys may have their channels in another order than mlx-lm"):
+    with pytest.raises(
+        InvalidParameter, match=r"came from llama\.cpp, whose keys may have their channels in a different order from mlx-lm"
+    ):
         export_prompt_cache(cache, tmp_path / "out.safetensors")
     transformers = pytest.importorskip("transformers")
     from kvpack.integrations.transformers import KvpackCache

@@ -417,7 +417,9 @@ def test_pages_of_a_server_with_other_settings_are_misses(storage: Any, tmp_path
         assert backend.batch_exists(["a" * 64]) == (not settings)
         backend.close()
     del SERVER["load_format"], SERVER["dtype"]
-    with pytest.raises(InvalidParameter, match="this SGLang's server has no argument dtype, load_format, on which pages depend: kvpack"):
+    with pytest.raises(
+        InvalidParameter, match="the installed version of SGLang has no server argument dtype, load_format, on which pages depend: kvpack"
+    ):
         opened(storage, of_bytes(1), tmp_path, recipe="raw")
 
 

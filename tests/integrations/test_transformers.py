@@ -227,7 +227,7 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
     shifted = torch.zeros(2, 1, 3, 9).masked_fill(hidden[:, None, None] == 0, float("-inf"))
     for given in (hidden, shifted):
         expected = model(token_ids(2, 3), past_key_values=unpacked(packed), attention_mask=given).logits
-        with pytest.warns(KvpackWarning, match="the attention mask hides tokens other than padding on the left") as told:
+        with pytest.warns(KvpackWarning, match="the attention mask hides tokens other than left padding") as told:
             found = model(token_ids(2, 3), past_key_values=KvpackCache.of(packed), attention_mask=given).logits
         assert [one.category for one in told].count(KvpackWarning) == 1
         assert torch.equal(found, expected)

@@ -102,7 +102,7 @@ def test_layers_are_decoded_for_a_mask_that_hides_tokens_in_the_middle() -> None
     ids, mask = padded("left")
     mask[0, 7] = 0
     expected = generated(model, ids, attention_mask=mask)
-    with pytest.warns(kvpack.KvpackWarning, match="hides tokens other than padding on the left"), KvpackCache(model, "raw") as cache:
+    with pytest.warns(kvpack.KvpackWarning, match="hides tokens other than left padding"), KvpackCache(model, "raw") as cache:
         assert generated(model, ids, cache, attention_mask=mask) == expected
 
 
@@ -309,7 +309,7 @@ def test_a_chunked_prompt_continues_after_the_cache(name: str) -> None:
             begun = generated(model, REPEATED[:, :8], cache, max_new_tokens=2, prompt_lookup_num_tokens=2)
             cache.crop(8 - cache.get_seq_length())
             for wrong, reason in [
-                (REPEATED.roll(3, 1), "token 0 of row 0 has the id 10, but the cache was computed from the id 5"),
+                (REPEATED.roll(3, 1), "token 0 of row 0 has id 10, but the cache was computed from id 5"),
                 (REPEATED[:, :8], "generate got 8 token ids, but the cache holds 8: pass those 8 ids followed by at least one"),
                 (REPEATED[:, :6], "generate got 6 token ids, but the cache holds 8: pass those 8 ids followed by at least one"),
             ]:

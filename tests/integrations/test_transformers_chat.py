@@ -216,7 +216,7 @@ def test_messages_refused_by_a_template_change_nothing(model: Any) -> None:
     before = list(chat.messages)
     with pytest.raises(InvalidParameter, match="rejects these messages: roles must alternate"):
         chat.send({"role": "system", "content": "c"}, **GREEDY)
-    with pytest.raises(InvalidParameter, match="leave out num_beams"):
+    with pytest.raises(InvalidParameter, match="omit num_beams"):
         chat.send("c", num_beams=2, num_return_sequences=2, **GREEDY)
     with pytest.raises(InvalidType, match=r"a message is .*, expected a dict such as"):
         chat.send(["c"], **GREEDY)

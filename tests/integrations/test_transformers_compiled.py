@@ -157,7 +157,7 @@ def test_a_graph_records_passes_like_eager_code() -> None:
         call(torch.full((1, 2), 6), past_key_values=cache)
         found.append(cache.packed.inputs)
     assert found[0] == found[1]
-    assert found[0].undetermined == ("tokens 9 to 10 have other positions than those that follow the cache",)
+    assert found[0].undetermined == ("tokens 9 to 10 have positions other than those that follow the cache",)
 
 
 @pytest.mark.filterwarnings("ignore:.*which share")

@@ -80,7 +80,7 @@ def test_the_caches_generate_equals_the_models(model: Any, shape: Any) -> None:
         assert cache.generate(shape(prompt), max_new_tokens=9, **OPTIONS).tolist() == expected.tolist()
         longer = torch.cat([expected, expected[:, :1]], 1)
         assert cache.generate(shape(longer), max_new_tokens=1, **OPTIONS).shape == (1, 71)
-        with pytest.raises(InvalidParameter, match=r"token 0 of row 0 has the id .*, but the cache was computed from"):
+        with pytest.raises(InvalidParameter, match=r"token 0 of row 0 has id .*, but the cache was computed from"):
             cache.generate(shape(longer + 1), max_new_tokens=1)
         with pytest.raises(InvalidType, match="expected token ids"):
             cache.generate("text")
@@ -142,7 +142,7 @@ def test_a_file_can_be_continued(model: Any, tmp_path: Path) -> None:
     with KvpackCache.load(tmp_path / "text.kvpack", model) as cache:
         assert cache.get_seq_length() == 49
         assert model.generate(text, past_key_values=cache, max_new_tokens=10, **OPTIONS).tolist() == expected.tolist()
-    with KvpackCache.load(tmp_path / "text.kvpack", model) as cache, pytest.raises(InvalidParameter, match="has the id"):
+    with KvpackCache.load(tmp_path / "text.kvpack", model) as cache, pytest.raises(InvalidParameter, match="has id"):
         model.generate(ids(1, 50, seed=9), past_key_values=cache, max_new_tokens=1, **OPTIONS)
 
 
@@ -200,7 +200,7 @@ def test_supported_constructor_arguments(model: Any) -> None:
 
 def test_moving_or_pickling_a_cache_is_refused_by_name(model: Any) -> None:
     with KvpackCache(model, "kivi-2") as cache:
-        with pytest.raises(InvalidParameter, match=r"layers\[1\] is packed, and its pages stay on their device: leave offload out"):
+        with pytest.raises(InvalidParameter, match=r"layers\[1\] is packed, and its pages stay on their device: omit offload"):
             cache.offload(1)
         with pytest.raises(InvalidParameter, match=r"neither a LiveCache nor a KvpackCache, .* KvpackCache\.load"):
             torch.save(cache, io.BytesIO())
@@ -291,7 +291,7 @@ def test_embeddings_continue_after_the_cache(model: Any) -> None:
         for given, reason in [
             (embeddings[:, :20], "got 20 embeddings, but the cache holds 20 tokens: pass the embeddings of those tokens"),
             (embeddings[:, :15], "got 15 embeddings, but the cache holds 20 tokens"),
-            (embeddings.roll(-3, 1), f"the embedding of token 0 differs from the embedding of the id {int(text[0, 0])}"),
+            (embeddings.roll(-3, 1), f"the embedding of token 0 differs from the embedding of id {int(text[0, 0])}"),
         ]:
             with pytest.raises(InvalidParameter, match=reason):
                 model.generate(inputs_embeds=given, past_key_values=cache, max_new_tokens=4, **OPTIONS)
@@ -306,6 +306,6 @@ def test_an_adapter_that_is_a_cache_is_refused(model: Any) -> None:
     settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     adapted = peft.get_peft_model(model, settings).eval()
     with pytest.raises(
-        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of the kind PREFIX_TUNING, which replaces the given cache"
+        InvalidParameter, match="the active adapter of PeftModelForCausalLM is of type PREFIX_TUNING, which replaces the given cache"
     ):
         KvpackCache(adapted, "raw")

@@ -111,9 +111,9 @@ def test_a_file_system_without_mappings(model: Any, file: Path, monkeypatch: pyt
     [
         (IDS, r"got 40 token ids, but the cache holds 40: pass those 40 ids followed by at least one new one\. .*crop\(-1\)"),
         (IDS[:, :7], r"got 7 token ids, but the cache holds 40: .*\. KvpackCache\.load\(path, model, prompt=ids\) keeps"),
-        (NEW, r"token 0 of row 0 has the id 45, .* id 1: pass the 40 ids of the cache followed .*token_ids returns .*Chat\.load\("),
-        (IDS.roll(1), r"token 0 of row 0 has the id 40, .*: pass the 40 ids of the cache followed by new ones\. .*prompt=ids"),
-        (torch.cat([IDS.roll(1), NEW], 1), r"token 0 of row 0 has the id 40, .*prompt=ids"),
+        (NEW, r"token 0 of row 0 has id 45, .* id 1: pass the 40 ids of the cache followed .*token_ids returns .*Chat\.load\("),
+        (IDS.roll(1), r"token 0 of row 0 has id 40, .*: pass the 40 ids of the cache followed by new ones\. .*prompt=ids"),
+        (torch.cat([IDS.roll(1), NEW], 1), r"token 0 of row 0 has id 40, .*prompt=ids"),
     ],
     ids=["the same", "its beginning", "only the new message", "other ids", "longer other ids"],
 )

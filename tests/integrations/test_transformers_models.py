@@ -480,7 +480,7 @@ def test_multidimensional_positions_continue_after_the_prompt() -> None:
     assert packed.inputs is not None
     assert packed.inputs.undetermined == (
         "tokens 0 to 31 depend on the arguments image_grid_thw, mm_token_type_ids, pixel_values",
-        "tokens 0 to 31 have other positions than those that follow the cache",
+        "tokens 0 to 31 have positions other than those that follow the cache",
     )
     expected = model(FOLLOWING, past_key_values=dense).logits
     model.set_attn_implementation("kvpack")

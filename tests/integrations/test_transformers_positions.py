@@ -178,5 +178,5 @@ def test_recorded_positions_count() -> None:
         model(WITH_IMAGE, past_key_values=past, **images())
         packed = past.packed
     KvpackCache.of(packed, model, rope_deltas=torch.tensor([[-12]])).release()
-    with pytest.raises(InvalidParameter, match=r"rope_deltas is \[0\], but the cache records \[-12\]: leave rope_deltas out"):
+    with pytest.raises(InvalidParameter, match=r"rope_deltas is \[0\], but the cache records \[-12\]: omit rope_deltas"):
         KvpackCache.of(packed, model, rope_deltas=0)

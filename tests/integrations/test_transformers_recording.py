@@ -135,8 +135,8 @@ def one_by_one(model: Any, cache: Any) -> None:
 
 UNDETERMINED = [
     (embedded, "came from embeddings, not from token ids"),
-    (shifted, "have other positions than those that follow the cache"),
-    (shifted_inside, "have other positions than those that follow the cache"),
+    (shifted, "have positions other than those that follow the cache"),
+    (shifted_inside, "have positions other than those that follow the cache"),
     (under_autocast, "were computed under autocast to bfloat16"),
     (one_by_one, "were computed under autocast to bfloat16"),
     (training, "were computed in training mode"),
@@ -240,7 +240,7 @@ def test_a_copy_of_a_model_is_not_recorded() -> None:
     gc.collect()
     for own in (None, KvpackCache(copied, "raw")):
         assert torch.equal(copied.generate(PROMPT, past_key_values=own, do_sample=False, max_new_tokens=4, pad_token_id=0), expected)
-    with pytest.raises(InvalidParameter, match="token 0 of row 0 has the id"):
+    with pytest.raises(InvalidParameter, match="token 0 of row 0 has id"):
         copied.generate(expected + 1, past_key_values=own, max_new_tokens=4)
 
 
@@ -250,7 +250,7 @@ def test_another_model_is_refused() -> None:
     cache, own = KvpackCache(model, "raw"), KvpackCache(other, "raw")
     model(PROMPT, past_key_values=cache)
     for wrong in (other, other.model, copy.deepcopy(other)):
-        with pytest.raises(InvalidParameter, match="the cache was made for another model than this Llama"):
+        with pytest.raises(InvalidParameter, match="the cache was made for a different model from this Llama"):
             wrong(FOLLOWING, past_key_values=cache)
     assert cache.get_seq_length() == PROMPT.shape[1]
     # A part of the model, and a cache of that part beside one of the whole.
@@ -340,7 +340,7 @@ def test_ids_that_contradict_the_cache_are_refused() -> None:
     packed = recorded(model)
     other = PROMPT.clone()
     other[0, 7] = 60
-    with pytest.raises(InvalidParameter, match="token 7 of row 0 has the id 60, but the cache was computed from the id 10"):
+    with pytest.raises(InvalidParameter, match="token 7 of row 0 has id 60, but the cache was computed from id 10"):
         model.generate(torch.cat([other, FOLLOWING], 1), past_key_values=KvpackCache.of(packed, model), max_new_tokens=2)
     with pytest.raises(InvalidParameter, match="got 20 token ids, but the cache holds 20: pass those 20 ids followed by at least one"):
         model.generate(PROMPT, past_key_values=KvpackCache.of(packed, model), max_new_tokens=2)
@@ -390,7 +390,7 @@ def test_adapters_that_were_switched_between_passes_are_named(loaded: bool) -> N
         model(PROMPT[:, 19:], past_key_values=cache)
     model.set_adapter("b")
     model(FOLLOWING, past_key_values=cache)
-    assert undetermined(cache) == ("tokens 20 to 23 were computed with other adapters than the first token",)
+    assert undetermined(cache) == ("tokens 20 to 23 were computed with different adapters from the first token",)
     cache.crop(-len(FOLLOWING[0]))
     model.set_adapter("default")
     model(FOLLOWING, past_key_values=cache)
@@ -465,7 +465,7 @@ def test_adapters_of_a_plain_prefill_are_named() -> None:
         past = model(PROMPT).past_key_values
         with model.disable_adapter():
             model(FOLLOWING, past_key_values=past)
-    assert record.inputs(past).undetermined == ("tokens 20 to 23 were computed with other adapters than the first token",)
+    assert record.inputs(past).undetermined == ("tokens 20 to 23 were computed with different adapters from the first token",)
 
 
 def test_adapters_chosen_by_an_argument_are_named() -> None:

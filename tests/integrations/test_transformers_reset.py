@@ -112,7 +112,7 @@ def test_a_segment_that_may_be_recomputed_is_refused_before_anything_is_computed
     model = whisper()
     past = EncoderDecoderCache(*(KvpackCache(model, "raw", dense=True) for _ in range(2)))
     with past.self_attention_cache as tokens, past.cross_attention_cache as encoded:
-        with pytest.raises(InvalidParameter, match=r"again for each temperature.* pass one temperature, or leave the cache out"):
+        with pytest.raises(InvalidParameter, match=r"again for each temperature.* pass one temperature, or omit the cache"):
             transcribed(model, 100, past, temperature=(0.0, 0.4), logprob_threshold=-1.0)
         assert tokens.get_seq_length() == encoded.get_seq_length() == 0
         assert transcribed(model, 100, past, temperature=0.0) == transcribed(model, 100)

@@ -88,7 +88,7 @@ def test_rows_that_differ_from_the_file_are_refused(tmp_path: Path) -> None:
     for name, other in others.items():
         given, mask = longer(other)
         with KvpackCache.load(path, model) as cache:
-            with pytest.raises(InvalidParameter, match=r"token \d+ of row \d has the id \d+, but the cache was computed from the id \d+"):
+            with pytest.raises(InvalidParameter, match=r"token \d+ of row \d has id \d+, but the cache was computed from id \d+"):
                 model.generate(given, attention_mask=mask, past_key_values=cache, **OPTIONS)
             assert cache.get_seq_length() == TOKENS, name
 
@@ -236,7 +236,7 @@ def test_tokens_in_between_are_also_hidden(tmp_path: Path) -> None:
     mask = torch.ones_like(rows)
     mask[0, -9:] = 0
     with KvpackCache(model, "raw") as cache:
-        with pytest.warns(match="hides tokens other than padding on the left"):
+        with pytest.warns(match="hides tokens other than left padding"):
             model(rows, attention_mask=mask, past_key_values=cache)
         kvpack.save(cache.packed, tmp_path / "file")
     inputs = kvpack.load(tmp_path / "file").inputs
@@ -246,7 +246,7 @@ def test_tokens_in_between_are_also_hidden(tmp_path: Path) -> None:
     with KvpackCache.load(tmp_path / "file", model) as cache:
         with pytest.raises(InvalidParameter, match=f"token {TOKENS - 9} of row 0 was hidden"):
             model(given[:, TOKENS:], attention_mask=torch.ones_like(right), past_key_values=cache)
-        with pytest.warns(match="hides tokens other than padding on the left"):
+        with pytest.warns(match="hides tokens other than left padding"):
             model(given[:, TOKENS:], attention_mask=right, past_key_values=cache)
     part = kvpack.load(tmp_path / "file")[:, : TOKENS - 9]
     assert part.inputs is not None

@@ -204,7 +204,7 @@ def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
     attention = model.config._attn_implementation
     other = torch.cat([PROMPT, PROMPT[:, :1]], 1)
     other[0, 3] = 61
-    with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has the id 61"):
+    with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has id 61"):
         kvpack.prefill(model, other, packed)
     with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, but the cache holds 77: pass those followed"):
         kvpack.prefill(model, PROMPT, packed)

@@ -514,7 +514,9 @@ def test_errors_name_the_settings_of_vllm() -> None:
     assert settings(quantization_config=Quantization("int8")) == settings(quantization_config=Quantization("int8"))
     without = vllm_config()
     del without.cache_config.use_replayssm
-    with pytest.raises(InvalidParameter, match=r"this vLLM's cache_config has no use_replayssm, on which pages depend"):
+    with pytest.raises(
+        InvalidParameter, match=r"cache_config of the installed version of vLLM has no use_replayssm, on which pages depend"
+    ):
         relevant_settings(without)
 
 

@@ -432,7 +432,7 @@ def test_a_token_that_fits_its_groups_badly_is_raw_or_named(live: bool, monkeypa
         cache.update(0, k, v)
         return cache.freeze(packed=True)
 
-    with pytest.warns(kvpack.KvpackWarning, match=r"layers\[0\].v: in 1 of .* token 77 .*, head 1 has .* times the usual error"):
+    with pytest.warns(kvpack.KvpackWarning, match=r"layers\[0\].v: in 1 of .* token 77 .*, head 1 has .* times the typical error"):
         encode("int-3;raw=0")
     _, decoded = encode("int-3")[0].unpack(torch.float32)
     assert decoded is not None

@@ -420,10 +420,10 @@ def test_invalid_updates_are_refused_without_losing_anything() -> None:
     bad[0, 0, 0, 3] = math.nan
     refused: list[tuple[type[Exception], str, Any]] = [
         (OutOfBounds, "layer 2 is out of range: the cache has 2 layers", lambda: live.update(2, k, v)),
-        (InvalidParameter, r"layers\[0\].k: shape .* does not continue tensors", lambda: live.update(0, k[..., :32], v)),
+        (InvalidParameter, r"layers\[0\].k has shape .*, expected .* to continue the cache", lambda: live.update(0, k[..., :32], v)),
         (InvalidParameter, "pass the same number of tokens for keys and values", lambda: live.update(0, k, v[:, :, 1:])),
         (InvalidParameter, "the layer has v, but None was passed", lambda: live.update(0, k, None)),
-        (InvalidType, r"layers\[0\].k: dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
+        (InvalidType, r"layers\[0\].k has dtype torch.float64", lambda: live.update(0, k.double(), v.double())),
         (
             InvalidParameter,
             r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan",
@@ -431,7 +431,7 @@ def test_invalid_updates_are_refused_without_losing_anything() -> None:
         ),
         (OutOfBounds, r"layers\[0\]: truncate\(151\) of a layer that has the tokens \[0:150\]", lambda: live.truncate(151)),
         (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.truncate(0.5)),  # type: ignore[arg-type]
-        (InvalidParameter, "q: shape", lambda: live.attend(0, queries(1)[..., :32])),
+        (InvalidParameter, "q has shape", lambda: live.attend(0, queries(1)[..., :32])),
         (InvalidParameter, "has 1 items, but the cache has 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),
         (InvalidParameter, "layers is 0", lambda: LiveCache("raw", layers=0)),
         (OutOfBounds, "layer 0 contains no tokens: call update before attend", lambda: LiveCache("raw", layers=1).attend(0, queries(1))),

@@ -584,7 +584,7 @@ def test_pages_coded_in_c_need_no_memory(recipe: str) -> None:
     [
         ("fp16", SMALL, "recipe is 'kv=raw', expected 'kv=raw:dtype=fp16'"),
         ("raw", replace(SMALL, dtype="fp16"), "ignorable.page-dtype is b'bf16', expected b'fp16'"),
-        ("raw", replace(SMALL, layers=2), "layers has the length 3, expected 2"),
+        ("raw", replace(SMALL, layers=2), "layers has length 3, expected 2"),
         ("raw", replace(SMALL, heads=1), "layers[0].k.heads is 2, expected 1"),
         ("raw", replace(SMALL, tokens=SMALL.tokens + 1), f"layers[0].k.runs[0] is {SMALL.tokens}, expected {SMALL.tokens + 1}"),
         ("raw", replace(SMALL, dim_v=None), "layers[0].v is {"),
@@ -645,7 +645,7 @@ def test_unsuitable_arguments_are_refused() -> None:
         (lambda: PageCodec("raw", (1, 2)), InvalidParameter, "geometry is a tuple"),  # type: ignore[arg-type]
         (lambda: PageBuffer(SMALL, given[0]), InvalidParameter, "the geometry has k and v, but tensors for k were passed"),
         (lambda: PageBuffer(SMALL, given[0][:, :2], given[1]), InvalidParameter, "pages of 3 layers are one tensor"),
-        (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k: dtype torch.float32, expected bf16"),
+        (lambda: PageBuffer(SMALL, given[0].float(), given[1]), InvalidType, r"layers\[0\].k has dtype torch.float32, expected bf16"),
         (lambda: PageBuffer(SMALL, given[0][..., :8], given[1]), InvalidParameter, r"expected \[slot, 2, 16, 64\]"),
         (lambda: PageBuffer(SMALL, given[0][:1], given[1]), InvalidParameter, "has 1 slots on cpu, but another has 2"),
         (lambda: codec.encode_into(pages, [2], room), OutOfBounds, "slot 2 was passed, but the buffer has 2"),
@@ -656,10 +656,13 @@ def test_unsuitable_arguments_are_refused() -> None:
         (lambda: codec.encode_into(pages, [0], [bytearray(9)]), Truncated, f"has room for 9 bytes, but a page takes {codec.nbytes}"),
         (lambda: codec.encode_into(pages, [0], room, keys=[]), InvalidParameter, "0 keys were given for 1 slots"),
         (lambda: codec.encode_into(pages, [0], room, keys=["text"]), InvalidParameter, "a key is a str, expected bytes"),
-        (lambda: codec.encode_into(given, [0], room), InvalidParameter, "pages are a list"),
+        (lambda: codec.encode_into(given, [0], room), InvalidParameter, "pages is a list"),
         (lambda: codec.encode_into(pages, [0], torch.zeros(1, 9)), InvalidParameter, r"expected uint8 \[page, byte\]"),
         (lambda: PageCodec("raw", PageGeometry(1, 1, 1, 8, 8)).encode_into(pages, [0], room), InvalidParameter, "the codec is for"),
-        (lambda: codec.encode_into(pages, [0], [torch.zeros(codec.nbytes)]), InvalidParameter, "rows are not contiguous buffers of bytes"),
+        (
+            lambda: codec.encode_into(pages, [0], [torch.zeros(codec.nbytes)]), InvalidParameter,
+            "rows does not contain only contiguous buffers",
+        ),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):

@@ -127,7 +127,7 @@ def test_refused_files_use_at_most_four_times_their_size_of_memory() -> None:
         (GROUP, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (GROUP, {"bits": 0}, "bits is 0, expected 1 to 8"),
         (GROUP, {"rotation_kind": "other"}, "rotation_kind is 'other', expected one of none, hadamard, signed-hadamard"),
-        (GROUP, {"scale_dtype": "fp16"}, "scale_dtype is 'fp16', which is the default and must be left out"),
+        (GROUP, {"scale_dtype": "fp16"}, "scale_dtype is 'fp16', which is the default and must be omitted"),
         (GROUP, {"fields": {b"codes": 1}}, "fields is {.*}, expected a map from stream name to integer"),
         (KLT, {"dim": 0}, "dim is 0, expected 1 to 1024"),
         (KLT, {"layer": -1}, "layer is -1, expected 0 to 4095"),

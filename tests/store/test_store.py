@@ -354,7 +354,7 @@ def test_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
 def test_a_folder_writable_by_others_is_refused(tmp_path: Path) -> None:
     for mode in (0o777, 0o720, 0o702):
         os.chmod(tmp_path, mode)
-        with pytest.raises(InvalidParameter, match=f"has the mode {mode:04o}"):
+        with pytest.raises(InvalidParameter, match=f"has mode {mode:04o}"):
             open_store(tmp_path)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(InvalidParameter, match="is not a folder"):

@@ -125,7 +125,7 @@ def test_permissions_set_by_kubernetes_are_accepted(shared: Path) -> None:
             os.chown(path, -1, GROUP)
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | (0o2070 if path == parent else 0o060))
     with member(ALICE):
-        with pytest.raises(InvalidParameter, match=f"has the mode 2770.*trusted_group={GROUP} trusts the members"):
+        with pytest.raises(InvalidParameter, match=f"has mode 2770.*trusted_group={GROUP} trusts the members"):
             open_store(folder)
         store = open_store(folder, trusted_group=GROUP)
         tokens, found = store.load(IDS)
@@ -156,7 +156,7 @@ def test_only_the_group_is_trusted(shared: Path) -> None:
     with member(EVE, EVE), pytest.raises(InvalidParameter, match=f"but user {EVE} is not a member of it"):
         open_store(shared, trusted_group=GROUP)
     shared.chmod(0o2777)
-    with member(BOB), pytest.raises(InvalidParameter, match="has the mode 2777"):
+    with member(BOB), pytest.raises(InvalidParameter, match="has mode 2777"):
         open_store(shared, trusted_group=GROUP)
     shared.chmod(0o2775)
     os.chown(shared, 0, EVE)

@@ -358,7 +358,7 @@ def _ids(cache: Cache) -> bytes:
         )
     ids = np.frombuffer(inputs.token_ids, "<u4")
     if len(ids) and ids.max() >= 2**31:
-        raise InvalidParameter(f"token {int(ids.argmax())} has the id {ids.max()}, but llama.cpp's are below 2^31")
+        raise InvalidParameter(f"token {int(ids.argmax())} has id {ids.max()}, but token ids of llama.cpp are below 2^31")
     return inputs.token_ids
 
 
@@ -371,7 +371,7 @@ def _saved_tokens(number: int, layer: Layer, latents: bool, tokens: int, window:
     if layer.k.batch != 1:
         raise InvalidParameter(f"layer {number} holds {layer.k.batch} sequences, but a sequence state holds one")
     if layer.seen_tokens != tokens:
-        raise InvalidParameter(f"layer {number} ends after token {layer.seen_tokens}, but the cache after token {tokens}")
+        raise InvalidParameter(f"layer {number} ends after token {layer.seen_tokens}, but the cache ends after token {tokens}")
     _check_token_count(number, layer.tokens, tokens, window)
     return min(layer.tokens, _max_saved_tokens(tokens, window))
 

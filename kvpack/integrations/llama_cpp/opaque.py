@@ -42,7 +42,7 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
     """Raise InvalidParameter for any recipe except raw if keys or values have quantized ``kinds``."""
     if parse_recipe(recipe) != Recipe("raw"):
         raise InvalidParameter(
-            f"{where}: its keys or values are quantized ({' and '.join(kinds)}), which kvpack stores unchanged: use the recipe raw, "
+            f"{where}: its keys or values are quantized ({' and '.join(kinds)}), which kvpack stores unchanged: use the 'raw' recipe, "
             "or save a slot whose cache types are f16, bf16 or f32 (--cache-type-k, --cache-type-v)"
         )
 

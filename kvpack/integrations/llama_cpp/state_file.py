@@ -210,7 +210,7 @@ def _ids(reader: Reader) -> tuple[bytes, str]:
             )
         ids = ids[3:after]
     if len(ids) and ids.min() < 0:
-        raise InvalidParameter(f"{reader.where}: token {int(ids.argmin())} has the id {int(ids.min())}, but ids are at least 0")
+        raise InvalidParameter(f"{reader.where}: token {int(ids.argmin())} has id {int(ids.min())}, but token ids must be at least 0")
     return ids.tobytes(), form
 
 
@@ -239,8 +239,9 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
     if len(strange):
         sequences, sequence = (int(cells[field][strange[0]]) for field in ("sequences", "sequence"))
         raise InvalidParameter(
-            f"{reader.where}: cell {strange[0]} of its {kind} layers belongs to {sequences} sequences, the first "
-            f"{sequence}; every cell must belong to one, here {int(owners[0])}, below {_MAX_STREAMS}; {_OTHER_CELLS}"
+            f"{reader.where}: cell {strange[0]} of its {kind} layers belongs to {sequences} sequences (the first is "
+            f"{sequence}), but every cell must belong to the same single sequence ({int(owners[0])} in this file), numbered below "
+            f"{_MAX_STREAMS}: {_OTHER_CELLS}"
         )
     transposed, layers = reader.numbers("II", f"the counts of its {kind} layers")
     if transposed > 1 or layers > MAX_LAYERS:

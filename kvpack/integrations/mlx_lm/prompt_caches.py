@@ -94,7 +94,7 @@ def export_prompt_cache(
     windows = parse_windows(windows, len(cache))
     if cache.model.get("config") == CONFIG:
         raise InvalidParameter(
-            "the cache came from llama.cpp, whose keys may have their channels in another order than mlx-lm's: export it for llama.cpp"
+            "the cache came from llama.cpp, whose keys may have their channels in a different order from mlx-lm's: export it for llama.cpp"
         )
     if cache.start:
         raise InvalidParameter(

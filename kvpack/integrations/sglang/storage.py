@@ -316,7 +316,7 @@ def pool_buffer(pool: Any) -> PageBuffer:
     """Return the pages of SGLang's host pool as slots, for each of its layouts. Raises InvalidParameter for any other."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
-        raise InvalidParameter(f"the host pool has the dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
+        raise InvalidParameter(f"the host pool has dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
     for info in getattr(pool, "_buffer_infos", ()):
         if _name(info.buffers.layout) not in ("nhd", "paged_nhd"):
             raise InvalidParameter(f"SGLang keeps values in the layout {_name(info.buffers.layout)!r}, expected nhd: use another backend")
@@ -363,7 +363,7 @@ def _settings(pool: Any, name: str) -> list[str]:
     unknown = [setting for setting in names if not hasattr(arguments, setting)]
     if unknown:
         raise InvalidParameter(
-            f"this SGLang's server has no argument {', '.join(unknown)}, on which pages depend: kvpack was tested "
+            f"the installed version of SGLang has no server argument {', '.join(unknown)}, on which pages depend: kvpack was tested "
             "with SGLang 0.5.23; install that version"
         )
     return [f"{setting}={getattr(arguments, setting)}" for setting in names]

@@ -28,7 +28,7 @@ def checked_recipe(model: Any, recipe: Any, config: Any) -> Any:
     if model is None and config is None:
         raise InvalidType("the model is None: use KvpackCache(model, recipe), or KvpackCache(config=model.config, recipe=...)")
     if model is not None and config is not None:
-        raise InvalidParameter("model and config were both passed, but a model has its own config: leave one of them out")
+        raise InvalidParameter("model and config were both passed, but a model has its own config: omit one of them")
     if model is not None and not isinstance(model, torch.nn.Module):
         loads = "AutoModelForCausalLM.from_pretrained(folder) loads a model, and KvpackCache.load(path, model) continues a file"
         raise InvalidType(f"the model is {describe(model)}, expected a transformers model: {loads}")

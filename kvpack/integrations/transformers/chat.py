@@ -236,7 +236,7 @@ class Chat:
             storable = not past.keeps_states or any(not tokens % chunk for tokens in (*past.states_at, packed.tokens))
         if len(out) != 1 or len(packed.token_ids) != 1:
             raise InvalidParameter(
-                f"generate returned {len(out)} sequences for {len(packed.token_ids)} in the cache, but a chat has one: leave out "
+                f"generate returned {len(out)} sequences for {len(packed.token_ids)} in the cache, but a chat has one: omit "
                 "num_beams and num_return_sequences"
             )
         self._cache, written = packed, out[0].tolist()
@@ -254,7 +254,7 @@ class Chat:
             parts = _split_text(stored, MAX_STRING_BYTES)
         except (TypeError, ValueError) as error:
             raise InvalidParameter(
-                f"the messages cannot be stored as JSON ({error}): leave them out with save(path, messages=False)"
+                f"the messages cannot be stored as JSON ({error}): omit them with save(path, messages=False)"
             ) from None
         result: dict[str, Value] = {CHAT_MESSAGES: len(self.messages), _DIGEST: digest}
         result |= {f"{CHAT}{number:03}": part for number, part in enumerate(parts)}

@@ -154,7 +154,7 @@ class _WhisperSegments(_WatchedMethod):
             if len(bound["temperatures"]) > 1:
                 raise InvalidParameter(
                     "generate may compute the segment again for each temperature, and the cache would still hold the tokens of the first "
-                    "attempt: pass one temperature, or leave the cache out"
+                    "attempt: pass one temperature, or omit the cache"
                 )
             if bool(bound["seek"].any()):
                 past.reset()

@@ -31,7 +31,7 @@ class Decoding:
     def warn_about_mask(self) -> None:
         """Issue a KvpackWarning about masks, unless one has already been issued."""
         self._warn(
-            "the attention mask hides tokens other than padding on the left, which packed attention does not support: "
+            "the attention mask hides tokens other than left padding, which packed attention does not support: "
             "each call with such a mask decodes the keys and values of its layer"
         )
 
@@ -174,7 +174,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def offload(self) -> NoReturn:
         """Raise InvalidParameter, because packed layers cannot be moved as transformers moves tensors."""
         raise InvalidParameter(
-            f"layers[{self.number}] is packed, and its pages stay on their device: leave offload out, or save the cache and load it again"
+            f"layers[{self.number}] is packed, and its pages stay on their device: omit offload, or save the cache and load it again"
         )
 
     def reset(self) -> None:

@@ -209,7 +209,7 @@ def _check_accepts_cache(model: Any) -> None:
     kind = str(getattr(getattr(settings, "peft_type", None), "value", ""))
     if kind in _ADAPTERS_WITH_OWN_CACHE:
         raise InvalidParameter(
-            f"the active adapter of {type(model).__name__} is of the kind {kind}, which replaces the given cache with its "
+            f"the active adapter of {type(model).__name__} is of type {kind}, which replaces the given cache with its "
             "own: run it without a KvpackCache"
         )
 

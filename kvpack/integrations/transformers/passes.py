@@ -114,7 +114,7 @@ class Pass:
         if self._longest is not None and self.start + tokens > self._longest:
             result.append(f"{OTHER_FREQUENCIES} {self._longest} tokens")
         if not all(bool(plain) or self._counts_visible(positions) for plain, positions in self._positions):
-            result.append("have other positions than those that follow the cache")
+            result.append("have positions other than those that follow the cache")
         return list(dict.fromkeys(result))
 
     @property

@@ -49,7 +49,7 @@ class RotaryPositions:
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
             if rope_deltas is not None:
-                raise InvalidParameter("rope_deltas is for models with multi-dimensional rotary positions: leave it out")
+                raise InvalidParameter("rope_deltas is for models with multi-dimensional rotary positions: omit it")
             if recorded is not None:
                 raise InvalidParameter(
                     "the cache's position offsets require a model with multi-dimensional rotary positions"
@@ -70,7 +70,7 @@ class RotaryPositions:
         if rope_deltas is not None and recorded_deltas is not None and not bool((deltas == recorded_deltas).all()):
             raise InvalidParameter(
                 f"rope_deltas is {deltas.flatten().tolist()}, but the cache records {recorded_deltas.flatten().tolist()}: "
-                "leave rope_deltas out"
+                "omit rope_deltas"
             )
         return cls(deltas, tokens, model)
 
@@ -155,7 +155,7 @@ class RotaryPositions:
 
     def _refuse(self, actual: list[int], token: int) -> None:
         deltas, positions = self._deltas.flatten().tolist(), " or ".join(map(str, actual[:3]))
-        remedy = "leave position_ids out" if self._computed else "pass position_ids that continue from there"
+        remedy = "omit position_ids" if self._computed else "pass position_ids that continue from there"
         raise InvalidParameter(
             f"{self._name} gives token {token} the position {positions}, but after this cache its position is {token + deltas[0]}: {remedy}"
         )

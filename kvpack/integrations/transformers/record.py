@@ -25,7 +25,7 @@ _MAX_PENDING_BYTES = 1 << 24
 _MAX_SHOWN_RANGES = 4
 """Maximum number of ranges of hidden tokens that a message lists."""
 
-_OTHER_ADAPTERS = "were computed with other adapters than the first token"
+_OTHER_ADAPTERS = "were computed with different adapters from the first token"
 
 CHANGED = "are no longer those that forward passes computed: tokens were dropped before them, or values changed"
 UNRECORDED_PASSES = "came from forward passes that were not recorded: give KvpackCache the model"

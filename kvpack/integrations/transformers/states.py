@@ -49,7 +49,9 @@ class CapturedLength(PackedLength):
     def _require_stable(self, result: bool, stable: bool) -> bool:
         """Return ``result`` if it is ``stable``, the result that no greater length changes; otherwise raise InvalidParameter."""
         if result is not stable:
-            raise InvalidParameter("the model compares the length of the cache on the host, and may decide differently as it grows")
+            raise InvalidParameter(
+                "the model compares the cache length in Python, so a captured step could take the wrong branch as the cache grows"
+            )
         return result
 
     def __lt__(self, other: Any) -> Any:

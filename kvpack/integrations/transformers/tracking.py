@@ -134,7 +134,7 @@ class Tracking:
             )
         if self._packed and arguments.get("output_attentions"):
             raise InvalidParameter(
-                "output_attentions is set, but attention over packed layers computes no attention weights: leave it out, or use "
+                "output_attentions is set, but attention over packed layers computes no attention weights: omit it, or use "
                 "KvpackCache(model, recipe, dense=True), which decodes each layer for its call"
             )
         if self.record.tokens:
@@ -173,7 +173,7 @@ class Tracking:
             if (part := kept()) is not None and part.training and part.gradient_checkpointing:
                 raise InvalidParameter(
                     f"{type(module).__name__} is in training mode with gradient checkpointing, which gives layers no cache: call "
-                    "model.eval(), turn gradient checkpointing off, or leave the cache out and pass use_cache=False"
+                    "model.eval(), turn gradient checkpointing off, or omit the cache and pass use_cache=False"
                 )
 
     def _check_rows(self, arguments: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class Tracking:
         modules = {id(part) for part in model.modules()}
         if not any(id(part) in modules for part in (module, *models_in(module))):
             raise InvalidParameter(
-                f"the cache was made for another model than this {type(module).__name__}: continue it with "
+                f"the cache was made for a different model from this {type(module).__name__}: continue it with "
                 "KvpackCache.of(cache.packed, model), which compares the models, or begin with KvpackCache(model, recipe)"
             )
 
@@ -439,7 +439,7 @@ class Tracking:
         if differing is not None:
             token, row, expected, actual = differing
             raise InvalidParameter(
-                f"token {token} of row {row} has the id {actual}, but the cache was computed from the id {expected}: pass the {held} ids "
+                f"token {token} of row {row} has id {actual}, but the cache was computed from id {expected}: pass the {held} ids "
                 f"of the cache followed by new ones. {_SHARED}"
             )
         if following <= 0:
@@ -470,7 +470,7 @@ class Tracking:
         if len(differing):
             token = int(differing[0])
             raise InvalidParameter(
-                f"the embedding of token {token} differs from the embedding of the id {int(ids[0, token])}, which the cache was computed "
+                f"the embedding of token {token} differs from the embedding of id {int(ids[0, token])}, which the cache was computed "
                 "from: pass the embeddings of the cache's tokens first"
             )
 
@@ -494,8 +494,8 @@ def check_rows_fit(rows: int, sequences: int) -> None:
     """Raise InvalidParameter unless ``rows``, the rows of a pass, is a multiple of ``sequences``, the number of sequences in the cache."""
     if rows % sequences:
         raise InvalidParameter(
-            f"the forward pass has {rows} rows, but the cache holds {_sequences(sequences)}: pass one row per sequence, or select "
-            "sequences with Cache.select"
+            f"the forward pass has {rows} rows, but the cache holds {_sequences(sequences)}: pass a multiple of {sequences} rows, or "
+            "select sequences with Cache.select"
         )
 
 

@@ -64,7 +64,7 @@ def _fields(name: str, part: Any, fields: Sequence[str]) -> dict[str, Any] | Non
     unknown = [field for field in fields if not hasattr(part, field)]
     if unknown:
         raise InvalidParameter(
-            f"this vLLM's {name} has no {', '.join(unknown)}, on which pages depend: kvpack was tested with "
+            f"{name} of the installed version of vLLM has no {', '.join(unknown)}, on which pages depend: kvpack was tested with "
             f"vLLM {' and '.join(VERSIONS)}; install one of those"
         )
     return {field: getattr(part, field) for field in fields}

@@ -174,7 +174,7 @@ def _check(config: Any, groups: list[Group]) -> None:
             "TieringOffloadingSpec"
         )
     if config.canonical_layout:
-        raise InvalidParameter("canonical_layout is set, but kvpack packs pages as a worker keeps them: leave canonical_layout out")
+        raise InvalidParameter("canonical_layout is set, but kvpack packs pages in the worker's own layout: unset canonical_layout")
     for name in ("pp_size", "pcp_size", "dcp_size"):
         if getattr(parallel, name) != 1:
             raise InvalidParameter(f"{name} is {getattr(parallel, name)}, but kvpack supports tensor parallelism only: set it to 1")

@@ -138,7 +138,7 @@ def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
 def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
     """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page. NaN sizes are ignored.
 
-    No median is computed: a size is above ``ratio`` times the median if it is above ``ratio`` times more than half of the others.
+    No median is computed: a size is above ``ratio`` times the median if it is above ``ratio`` times more than half of the other sizes.
     """
     answer = compiled_has_large_size(sizes, ratio)
     if answer is not None:

@@ -45,8 +45,8 @@ def read_norm_rule(options: Options) -> str:
 def error_spread(bits: float, dim: int) -> float:
     """Return the ratio to the typical relative error that fewer than 1 in 60,000 tokens exceed, for random directions.
 
-    The more bits, the larger is the error of a coordinate beyond the last level compared with the others; more channels hide it. Measured
-    for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
+    The more bits, the larger is the error of a coordinate beyond the last level compared with the other coordinates; more channels hide it.
+    Measured for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
     """
     index = min(max(math.ceil(bits), 1), len(_SPREADS)) - 1
     return _SPREADS[index] * math.sqrt(math.sqrt(64 / dim))

@@ -208,7 +208,7 @@ def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor,
 
 
 def _concatenate_lists(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate ``lists`` at the width of the last one, at least two. Shorter rows repeat their first column."""
+    """Concatenate ``lists`` at the width of the last list, at least two. Shorter rows repeat their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 

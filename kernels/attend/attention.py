@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer
 
 MAX_DUAL_ROWS = 8
-"""Maximum number of query rows per KV head for dual tiles, whose rows hold two tokens: they need a copy of the query rows per token."""
+"""Maximum number of query rows per KV head for dual tiles, whose rows contain two tokens: they need a copy of the query rows per token."""
 
 MAX_SPLIT_ROW_BLOCKS, MAX_ROW_BLOCKS, MAX_BLOCK_TOKENS = 6, 32, 6 << 16
 """Limits of the split kernel, which decodes the layer once per block of query rows.

@@ -81,7 +81,7 @@ def _dequantize_scale(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -
 
 @triton.jit
 def _apply_scales(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
-    """Return ``code * scale + center``, where ``pair`` holds the scale and the center, or the 8-bit codes of both if ``RANGE`` >= 0."""
+    """Return ``code * scale + center``, where ``pair`` contains the scale and the center, or the 8-bit codes of both if ``RANGE`` >= 0."""
     if RANGE >= 0:
         value = code * _dequantize_scale(pair, streams[RANGE], 0) + _dequantize_scale(pair >> 8, streams[RANGE], 2)
     else:

@@ -100,7 +100,7 @@ def _layers_of(past: Any) -> list[DenseLayer]:
 
 
 def _layer(layer: Any, where: str) -> DenseLayer:
-    """Return the contents of a cache layer: the filled part of a static layer, or the newest tokens of a sliding one."""
+    """Return the contents of a cache layer: the filled part of a static layer, or the newest tokens of a sliding layer."""
     linear = bool(_classes(layer) & _LINEAR)
     _refuse_other_contents(layer, where, _LAYERS, _LAYER_TENSORS | (set(_STATES.values()) if linear else set()))
     held = keys_and_values(layer, where)
@@ -172,7 +172,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if ``value`` is a plain setting: neither a tensor nor an object that could contain one."""
+    """Return True if ``value`` is a plain setting: neither a tensor nor an object that could contain a tensor."""
     if isinstance(value, dict):
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -285,7 +285,7 @@ class Side:
             return replace(self, runs=self._runs.append(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
-        """Return the tail followed by ``x``, without rounding, in the tail's dtype if possible, otherwise in a wider one.
+        """Return the tail followed by ``x``, without rounding, in the tail's dtype if possible, otherwise in a wider dtype.
 
         Raises InvalidType if the codec has stored all earlier values exactly but would round values of ``x``.
         """

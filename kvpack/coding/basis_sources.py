@@ -1,6 +1,6 @@
 """Find the basis of a cache by its SHA-256, among the objects, files and folders that the caller passes.
 
-A cache names its basis by digest, not by path, so that no file makes kvpack open another one.
+A cache names its basis by digest, not by path, so that no file makes kvpack open another file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parse the clauses of a recipe that select codecs, and report invalid ones."""
+"""Parse the clauses of a recipe that select codecs, and report invalid clauses."""
 
 from __future__ import annotations
 

@@ -403,7 +403,7 @@ def preset_name(text: str) -> str:
 def basis_digest(recipe: Recipe) -> bytes | None:
     """Return the SHA-256 of the basis that caches with ``recipe`` need; None if they need none.
 
-    Raises InvalidParameter if a clause that needs a basis does not name one, or if clauses name different ones.
+    Raises InvalidParameter if a clause that needs a basis does not name one, or if clauses name different bases.
     """
     if not recipe.needs_basis:
         return None

@@ -280,8 +280,8 @@ def _create_locked(folder: str) -> tuple[int, str]:
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
     """Remove an unfinished file unless its writer holds its lock; return True if it was removed. Raises OSError.
 
-    A file that cannot be locked, or whose name says that it never is, is removed only if ``old``. With ``local_only``, a file on a network
-    file system is kept, because other hosts' locks may be invisible there.
+    A file that cannot be locked, or whose name marks it as never locked, is removed only if ``old``. With ``local_only``, a file on a
+    network file system is kept, because other hosts' locks may be invisible there.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

@@ -61,7 +61,7 @@ class HasSides(Protocol):
     """A layer in a basis file."""
 
     def sides(self) -> Iterator[tuple[str, BasisSide]]:
-        """Yield ("k", keys) and ("v", values), omitting absent ones."""
+        """Yield ("k", keys) and ("v", values), omitting absent sides."""
         ...
 
 

@@ -17,6 +17,6 @@ def split(name: str, data: bytes) -> dict[str, bytes]:
 
 
 def join_features(ignorable: Mapping[str, bytes], name: str) -> bytes:
-    """Join the features that ``split`` created, up to the first missing one."""
+    """Join the features that ``split`` created, up to the first missing feature."""
     names = takewhile(ignorable.__contains__, (f"{name}.{number}" for number in count()))
     return b"".join(ignorable[feature] for feature in names)

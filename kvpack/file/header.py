@@ -123,7 +123,7 @@ class LayerEntry:
             raise InvalidHeader(f"k.tokens is {self.k.tokens}, but v.tokens is {self.v.tokens}")
 
     def sides(self) -> Iterator[tuple[str, SideEntry]]:
-        """Yield ("k", keys) and ("v", values), omitting absent ones."""
+        """Yield ("k", keys) and ("v", values), omitting absent sides."""
         if self.k is not None:
             yield "k", self.k
         if self.v is not None:

@@ -30,7 +30,7 @@ _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 """Number of length bytes, by the first byte of extension values. One more byte has the type."""
 _INTEGERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
-"""Number of bytes after the first one, for floats and extension values of fixed length."""
+"""Number of bytes after the first byte, for floats and extension values of fixed length."""
 
 
 class UnknownFeatures(NamedTuple):

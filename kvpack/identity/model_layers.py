@@ -19,8 +19,8 @@ def cache_layers(config: Any) -> list[Any]:
 def layers_of(config: Any) -> tuple[tuple[int | None, ...], bool]:
     """Return the sliding window of each layer (empty if no layer has one), and True if any layer keeps recurrent or convolution states.
 
-    ``config`` is the model's configuration. Chunked attention counts as a window of the chunk's size, because no token attends to older
-    ones. For an encoder-decoder the result is empty and False, because its layers also depend on the encoder.
+    ``config`` is the model's configuration. Chunked attention counts as a window of the chunk's size, because no token attends to tokens
+    before its chunk. For an encoder-decoder the result is empty and False, because its layers also depend on the encoder.
     """
     if config.is_encoder_decoder:
         return (), False

@@ -110,12 +110,12 @@ class Backend(Protocol):
         """Return True for each of ``keys`` that has an entry. The keys need not form a chain."""
 
     def get(self, keys: Sequence[bytes]) -> list[Data]:
-        """Return the bytes of each entry of ``keys``, up to the first missing one."""
+        """Return the bytes of each entry of ``keys``, up to the first missing entry."""
 
     def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         """Return the entry of each of ``keys``, from a tier slower than its number in ``beyond``. The keys need not form a chain.
 
-        A server sends at most ``max_bytes`` + 1 bytes of an entry, which is enough for the size check to reject a larger one.
+        A server sends at most ``max_bytes`` + 1 bytes of an entry, which is enough for the size check to reject a larger entry.
         """
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:

@@ -111,7 +111,7 @@ class StoredBasis:
         return True
 
     def _check_or_remove(self, key: bytes, backend: Backend) -> bool:
-        """Return True if the entry in one tier is the basis, byte for byte; remove a damaged one."""
+        """Return True if the entry in one tier is the basis, byte for byte; remove a damaged entry."""
         for basis in backend.find([key]):
             try:
                 check_basis(key, decrypt_entry(key, basis.data, self._cipher), self._cipher)

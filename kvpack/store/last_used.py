@@ -73,7 +73,7 @@ class UseLog:
             return {*self._unrecorded}
 
     def pop_record(self) -> bytes:
-        """Return the record of the noted uses, which may be empty, and start a new one."""
+        """Return the record of the noted uses, which may be empty, and start a new record."""
         with self._lock:
             unrecorded_keys, self._unrecorded = self._unrecorded, {}
         return b"".join(unrecorded_keys)

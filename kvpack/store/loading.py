@@ -110,7 +110,7 @@ class Loader:
     def _find_parts(self, keys: Sequence[bytes], beyond: int) -> Generator[tuple[Sequence[bytes], list[FoundEntry]], None, None]:
         """Yield ``keys`` in parts with their entries, the first of which comes from a tier slower than ``beyond``.
 
-        On this machine, the next part is read from the disk while the caller checks this one. A server is asked once.
+        On this machine, the next part is read from the disk while the caller checks this part. A server gets one request.
         """
         if not self._backend.is_private or len(keys) <= _FIRST_PART:
             yield keys, self._backend.find(keys, beyond=beyond)

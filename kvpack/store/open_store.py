@@ -33,7 +33,7 @@ def open_for_identity(
 ) -> OpenedBackend:
     """Open ``location`` for entries of ``identity``; with ``skip_sweep``, opening changes nothing there.
 
-    Values are checked if other users may write unencrypted entries, unless ``check_values`` says otherwise. Raises InvalidParameter, and
+    Values are checked if other users may write unencrypted entries, unless ``check_values`` decides otherwise. Raises InvalidParameter, and
     the errors of the backend.
     """
     cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)

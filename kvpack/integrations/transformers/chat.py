@@ -166,7 +166,7 @@ class Chat:
     def save(self, path: str | os.PathLike[str], *, messages: bool = True, compact: bool = False, **options: Any) -> int:
         """Save the packed cache with the messages as a kvpack file, and return its size; ``options`` are passed to ``kvpack.save``.
 
-        A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more bits than its recipe's name says.
+        A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more bits than its recipe's name implies.
         ``compact=True`` packs those keys in the file too, and compresses tensors with zstd. Texts that are in the file's token ids are not
         stored again. Raises LimitExceeded if the remaining texts do not fit: ``messages=False`` omits all messages, and the argument
         ``messages`` of ``Chat.load`` provides them. Raises the errors of ``kvpack.save``.

@@ -1,8 +1,8 @@
 """KvpackConnector: vLLM's OffloadingConnector, which passes the model's settings and cache layers to kvpack's spec or tier.
 
-``placement`` says where rows are. With ``"primary"``, vLLM's own host memory contains them: ``KvpackSpec`` packs in the worker, and a block
-whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. With ``"store"``,
-that memory contains pages, and ``KvpackTier`` below it packs them into a kvpack store.
+``placement`` specifies where rows are. With ``"primary"``, vLLM's own host memory contains them: ``KvpackSpec`` packs in the worker, and a
+block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. With
+``"store"``, that memory contains pages, and ``KvpackTier`` below it packs them into a kvpack store.
 """
 
 from __future__ import annotations

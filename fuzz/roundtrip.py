@@ -27,7 +27,7 @@ MAX_FAILURES = 5
 
 @dataclass
 class Report:
-    """Results of a run: examples per codec, examples refused by an encoder, the slowest examples, and the smallest failing ones."""
+    """Results of a run: examples per codec, examples refused by an encoder, the slowest examples, and the smallest failing examples."""
 
     examples: Counter[str] = field(default_factory=Counter)
     refused: int = 0

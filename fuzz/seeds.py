@@ -57,7 +57,7 @@ def _codecs(parts: Parts) -> set[tuple[str, bool]]:
 
 
 def rows() -> list[bytes]:
-    """Return all row vectors, including the refused ones."""
+    """Return all row vectors, including the refused vectors."""
     return [path.read_bytes() for path in sorted((ROOT / "spec" / "row-vectors").glob("*.row"))]
 
 

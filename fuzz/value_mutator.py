@@ -20,7 +20,7 @@ _LONG: tuple[Any, ...] = ("x" * 4097, b"\0" * 8000, [[]] * 1000, [0] * 5000, {st
 
 
 def random_value(source: random.Random) -> Any:
-    """Return a value of any type. Every call creates a new one, because callers may change it."""
+    """Return a value of any type. Every call creates a new value, because callers may change it."""
     return copy.deepcopy(source.choice(_LONG if source.random() < 0.05 else _OTHER_TYPES))
 
 

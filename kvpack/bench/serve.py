@@ -182,7 +182,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
-    """Return the number of tokens in each layer's cache after ``tokens`` tokens; sliding windows have dropped the others."""
+    """Return the number of tokens in each layer's cache after ``tokens`` tokens; sliding windows have dropped the other tokens."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 

@@ -1,7 +1,7 @@
 """kvpack bench store --location, the row round-trips: time a store and an engine's pages on a distant server.
 
-A relay on this machine delays every request, so that a nearby server behaves like a distant one. It adds no time for bytes, and counts the
-requests: everything that a client sends before it reads a reply is one request.
+A relay on this machine delays every request, so that a nearby server behaves like a distant server. It adds no time for bytes, and counts
+the requests: everything that a client sends before it reads a reply is one request.
 """
 
 from __future__ import annotations

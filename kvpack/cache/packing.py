@@ -210,7 +210,7 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
 
 
 def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
-    """Return ``inputs`` as inputs of ``layers`` from position ``start``. Raises InvalidParameter if they were recorded for others."""
+    """Return ``inputs`` as inputs of ``layers`` from position ``start``. Raises InvalidParameter if they were recorded for other tokens."""
     first = start if inputs.first is None else inputs.first
     tokens = max((layer.seen_tokens for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 FIRST, LAST, BOTH = range(3)
-"""Ways to number the layers of a range: from the first layer, from the last one, or one end from each."""
+"""Ways to number the layers of a range: from the first layer, from the last layer, or one end from each."""
 
 
 class Range(NamedTuple):

@@ -1,4 +1,4 @@
-"""A command-line parser that names unknown words and suggests the closest known one."""
+"""A command-line parser that names unknown words and suggests the closest known word."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command-line parser without abbreviations, whose errors name the unknown word and a similar known one.
+    """A command-line parser without abbreviations, whose errors name the unknown word and a similar known word.
 
     ``hints`` has, for options of other commands or programs, what to write instead.
     """
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _unknown_option(parser: Parser, words: Sequence[str]) -> str | None:
-    """Return a message that names the first of ``words`` that looks like an option and is none of this parser; None without one."""
+    """Return a message that names the first of ``words`` that looks like an option but is unknown to this parser, or None."""
     options = {option[2:] for action in parser._actions for option in action.option_strings if option.startswith("--")}
     has_commands = _commands(parser) is not None
     for word in words:

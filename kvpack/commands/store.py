@@ -276,7 +276,7 @@ def _until_text(until: int | None) -> str:
 
 
 def run_rm(arguments: argparse.Namespace) -> int:
-    """Remove the entries that match all filters, except pinned ones."""
+    """Remove the entries that match all filters, except pinned entries."""
     from kvpack.coding.recipes import parse_recipe
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.removal import EntryFilter, remove

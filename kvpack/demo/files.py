@@ -92,7 +92,7 @@ def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @rounding_is_shown()
 def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Path) -> dict[str, Any]:
-    """Pack and save ``pairs``, and compare the decoded values with the original ones."""
+    """Pack and save ``pairs``, and compare the decoded values with the original values."""
     pack, save = kvpack.pack, kvpack.save
     started = time.perf_counter()
     cache = pack(pairs, recipe, model=IDENTITY)
@@ -202,7 +202,7 @@ def _read_in_process(path: str) -> dict[str, Any]:
 
 
 def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
-    """Generate ``count`` bytes after ``prompt``, always the most likely one."""
+    """Generate ``count`` bytes after ``prompt``, always the most likely byte."""
     tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
         token = int(model(tokens, **cache_names.cache_argument(model, cache)).logits[0, -1, :BOS].argmax())

@@ -1,6 +1,6 @@
 """The store demo: process A prefills a prompt and saves it; processes B and C load the prefix and produce the same tokens.
 
-Each process has the model, the prompt and the store's location, and does not communicate with the others.
+Each process has the model, the prompt and the store's location, and does not communicate with the other processes.
 """
 
 from __future__ import annotations

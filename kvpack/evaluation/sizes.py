@@ -46,7 +46,7 @@ def check_size(option: str, value: int, low: int, high: int, reason: str) -> Non
 
 
 def window_ids(tokens: int, text: Text) -> int:
-    """Return the number of ids of ``text`` in a window of ``tokens`` tokens plus the next one, not counting the text's start."""
+    """Return the number of ids of ``text`` in a window of ``tokens`` tokens plus the next token, not counting the text's start."""
     return tokens + 1 - len(text.start)
 
 

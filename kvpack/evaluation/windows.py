@@ -381,7 +381,7 @@ def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def compare_predictions(exact: UncompressedResult, log_probabilities: torch.Tensor) -> tuple[float, float, float]:
-    """Compare log-probabilities ``[position, vocabulary]`` with the exact ones.
+    """Compare log-probabilities ``[position, vocabulary]`` with the exact log-probabilities.
 
     Returns the loss of the scored tokens, the KL divergence, and the share of positions with the same top choice.
     """

@@ -221,7 +221,7 @@ class File:
                     yield number
 
     def _layer_extent(self, number: int) -> tuple[int, int]:
-        """Return the offset of a layer's first tensor in the file, and the end of its last one."""
+        """Return the offset of a layer's first tensor in the file, and the end of its last tensor."""
         names = [f"{number}.{side}.{stream}" for side, entry in self.header.layers[number].sides() for stream in self.header.streams[entry]]
         places = [self.front.places[name] for name in (*names, *(state.where for state in self.header.states_in_layer(number)))]
         start = len(self.front.text)

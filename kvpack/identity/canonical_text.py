@@ -172,7 +172,7 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
     """
     import torch
 
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for number, (_, value) in enumerate(named):
         if (
             type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -180,9 +180,9 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
             and not value.is_quantized
             and value.device.type != "meta"
         ):
-            alike.setdefault((value.device, value.dtype), []).append((number, value))
+            groups.setdefault((value.device, value.dtype), []).append((number, value))
     result: dict[int, str] = {}
-    for (_, dtype), tensors in alike.items():
+    for (_, dtype), tensors in groups.items():
         # If they cannot be read together, the loop below names the one that cannot be read.
         if dtype.itemsize in _INTEGERS:
             with suppress(RuntimeError, TypeError, NotImplementedError), torch.no_grad():

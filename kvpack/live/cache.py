@@ -380,7 +380,7 @@ class LiveCache:
         return Cache(tuple(self.layer(number, packed) for number in range(len(self))), self._text, self.model, self.start)
 
     def truncate(self, tokens: int, layer: int | None = None) -> None:
-        """Keep the first ``tokens`` tokens of every layer, or of one. Raises OutOfBounds for tokens that have been dropped."""
+        """Keep the first ``tokens`` tokens of every layer, or of one layer. Raises OutOfBounds for tokens that have been dropped."""
         tokens = as_integer(tokens, "tokens")
         self._settle()
         selected = self._selected_layers(layer)
@@ -402,16 +402,19 @@ class LiveCache:
             live.keeps_past = True
 
     def share(self, layer: int) -> None:
-        """Allow other layers of the model to attend to the tokens of ``layer``. A long update is then encoded only before the next one."""
+        """Allow other layers of the model to attend to the tokens of ``layer``.
+
+        A long update is then encoded only before the next update.
+        """
         self._layer_or_none(layer)
         self._shared.add(layer)
 
     def reset(self, layer: int | None = None) -> None:
-        """Drop all tokens of every layer, or of one. The next tokens may have another batch size. Raises OutOfBounds."""
+        """Drop all tokens of every layer, or of one layer. The next tokens may have a different batch size. Raises OutOfBounds."""
         self._change_layers(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
-        """Keep the rows ``indices`` of the batch, in that order, in every layer or in one; an index may repeat.
+        """Keep the rows ``indices`` of the batch, in that order, in every layer or in one layer; an index may repeat.
 
         Raises OutOfBounds or InvalidParameter.
         """

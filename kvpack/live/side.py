@@ -125,7 +125,7 @@ class LiveSide:
 
     @property
     def older_tokens(self) -> int:
-        """Number of tokens before the tail, including unfinished ones."""
+        """Number of tokens before the tail, including unfinished tokens."""
         return self.packed_tokens + self.unfinished.shape[2]
 
     def side(self, tokens: int) -> Side:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 OBJECTS_PER_LOOK = 4
-"""Number of reported objects that are checked again for each newly stored one. LMCache's count is then at most about 1/7 too high."""
+"""Number of reported objects that are checked again for each newly stored object. LMCache's count is then at most about 1/7 too high."""
 
 
 class StoredObjects:
@@ -148,7 +148,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return int(self._events["load"].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start storing objects. Existing objects are kept, and an object that is rejected does not affect the others."""
+        """Start storing objects. Existing objects are kept, and an object that is rejected does not affect the other objects."""
         return self._submit("store", lambda: self._store_objects(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -167,7 +167,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Do nothing, because objects are never locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start loading objects. An object that is damaged or rejected does not affect the others."""
+        """Start loading objects. An object that is damaged or rejected does not affect the other objects."""
         return self._submit("load", lambda: self._load_objects(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any:

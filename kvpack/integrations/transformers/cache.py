@@ -122,10 +122,9 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Create a KvpackCache that continues the packed ``cache``, checked against ``model`` if there is one.
-
-        Without a model, the caller sets attention "kvpack" (``model.set_attn_implementation("kvpack")``), and nothing is recorded. Options
-        and errors are documented in the class.
+        """Create a KvpackCache that continues the packed ``cache``, checked against ``model`` if there is a model. Without a model, the
+        caller sets attention "kvpack" (``model.set_attn_implementation("kvpack")``), and nothing is recorded. Options and errors are
+        documented in the class.
         """
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         check_cache(cache, model)

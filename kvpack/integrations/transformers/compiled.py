@@ -124,7 +124,7 @@ class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
     ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides tokens other than
-    the first ones.
+    the first tokens.
     """
 
     starts: torch.Tensor

@@ -116,11 +116,11 @@ class ComputedChecksums:
 
 def _all_checksums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the ``checksums`` of each tensor. Layers of equal shape with few tokens are combined, so that a step needs few launches."""
-    alike: dict[tuple[object, ...], list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for number, x in enumerate(tensors):
-        alike.setdefault((x.shape, x.dtype, x.device), []).append(number)
+        groups.setdefault((x.shape, x.dtype, x.device), []).append(number)
     result: dict[int, torch.Tensor] = {}
-    for numbers in alike.values():
+    for numbers in groups.values():
         if sum(tensors[number].numel() for number in numbers) > _VALUES_AT_ONCE:
             result |= {number: checksums(tensors[number]) for number in numbers}
         else:

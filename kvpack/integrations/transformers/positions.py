@@ -128,7 +128,7 @@ class RotaryPositions:
             self._refuse(sorted(set(rotary_positions[..., token].flatten().tolist())), start + token)
 
     def require_positions(self, start: int) -> None:
-        """Raise InvalidParameter if no positions were given and the model would compute different ones."""
+        """Raise InvalidParameter if no positions were given and the model would compute different positions."""
         if not self._given and not start:
             # Without given positions, models use the positions of text.
             self._deltas = torch.zeros(1, 1, dtype=torch.int64, device="cpu")

@@ -60,7 +60,7 @@ class Record:
         self._visible = visible_tokens(inputs, batch, tokens)
         named = {text: sources for text in inputs.undetermined if (sources := sources_in(text)) and len(sources) in (1, batch)}
         self.sources: list[Sources] = list(named.values())
-        """The encoder inputs on which the tokens depend: empty if unknown, and several if tokens depend on different ones."""
+        """The encoder inputs on which the tokens depend: empty if unknown, and several if tokens depend on different inputs."""
         # Omit notes that are computed again from the ids and masks of the rows.
         self._older = [
             (text, start)

@@ -61,7 +61,8 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
         known = sorted(CODECS)
         if codec_id in presets:
             refuse(text, codec_id, clause, f"unknown codec {codec_id!r}: {_replacement_clause(codec_id, body, clause, presets)}")
-        refuse(text, codec_id or body, clause, f"unknown codec {codec_id!r}; expected one of {', '.join(known)}", known)
+        expected = f"expected one of {', '.join(known)}, or one of your own after its import (kvpack --import MODULE ...)"
+        refuse(text, codec_id or body, clause, f"unknown codec {codec_id!r}; {expected}", known)
     words: dict[str, str] = {}
     for option in options.split(",") if options else []:
         name, equals, value = option.partition("=")

@@ -52,7 +52,7 @@ def test_commands_accept_a_name(cache: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("name", [NAME, "gpt2"])
 def test_the_error_for_a_missing_model_names_the_command(cache: Path, name: str) -> None:
-    with pytest.raises(MissingFile, match=f"{name}: is not a folder .* download it with 'hf download {name}' on"):
+    with pytest.raises(MissingFile, match=f"{name} is not a folder .* download it with 'hf download {name}' on"):
         model_folder(name)
     assert cli.main(["tune", "--bits", "3", "--model", name]) == 3
 
@@ -67,7 +67,7 @@ def test_a_folder_without_a_configuration_is_not_a_model(cache: Path, tmp_path: 
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
     hub_cache.add(cache, "gpt2")
-    with pytest.raises(MissingFile, match=r"gpt2: has no config\.json, expected the folder"):
+    with pytest.raises(MissingFile, match=r"gpt2 has no config\.json, expected the folder"):
         model_folder("gpt2")
 
 

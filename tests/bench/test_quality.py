@@ -527,7 +527,7 @@ def test_model_that_cannot_read_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--step", "0"], 2, "--step is 0, expected an integer from 1 to 1024"),
         (["--twin", "0"], 2, "--twin is 0.0"),
         (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),
-        (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
+        (["--model", "/nowhere"], 3, "/nowhere has no config.json"),
         (["--text", "/nowhere"], 3, "/nowhere: could not be opened"),
         (["--out", "/dev/null/x"], 3, "/dev/null/x: could not be created"),
     ],

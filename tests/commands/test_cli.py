@@ -809,7 +809,7 @@ def test_bench_io(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     [
         (["--synthetic", "2x3"], 2, "--synthetic is '2x3', expected layers x batch x heads x tokens x dim"),
         (["--synthetic", "1x1x1x32x64", "--repeats", "0"], 2, "--repeats is 0, expected a positive integer"),
-        (["--model", "/nowhere"], 3, "/nowhere: has no config.json"),
+        (["--model", "/nowhere"], 3, "/nowhere has no config.json"),
         (["--text", "/nowhere"], 3, "/nowhere: could not be opened as a text: No such file or directory"),
         (["--device", "cuda:99"], 2, "device is 'cuda:99', but the number of CUDA devices is "),
     ],

@@ -268,7 +268,7 @@ def test_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--bits", "3", "--candidate", "kivi-2"], 2, r".*unknown codec 'kivi-2'"),
         (["--bits", "3", "--candidate", "k=scalar:b=2;v=raw"], 2, r"--candidate is 'k=scalar:b=2;v=raw', expected a single codec"),
         (["--bits", "3", "--candidate", "k=scalar:b=2"], 2, r"--candidate has no codec for values"),
-        (["--bits", "3", "--model", "/nowhere"], 3, r"/nowhere: has no config.json"),
+        (["--bits", "3", "--model", "/nowhere"], 3, r"/nowhere has no config.json"),
         (["--bits", "3", "--text", "/nowhere"], 3, r"/nowhere: could not be opened"),
         (["--bits", "3", "--out", "none/x"], 3, r"cannot write none/x: none is not a folder"),
         (["--bits", "3", "--out", "."], 3, r"cannot write '\.': it is not a regular file"),

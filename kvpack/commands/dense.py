@@ -155,7 +155,9 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
     ids = tensors.pop(IDS, None)
     batch = min(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
     if ids is not None and ids.dim() == 2 and len(ids) not in (1, batch):
-        raise InvalidParameter(f"{path}: {IDS} has shape {list(ids.shape)}, but the layers have {batch} sequences: store a row for each")
+        raise InvalidParameter(
+            f"{path}: {IDS} has shape {list(ids.shape)}, but the layers have {batch} sequences: store one row per sequence"
+        )
     inputs = _inputs(path, ids, note)
     for name, tensor in tensors.items():
         number, _, state = name.partition(".state.")

@@ -187,7 +187,7 @@ def _check_damage() -> str:
         try:
             kvpack.load(path)
         except kvpack.KvpackError as error:
-            return f"as it should be: {type(error).__name__}"
+            return f"refused as expected: {type(error).__name__}"
     raise ValueError("a file with a flipped bit was loaded")
 
 
@@ -221,7 +221,7 @@ def _model() -> str:
         answer = chat.send("\n[[key O9B4KF = ", max_new_tokens=8, do_sample=False)
     if answer != "EL3GUXNT":
         raise ValueError(f"the model answered {answer!r:.80}, expected 'EL3GUXNT'")
-    return f"{chat.reused:,} of {chat.prompt_tokens:,} tokens reused, the answer is right"
+    return f"{chat.reused:,} of {chat.prompt_tokens:,} tokens reused, the answer is correct"
 
 
 def _advice(packages: list[dict[str, Any]], kernels: dict[str, str], checks: list[dict[str, Any]]) -> list[str]:

@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     description = (
         "List the recommended recipes, or price the given ones. Bits in the file count all bytes of a cache of the given shape, and "
         "nominal bits are counted as in the papers. KL is the loss that was measured on a real model of head dim 64, for presets of "
-        "kvpack's published measurement. Breaks on names keys that a recipe is not suited for."
+        "kvpack's published measurement. 'Breaks on' lists the kinds of keys that a recipe does not suit."
     )
     parser = commands.add_parser("recipes", help="list bits per value of presets and other recipes", description=description)
     parser.add_argument("recipes", metavar="RECIPE", nargs="*", help="a preset, a recipe string, or @FILE (default: the recommended ones)")

@@ -29,7 +29,7 @@ KEY_FILE_VARIABLE = "KVPACK_KEY_FILE"
 def add(commands: Any) -> None:
     """Add ``store`` to the command line."""
     parser = commands.add_parser(
-        "store", help="list, check, clean, export and import stored prefixes", description="Work on a prefix store."
+        "store", help="list, check, clean, export and import stored prefixes", description="Manage a prefix store."
     )
     kinds = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _action(kinds, "ls", run_ls, "list the stored prefixes, most recently used first")
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     verify = _action(kinds, "verify", run_verify, "check every byte of every entry, and its key")
     verify.add_argument("--delete", action="store_true", help="delete damaged entries; with keys, unencrypted entries too")
     collect = _action(
-        kinds, "gc", run_gc, "remove files of dead writers and older versions, and bases out of use, and evict what exceeds a limit"
+        kinds, "gc", run_gc, "remove files of dead writers and older versions, and unused bases, then evict down to the limits"
     )
     collect.add_argument(
         "--max-bytes", type=byte_count, metavar="N", help="evict until the entries take at most N bytes, such as 10GB (default: no limit)"
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     unpin = _action(kinds, "unpin", run_unpin, "let a pinned prefix be evicted again")
     unpin.add_argument("key", metavar="KEY", help="a pinned key, or its first digits; stat lists them")
     unpin.add_argument("--owner", metavar="NAME", help="only the pin of this owner (default: all)")
-    remove = _action(kinds, "rm", run_rm, "remove what a model, a recipe or a tenant has stored, or what was not used for long")
+    remove = _action(kinds, "rm", run_rm, "remove entries by model, recipe, tenant or time since last use")
     remove.add_argument("--model", metavar="NAME", help="only entries of this model, as stat prints it")
     remove.add_argument("--recipe", metavar="RECIPE", help="only entries of this recipe")
     remove.add_argument("--older-than", type=seconds, metavar="TIME", help="only entries not used for this long, such as 7d or 12h")
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
     add.add_argument("--tokens", metavar="JSON", help="a file with the token ids as a JSON array (default: those in FILE)")
     add.add_argument("--basis", metavar="PATH", help="the basis that FILE needs, or a folder that holds it")
     add.add_argument(
-        "--chunk", type=int, metavar="N", help="tokens per chunk (default: the number in FILE, or that of its beginning in STORE, or 256)"
+        "--chunk", type=int, metavar="N", help="tokens per chunk (default: as in FILE, else as in its stored beginning, else 256)"
     )
     add.add_argument(
         "--trust-names",
@@ -303,7 +303,7 @@ def run_rm(arguments: argparse.Namespace) -> int:
     if catalog.pages and before is None:
         print(f"{len(catalog.pages):,} pages of engines name no model: only --older-than, without other filters, removes them")
     if catalog.undecryptable:
-        print(f"{len(catalog.undecryptable):,} encrypted entries could not be looked at: pass --key-file")
+        print(f"{len(catalog.undecryptable):,} encrypted entries could not be read: pass --key-file")
     return store.exit_code()
 
 
@@ -432,7 +432,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         identity = exported.identity
         source = f"of the model {identity.model!r}, weights {identity.weights!r}, adapter {identity.adapter!r}"
         raise InvalidParameter(
-            f"{arguments.input}: claims to contain the keys and values of {len(exported.ids):,} token ids {source}, which cannot be "
+            f"{arguments.input} claims to contain the keys and values of {len(exported.ids):,} token ids {source}, which cannot be "
             "verified: processes that load these ids get the values in the file. Pass --trust-names if you trust its writer"
         )
     keys = read_key_file(arguments.key_file) if arguments.key_file else None

@@ -70,8 +70,8 @@ def _remove_unfinished(folder: str, arguments: argparse.Namespace) -> dict[str, 
     removed, remaining = remove_dead(folder)
     if not arguments.json:
         for path in removed:
-            print(f"{path}: removed, its writer was killed")
+            print(f"{path}: removed, because its writer was killed")
         for path in remaining:
-            print(f"{path}: kept, a process may be writing it; if none is, delete it yourself")
+            print(f"{path}: kept, because a process may be writing it; if none is, delete it yourself")
         print(f"{folder}: {format_count(len(removed), 'unfinished file')} removed")
     return {"folder": folder, "removed": removed, "kept": remaining}

@@ -386,11 +386,12 @@ class LiveCache:
         selected = self._selected_layers(layer)
         if tokens and not selected:
             where = "the cache" if layer is None else f"layers[{layer}]"
-            raise OutOfBounds(f"{where}: truncate({tokens}) of a layer that has seen no tokens")
+            raise OutOfBounds(f"{where}: truncate({tokens}) is out of range: the layer has seen no tokens")
         for live in selected:
             if not live.seen_tokens - live.tokens <= tokens <= live.seen_tokens:
                 raise OutOfBounds(
-                    f"{live.name}: truncate({tokens}) of a layer that has the tokens [{live.seen_tokens - live.tokens}:{live.seen_tokens}]"
+                    f"{live.name}: truncate({tokens}) is out of range: the layer holds tokens "
+                    f"[{live.seen_tokens - live.tokens}:{live.seen_tokens}]"
                 )
         self._change_layers(lambda live: live.truncate(tokens), layer)
 

@@ -179,7 +179,8 @@ class LiveLayer:
         count = self.seen_tokens - tokens
         if not 0 <= count <= self.tokens:
             raise OutOfBounds(
-                f"{self.name}: truncate({tokens}) of a layer that has the tokens [{self.seen_tokens - self.tokens}:{self.seen_tokens}]"
+                f"{self.name}: truncate({tokens}) is out of range: the layer holds tokens "
+                f"[{self.seen_tokens - self.tokens}:{self.seen_tokens}]"
             )
         pending = min(count, self.pending_tokens)
         if pending:

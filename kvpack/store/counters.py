@@ -25,7 +25,7 @@ NAMES = {
     "loads": "Calls of load.",
     "load_tokens": "Tokens requested from load.",
     "hit_tokens": "Tokens that load returned.",
-    "hit_chunks": "Chunks of those tokens; for a tier of several, the chunks found in it.",
+    "hit_chunks": "Chunks that load returned; for one of several tiers, the chunks found in it.",
     "other_chunks": "Lookups that missed tokens stored in chunks of a different size: use one chunk size for all stores here.",
     "promoted_chunks": "Chunks copied from a slower tier to a faster one.",
     "dropped_writes": "Entries that never reached a slower tier: the queue was full, or not empty in time when the store was closed.",
@@ -33,19 +33,20 @@ NAMES = {
     "lease_timeouts": "Calls of load that waited without success: the other worker took longer than the lease, died or did not save.",
     "saves": "Calls of save with at least one whole chunk.",
     "saved_chunks": "Chunks that save has written.",
-    "saved_bytes": "Bytes of those chunks.",
+    "saved_bytes": "Bytes of the chunks that save has written.",
     "present_chunks": "Chunks that save found in the store.",
     "refused_chunks": "Chunks not stored, because protected entries fill the budget or the disk, or already use the chunk's key.",
     "damaged_entries": "Entries whose bytes are damaged; each was a miss and was removed.",
-    "unreadable_entries": "Entries not read for lack of memory, a codec or a newer version; each was a miss and was kept.",
+    "unreadable_entries": "Entries not read because of too little memory, an unknown codec or a newer version; each was a miss and was "
+    "kept.",
     "undecryptable_entries": "Entries that none of the given keys decrypts; each was a miss.",
     "evicted_entries": "Entries removed to make room.",
-    "evicted_bytes": "Bytes of those entries.",
+    "evicted_bytes": "Bytes of entries removed to make room.",
     "expired_entries": "Entries of a folder or an object store removed because they were unused for the ttl of their last user.",
     "vanished_entries": "Entries that a Redis server removed itself, because they expired or by its own eviction policy.",
     "deleted_entries": "Entries removed by delete.",
     "reclaimed_entries": "Removed entries of older layouts, which stores can no longer find.",
-    "reclaimed_bytes": "Bytes of those entries.",
+    "reclaimed_bytes": "Bytes of removed entries of older layouts.",
     "swept_files": "Removed unfinished files of dead writers.",
     "faults": "Operations that the system or the server rejected, by operation and reason.",
 }
@@ -157,7 +158,8 @@ def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
     if not tiers:
         return []
     lines = []
-    for name, meaning in [*NAMES.items(), ("entries", "Entries in the tier."), ("bytes", "Bytes of those entries.")]:
+    sizes = {"entries": "Entries in the tier.", "bytes": "Total size in bytes of the entries in the tier."}
+    for name, meaning in (NAMES | sizes).items():
         gauge = name not in NAMES
         metric = f"kvpack_store_tier_{name}" + ("" if gauge else "_total")
         lines += [f"# HELP {metric} {meaning}", f"# TYPE {metric} {'gauge' if gauge else 'counter'}"]

@@ -192,7 +192,7 @@ class EntryReader:
                 f"{len(layers)} layers, layer {at}: {layers[at] if at < len(layers) else 'none'}" for layers in (shape, self.shape)
             ]
             raise InvalidHeader(
-                f"{file.where} has a different shape from the store's entries (heads and head dims of sides): {descriptions[0]}; "
+                f"{file.where} has a different shape from the store's entries (heads and head dims of sides): {descriptions[0]}, "
                 f"expected {descriptions[1]}"
             )
 
@@ -226,7 +226,7 @@ def check_entry(
     """Check the header of a chunk's entry, and return its fields, without reading any tensor. Raises InvalidHeader or LimitExceeded."""
     header = file.header
     if FEATURE not in header.ignorable and is_old(file):
-        raise InvalidHeader(f"{file.where} is an entry of an older kvpack, which stores no longer read: kvpack store gc removes it")
+        raise InvalidHeader(f"{file.where} is from an older version of kvpack, and stores no longer read it: run kvpack store gc")
     if FEATURE not in header.ignorable:
         raise InvalidHeader(f"{file.where} is not an entry of a store: its header has no feature {FEATURE!r}")
     check_header(file, start, model, recipe)

@@ -72,7 +72,7 @@ def check_ids(cache: Cache, ids: bytes) -> None:
         stored, passed = (memoryview(data)[:shared_bytes].cast("I").tolist() for data in (cache_ids, ids))
         token = next(index for index, pair in enumerate(zip(stored, passed, strict=True)) if pair[0] != pair[1])
         raise InvalidParameter(
-            f"token {token} of the cache was computed from the id {stored[token]}, but token_ids[{token}] is {passed[token]}: pass the ids "
+            f"token {token} of the cache was computed from id {stored[token]}, but token_ids[{token}] is {passed[token]}: pass the ids "
             "that the cache was computed from"
         )
     if count != cache.tokens and len(cache_ids) != cache.tokens * ID_BYTES:

@@ -49,13 +49,13 @@ def token_bytes(token_ids: Any) -> bytes:
             token_ids = token_ids.detach().cpu()
         ids = numpy.asarray(token_ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidParameter(f"token_ids of type {type(token_ids).__name__} are not an array of integers: {error}") from None
+        raise InvalidParameter(f"token_ids is a {type(token_ids).__name__}, expected an array of integers: {error}") from None
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InvalidParameter(f"token_ids are {ids.dtype} {list(ids.shape)}, expected integers [token] or [1, token]")
+        raise InvalidParameter(f"token_ids is {ids.dtype} {list(ids.shape)}, expected integers [token] or [1, token]")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MAX_ID:
-        raise InvalidParameter(f"token_ids range from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")
+        raise InvalidParameter(f"token_ids ranges from {ids.min()} to {ids.max()}, expected integers from 0 to {_MAX_ID}")
     data: bytes = ids.astype("<u4").tobytes()
     return data
 
@@ -64,7 +64,7 @@ def _pack_list(token_ids: list[int] | tuple[int, ...]) -> bytes:
     try:
         ids = array.array("I", token_ids)
     except (TypeError, OverflowError) as error:
-        raise InvalidParameter(f"token_ids contain a value that is not an integer from 0 to {_MAX_ID}: {error}") from None
+        raise InvalidParameter(f"token_ids contains a value that is not an integer from 0 to {_MAX_ID}: {error}") from None
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()

@@ -299,7 +299,7 @@ class PageStore:
         entries, size = self._backend.size()
         gauges = {
             "entries": ("Entries at the location.", entries),
-            "bytes": ("Bytes of those entries.", size),
+            "bytes": ("Total size in bytes of the entries at the location.", size),
             "page_bytes": ("Bytes of a page in the engine's memory.", self.codec.geometry.raw_bytes),
             "row_bytes": ("Bytes of a page as a row.", self.codec.nbytes),
         }
@@ -352,7 +352,7 @@ class PageStore:
         try:
             row = decrypt_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
-                raise Truncated(f"entry {names[index].hex()}: has {len(row)} bytes, expected at most {self.codec.nbytes} for a row")
+                raise Truncated(f"entry {names[index].hex()} has {len(row)} bytes, expected at most {self.codec.nbytes} for a row")
             rows[index] = row
         except FAULTS as error:
             refuse(self._backend, self._counters, names[index], entry, error)

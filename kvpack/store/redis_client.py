@@ -212,7 +212,7 @@ class Client:
             return
         if policy.startswith("allkeys-") or (uses_ttl and policy.startswith("volatile-")):
             text = (
-                f"the Redis server has the maxmemory-policy {policy[:40]}: it removes entries by itself, regardless of prefixes, so "
+                f"the Redis server has maxmemory-policy {policy[:40]}: it removes entries by itself, regardless of prefixes, so "
                 "saved tokens may not be found. Set the policy to noeviction, and give the store max_bytes"
             )
             warnings.warn(text, KvpackWarning, stacklevel=_CALLER_STACK_LEVEL)

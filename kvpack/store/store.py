@@ -418,7 +418,7 @@ class Store:
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
         """Return ``stats`` in Prometheus' text format, every metric with ``labels`` (default: the identity's model)."""
         entries, size = self._backend.size()
-        gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Bytes of those entries.", size)}
+        gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Total size in bytes of the entries at the location.", size)}
         text = prometheus_text(self._counters, self._backend, gauges)
         return with_labels(text, {"model": self.identity.model} if labels is None else labels)
 

@@ -98,7 +98,7 @@ def export_prefix(
         end_states = state_entries.read(decrypted, last.stored.key, last.start + last.tokens, last.model, last.recipe)
         if len(end_states) != len(cache):
             raise InvalidHeader(
-                f"entry {states.stored.key.hex()}: has the states of {len(end_states)} layers, but the prefix has {len(cache)}"
+                f"entry {states.stored.key.hex()} has the states of {len(end_states)} layers, but the prefix has {len(cache)}"
             )
         cache = replace(cache, layers=with_states(cache.layers, end_states))
     contents, arrays = files.file_arguments(cache)

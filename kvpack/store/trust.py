@@ -176,8 +176,8 @@ class Trust:
         # Root can write everything anyway, and only members of the group can have put a file of the group into the folder.
         member = self.trusted_group is not None and (status.st_gid == self.trusted_group or status.st_uid in (0, self._user))
         if status.st_uid != self.owner and not member:
-            hint = "" if self.trusted_group is None else f", and is not of the group {self.trusted_group}"
-            raise Untrusted(f"{path} is owned by user {status.st_uid}, the store by user {self.owner}{hint}")
+            hint = "" if self.trusted_group is None else f", and it is not in group {self.trusted_group}"
+            raise Untrusted(f"{path} is owned by user {status.st_uid}, but the store is owned by user {self.owner}{hint}")
         if status.st_mode & self._forbidden_bits(status):
             raise Untrusted(f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so users other than its owner can write to it")
 

@@ -203,11 +203,11 @@ def test_verify_removes_files_left_by_killed_writers(file: Path, tmp_path: Path,
         assert (report[2]["removed"], sorted(report[2]["kept"])) == ([str(dead)], sorted([str(old), str(held)]))
         assert run("verify", "--clean", folder) == 0
     printed = capsys.readouterr().out.splitlines()
-    kept = "kept, a process may be writing it; if none is, delete it yourself"
+    kept = "kept, because a process may be writing it; if none is, delete it yourself"
     assert sorted(printed[:2]) == sorted([f"{old}: {kept}", f"{held}: {kept}"])
     assert printed[2:] == [f"{folder}: 0 unfinished files removed"]
     assert run("verify", "--clean", folder) == 0
-    assert f"{held}: removed, its writer was killed" in capsys.readouterr().out.splitlines()
+    assert f"{held}: removed, because its writer was killed" in capsys.readouterr().out.splitlines()
     assert os.listdir(folder) == [old.name]
 
 
@@ -493,10 +493,13 @@ def test_unpack_and_pack_keep_ids_and_metadata(inputs: Any, metadata: dict[str, 
     ("ids", "message"),
     [
         (torch.zeros(1, 9, dtype=torch.int64), "token_ids has 9 ids, but the layers have 5 tokens"),
-        (torch.zeros(1, 5), r"token_ids are float32 \[5\], expected integers"),
-        (torch.zeros(3, 5, dtype=torch.int64), r"token_ids has shape \[3, 5\], but the layers have 1 sequences: store a row for each"),
-        (torch.zeros(1, 1, 5, dtype=torch.int64), r"token_ids are int64 \[1, 1, 5\], expected integers \[token\] or \[1, token\]"),
-        (torch.tensor([-1]), "token_ids range from -1 to -1"),
+        (torch.zeros(1, 5), r"token_ids is float32 \[5\], expected integers"),
+        (
+            torch.zeros(3, 5, dtype=torch.int64),
+            r"token_ids has shape \[3, 5\], but the layers have 1 sequences: store one row per sequence",
+        ),
+        (torch.zeros(1, 1, 5, dtype=torch.int64), r"token_ids is int64 \[1, 1, 5\], expected integers \[token\] or \[1, token\]"),
+        (torch.tensor([-1]), "token_ids ranges from -1 to -1"),
     ],
 )
 def test_invalid_token_ids_in_a_dense_file(

@@ -153,7 +153,7 @@ def test_import_of_a_file_with_its_token_ids(tmp_path: Path, capsys: pytest.Capt
     tokens = tmp_path / "ids.json"
     tokens.write_text(json.dumps([ids[0] + 1, *ids[1:]]))
     run("import", tmp_path / "other", path, *words, "--tokens", tokens, "--trust-names", code=2)
-    assert "token 0 of the cache was computed from the id" in capsys.readouterr().err
+    assert "token 0 of the cache was computed from id" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", [None, b"", b"\0\0\0\0", b"\x20"])

@@ -303,7 +303,7 @@ def test_unsupported_settings_are_refused(storage: Any, tmp_path: Path) -> None:
         opened(storage, pool("page_first"), tmp_path, revision=None)
     strange = pool("page_first")
     strange.layout = "page_unified"
-    with pytest.raises(InvalidParameter, match="the host pool has the layout 'page_unified'"):
+    with pytest.raises(InvalidParameter, match="the host pool has layout 'page_unified'"):
         opened(storage, strange, tmp_path)
     scaled = pool("page_first")
     scaled.get_size_per_token = lambda: 2 * LAYERS * HEADS * DIM * 2 + 64
@@ -320,7 +320,7 @@ def test_unsupported_settings_are_refused(storage: Any, tmp_path: Path) -> None:
         backend.batch_get_v1(["key"], indices(0, 1))
     transfer = types.SimpleNamespace(name="kv", keys=["key"], hit_policy=Policy.GROUPS)
     backend.register_mem_host_pool_v2(backend.mem_pool_host, "kv")
-    with pytest.raises(InvalidParameter, match="the pool kv has the hit policy 'block_groups', expected all_pages"):
+    with pytest.raises(InvalidParameter, match="the pool kv has hit policy 'block_groups', expected all_pages"):
         backend.batch_exists_v2(["key"], [transfer])
     backend.close()
 

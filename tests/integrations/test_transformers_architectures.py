@@ -230,7 +230,7 @@ def test_dropout_is_refused_and_leaves_the_cache_unchanged(stored: bool) -> None
     past = KvpackCache(model, "raw")
     before = prompt_of(model, past).tokens if stored else 0
     model.train()
-    with torch.no_grad(), pytest.raises(InvalidParameter, match=r"does not support what the model passes: dropout.*dense=True"):
+    with torch.no_grad(), pytest.raises(InvalidParameter, match=r"does not support arguments that the model passes \(dropout.*dense=True"):
         model(FOLLOWING, past_key_values=past)
     assert past.get_seq_length() == before
     model.eval()

@@ -362,7 +362,7 @@ def test_an_old_file_is_compared_by_its_sample_with_one_warning(tmp_path: Path) 
         KvpackCache.load(tmp_path / "old", model).release()
     found = [str(one.message) for one in told if issubclass(one.category, KvpackWarning) and "sample" in str(one.message)]
     assert len(found) == 1
-    assert "is from an earlier kvpack, which recorded only a sample of the model's weights" in found[0]
+    assert "is from an earlier version of kvpack, which recorded only a sample of the model's weights" in found[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvpackWarning)
         with KvpackCache.load(tmp_path / "old", model) as cache:

@@ -89,7 +89,7 @@ def test_rows_keep_their_common_prefix(tmp_path: Path) -> None:
     with KvpackCache.load(path, model, prompt=prompt) as cache:
         assert cache.get_seq_length() == 30
         assert generated(model, prompt, cache) == generated(model, prompt)
-    with pytest.raises(InvalidParameter, match=r"the prompt has 1 rows, but the cache holds 2 sequences: pass a row for each"):
+    with pytest.raises(InvalidParameter, match=r"the prompt has 1 rows, but the cache holds 2 sequences: pass one row per sequence"):
         KvpackCache.load(path, model, prompt=IDS)
 
 

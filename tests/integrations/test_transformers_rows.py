@@ -103,7 +103,7 @@ def test_selected_rows_continue_only_from_their_own_prompts(chosen: list[int], t
         expected = model.generate(given, attention_mask=mask, **OPTIONS)
         assert torch.equal(model.generate(given, attention_mask=mask, past_key_values=own, **OPTIONS), expected)
     given, mask = longer(rows[[(row + 1) % 3 for row in chosen]])
-    with KvpackCache.load(tmp_path / "selected", model) as own, pytest.raises(InvalidParameter, match="was computed from the id"):
+    with KvpackCache.load(tmp_path / "selected", model) as own, pytest.raises(InvalidParameter, match="was computed from id"):
         model.generate(given, attention_mask=mask, past_key_values=own, **OPTIONS)
     with KvpackCache.load(tmp_path / "selected", model, prompt=longer(rows[chosen])[0]) as own:
         assert own.get_seq_length() == TOKENS

@@ -206,7 +206,7 @@ def test_prefill_refuses_a_prompt_that_does_not_continue_the_cache() -> None:
     other[0, 3] = 61
     with pytest.raises(InvalidParameter, match=r"token 3 of row 0 has id 61"):
         kvpack.prefill(model, other, packed)
-    with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, but the cache holds 77: pass those followed"):
+    with pytest.raises(InvalidParameter, match="token_ids has 77 tokens, but the cache holds 77: pass those 77 tokens followed"):
         kvpack.prefill(model, PROMPT, packed)
     for wrong in ({"every": 0}, {"chunk": -1}):
         with pytest.raises(InvalidParameter, match=r"(every is 0|chunk is -1), expected a number of tokens of at least 1"):

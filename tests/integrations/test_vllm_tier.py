@@ -460,7 +460,7 @@ TWO = Config("m", groups=named(attention(), STATES), extra_config=told(attention
         (Config("m"), {"layout": "LBHNC"}, "layout is 'LBHNC', expected one of adjacent"),
         (Config("m"), {"revision": None}, "the model 'm' is not a folder, so only a revision identifies its weights"),
         (Config("m", groups=named(attention(2 * LAYERS))), {}, "the first pipeline stage has 3 of the 6 layers 0-0, 0-1,"),
-        (TWO, {}, "the model has 2 groups of cache layers, and a chunk 2 blocks"),
+        (TWO, {}, "the model has 2 groups of cache layers, and a chunk has 2 blocks"),
         (
             replace(TWO, blocks_per_chunk=1),
             {"recipe": "octopus-4;boundary-1"},
@@ -544,7 +544,7 @@ def test_a_named_layout_is_verified_with_a_writer(name: str) -> None:
     layout = PageLayout.detect(geometry, write, page)
     check_layout_name(name, layout)
     other = "split" if name != "split" else "adjacent"
-    with pytest.raises(InvalidParameter, match="its writer puts values elsewhere"):
+    with pytest.raises(InvalidParameter, match="because vLLM's writer puts values elsewhere"):
         check_layout_name(other, layout)
 
 

@@ -124,10 +124,10 @@ def test_truncate_keeps_the_first_tokens(count: int) -> None:
 
 def test_truncate_beyond_the_end_keeps_all_tokens() -> None:
     live = LiveCache("raw", layers=2)
-    with pytest.raises(OutOfBounds, match=r"the cache: truncate\(3\) of a layer that has seen no tokens"):
+    with pytest.raises(OutOfBounds, match=r"the cache: truncate\(3\) is out of range: the layer has seen no tokens"):
         live.truncate(3)
     live.update(0, *tokens(5))
-    with pytest.raises(OutOfBounds, match=r"layers\[1\]: truncate\(3\) of a layer that has seen no tokens"):
+    with pytest.raises(OutOfBounds, match=r"layers\[1\]: truncate\(3\) is out of range: the layer has seen no tokens"):
         live.truncate(3, 1)
     live.truncate(0, 1)
     live.truncate(2)
@@ -429,7 +429,7 @@ def test_invalid_updates_are_refused_without_losing_anything() -> None:
             r"layers\[0\].k: the value at batch 0, head 0, token 150, channel 3 is nan",
             lambda: live.update(0, bad, v[:, :, :1]),
         ),
-        (OutOfBounds, r"layers\[0\]: truncate\(151\) of a layer that has the tokens \[0:150\]", lambda: live.truncate(151)),
+        (OutOfBounds, r"layers\[0\]: truncate\(151\) is out of range: the layer holds tokens \[0:150\]", lambda: live.truncate(151)),
         (InvalidParameter, "tokens is 0.5, expected an integer", lambda: live.truncate(0.5)),  # type: ignore[arg-type]
         (InvalidParameter, "q has shape", lambda: live.attend(0, queries(1)[..., :32])),
         (InvalidParameter, "has 1 items, but the cache has 2 layers", lambda: LiveCache("raw", layers=2, sliding_windows=[4])),

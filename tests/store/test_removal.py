@@ -112,7 +112,7 @@ def test_encrypted_entries_need_the_key(tmp_path: Path, capsys: pytest.CaptureFi
     store = open_store(tmp_path / "store", encryption=KEYS)
     save(store, prompt(2))
     assert main(["store", "rm", str(tmp_path / "store"), "--model", "model"]) == 0
-    assert "2 encrypted entries could not be looked at: pass --key-file" in capsys.readouterr().out
+    assert "2 encrypted entries could not be read: pass --key-file" in capsys.readouterr().out
     assert open_store(tmp_path / "store", encryption={"k": bytes(32)}).clear() == 0
     assert store.clear() == 2
 

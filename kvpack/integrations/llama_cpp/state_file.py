@@ -148,7 +148,7 @@ class Reader:
             except OSError as error:
                 raise open_error(self.where, error) from None
             if not count:
-                raise InvalidParameter(f"{self.where}: shrank from {self.size} to {offset} bytes while it was read: import it again")
+                raise InvalidParameter(f"{self.where} shrank from {self.size} to {offset} bytes while it was read: import it again")
             buffer, offset = buffer[count:], offset + count
 
 
@@ -246,7 +246,7 @@ def _cells(reader: Reader, kind: str, latents: bool, streams: int, count: int) -
     transposed, layers = reader.numbers("II", f"the counts of its {kind} layers")
     if transposed > 1 or layers > MAX_LAYERS:
         raise InvalidParameter(
-            f"{reader.where} has {layers} {kind} layers, transposed {transposed}: expected at most {MAX_LAYERS}, and 0 or 1; "
+            f"{reader.where} has {layers} {kind} layers and a transposed flag of {transposed}, expected at most {MAX_LAYERS} and 0 or 1: "
             f"{_OTHER_CELLS}"
         )
     keys = tuple(_block(reader, f"the keys of {kind} layer {number}", count, False) for number in range(layers))
@@ -265,7 +265,7 @@ def _block(reader: Reader, description: str, cells: int, transposed: bool) -> Ce
     numbers = {number: dtype for dtype, (number, *_) in (*TYPES.items(), *BLOCKS.items())}
     dtype = numbers.get(ggml_type)
     if dtype is None:
-        raise InvalidParameter(f"{reader.where}: {description} have the unsupported ggml type {ggml_type}; {_OTHER_CELLS}")
+        raise InvalidParameter(f"{reader.where}: {description} have the unsupported ggml type {ggml_type}: {_OTHER_CELLS}")
     quantized = BLOCKS.get(dtype)
     element_bytes = quantized.size if quantized else TYPES[dtype][1]
     if (transposed and (quantized or size != element_bytes)) or not size or size % element_bytes:

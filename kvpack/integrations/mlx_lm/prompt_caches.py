@@ -107,7 +107,7 @@ def export_prompt_cache(
     for number, layer in enumerate(cache):
         if layer.k is None or layer.v is None or layer.states:
             missing = "states" if layer.states else "no keys or no values"
-            raise InvalidParameter(f"layer {number} contains {missing}; kvpack writes layers of keys and values for mlx-lm")
+            raise InvalidParameter(f"layer {number} contains {missing}, but kvpack writes only layers of keys and values for mlx-lm")
         pair = [export_values(f"layer {number}", side, dtype, "mlx-lm", cache.model.get("dtype")) for side in (layer.k, layer.v)]
         metadata[f"1.{number}"], pair, counts = _stored_layer(number, layer, pair, windows.get(number))
         for part, tensor in enumerate((*pair, *(torch.tensor(count, dtype=torch.int32, device="cpu") for count in counts))):
@@ -126,7 +126,7 @@ def _parse_metadata(where: str, names: list[str], metadata: dict[str, str]) -> _
     text_prefix, class_prefix = ("0.", "1.") if newer else ("1.", "2.")
     numbered = {name[2:]: text for name, text in metadata.items() if name.startswith(class_prefix)}
     if "2.0" not in metadata or sorted(numbered) != sorted(map(str, range(len(numbered)))) or len(numbered) > MAX_LAYERS:
-        raise InvalidParameter(f"{where}: not an mlx-lm prompt cache: its metadata names no layer classes")
+        raise InvalidParameter(f"{where} is not an mlx-lm prompt cache: its metadata names no layer classes")
     classes = [numbered[str(number)] for number in range(len(numbered))]
     for number, name in enumerate(classes):
         if name not in (*_WHOLE, _ROTATING):
@@ -156,7 +156,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
     if name in _WHOLE:
         seen = _count(where, parts, 2, length) if 2 in parts else length
         if seen > length:
-            raise InvalidParameter(f"{where}: claims {seen} tokens, but contains only {length}")
+            raise InvalidParameter(f"{where} claims {seen} tokens, but contains only {length}")
         return keys[:, :, :seen], values[:, :, :seen], 0
     if texts:
         keep, window, seen, place = (_parse_integer(where, texts[part]) for part in range(4))
@@ -174,7 +174,7 @@ def _layer(where: str, name: str, parts: dict[int, torch.Tensor], texts: dict[in
         return keys[:, :, :seen], values[:, :, :seen], 0
     if keep:
         raise InvalidParameter(
-            f"{where}: keeps the first {keep} of {seen} tokens next to the newest {length - keep}, "
+            f"{where} keeps the first {keep} of {seen} tokens next to the newest {length - keep}, "
             "but kvpack's layers hold consecutive tokens: save the prompt without --max-kv-size"
         )
     keys, values = (torch.cat([x[:, :, place:], x[:, :, :place]], 2) for x in (keys, values))

@@ -113,7 +113,8 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         unknown = set(self._options) - _OPTIONS
         if unknown or not {"location", "recipe"} <= set(self._options):
             raise InvalidParameter(
-                f"extra_config has {', '.join(sorted(self._options)) or 'nothing'} for kvpack, expected location, recipe and some of "
+                f"extra_config has {', '.join(sorted(self._options)) or 'nothing'} for kvpack, expected location and recipe, and "
+                "optionally "
                 f"{', '.join(sorted(_OPTIONS - {'location', 'recipe'}))}"
             )
 
@@ -155,7 +156,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
                     possible = {count for count in range(1, pages + 1) if all(present[max(0, count - last) : count])}
                     longest = max(possible, default=0)
                 case policy:
-                    raise InvalidParameter(f"the pool {transfer.name} has the hit policy {policy!r}, expected all_pages or trailing_pages")
+                    raise InvalidParameter(f"the pool {transfer.name} has hit policy {policy!r}, expected all_pages or trailing_pages")
             if longest:
                 hits[transfer.name] = longest
             usable = [count for count in usable if count in possible]
@@ -328,7 +329,7 @@ def pool_buffer(pool: Any) -> PageBuffer:
         return PageBuffer(geometry, [x[..., :latent] for x in cells], [x[..., latent:] for x in cells])
     geometry = PageGeometry(layers, pool.head_num, tokens, pool.head_dim, pool.head_dim, _NAMES[pool.dtype])
     if getattr(pool, "v_head_dim", pool.head_dim) != pool.head_dim:
-        raise InvalidParameter(f"the host pool has keys of {pool.head_dim} and values of {pool.v_head_dim}, expected one head dim")
+        raise InvalidParameter(f"the host pool has keys of dim {pool.head_dim} and values of dim {pool.v_head_dim}, expected equal dims")
     _check_whole(pool, geometry)
     return PageBuffer(geometry, *(_views(x, pool.layout, layers, tokens, pages) for x in (pool.k_buffer, pool.v_buffer)))
 
@@ -356,7 +357,7 @@ def _settings(pool: Any, name: str) -> list[str]:
         # Host pools can be used without a server.
         if getattr(pool, "dtype", None) == torch.uint8:
             raise InvalidParameter(
-                "the host pool holds bytes of an unknown dtype, because no SGLang server runs: start one with --kv-cache-dtype"
+                "the host pool holds bytes of an unknown dtype, because no SGLang server is running: start one with --kv-cache-dtype"
             ) from None
         return []
     names = (*_SETTINGS, *(_DRAFT_SETTINGS if name.startswith(_DRAFT) else ()))
@@ -380,7 +381,7 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
             return [x[:, n].transpose(1, 2) for n in range(layers)]
         case "page_head":
             return [x[:, :, :, n] for n in range(layers)]
-    raise InvalidParameter(f"the host pool has the layout {layout!r}, expected layer_first, page_first, page_first_direct or page_head")
+    raise InvalidParameter(f"the host pool has layout {layout!r}, expected layer_first, page_first, page_first_direct or page_head")
 
 
 def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:

@@ -410,7 +410,10 @@ class KvpackCache(PassCalls):
     def begin_again(self, name: str) -> None:
         """Drop all tokens because the model ``name`` is about to compute them again, and warn if there are any."""
         if tokens := self.passes.record.tokens:
-            text = f"{name} computes all tokens again, as its RoPE has other frequencies from here on: {tokens} in the cache are dropped"
+            text = (
+                f"{name} computes all tokens again, because its RoPE uses different frequencies from here on: the {tokens} tokens in the "
+                "cache are dropped"
+            )
             warnings.warn(text, KvpackWarning, stacklevel=4)
             self.reset()
 

@@ -59,7 +59,7 @@ def attention(
         if isinstance(key, PackedStates) and not torch.compiler.is_dynamo_compiling():
             key.cache.roll_back()
         raise InvalidParameter(
-            f"attention over packed layers does not support what the model passes: {', '.join(given)}: use "
+            f"attention over packed layers does not support arguments that the model passes ({', '.join(given)}): use "
             "KvpackCache.of(cache, model, dense=True), which decodes each layer for its call"
         )
     causal, window = options.get("is_causal"), options.get("sliding_window")
@@ -92,8 +92,8 @@ def _plain(
     window = options.get("sliding_window")
     if mask is None and window is not None and tokens > window and plain_name(module.config) in ("sdpa", "eager"):
         raise InvalidParameter(
-            f"{type(module).__name__} got {tokens} tokens and no mask for its window of {window}: the mask was left to a KvpackCache, "
-            "but the layer got no cache; turn gradient checkpointing off, or call model.eval()"
+            f"{type(module).__name__} got {tokens} tokens and no mask for its window of {window}: the model expected a KvpackCache "
+            "to apply that window, but the layer got no cache: turn gradient checkpointing off, or call model.eval()"
         )
     if mask is None and function is sdpa_attention_forward and getattr(module, "is_kv_shared_layer", False) and 1 < queries < tokens:
         # Gemma-4 omits queries that logits_to_keep does not need. SDPA would then align the last queries with the first tokens.

@@ -163,7 +163,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Raise OutOfBounds or InvalidParameter if ``crop`` with this argument is not possible."""
         held = self.live.stored_tokens(self.number)
         if not -held <= tokens_to_remove <= 0:
-            raise OutOfBounds(f"crop({tokens_to_remove}) of a layer that holds {held} tokens; expected -{held} to 0")
+            raise OutOfBounds(f"crop({tokens_to_remove}) is out of range: the layer holds {held} tokens, expected -{held} to 0")
         self.check_window(-tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -237,8 +237,8 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
             )
     if (ahead := live.seen_tokens(following) - seen) < 0:
         raise InvalidParameter(
-            f"layers[{number}] has seen {seen} tokens, but layers[{following}] {live.seen_tokens(following)}, because a forward pass "
-            f"failed between them: call crop({ahead}) to drop what it added"
+            f"layers[{number}] has seen {seen} tokens, but layers[{following}] has seen {live.seen_tokens(following)}, because a "
+            f"forward pass failed between them: call crop({ahead}) to drop what it added"
         )
 
 

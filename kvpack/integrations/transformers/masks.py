@@ -184,7 +184,7 @@ def check_columns(columns: int, tokens: int, layer: int, queries: int) -> None:
     if columns != tokens:
         raise InvalidParameter(
             f"the attention mask has {columns} columns, but layers[{layer}] has {tokens} tokens for a pass of {queries}: "
-            "pass a mask with a column for each"
+            "pass a mask with one column per token"
         )
 
 

@@ -334,8 +334,8 @@ def check_identity(cache: Cache, model: Any) -> NamedModel:
             )
     if kind == SAMPLE and compared:
         warnings.warn(
-            "the cache is from an earlier kvpack, which recorded only a sample of the model's weights. The sample matches, but edits to "
-            "other weights go unnoticed: compute the cache again to record all weights",
+            "the cache is from an earlier version of kvpack, which recorded only a sample of the model's weights. The sample matches, "
+            "but edits to other weights go unnoticed: compute the cache again to record all weights",
             KvpackWarning,
             stacklevel=4,
         )

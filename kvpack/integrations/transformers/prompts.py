@@ -29,8 +29,8 @@ def common_tokens(cache: Cache, prompt: Any) -> int:
     batches = {side.batch for layer in cache for side in layer.sides.values()}
     if batches - {ids.shape[0]}:
         raise InvalidParameter(
-            f"the prompt has {ids.shape[0]} rows, but the cache holds {max(batches)} sequences: pass a row for each, "
-            "or take sequences of the cache with Cache.select"
+            f"the prompt has {ids.shape[0]} rows, but the cache holds {max(batches)} sequences: pass one row per sequence, "
+            "or select sequences with Cache.select"
         )
     if not cache.tokens:
         return 0
@@ -93,7 +93,7 @@ def other_frequencies(cache: Cache, prompt: Any, config: Any) -> str:
     longest = max_uniform_length(config)
     for name, tokens in (("cache", cache.tokens), ("prompt", token_ids_of(prompt).shape[1])):
         if longest is not None and tokens > longest:
-            return f"the {name} has {tokens} tokens, and above {longest} the model's RoPE has other frequencies"
+            return f"the {name} has {tokens} tokens, and above {longest} the model's RoPE uses different frequencies"
     inputs = cache.inputs or Inputs()
     # The cache may be the beginning of a long sequence whose other tokens were dropped.
     texts = (text for text, start in zip(inputs.undetermined, inputs.starts, strict=True) if not start and OTHER_FREQUENCIES in text)

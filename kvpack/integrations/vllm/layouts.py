@@ -48,5 +48,5 @@ def check_layout_name(name: str, layout: PageLayout) -> None:
     for side, (first, strides) in zip("kv", arrangement(name, heads, tokens, dim), strict=True):
         if not torch.equal(block.as_strided((heads, tokens, dim), strides, first), layout.places[side][0]):
             raise InvalidParameter(
-                f"vLLM's pages do not have the layout {name!r}: its writer puts values elsewhere; try another layout"
+                f"vLLM's pages do not have layout {name!r}, because vLLM's writer puts values elsewhere: try another layout"
             )

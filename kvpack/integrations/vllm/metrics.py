@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 TIER, PACKED = "vllm:kv_offload_kvpack_", "vllm:kv_offload_kvpack_packed_"
 GAUGES = {
     "entries": "Number of entries at the location.",
-    "bytes": "Total size of these entries in bytes.",
+    "bytes": "Total size in bytes of the entries at the location.",
     "page_bytes": "Bytes in vLLM's memory of one chunk of each group of cache layers.",
-    "row_bytes": "Bytes of these chunks when packed as rows.",
+    "row_bytes": "Bytes of one chunk of each group of cache layers, packed as rows.",
 }
 BLOCKS = {
     "encoded": "Device blocks that were packed.",

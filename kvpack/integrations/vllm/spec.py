@@ -134,7 +134,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
             for ref in refs:
                 if ref.page_size_bytes != group.page_bytes:
                     raise InvalidParameter(
-                        f"a block of a layer has {ref.page_size_bytes} bytes, but {group.page_bytes} by the model's configuration: "
+                        f"a block of a layer has {ref.page_size_bytes} bytes, but the model's configuration implies {group.page_bytes}: "
                         "kvpack does not support layers that share a block; use vLLM's TieringOffloadingSpec"
                     )
             pages.append(group.buffer(self._layout, [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]))

@@ -264,11 +264,15 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
     """
     blocks, workers, block_bytes = config.cache.blocks_per_chunk, config.parallel.world_size, config.worker_kv_bytes_per_block
     if config.canonical_layout or config.replicated_layout:
-        raise InvalidParameter('a store needs the direct layout of rows, but it is canonical or replicated: use "placement": "primary"')
+        raise InvalidParameter(
+            'a store needs the direct layout of rows, but the one of vLLM is canonical or replicated: use "placement": "primary"'
+        )
     if len(groups) > 1 and blocks > 1:
         raise InvalidParameter(
-            f"the model has {len(groups)} groups of cache layers, and a chunk {blocks} blocks: vLLM does not say which of them a sliding "
-            "window has left empty. Leave block_size and blocks_per_chunk out of kv_connector_extra_config, so that a chunk is one block, "
+            f"the model has {len(groups)} groups of cache layers, and a chunk has {blocks} blocks, but vLLM does not report which of them "
+            "a "
+            "sliding window has left empty. Omit block_size and blocks_per_chunk from kv_connector_extra_config, so that a chunk is one "
+            "block, "
             'or use "placement": "primary"'
         )
     result = []

@@ -145,7 +145,7 @@ def _warned_of(policy: str) -> contextlib.AbstractContextManager[Any]:
     """Expect the warning about a server that evicts arbitrary keys."""
     if policy == "noeviction":
         return contextlib.nullcontext()
-    return pytest.warns(KvpackWarning, match=f"the Redis server has the maxmemory-policy {policy}: it removes entries by itself")
+    return pytest.warns(KvpackWarning, match=f"the Redis server has maxmemory-policy {policy}: it removes entries by itself")
 
 
 def _fill(place: Place) -> None:

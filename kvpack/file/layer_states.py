@@ -123,7 +123,9 @@ def _parse(number: int, record: bytes) -> StateEntry:
         raise InvalidHeader(f"{_PLACE}: record {number} has dtype {dtype}, expected one below {len(DTYPES)}")
     state = StateEntry(layer, name.rstrip(b"\0").decode("latin-1"), DTYPES[dtype], tuple(sizes[:count]))
     if _pack(state) != record:
-        raise InvalidHeader(f"{_PLACE}: record {number} has {count} sizes of {sizes}, expected 1 to {MAX_SIZES}, and zeros after them")
+        raise InvalidHeader(
+            f"{_PLACE}: record {number} has {count} dimensions of {sizes}, expected 1 to {MAX_SIZES} dimensions, then zeros"
+        )
     return state
 
 
@@ -132,5 +134,5 @@ def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has shape {list(shape)} and dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "
-            f"sizes above 0, of {', '.join(DTYPES)}"
+            f"dimensions above 0, of {', '.join(DTYPES)}"
         )

@@ -102,8 +102,8 @@ class PageGeometry:
             return Opaque(dim)
         if self.dtype == "u8":
             raise InvalidParameter(
-                f"{where}: the recipe stores {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: use the 'raw' "
-                "recipe"
+                f"{where}: the recipe stores {codec.id}, but pages of dtype u8 hold bytes that kvpack cannot interpret: "
+                "use the 'raw' recipe"
             )
         if isinstance(codec.family, Klt):
             # A page with another number of heads could never be encoded.

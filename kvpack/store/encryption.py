@@ -137,8 +137,8 @@ class Cipher:
             decryptor.finalize()
         except self._invalid_tag:
             raise Undecryptable(
-                f"{where}: its tag does not match: it was encrypted with a different key that has id {format_key_id(name)}, or as another "
-                "entry"
+                f"{where}: its tag does not match: it was encrypted with a different key that has id {format_key_id(name)}, or as "
+                "another entry"
             ) from None
         del plain[len(sealed) :]
         return plain

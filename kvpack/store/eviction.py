@@ -238,7 +238,7 @@ class Evictor:
 
         Returns the result, the remaining bytes, and the number of entries before the eviction.
         """
-        # Unfinished files are counted first: a file renamed meanwhile is then counted twice, not missed.
+        # Unfinished files are counted first: a file renamed during the count is then counted twice, not missed.
         pending, cost = self._pending_bytes(), self.folder.cost
         latest = time.time_ns() + FUTURE_NS
         entries = [(status.st_mtime_ns <= latest, status.st_mtime_ns, status.st_size, key) for key, status in self.folder.scan()]

@@ -193,7 +193,7 @@ class Index:
             state, names = self._folder_state(folder), {tables.row_id(key) for key in self._folder.keys_in(folder)}
             query = "SELECT id FROM entries WHERE id BETWEEN ? AND ?"
             rows = {number for (number,) in connection.execute(query, tables.numbers_of(folder))}
-            # A subfolder that changed meanwhile is checked again when its turn comes.
+            # A subfolder that has changed since then is checked again when its turn comes.
             if rows != names and state == self._folder_state(folder):
                 self._refresh_folder(folder, wait=False)
 

@@ -367,7 +367,7 @@ class ObjectStore(SingleTierBackend):
             late = self._expiry_checked is None or time.monotonic() - self._expiry_checked >= pass_seconds(self._ttl or 1)
             if not now and (self._ttl is None or not late):
                 return self._expired
-            # Other threads continue with the previous result meanwhile.
+            # Until then, other threads continue with the previous result.
             self._expiry_checked = time.monotonic()
         now_ns = time.time_ns()
         expired = {key for key, use in self._last_uses(self._records()).items() if use.expired(now_ns)}

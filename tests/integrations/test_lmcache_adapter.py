@@ -232,7 +232,7 @@ def test_options_are_checked(opened: Callable[..., Any], tmp_path: Path) -> None
     with pytest.raises(InvalidParameter, match=r"the adapter got .*other"):
         opened(other=1)
     (tmp_path / "a file").write_bytes(b"")
-    with pytest.raises(InvalidParameter, match="a file: is not a folder: pass the path of a store"):
+    with pytest.raises(InvalidParameter, match="a file is not a folder: pass the path of a store"):
         opened(location=str(tmp_path / "a file"))
     with pytest.raises(InvalidParameter, match="of lossless depend on the values"):
         opened(recipe="lossless")

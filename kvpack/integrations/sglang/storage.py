@@ -114,8 +114,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         if unknown or not {"location", "recipe"} <= set(self._options):
             raise InvalidParameter(
                 f"extra_config has {', '.join(sorted(self._options)) or 'nothing'} for kvpack, expected location and recipe, and "
-                "optionally "
-                f"{', '.join(sorted(_OPTIONS - {'location', 'recipe'}))}"
+                f"optionally {', '.join(sorted(_OPTIONS - {'location', 'recipe'}))}"
             )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:

@@ -75,8 +75,8 @@ def prefill(
         held = cache.get_seq_length()
         if ids.shape[1] <= held:
             raise InvalidParameter(
-                f"token_ids has {ids.shape[1]} tokens, but the cache holds {held}: pass those {held} tokens followed by at least one new "
-                "one"
+                f"token_ids has {ids.shape[1]} tokens, but the cache holds {held}: pass those {held} tokens followed by at "
+                "least one new one"
             )
         if cache.keeps_states and every % chunk:
             raise InvalidParameter(f"every is {every}, but a store needs states at the ends of chunks: expected a multiple of {chunk}")

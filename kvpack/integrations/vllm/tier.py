@@ -270,10 +270,8 @@ def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
     if len(groups) > 1 and blocks > 1:
         raise InvalidParameter(
             f"the model has {len(groups)} groups of cache layers, and a chunk has {blocks} blocks, but vLLM does not report which of them "
-            "a "
-            "sliding window has left empty. Omit block_size and blocks_per_chunk from kv_connector_extra_config, so that a chunk is one "
-            "block, "
-            'or use "placement": "primary"'
+            "a sliding window has left empty. Omit block_size and blocks_per_chunk from kv_connector_extra_config, so that a chunk is "
+            'one block, or use "placement": "primary"'
         )
     result = []
     for group, places, named in zip(groups, config.extra_config[PLACES], config.groups, strict=True):

@@ -289,13 +289,13 @@ CALLS = entries(Path(_FOLDER.name))
 PARTS = {
     "Cache": {"check_ends"},
     "Identity": {"of_header", "of_parts", "weights_of_kind"},
-    "Inputs": {"from_bytes", "from_features", "named", "of_rows", "select", "slice", "to_features"},
+    "Inputs": {"from_bytes", "from_features", "of_rows", "select", "slice", "to_features", "with_missing_ids"},
     "LiveCache": {"snapshot"},
     "PageCodec": {"validate_arguments"},
     "PageGeometry": {"codec", "slots"},
     "PageStore": {"put_new"},
-    "Recipe": {"check_layers", "recorded"},
-    "Side": {"frame", "map_buffers", "norms", "repack", "run_at", "tiles", "with_run"},
+    "Recipe": {"check_layers", "from_recorded"},
+    "Side": {"check_new_tokens", "frame", "map_buffers", "norms", "repack", "run_at", "tiles", "with_run"},
 }
 """Methods that only other kvpack modules call, with arguments that were already checked."""
 CLASSES = (

@@ -19,17 +19,17 @@ def row_numbers(indices: torch.Tensor | Iterable[SupportsIndex]) -> tuple[int, .
         if indices.dim() != 1:
             raise InvalidParameter(f"indices is a tensor of shape {list(indices.shape)}, expected a list or a tensor of rank 1")
         if indices.is_meta or indices.layout != torch.strided:
-            raise InvalidParameter(f"indices are {describe(indices)} on {indices.device}, expected a list or a dense tensor")
+            raise InvalidParameter(f"indices is {describe(indices)} on {indices.device}, expected a list or a dense tensor")
         indices = indices.tolist()
     if isinstance(indices, str | bytes) or not hasattr(indices, "__iter__"):
-        raise InvalidParameter(f"indices are {describe(indices)}, expected a list of integers, such as select([0, 2])")
+        raise InvalidParameter(f"indices is {describe(indices)}, expected a list of integers, such as select([0, 2])")
     rows = []
     for index in indices:
         if isinstance(index, bool | type) or not isinstance(index, SupportsIndex):
             raise InvalidParameter(f"indices contain {describe(index)}, expected integers, such as select([0, 2])")
         rows.append(as_integer(index, "a sequence number"))
     if not rows:
-        raise InvalidParameter("indices are empty: pass at least one sequence number")
+        raise InvalidParameter("indices is empty: pass at least one sequence number")
     return tuple(rows)
 
 

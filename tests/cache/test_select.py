@@ -197,9 +197,9 @@ def test_rows_outside_the_batch_are_refused(indices: Any) -> None:
 
 
 WRONG = {
-    "a row alone": (0, r"indices are 0, expected .* select\(\[0, 2\]\)"),
-    "text": ("0", "indices are '0'"),
-    "None": (None, "indices are None"),
+    "a row alone": (0, r"indices is 0, expected .* select\(\[0, 2\]\)"),
+    "text": ("0", "indices is '0'"),
+    "None": (None, "indices is None"),
     "a mask": ([True, False, True], "indices contain True, expected integers, such as"),
     "a mask tensor": (torch.tensor([True, False]), "indices contain True"),
     "floats": (torch.tensor([0.0, 1.0]), "indices contain 0.0"),

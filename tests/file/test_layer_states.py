@@ -174,7 +174,7 @@ def test_commands_show_and_convert_states(tmp_path: Path, capsys: pytest.Capture
 
 def test_writer_limits() -> None:
     for entry in (StateEntry(0, "n" * 29, "U8", (1,)), StateEntry(0, "n", "U8", (1,) * 9)):
-        with pytest.raises(LimitExceeded, match=r"may have at most 28 and 8"):
+        with pytest.raises(LimitExceeded, match="the limits are 28 bytes and 8 dimensions"):
             features_of([entry])
     with pytest.raises(LimitExceeded, match="the layers have 683 states, but a file can have at most 682"):
         features_of(StateEntry(number, "n", "U8", (1,)) for number in range(683))

@@ -208,7 +208,7 @@ def _direction_presets() -> dict[str, Preset]:
 
 def _hqmq_recipe(words: str) -> str:
     """Return a recipe with HQMQ's codec and separate key means. It has no token norms that could use 8 bits, only norms of quadruples."""
-    return f"k=quaternion:{words},mean=128;v=quaternion:{words}"
+    return f"k=quaternion:{words},mean=256;v=quaternion:{words}"
 
 
 def _all_presets() -> dict[str, Preset]:

@@ -31,7 +31,7 @@ from transformers import (
 
 import kvpack
 from kvpack import cli
-from kvpack.bench import generated, needles, quality, quality_plot, summary
+from kvpack.bench import generated, needles, quality, quality_plot, real_model, summary
 from kvpack.coding.recipes import PRESETS
 from kvpack.evaluation import windows
 from kvpack.evaluation.models import Text, read_text
@@ -415,7 +415,8 @@ def test_moved_keys_reach_every_cache_of_the_model(model: Any) -> None:
 
 def test_scored_texts_share_no_passage_with_calibration_texts() -> None:
     folder = resources.files("kvpack.bench") / "texts"
-    words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in ("calibration", quality.TEXT, *quality.OTHERS)}
+    words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in (quality.TEXT, *quality.OTHERS)}
+    words["calibration"] = real_model.calibration_text().decode().split()
     passages = {name: {tuple(found[first : first + 12]) for first in range(len(found) - 11)} for name, found in words.items()}
     calibrates = passages.pop("calibration")
     assert len(calibrates) > 20_000

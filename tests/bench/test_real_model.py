@@ -44,12 +44,19 @@ def test_model_is_found_in_the_cache_or_by_the_variable(cache: Path, tmp_path: P
 
 def test_basis_is_created_once_next_to_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
+    texts: list[bytes] = []
+
+    def run(words: list[str], **_: object) -> None:
+        calls.append(words)
+        texts.append(Path(words[words.index("--text") + 1]).read_bytes())
+
+    monkeypatch.setattr(subprocess, "run", run)
     assert real_model.basis() is None
     real_model.calibrate()
     ((*words,),) = calls
     assert words[words.index("--out") + 1] == str(cache / "calibrated.kvbasis")
-    assert words[words.index("--text") + 1].endswith("texts/calibration.txt")
+    assert texts == [real_model.calibration_text()]
+    assert b"Beagle" in texts[0]
     assert "--model" in words
     cache.mkdir(parents=True)
     (cache / "calibrated.kvbasis").touch()
@@ -67,7 +74,7 @@ def test_code_basis_is_selected_by_name(cache: Path, monkeypatch: pytest.MonkeyP
     assert "make it with: python -m kvpack.bench.real_model --calibrate-on code" in capsys.readouterr().err
     assert real_model.main(["--calibrate-on", "code"]) == 0
     ((*words,),) = calls
-    assert words[words.index("--text") + 1].endswith("texts/code.txt")
+    assert words[words.index("--text") + 1].endswith("/code.txt")
     assert words[words.index("--out") + 1] == str(cache / "calibrated-on-code.kvbasis")
     (cache / "calibrated-on-code.kvbasis").touch()
     assert real_model.basis("code") == str(cache / "calibrated-on-code.kvbasis")

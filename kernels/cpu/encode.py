@@ -275,7 +275,7 @@ def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
 
 def _tangents(codec: Polar) -> torch.Tensor:
     """Return the tangents of the bounds between the angles of each level above the first: a table for each of two kinds of pairs."""
-    tables = [torch.empty(0)]
+    tables = [torch.empty(0, dtype=torch.float32, device="cpu")]
     for level in codec.tables[1:]:
         bounds = (torch.tensor(midpoints(level[kind]), dtype=torch.float64, device="cpu").tan() for kind in (0, -1))
         tables += [_padded_table([*values.tolist(), torch.inf], torch.inf) for values in bounds]

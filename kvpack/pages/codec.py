@@ -34,8 +34,8 @@ class PageCodec:
     ``namespace`` is 32 bytes that all rows name, such as ``Identity.digest``. ``threads`` are the codec's own: the host's threads, random
     state and default dtype stay as they are. Buffers are read and written in place: in host memory by C, which takes no memory for pages,
     and on a CUDA device by its kernels, on the current stream, from and to rows in its memory. In host memory PyTorch operations replace
-    missing C code, layer by layer, for 8-bit scales, scales of channels, means of keys, and encoding by oscar, polar and minifloat with a
-    scale per run. On a device a job is a few launches for each side and one for the checksums; recipes and geometries that no kernel takes
+    missing C code, layer by layer, for 8-bit scales, scales of channels, means of keys, and encoding by oscar and minifloat with a scale
+    per run. On a device a job is a few launches for each side and one for the checksums; recipes and geometries that no kernel takes
     page by page are coded for all pages together, and the rest is copied through the host's memory, as rows there are. Raises
     InvalidParameter, InvalidType and LimitExceeded for a recipe whose sizes depend on the values (lossless, transform, outliers, raw tokens
     by ``sinks``) and for one that keeps a raw tail. Of the tokens that presets keep raw, a row has room for one in 64 of its page: those of

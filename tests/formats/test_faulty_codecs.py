@@ -114,6 +114,7 @@ def test_invalid_results_of_an_encoder_are_refused(fault: str, recipe: str, monk
 
 DECODERS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a missing axis": (lambda x: x[..., 0], "float32 [1, 2, 10], expected float32 [batch, kv_head, token, 64]"),
+    "an extra axis": (lambda x: x[..., None], "float32 [1, 2, 10, 64, 1], expected float32 [batch, kv_head, token, 64]"),
     "another dim": (lambda x: x[..., :60], "float32 [1, 2, 10, 60], expected float32 [batch, kv_head, token, 64]"),
     "too few tokens": (lambda x: x[:, :, 1:], "float32 [1, 2, 9, 64], expected float32 [1, 2, 10, 64]"),
     "a wrong dtype": (lambda x: x.half(), "float16 [1, 2, 10, 64], expected float32 [batch, kv_head, token, 64]"),

@@ -259,13 +259,13 @@ def test_minimizing_keeps_inputs_that_reach_new_code() -> None:
 def test_the_command_line_reports_json(driver: str, names: tuple[str, ...], tmp_path: Path) -> None:
     if driver == "atheris":
         pytest.importorskip("atheris")
-    words = [*(f"--target={name}" for name in names), "--executions", "100", "--seconds", "120", "--lines", "1", "--json"]
+    words = [*(f"--target={name}" for name in names), "--executions", "300", "--seconds", "120", "--lines", "1", "--json"]
     command = [sys.executable, "-m", "fuzz.run", *words, "--driver", driver, "--failures", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     found = [(report["target"], report["executions"], report["driver"]) for report in result["targets"]]
-    assert found == [(name, 100, driver) for name in names]
+    assert found == [(name, 300, driver) for name in names]
     assert result["problems"] == []
     assert result["coverage"]["formats/columns.py"][0] > 10
     assert all((report["features"] > 0) == (driver == "atheris") for report in result["targets"])

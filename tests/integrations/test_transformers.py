@@ -236,7 +236,7 @@ def test_a_layer_is_decoded_for_a_mask_that_hides_tokens() -> None:
         pytest.raises(InvalidParameter, match=r"the attention mask has 8 columns, but layers\[0\] has 9 tokens for a pass of 3"),
     ):
         model(token_ids(2, 3), past_key_values=KvpackCache.of(packed), attention_mask=shifted[..., :8])
-    with pytest.raises(InvalidParameter, match=r"passes: a mask: use KvpackCache\.of\(cache, model, dense=True\)"):
+    with pytest.raises(InvalidParameter, match=r"passes \(a mask\): use KvpackCache\.of\(cache, model, dense=True\)"):
         packed_attention(model.model.layers[0].self_attn, torch.zeros(2, 4, 3, 32), packed[0], packed[0], shifted)
 
 

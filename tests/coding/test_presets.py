@@ -93,7 +93,7 @@ def test_presets_extend_the_methods_of_papers() -> None:
             changed = {key: value for key, value in own.items() if paper.get(key) != value}
             assert changed.pop("raw_positions")
             if name.startswith("hqmq-"):
-                assert changed == ({"key_mean": {"tokens": 256, "bits": 8}} if side == "k" else {}), name
+                assert changed == ({"key_mean": {"tokens": 128, "bits": 8}} if side == "k" else {}), name
             elif side == "k":
                 fine = paper["norm"] if (name.endswith(("-4", "-4-scaled")) and name != "turboquant-qjl-4") or "polar" in name else "log8"
                 assert changed == {key: value for key, value in (added | {"norm": fine}).items() if paper.get(key) != value}, name

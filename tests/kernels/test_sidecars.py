@@ -171,7 +171,7 @@ def test_factors_of_any_size() -> None:
         "k=group:b=4,g=32,channel_order=u8,block_rotation=32,qjl=fp16,sinks=4;v=octahedral:b=3,qjl=fp16,sinks=2",
         "kv=scalar:b=3,channel_scale=fp16,qjl=fp16;tail=32",
         "int-4-med3",
-        "hqmq-s24-r4-med3;tail=64",
+        "hqmq-s24-r4-med3;tail=0",
         "k=group:b=4,g=32,channel_order=u8,block_rotation=32,outliers=2,sinks=4;v=octahedral:b=3,outliers=2,qjl=fp16,sinks=2",
         "kv=group:b=4,g=32,scales=u8,outliers=2,channel_scale=fp16",
     ],

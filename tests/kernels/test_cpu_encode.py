@@ -156,7 +156,10 @@ def test_minifloats_are_encoded_to_the_same_bytes_as_in_formats(words: str, data
     assert cpu_encode.supports(codec)
     before = None
     if codec.run_scale is not None and data.draw(st.booleans()):  # type: ignore[attr-defined]
-        before = codec.encode(x.float() * data.draw(st.sampled_from((0.0, 0.5, 1.0, 9.0, 40.0))))
+        try:
+            before = codec.encode(x.float() * data.draw(st.sampled_from((0.0, 0.5, 1.0, 9.0, 40.0))))
+        except OutOfRange:
+            reject()
     try:
         run = codec.begin(Run(shape, x.device, lambda: iter([x.float()])), before)
         expected = {**run.encode(x.float(), 0), **run.streams}

@@ -280,9 +280,10 @@ def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]]) -> list[t
     """
     cached = _decoded_blocks.setdefault(page, {})
     missing = [block for block in blocks if block not in cached]
-    batch, heads = next(iter(page.streams.values())).shape[:2]
+    # Streams of entries, and those of several heads together, have fewer rows than there are heads.
+    sequences = max(stream.shape[0] * stream.shape[1] for stream in page.streams.values())
     # Decoding the tokens between two blocks takes less time than the launches of a second call.
-    limit = MAX_DECODED_VALUES // (batch * heads * page.codec.dim)
+    limit = MAX_DECODED_VALUES // (sequences * page.codec.dim)
     while missing:
         first = missing[0][0]
         together = [block for block in missing if block[1] - first <= limit] or missing[:1]

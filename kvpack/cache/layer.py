@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -136,10 +136,14 @@ class Layer(PackedObject):
             # The same raw tokens are chosen for keys and values, so both encode the same tokens at once.
             unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
 
+        @cache
+        def norms_by_side(start: int, stop: int) -> dict[str, torch.Tensor]:
+            return {name: _norms_between(*pair, start, stop) for name, pair in new.items()}
+
         def norms(raw: RawPositions | None, start: int, stop: int) -> torch.Tensor | None:
             if raw is None or "k" not in new:
                 return None
-            by_side = {name: _norms_between(*pair, start, stop) for name, pair in new.items()}
+            by_side = norms_by_side(start, stop)
             return raw.choice_norms(by_side["k"], by_side.get("v"))
 
         sides = {

@@ -1,4 +1,4 @@
-"""Tables of all codecs and sidecars. To add one, add a file here, a row in its table, and a page or section in spec/."""
+"""Registries of all codecs and sidecars. To add one, create a module here, add it to its registry, and document it in spec/."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Codecs(dict[str, type[CodecFamily]]):
-    """Table of codec families. An id cannot be given to another class, except to the same one after a reload of its module."""
+    """Registry of codec families by id. An id cannot be reassigned to another class, but its module may be reloaded."""
 
     def __setitem__(self, codec_id: str, codec: type[CodecFamily]) -> None:
         known = self.get(codec_id, codec)
@@ -69,7 +69,7 @@ SIDECARS: dict[str, type[Sidecar]] = {
 
 
 def codec_class(codec_id: str) -> type[CodecFamily]:
-    """Return the class of a codec id.
+    """Look up a codec family by its id.
 
     Args:
         codec_id: The id, such as ``"group"``.

@@ -1,6 +1,6 @@
 """angle: pairs of values, each stored as an angle bin and a norm (spec/codecs/angle.md).
 
-Source: TurboAngle Sec. 3, except that a bin decodes to its center, with a quarter of the squared error of its lower edge.
+Source: TurboAngle Sec. 3, except that a bin decodes to its center, which has a quarter of the squared error of decoding to its lower edge.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _SMALLEST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True)
 class Angle(CodecFamily):
-    """Codec that stores pairs of consecutive values. Bin k decodes to r (cos, sin) of 2 pi (k + 1/2) / ``bins``; ``norm`` selects how r is
-    stored.
+    """Codec that stores pairs of consecutive values. Bin k has the angle 2 pi (k + 1/2) / ``bins``.
 
-    fp32 stores r itself. linear stores codes of ``norm_bits`` with r = minimum + step * code, and log with r = 2^(minimum + step * code).
-    Step and minimum are one pair per token and head in the dtype ``range``. ``norm_rule`` affects only the encoder and is not stored.
+    ``norm`` selects how the norm r of a pair is stored: fp32 stores r itself, linear stores codes of ``norm_bits`` bits with r = minimum +
+    step * code, and log stores codes with r = 2^(minimum + step * code). Each token of a head has one step and one minimum, stored in the
+    dtype ``range``. ``norm_rule`` affects only the encoder and is not stored.
     """
 
     id: ClassVar[str] = "angle"

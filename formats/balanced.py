@@ -117,7 +117,7 @@ class Balanced(ValueMap):
         return plain_product(q, self.source_for(q.shape[1]).on_device(q.device).matrices.transpose(1, 2))
 
     def rotated_query(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map queries by ``query`` and then by ``rotation``, in a single matrix product."""
+        """Apply ``query`` and then ``rotation`` to queries with a single matrix product."""
         matrices = self.source_for(q.shape[1]).on_device(q.device).query_matrices(rotation)
         # A three-dimensional product has less overhead than a broadcast one.
         return plain_product(q[0], matrices)[None] if len(q) == 1 else plain_product(q, matrices)

@@ -79,7 +79,7 @@ class BalancedFrames:
 
 
 class CalibratedFrames(NamedTuple):
-    """Calibrated input for a ``layer``'s keys: ``frames``, or mean squared ``queries``, and the SHA-256 of their basis."""
+    """Calibration data for one layer's keys: ``frames``, or mean squared ``queries``, and the SHA-256 of the basis that contains them."""
 
     digest: bytes
     layer: int

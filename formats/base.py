@@ -34,7 +34,7 @@ _PACKING_PARAMETERS = {"arrangement", "fields"}
 """Parameters that determine how codes are packed, but not the codes themselves."""
 
 PayloadRule = Callable[["Mapping[str, Array]", str], None]
-"""A check of the stored streams of one layer's keys or values: arrays by name, and a location for messages. Raises InvalidPayload."""
+"""A function that checks stored streams. It receives arrays by name and a location for messages, and raises InvalidPayload."""
 
 RunRule = Callable[["Mapping[str, Array]", Sequence[int], int, str], None]
 """A ``PayloadRule`` that also receives the number of tokens in each run and the number of sequences."""
@@ -46,8 +46,8 @@ Unpacker = Callable[[Columns, Sequence["torch.Tensor"]], list["torch.Tensor"]]
 class _Checks(NamedTuple):
     """Inputs of a codec's checks.
 
-    ``code_streams`` are name, packing and planes of each code stream. ``finite_streams`` must contain finite numbers. ``batch_stream`` is
-    the name of a stream whose first axis is the batch.
+    ``code_streams`` lists the name, packing and planes of each code stream. ``finite_streams`` must contain finite numbers.
+    ``batch_stream`` is the name of a stream whose first axis is the batch.
     """
 
     packed: list[tuple[str, Columns, list[str]]]
@@ -59,10 +59,10 @@ class _Checks(NamedTuple):
 
 
 class Codec(EntryStreams, ABC):
-    """Interface of all codecs, with parameters bound to one head dim: a codec family (``CodecFamily``), alone or with sidecars.
+    """Interface of all codecs: a codec family (``CodecFamily``) with parameters for one head dim, with or without sidecars.
 
-    A codec maps values ``[batch, kv_head, token, dim]`` to named tensors, its streams, and back. Encoding may change the frame first: the
-    coded frame is the original frame after the codec's rotation and maps.
+    A codec maps values ``[batch, kv_head, token, dim]`` to named tensors, its streams, and back. Encoding may first map values from their
+    original frame to the coded frame, by the codec's rotation and linear maps.
 
     >>> codec = kvpack.pack(past, "octopus-3")[0].k.codec
     >>> streams = codec.encode(torch.randn(1, 2, 10, 64))
@@ -120,15 +120,15 @@ class Codec(EntryStreams, ABC):
         return 0.0
 
     def min_sizes(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the smallest root mean square of a token that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
+        """Return the smallest root mean square that the run's shared scale encodes well: float32 ``[batch, kv_head or 1, 1]``.
 
-        The relative error of smaller tokens is more than twice the typical error. None if no scale is shared by a run.
+        Tokens below it have more than twice the typical relative error. Returns None if the run shares no scale.
         """
         return None
 
     @property
     def features(self) -> frozenset[str]:
-        """Required features of a file with this codec, for parameters that the first readers of version 1 do not support."""
+        """Features that a reader of a file with this codec must support, beyond those of the first readers of version 1."""
         return frozenset()
 
     @property
@@ -184,7 +184,8 @@ class Codec(EntryStreams, ABC):
 
         Args:
             run: The values.
-            before: Streams of the preceding run of the same layer's keys or values, or None. Runs with equal run rows can be joined later.
+            before: Streams of the preceding run of the same layer's keys or values, or None. Runs whose streams with one row per run are
+                equal can be joined later.
 
         Raises:
             OutOfRange: A scale does not fit its stored dtype.
@@ -280,7 +281,7 @@ class Codec(EntryStreams, ABC):
 
     @cached_property
     def summary(self) -> CodecSummary:
-        """Cached properties that headers and encoders read for every layer: files have thousands of layers but few codecs."""
+        """Properties that headers and encoders read for every layer. They are cached: files have thousands of layers but few codecs."""
         layouts, family = self.row_layouts, self.family
         return CodecSummary(
             self.features,
@@ -445,7 +446,10 @@ class PlainCodec(Codec):
 
     @property
     def run_values(self) -> int:
-        """Values per head that decoding converts at once from streams with one row per run. Readers with a memory limit count them."""
+        """Number of values per head that decoding materializes from streams with one row per run.
+
+        Readers count them against a memory limit.
+        """
         return 0
 
     @property
@@ -467,7 +471,7 @@ class PlainCodec(Codec):
     def min_error(self) -> float:
         """Typical relative error of a token, for codecs with a ``direction_spread``. Smaller errors are raised to this value.
 
-        Tokens that the codec decoded before have no errors when they are encoded again, so the errors of other tokens would seem large.
+        Without this minimum, tokens that are encoded again without error would make the errors of all other tokens seem large.
         """
         return 0.0
 

@@ -43,7 +43,7 @@ def missing_basis(place: str) -> MissingBasis:
 
 
 LARGEST_GAIN = 65504.0
-"""Largest gain of a token: the largest binary16."""
+"""Maximum gain of a token: the largest finite binary16."""
 
 
 def run_count(dim: int) -> int:
@@ -145,10 +145,9 @@ class BasisRows:
 
 
 class CalibratedRows(NamedTuple):
-    """Calibrated input of a codec: ``rows`` for the keys or values of ``layer``, the SHA-256 of their basis, and values that fit a bit
-    budget.
+    """Calibration data for one layer's keys or values: basis ``rows``, the SHA-256 of the basis, and parameters chosen for a bit budget.
 
-    The values are the ``widths`` of the runs for the codec klt, and ``frames`` and ``step`` for transform.
+    The parameters are the ``widths`` of the runs for the codec klt, and ``frames`` and ``step`` for transform.
     """
 
     rows: BasisRows

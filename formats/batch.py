@@ -1,4 +1,4 @@
-"""Selection of sequences: the rows of every stream that belong to given sequences of a batch."""
+"""Selection of sequences from a batch, in every stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
 
 
 def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
-    """Return the streams of ``parts`` equal parts of the sequences, in order. The only entries may be raw tokens by position."""
+    """Split the sequences into ``parts`` equal parts, and return the streams of each. Only raw tokens by position may be stored as entries.
+    """
     layouts, raw = codec.row_layouts, codec.sidecar(RawPositions)
     by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}
     batch = parts * next(iter(by_stream.values()))[0].shape[0]

@@ -71,7 +71,7 @@ class ChannelOrder(ValueMap):
         return {STREAM: Layout(DTYPES[self.dtype], (batch, heads, 1, self.dim), per="run")}
 
     def measure(self, run: Run) -> dict[str, torch.Tensor]:
-        """Return a run's order ``[batch, kv_head, 1, dim]``: channels sorted by norm and dealt to the blocks back and forth."""
+        """Return a run's order ``[batch, kv_head, 1, dim]``: channels sorted by norm and distributed over the blocks in zigzag order."""
         batch, heads = run.shape[:2]
         size = torch.zeros(batch, heads, 1, self.dim, dtype=torch.float64, device=run.device)
         for block in run.blocks():

@@ -1,4 +1,4 @@
-"""channel_scale: a factor for each channel of a head, by which values are divided first (spec/side-cars.md).
+"""channel_scale: divides each channel of a head by a stored factor before encoding (spec/side-cars.md).
 
 In many models, a few channels of the keys are far larger than the others. A rotation would spread them over all channels, and every code
 would have to describe them. Dividing them out costs one number per channel, head and run, which attention folds into the query.
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 STREAM = "channel_scale"
 
 _ORDINARY_RATIO = 4.0
-"""Maximum ratio of a channel's root mean square to the median channel's for the channel to stay unscaled."""
+"""A channel stays unscaled if its root mean square is at most this multiple of the median channel's."""
 
 _ORDINARY_RATIO_WITH_MEANS = 10.0
-"""The same if page means are subtracted: where keys vary, queries do too, and errors in large channels count more."""
+"""The same limit if page means are subtracted. Queries vary in the same channels as keys, so errors in large channels matter more."""
 
 _MAX_FACTOR = 65504.0
 
@@ -43,15 +43,15 @@ _MAX_MEAN_RATIO = 8.0
 """Maximum ratio assumed between a channel's mean square with and without page means. Key biases do not predict the size of queries."""
 
 _SPAN_TOKENS = 16
-"""Number of tokens whose root mean square is one sample."""
+"""Number of tokens per span. The root mean square of a span is one sample."""
 
 
 @dataclass(frozen=True)
 class ChannelScale(ValueMap):
     """Sidecar that divides each channel by a factor stored as ``dtype``.
 
-    If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors. If ``queries``, the mean square of
-    each query channel, float32 ``[kv_head, dim]``, is given, the factors make keys and queries equally large in every channel (balanced).
+    If ``paired``, the channels j and j + dim / 2, which RoPE mixes, share the larger of their factors. With ``queries``, the mean square of
+    each query channel (float32 ``[kv_head, dim]``), the factors make keys and queries equally large in every channel.
     """
 
     name: ClassVar[str] = "channel_scale"

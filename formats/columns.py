@@ -151,7 +151,7 @@ class Columns:
 
     @cached_property
     def width(self) -> int:
-        """Number of columns, W in the specification."""
+        """Number of columns (W in the specification)."""
         return -(-self.symbols // self.fields)
 
     @cached_property
@@ -170,7 +170,7 @@ class Columns:
 
     @cached_property
     def column_bytes(self) -> int:
-        """Number of bytes of one column, Q in the specification."""
+        """Number of bytes per column (Q in the specification)."""
         return ((self.column_values - 1).bit_length() + 7) // 8
 
     @cached_property
@@ -306,7 +306,7 @@ class Columns:
         return [WordRule((0,) * self.width, tuple(self._column_limits.tolist()))]
 
     def _are_valid(self, planes: Sequence[numpy.ndarray[Any, Any]]) -> bool:
-        """Return True if reductions over the rows prove them valid, and False if each value must be checked."""
+        """Return True if reductions over the rows prove ``planes`` valid. Otherwise, each value must be checked."""
         if self.binary:
             return self.alphabets == self.bases and not self._wrong_planes(planes)
         return self._column_limits is not None and bool((reduce_rows(planes[0], numpy.maximum) <= self._column_limits).all())

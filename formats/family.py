@@ -60,7 +60,7 @@ class CodecFamily(PlainCodec):
     """
 
     stores_directions: ClassVar[bool] = False
-    """True if tokens are stored as numbers in proportion to their norms, and codes for their directions (``direction_spread``)."""
+    """True if the codec stores a number proportional to each token's norm, and codes for its direction (``direction_spread``)."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -98,7 +98,7 @@ class CodecFamily(PlainCodec):
         Args:
             options: The recipe's options for this codec.
             name: Name of the parameter, whose metadata declares its values.
-            default: Value if the recipe lacks the option; None if the option is required.
+            default: Value if the recipe lacks the option, or None if the option is required.
             word: Name of the option in the recipe, if it differs from ``name``.
             omitted: See ``Options``.
 
@@ -308,7 +308,7 @@ def _check_streams(codec: Codec, streams: Mapping[str, torch.Tensor], shape: Seq
 
 
 def _check_values(codec: Codec, values: torch.Tensor, shape: Sequence[int | str] = ("batch", "kv_head", "token")) -> None:
-    """Check the dtype and shape of decoded ``values``, which has names for axes of any size."""
+    """Check the dtype and shape of decoded ``values``. Axes that ``shape`` gives by name may have any size."""
     expected = [*shape, codec.dim]
     sizes = [size if isinstance(axis, int) else axis for size, axis in zip(values.shape, expected, strict=False)]
     if values.dtype != torch.float32 or values.dim() != 4 or sizes != expected:

@@ -51,8 +51,9 @@ class Rope(NamedTuple):
     longest: int | None = None
 
     def rotate(self, x: torch.Tensor, first: int, *, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rotate ``x``, float32 ``[..., token, dim]``, by its positions from ``first`` on, or by the inverse if ``back``. Writes to ``out``
-        if given.
+        """Apply the embedding for positions from ``first`` on to ``x``, float32 ``[..., token, dim]``, or invert it if ``back``.
+
+        Writes to ``out`` if given.
         """
         pairs = len(self.frequencies)
         sign = -1 if back else 1
@@ -85,7 +86,7 @@ def first_cos_sin(frequencies: tuple[float, ...]) -> tuple[torch.Tensor, torch.T
 
 
 class SymbolTables:
-    """Tables for entropy coding: ``frequencies`` int64 ``[table, symbol]``, and ``values``, the symbols' decoded values in steps.
+    """Tables for entropy coding: the ``frequencies`` of symbols, int64 ``[table, symbol]``, and their decoded ``values`` in steps.
 
     The frequencies of a table sum to 2^12. Symbol 0 is the escape. ``values``, float32 ``[table, symbol - 1]``, are for the levels from
     -``max_level`` to ``max_level``.
@@ -121,7 +122,7 @@ class SymbolTables:
 
 
 ESCAPE_BITS = 32
-"""Bits of a level that has no symbol; they follow the escape."""
+"""Number of bits, after the escape symbol, of a level that has no symbol of its own."""
 
 
 class Frames:

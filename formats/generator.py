@@ -45,9 +45,9 @@ def unit_quaternions(seed: int, count: int) -> numpy.ndarray[Any, Any]:
 
 
 def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
-    """Sample ``count`` points uniformly from the open unit disc by rejection; return x, y and the squared radius, which is never 0.
+    """Sample ``count`` points uniformly from the open unit disc by rejection. Returns x, y and the squared radius, which is never 0.
 
-    A coordinate is made from the top 53 bits of a word, and exact in binary64.
+    Each coordinate uses the top 53 bits of a word, so it is exact in binary64.
     """
     result: list[list[numpy.ndarray[Any, Any]]] = []
     drawn, missing = 0, count
@@ -64,7 +64,7 @@ def _disc_points(seed: int, count: int) -> list[numpy.ndarray[Any, Any]]:
 
 
 def _words(seed: int, first: int, count: int) -> numpy.ndarray[Any, Any]:
-    """Return ``count`` words of the generator, uint64, after its first ``first`` words."""
+    """Return ``count`` words of the generator, uint64, starting with word ``first``."""
     numbers = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64)
     z: numpy.ndarray[Any, Any] = numpy.uint64(seed & _MASK) + numbers * numpy.uint64(0x9E3779B97F4A7C15)
     z = (z ^ z >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)

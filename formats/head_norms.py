@@ -65,16 +65,16 @@ def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
 
 
 def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return the mask of ``large_size_mask``, even if it has no True, without waiting for a device."""
+    """Return the mask of ``large_size_mask`` without waiting for a device. The mask is returned even if no size is large."""
     medians = median_norms(sizes)
     return (sizes > ratio * medians) & (medians > 0)
 
 
 def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
-    """Return how badly each token fits the scales it shares, float32 ``[batch, token]``. Above 1, it fits too badly.
+    """Return a measure of how poorly each token fits the scales that it shares: float32 ``[batch, token]``.
 
-    ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists the kinds of shared scales:
-    ``HEADS``, ``TOKENS`` or both.
+    Above 1, the fit is unacceptable. ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists
+    the kinds of shared scales: ``HEADS``, ``TOKENS`` or both.
     """
     result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
     return result if TOKENS not in shared else torch.maximum(result, widening_factors(norms, shared) / GROUP_RATIO)
@@ -98,7 +98,7 @@ def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tens
 
 
 def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which a scale shared by heads is too large for the head that it fits worst: float32 ``[batch, token]``.
+    """Return the factor by which a scale shared by heads is too large for the head with the worst fit: float32 ``[batch, token]``.
 
     ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs the typical scale, or a
     proportionally larger scale if its norm exceeds its typical norm. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO``

@@ -31,7 +31,7 @@ BITS = (4, 8)
 """Allowed numbers of bits per channel of a mean."""
 
 _CLIPPED = 0.4
-"""Number of steps by which a mean's largest channel exceeds its code: less than rounding may be off, and all steps are smaller for it."""
+"""Steps by which the largest channel of a mean may exceed its code. Rounding can cause a larger error; this one makes all steps smaller."""
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,7 @@ def polar_angle_masses(edges: Array, first: int, second: int) -> Array:
 
 
 def _ignore_underflow() -> numpy.errstate:
-    """Return a context that allows underflow. The tails of densities vanish, which would raise if the process makes NumPy raise on
-    underflow.
-    """
+    """Return a context that allows underflow: the tails of densities underflow, and the process may make NumPy raise on underflow."""
     return numpy.errstate(under="ignore")
 
 

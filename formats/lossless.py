@@ -40,7 +40,7 @@ _CHECKED_CHUNKS = 1 << 10
 """Maximum number of words and of chunks that a check decodes at once. A single chunk may have 2^16 words."""
 
 _EXTRA_BELOW, _EXTRA_ABOVE = 4, 1
-"""Number of exponents below the smallest and above the largest of a run that its table can also encode, besides 0.
+"""Number of exponents that a run's table can encode below the run's smallest exponent and above its largest, in addition to 0.
 
 The table then also fits a following run of similar values.
 """
@@ -345,7 +345,7 @@ def _replace_last(stream: torch.Tensor, rows: int, new: torch.Tensor) -> torch.T
 
 
 _TYPICAL_EXPONENT_BITS = 2.53125
-"""Bits of words per exponent of normally distributed values. The entropy is 2.54 bits, but part of it is in the states."""
+"""Number of word bits per exponent of normally distributed values. The entropy is 2.54 bits, but part of it is stored in the states."""
 
 
 @lru_cache(MAX_CACHED_TABLES)

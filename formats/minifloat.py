@@ -326,11 +326,11 @@ def encode_portably(x: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
-    """Return the e8m0 codes of blocks whose largest magnitudes are ``largest``, float32: those of the smallest scales with which these are
-    rounded to at most the largest element, int32.
+    """Return the e8m0 codes, int32, of blocks with the largest magnitudes ``largest``, float32.
 
-    OCP MX (Sec. 6.3) takes floor(log2(largest)) - emax, and so shortens larger magnitudes by up to an eighth (e2m1: a quarter). With twice
-    the scale, elements with exponents are as precise: the error of normally distributed values falls by 9% for e4m3, and by 3% for e2m1.
+    Each code stands for the smallest scale at which the largest magnitude does not round above the largest element. OCP MX (Sec. 6.3) uses
+    floor(log2(largest)) - emax, which clips large magnitudes by up to an eighth (e2m1: a quarter). Doubling the scale for these blocks
+    loses no precision, because elements have exponents: the error of normally distributed values falls by 9% for e4m3 and by 3% for e2m1.
     """
     form = ELEMENTS[element]
     bits = largest.contiguous().view(torch.int32) + exponent_carry(form)
@@ -340,7 +340,7 @@ def block_exponents(largest: torch.Tensor, element: str) -> torch.Tensor:
 def exponent_carry(form: Element) -> int:
     """Return the number to add to a float32's bits so that the exponent grows by 1 if the element would round above its largest value.
 
-    This concerns numbers with the exponent of the largest element.
+    Only numbers with the exponent of the largest element can round that way.
     """
     last = form.finite - 1 & (1 << form.fraction_bits) - 1
     return (1 << 23) - (2 * last + 1 << 22 - form.fraction_bits) - 1

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .rotation import Rotation
 
 NORM_RULES = ("unbiased", "norm")
-"""The rules: the default first, then the rule of the papers."""
+"""The supported norm rules: first the default, then the rule that papers use."""
 
 SKETCHED_NORM_RULE = "norm"
 """Default rule for a codec with a sketched residual. The sketch already makes products unbiased, and works best with a small residual."""
@@ -34,7 +34,7 @@ _SPREADS = (1.75, 1.9, 2.3, 3.1, 4.2, 6.0, 7.5, 9.0)
 """``error_spread`` by bits per value, from 1, for 64 channels."""
 
 _USUAL_ERROR = 1.6
-"""Usual relative error of directions, times 2 for every bit per value."""
+"""Typical relative error of directions, times 2^(bits per value)."""
 
 
 def read_norm_rule(options: Options) -> str:
@@ -45,7 +45,7 @@ def read_norm_rule(options: Options) -> str:
 def error_spread(bits: float, dim: int) -> float:
     """Return the ratio to the typical relative error that fewer than 1 in 60,000 tokens exceed, for random directions.
 
-    The more bits, the larger is the error of a coordinate beyond the last level compared with the other coordinates; more channels hide it.
+    With more bits, the error of a coordinate beyond the last level grows relative to the other errors. With more channels, it matters less.
     Measured for scalar, octahedral, polar, angle and quaternion from 16 to 128 channels.
     """
     index = min(max(math.ceil(bits), 1), len(_SPREADS)) - 1
@@ -59,7 +59,7 @@ def typical_error(bits: float) -> float:
 
 
 def relative_errors(codec: Codec, streams: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each token's error, the decoded ``streams`` of ``codec`` less ``x``, relative to the norm of ``x``.
+    """Return the norm of each token's error relative to the token's norm. The error is the decoded ``streams`` minus ``x``.
 
     ``x`` is ``[batch, kv_head, token, dim]`` and the result float32 ``[batch, kv_head, token]``. It is 0 for tokens of zeros.
     """

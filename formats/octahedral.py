@@ -286,7 +286,7 @@ def signed_directions(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def _scaled_directions(directions: bytes, norms: bytes) -> torch.Tensor:
-    """Return all directions times all norms, as decoding multiplies them: float32 ``[norm * direction, 3]``."""
+    """Return the products of all directions and all norms, rounded as in decoding: float32 ``[norm * direction, 3]``."""
     return (_column(norms, "cpu")[:, None] * signed_directions(directions, "cpu")).flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""opaque: bytes of an engine's slots that must not be encoded again (spec/row.md, Opaque bytes). It is used in rows, never in files."""
+"""opaque: bytes of an engine's slots that must be stored unchanged (spec/row.md, Opaque bytes). It is used in rows, never in files."""
 
 from __future__ import annotations
 

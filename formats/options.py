@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT: Final = ""
-"""Marker for ``omitted``: omitting the option means the reader's default."""
+"""Value of ``omitted`` for options that, when omitted, have the method's default."""
 
 
 class UnknownWord(InvalidParameter):
@@ -29,9 +29,9 @@ class UnknownWord(InvalidParameter):
 class Options:
     """The options ``name=value`` that a recipe gives to one codec.
 
-    Every method that reads an option specifies its range and its default. Its argument ``omitted`` is the value that a recipe without the
-    option means, if that is not the default; None if it depends on the head dim or on the values. That meaning never changes, because
-    stored recipes omit such options.
+    Every method that reads an option specifies its range and its default. If a recipe without the option means a value other than the
+    default, the argument ``omitted`` is that value, or None if it depends on the head dim or on the values. This meaning never changes,
+    because stored recipes omit such options.
 
     Args:
         codec: Codec id.

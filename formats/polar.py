@@ -1,6 +1,6 @@
 """polar: a tree of angles over pairs of channels, then pairs of radii, with the last radii stored (spec/codecs/polar.md).
 
-Source: PolarQuant (Han et al. 2025, arXiv 2502.02617); with the same number of bits on every level, as in OCTOPUS Table 1.
+Sources: PolarQuant (Han et al. 2025, arXiv 2502.02617). OCTOPUS Table 1 uses the same number of bits on every level.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class Polar(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value: OCTOPUS's b if every angle has b bits and one radius is left; otherwise PolarQuant's count, with 16 bits per
-        radius.
+        """Bits per value.
+
+        If every angle has b bits and one radius is left, this is OCTOPUS's b; otherwise, each radius counts as 16 bits (PolarQuant).
         """
         angle_bits = {level.bits for level in self.levels}
         if len(angle_bits) == 1 and self.radii == 1:
@@ -108,7 +109,7 @@ class Polar(CodecFamily):
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The levels, from the pairs of channels up."""
+        """The levels of the tree, starting with the pairs of channels."""
         return _levels(self.dim, self.bits)
 
     @property
@@ -225,7 +226,8 @@ def _symbols(run: tuple[Level, ...]) -> int:
 
 @lru_cache(MAX_CACHED_TABLES)
 def _streams(levels: tuple[Level, ...]) -> dict[str, tuple[Level, ...]]:
-    """Return the levels of each code stream. Consecutive levels with equal bits share a stream, which is named after the first level."""
+    """Return the levels of each code stream. Consecutive levels with the same number of bits share a stream, named after the first level.
+    """
     streams = {}
     for _, run in groupby(enumerate(levels, 1), lambda numbered: numbered[1].bits):
         numbers, members = zip(*run, strict=True)
@@ -251,7 +253,7 @@ def _nearest(angles: torch.Tensor, counts: tuple[int, ...], tables: tuple[bytes,
 
 
 def _pair_directions(level: Level, tables: tuple[bytes, ...], code: torch.Tensor) -> torch.Tensor:
-    """Return the cosine and sine of the angle that each ``code`` of a level stands for: ``[..., angle, 2]``."""
+    """Return the cosine and sine of the angle for each ``code`` of a level: ``[..., angle, 2]``."""
     if not tables:
         return functional.embedding(code, uniform_directions(2**level.bits, code.device))
     parts = zip(torch.split(code, list(level.counts), -1), tables, strict=True)

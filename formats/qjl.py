@@ -1,4 +1,4 @@
-"""qjl: a sketch of a codec's error, by its norm and the signs of its second rotation (spec/side-cars.md).
+"""qjl: a sketch of a codec's error, stored as its norm and the signs of its coordinates after a second rotation (spec/side-cars.md).
 
 The sketch makes inner products with a query unbiased. Source: OCTOPUS Sec. 3.6 and App. C.15, after QJL.
 """
@@ -31,7 +31,7 @@ DEFAULT_SEED = 1
 
 @dataclass(frozen=True)
 class Qjl(ResidualSketch):
-    """Sidecar that sketches residuals: the signs of a signed Hadamard rotation by ``seed``, and norms stored as ``norm``."""
+    """Sidecar that sketches residuals: the signs after a signed Hadamard rotation with ``seed``, and norms stored as ``norm``."""
 
     name: ClassVar[str] = "qjl"
     words: ClassVar[tuple[str, ...]] = ("qjl", "qjl_seed")

@@ -35,7 +35,7 @@ ARRANGEMENTS = ("dense", "direct")
 NORMS = ("fp16", "fp32")
 MAX_SECONDARY = 4096
 DEFAULT_SEED = 435
-"""Default seed. Errors vary with the seed by 2 to 5%; with this one, the table in the specification holds for S = 24, 48, 96 and 192."""
+"""Default seed. Errors vary by 2 to 5% between seeds; with this one, the table in the specification holds for S = 24, 48, 96 and 192."""
 
 _QUATERNIONS_AT_ONCE = 128
 """Number of secondary quaternions whose codewords are computed at once."""

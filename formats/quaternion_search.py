@@ -51,7 +51,7 @@ class Search:
         self._expected = 0
 
     def expect(self, chunks: int, device: torch.device) -> None:
-        """Announce that ``chunks`` more chunks will be searched on ``device``. The grid is built once their total is worth it.
+        """Announce that ``chunks`` more chunks will be searched on ``device``. The grid is built once their total justifies it.
 
         The grid is built before a search, never during one, so the codewords do not depend on blocks or threads.
         """
@@ -156,7 +156,9 @@ class Grid:
         return winner.index_copy_(0, longer, result)
 
     def _nearest_of_longer(self, planes: Planes, row: torch.Tensor, winner: torch.Tensor) -> torch.Tensor:
-        """Return the nearest codewords for chunks with longer lists, given the nearer of the first two. Every round has fewer chunks left.
+        """Return the nearest codewords for chunks with longer lists, starting from the nearer of their first two.
+
+        Chunks drop out as lists end.
         """
         best = _weighted_sum(planes, _gather(self._codebook, winner))
         places = torch.arange(len(row), device=row.device)
@@ -173,7 +175,7 @@ class Grid:
 
 
 def _gather(rows: torch.Tensor | Planes, index: torch.Tensor) -> list[torch.Tensor]:
-    """Return the entries ``index`` of every row. Gathering row by row is several times faster than all at once."""
+    """Return the entries ``index`` of every row. Gathering row by row is several times faster than gathering all rows at once."""
     return [row.index_select(0, index) for row in rows]
 
 
@@ -208,7 +210,7 @@ def _build_lists(codebook: torch.Tensor, resolution: int) -> tuple[torch.Tensor,
 
 
 def _concatenate_lists(lists: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate ``lists`` at the width of the last list, at least two. Shorter rows repeat their first column."""
+    """Concatenate ``lists``, padded to the width of the last list and to at least two columns. Shorter rows repeat their first column."""
     width = max(2, lists[-1].shape[1])
     return torch.cat([torch.cat([part, part[:, :1].expand(-1, width)], 1)[:, :width] for part in lists])
 
@@ -260,7 +262,7 @@ def _search_in_blocks(planes: Planes, search: Callable[[Planes], torch.Tensor]) 
 
 
 def _weighted_sum(planes: Planes, weights: Weights) -> torch.Tensor:
-    """Return the sum of the planes, each times its weight: one number, or one per chunk."""
+    """Return the weighted sum of the planes. A weight is one number, or one number per chunk."""
     total = planes[0] * weights[0]
     for plane, weight in zip(planes[1:], weights[1:], strict=True):
         if isinstance(weight, torch.Tensor):
@@ -278,7 +280,7 @@ def _multiply_by_conjugate(planes: Planes, quaternion: Weights) -> list[torch.Te
 
 
 def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inner products with the nearest of the units +-1, +-i, +-j, +-k, and with the nearest half unit."""
+    """Return two inner products: with the nearest of the units +-1, +-i, +-j, +-k, and with the nearest half unit."""
     w, x, y, z = (plane.abs() for plane in planes)
     largest = torch.maximum(torch.maximum(w, x), torch.maximum(y, z))
     return largest, w.add_(x).add_(y).add_(z).mul_(0.5)

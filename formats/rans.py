@@ -1,8 +1,8 @@
 """rANS: the entropy coder of codecs whose sizes depend on their values (spec/rans.md).
 
-A chunk is a sequence of symbols that is coded on its own. It has ``LANES`` lanes: lane i mod ``LANES`` codes symbol i, and all lanes share
-one sequence of 16-bit words. Everything is integer arithmetic in NumPy, vectorized over all lanes of many chunks, so that files can be
-checked without torch. Source: J. Duda, Asymmetric numeral systems (arXiv 1311.2540); F. Giesen, Interleaved entropy coders (arXiv
+A chunk is a sequence of symbols that is coded independently. It has ``LANES`` lanes: lane i mod ``LANES`` codes symbol i, and all lanes
+share one sequence of 16-bit words. Everything is integer arithmetic in NumPy, vectorized over all lanes of many chunks, so that files can
+be checked without torch. Source: J. Duda, Asymmetric numeral systems (arXiv 1311.2540); F. Giesen, Interleaved entropy coders (arXiv
 1402.3392).
 """
 
@@ -32,8 +32,8 @@ MAX_SYMBOLS = 1 << 16
 class Chunks(NamedTuple):
     """Encoded chunks.
 
-    ``words`` uint16 ``[word]`` contains the words of one chunk after another, ``counts`` int64 ``[chunk]`` their numbers, and ``states``
-    uint32 ``[chunk, LANES]`` the states with which decoding starts.
+    ``words``, uint16 ``[word]``, is the concatenation of all chunks' words. ``counts``, int64 ``[chunk]``, is the number of words in each
+    chunk. ``states``, uint32 ``[chunk, LANES]``, are the states with which decoding starts.
     """
 
     words: Numbers
@@ -51,18 +51,18 @@ class DecodedChunks(NamedTuple):
     states: Numbers
 
     def faulty_chunks(self, counts: Numbers) -> Numbers:
-        """Return a mask of the chunks that no encoder produces: they did not read exactly ``counts`` words, or a final state is not
-        ``MIN_STATE``.
+        """Return a mask of invalid chunks.
+
+        A chunk is invalid if it did not read exactly ``counts`` words, or if its final states are not all ``MIN_STATE``.
         """
         result: Numbers = (self.read != counts) | (self.states != MIN_STATE).any(1)
         return result
 
 
 def frequencies(counts: Numbers) -> Numbers:
-    """Return frequencies proportional to ``counts``, int64 ``[table, symbol]``. They sum to ``TOTAL`` and are at least 1 for nonzero
-    counts.
+    """Return frequencies proportional to ``counts``, int64 ``[table, symbol]``.
 
-    A table without counts gives symbol 0 all of ``TOTAL``.
+    They sum to ``TOTAL`` and are at least 1 for nonzero counts. If all counts of a table are 0, symbol 0 gets the frequency ``TOTAL``.
     """
     counts = counts.astype(numpy.int64)
     counts[:, 0] += counts.sum(1) == 0
@@ -78,7 +78,10 @@ def frequencies(counts: Numbers) -> Numbers:
 
 
 def cost_bits(counts: Numbers, table: Numbers) -> Numbers:
-    """Return the bits ``[table]`` that symbols with ``counts`` ``[table, symbol]`` take with ``table``. Infinite if one has frequency 0."""
+    """Return the number of bits, ``[table]``, that ``counts`` ``[table, symbol]`` cost with ``table``.
+
+    The result is infinite if a symbol that occurs has frequency 0.
+    """
     with numpy.errstate(divide="ignore"):
         bits = PRECISION - numpy.log2(table.astype(numpy.float64))
     result: Numbers = (counts * numpy.where(counts > 0, bits, 0.0)).sum(1)
@@ -168,7 +171,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
 
 
 def _tables_of_step(table: Numbers, step: int) -> Numbers:
-    """Return the table numbers of a step's symbols, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if each chunk has one table."""
+    """Return the table number of each symbol in a step, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if each chunk has one table."""
     if table.ndim == 1:
         return table[:, None].astype(numpy.int64)
     result = numpy.zeros((len(table), LANES), numpy.int64)

@@ -1,4 +1,4 @@
-"""Reader checks of rANS chunks (spec/rans.md): their first states, and how they end."""
+"""Reader checks of rANS chunks: their initial states, and the states and word counts at their ends (spec/rans.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_states(states: Array, where: str) -> None:
-    """Raise InvalidPayload for a first state below 2^16. ``states`` are uint16 ``[..., 2 · LANES]``, low halves first."""
+    """Raise InvalidPayload for an initial state below 2^16. ``states`` are uint16 ``[..., 2 · LANES]``, low halves first."""
     for first, (block,) in row_blocks(states):
         low = block[:, 1::2] == 0
         if low.any():

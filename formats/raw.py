@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 TORCH_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""Name of the corresponding torch dtype."""
+"""Name of the torch dtype for each stored dtype."""
 
 EXACT_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": ("bf16", "fp16", "fp32")}
 """For each stored dtype, the dtypes whose values it represents exactly."""

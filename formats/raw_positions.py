@@ -1,10 +1,11 @@
 """raw_positions: some tokens stored unquantized, in every head, with their positions (spec/side-cars.md).
 
-Attention sinks have keys of low norm and values near zero, at any position in a sequence. Codecs that are good on average are worst for
-them. If a constant or a few large channels dominate the keys, only the values reveal sinks. A key of high norm, over all heads or in one,
-raises scales that other tokens and heads share. The same tokens are raw in keys and values. If heads or tokens share scales, the tokens
-that make these scales too large for the others are raw, too. kvpack.pack, which also measures errors (kvpack/coding/token_errors.py), adds
-the tokens whose own error is too large. Sources: StreamingLLM (arXiv 2309.17453) for the first tokens, OTT and OScaR Sec. 3.1 for norms.
+Attention sinks have keys of low norm and values near zero, at any position in a sequence. Codecs with a low average error often have their
+largest errors on sinks. If a constant or a few large channels dominate the keys, sinks can be found only from the values. A key of high
+norm, over all heads or in one, raises scales that other tokens and heads share. The same tokens are raw in keys and values. If heads or
+tokens share scales, tokens that make these scales too large for the others are raw, too. kvpack.pack, which also measures errors
+(kvpack/coding/token_errors.py), adds the tokens whose own error is too large. Sources: StreamingLLM (arXiv 2309.17453) for the first
+tokens, OTT and OScaR Sec. 3.1 for norms.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 POSITIONS, VALUES = "raw_positions", "raw_values"
 
 TOKENS_PER_SLOT = 64
-"""Number of tokens in an engine's page for each raw token that fits in the page's row.
+"""Number of tokens in an engine's page per raw token that the page's row can store.
 
 In smaller pages, slots would take too much space.
 """
@@ -52,7 +53,7 @@ In SmolLM2, that is true of four in five attention sinks, and of less than 1 in 
 """
 
 MAX_LOW_VALUES_PER_PAGE = 16
-"""Maximum number of tokens per page that are kept raw because of their values. If there are more, they are not attention sinks."""
+"""Maximum number of tokens per page that are kept raw because their values are small. If there are more, they are not attention sinks."""
 
 _POSITION_WORDS = 4
 """Number of words in a position: three for the token, lowest first, and one for the sequence."""
@@ -196,7 +197,10 @@ class RawPositions(WholeTokens):
         return {POSITIONS: encode_positions(token[entry], row)[None, None], VALUES: streams[VALUES].index_select(2, entry)}
 
     def split_sequences(self, streams: Mapping[str, torch.Tensor], parts: int, batch: int) -> list[dict[str, torch.Tensor]]:
-        """Return the streams of ``parts`` equal parts of the ``batch`` sequences, in order. No entry of ``streams`` may be unused."""
+        """Split ``batch`` sequences into ``parts`` equal parts, and return the streams of each in order.
+
+        No entry of ``streams`` may be unused.
+        """
         token, sequence = _entry_positions(streams[POSITIONS])
         order = torch.argsort(sequence // (batch // parts), stable=True)
         counts = torch.bincount(sequence // (batch // parts), minlength=parts).tolist()
@@ -253,9 +257,9 @@ def add_poorly_fitting(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.
 class Slots:
     """Pages with a fixed number of raw tokens each.
 
-    ``codec_input`` are the values that the codec encodes (``replace_tokens``). ``chosen``, bool ``[page, token]``, marks the raw tokens.
-    ``streams`` are ``[page, slot, ...]``, zero in unused slots. ``wanted``, bool ``[2, page, token]``, is returned by
-    ``choose_slot_tokens``.
+    ``codec_input`` contains the values that the codec encodes (``replace_tokens``). ``chosen``, bool ``[page, token]``, marks the raw
+    tokens. ``streams`` have shape ``[page, slot, ...]`` and are zero in unused slots. ``wanted``, bool ``[2, page, token]``, is the second
+    result of ``choose_slot_tokens``.
     """
 
     codec_input: torch.Tensor
@@ -265,7 +269,7 @@ class Slots:
 
 
 def slot_count(tokens: int, least: int = 0) -> int:
-    """Return the number of raw tokens that the row of a page of ``tokens`` tokens has room for. It is at least ``least``."""
+    """Return the number of raw tokens that fit in the row of a page of ``tokens`` tokens, but at least ``least``."""
     return max(least, tokens // TOKENS_PER_SLOT)
 
 
@@ -276,10 +280,10 @@ def store_in_slots(
 
     ``norms`` are the argument of ``RawPositions.choose``, and ``fit_errors`` the result of ``head_norms.measure_fit_errors`` if scales are
     shared. The position of a page in its sequence is unknown, so the first tokens of a sequence get no special treatment. If slots run out,
-    tokens of high norm have priority, the largest first; they are raw only in codecs that encode tokens together, because otherwise they
-    harm no other token. Tokens of low norm follow, then tokens that make a shared scale too large, the worst first, however many a page
-    has. For codecs that encode tokens one by one and share no scale between heads, the host does not wait for the device. Raises OutOfRange
-    for a value that does not fit the dtype.
+    tokens of high norm come first, in descending order; they are raw only with codecs that encode tokens together, because otherwise they
+    do not affect other tokens. Tokens of low norm come next. Tokens that make a shared scale too large come last, the worst first, no
+    matter how many there are on a page. For codecs that encode tokens one by one and share no scale between heads, the host does not wait
+    for the device. Raises OutOfRange for a value that does not fit the dtype.
     """
     tokens = x.shape[2]
     token, wanted = choose_slot_tokens(raw, norms, token_group, slots, fit_errors)
@@ -303,10 +307,11 @@ def store_in_slots(
 def choose_slot_tokens(
     raw: RawPositions, norms: torch.Tensor, token_group: int, slots: int, fit_errors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``; return them, and all that should be raw.
+    """Choose the raw tokens of pages by ``norms`` ``[page, kv_head, token]``. Returns them, and all tokens that should be raw.
 
     The tokens are int64 ``[page, slot]``, ascending; unused slots contain the number of tokens. The second result is bool ``[2, page,
-    token]``: all tokens that should be raw, with or without a slot, and those among them that cost other tokens precision if they are not.
+    token]``: first a mask of all tokens that should be raw, with or without a slot, then a mask of those that would cost other tokens
+    precision.
     """
     tokens = norms.shape[2]
     low = replace(raw, high_norm=0.0).choose(norms, raw.first)
@@ -327,11 +332,10 @@ def slot_mask(token: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, fit_errors: torch.Tensor | None = None) -> torch.Tensor:
-    """Count the tokens of pages that should be raw but are not ``chosen``, bool ``[page, token]``, and those that cost precision: int64
-    ``[2]``.
+    """Count the tokens that should be raw but are not ``chosen``, and those that lose precision. Returns int64 ``[2]``.
 
-    ``wanted`` is returned by ``choose_slot_tokens``, and ``fit_errors``, ``[2, page, token]``, by ``token_errors.excess_losses``. A token
-    in both counts only once.
+    ``chosen`` is bool ``[page, token]``, ``wanted`` is the second result of ``choose_slot_tokens``, and ``fit_errors``, ``[2, page,
+    token]``, is the result of ``token_errors.excess_losses``. A token in both is counted only once.
     """
     left = wanted if fit_errors is None else wanted | (fit_errors > 1)
     return (left & ~chosen).sum((1, 2))
@@ -353,7 +357,7 @@ def with_raw_tokens_of_slots(values: torch.Tensor, streams: Mapping[str, torch.T
 
 
 def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, dtype: str, remedy: str) -> torch.Tensor:
-    """Return the values of each ``token`` of a ``sequence`` of ``x`` in ``dtype``: ``[entry, kv_head, dim]``.
+    """Return the values of ``x`` at each pair of ``token`` and ``sequence`` in ``dtype``: ``[entry, kv_head, dim]``.
 
     ``x`` is ``[batch, kv_head, token, dim]``. Raises OutOfRange, with the ``remedy``, if a finite value does not fit the dtype.
     """
@@ -373,9 +377,10 @@ def gather_raw_values(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tens
 
 
 def replace_tokens(x: torch.Tensor, token: torch.Tensor, sequence: torch.Tensor, chosen: torch.Tensor, token_group: int) -> torch.Tensor:
-    """Replace each ``token`` of a ``sequence`` of ``x`` ``[batch, kv_head, token, dim]``; ``chosen`` is the mask of these tokens.
+    """Replace the values of ``x`` ``[batch, kv_head, token, dim]`` at each pair of ``token`` and ``sequence``.
 
-    The new value is the mean of the other tokens of the token group, which does not widen the group's range, or zero if there are none.
+    ``chosen`` is the mask of these tokens. The new value is the mean of the other tokens of the token group, which does not widen the
+    group's range, or zero if there are none.
     """
     if not len(token):
         return x
@@ -410,7 +415,7 @@ def _replace_in_run(run: Run, chosen: torch.Tensor, token_group: int) -> Run:
 
 
 def _token_numbers(words: Any) -> Any:
-    """Return the token numbers of positions ``[entry, word]``, int64; -1 for unused entries."""
+    """Return the token numbers of positions ``[entry, word]``, int64, or -1 for unused entries."""
     return (words[:, 0] | words[:, 1] << 16 | words[:, 2] << 32) - 1
 
 
@@ -428,7 +433,7 @@ def _position_words(positions: torch.Tensor) -> torch.Tensor:
 
 
 def encode_positions(token: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return the words, uint16 ``[entry, 4]``, for token numbers, -1 for unused entries, and sequence numbers: int64 each."""
+    """Return the words, uint16 ``[entry, 4]``, for int64 token numbers (-1 for unused entries) and sequence numbers."""
     number = token + 1
     words = torch.stack([number & 0xFFFF, number >> 16 & 0xFFFF, number >> 32, sequence], 1)
     # Some versions of PyTorch cannot convert to uint16 on some devices.

@@ -31,7 +31,7 @@ _MAX_RAW_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class RawTokens(WholeTokens):
-    """Sidecar that stores the ``first`` tokens, and the ``low_norm`` tokens with the smallest norms of the first run, as ``dtype``."""
+    """Sidecar that stores the ``first`` tokens, and the ``low_norm`` tokens of the first run with the smallest norms, as ``dtype``."""
 
     name: ClassVar[str] = "raw_tokens"
     words: ClassVar[tuple[str, ...]] = ("raw_tokens", "sinks", "low_norm_tokens")

@@ -35,10 +35,10 @@ SMALLEST_DIM = 2
 """Minimum head dim. For a smaller head dim, a coordinate of a unit vector has no density."""
 
 ROUNDINGS = ("nearest", "scaled")
-"""Ways to choose codes: those nearest to a unit vector, or to the multiple of it whose decoded direction is nearest to it."""
+"""Methods of choosing codes: those nearest to the unit vector, or those of its multiple whose decoded direction is nearest."""
 
 SCALES = (0.85, 0.95, 1.05, 1.15)
-"""The multiples of a unit vector that ``rounding=scaled`` tries; ``kernels/`` try the same."""
+"""The multiples of a unit vector that ``rounding=scaled`` tries. The kernels in ``kernels/`` try the same ones."""
 
 _MAX_COMPARISONS = 15
 _CHUNK_ROWS = 2048
@@ -156,7 +156,7 @@ class Scalar(CodecFamily):
         return codes
 
     def _best_codes(self, unit: torch.Tensor) -> list[torch.Tensor]:
-        """Return the codes of the multiple of each unit row, among ``SCALES``, whose decoded direction is nearest to the row."""
+        """For each unit row, return the codes of its multiple, among ``SCALES``, whose decoded direction is nearest to the row."""
         best = self._nearest_codes(unit * SCALES[0])
         sine, squares = self._sine(unit, SCALES[0], best)
         for scale in SCALES[1:]:
@@ -168,8 +168,10 @@ class Scalar(CodecFamily):
         return best
 
     def _sine(self, unit: torch.Tensor, scale: float, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the squared sine between each row of ``unit`` and the values of the ``codes`` of its multiple by ``scale``, as a fraction
-        of two numbers ``[row]``. The second is the sum of the squares of the values.
+        """Return the squared sine of the angle between each row of ``unit`` and its decoded codes, as a fraction.
+
+        ``codes`` are those of the rows times ``scale``. The result is a numerator and a denominator ``[row]``; the denominator is the sum
+        of squares of the decoded values.
         """
         # Compare errors, not cosines: with 8 bits, cosines differ by less than the rounding of binary32 sums.
         error, whole = unit * scale - self._decode_unit(codes), unit.square().sum(-1)
@@ -177,7 +179,7 @@ class Scalar(CodecFamily):
         return whole * squares - product.square(), scale * (scale * whole - 2 * product) + squares
 
     def _decode_unit(self, codes: list[torch.Tensor]) -> torch.Tensor:
-        """Return the values of ``codes`` at norm 1, float32 ``[row, dim]``."""
+        """Decode ``codes`` at norm 1: float32 ``[row, dim]``."""
         return self._unit(tuple(code.to(torch.int32) for code in codes))
 
     def decode_digits(self, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from .value_blocks import Array
 
 SCALE, CENTER = 0, 1
-"""Indices of the scale and of the center in a pair and in a range. A range is the step and the minimum of the root for each of the two."""
+"""Indices of the scale and the center in a pair, and in a range, which contains the step and the minimum of the root for each of them."""
 
 MAX_ENCODED = 255.0**2
-"""Largest scale or center that is encoded. Decoded values stay below the largest binary16 however a range is rounded."""
+"""Largest scale or center that is encoded. However a range is rounded, decoded values stay below the largest binary16."""
 
 _STEPS = 255
 _HALF_LIMIT = 65520.0
 _HEADROOM = 1 / 8
 _GROWTH = 1 / 2
 _MIN_SIZE_FACTOR = 0.13
-"""Factor, found by measurement, at which the error of normally distributed values is twice the typical error."""
+"""Factor at which the measured error of normally distributed values is twice the typical error."""
 
 
 def decode_pairs(codes: torch.Tensor, scale_range: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _signed_root(values: torch.Tensor) -> torch.Tensor:
 def choose_range(
     blocks: Iterable[tuple[torch.Tensor, torch.Tensor]], before: torch.Tensor | None, empty: torch.Tensor, middle: float
 ) -> torch.Tensor:
-    """Choose the range for a run whose ``blocks`` have these scales and centers, each ``[batch, kv_head, row, group]``.
+    """Choose the range for a run, given the scales and centers of its ``blocks``, each ``[batch, kv_head, row, group]``.
 
     ``before`` is the range of the preceding run. It is kept if all values fit, so that the runs can be joined. Otherwise it is widened, so
     that repeated appends seldom need another range. ``empty`` is returned if there are no values. ``middle`` is half the width of a group,

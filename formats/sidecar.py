@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Step of a sidecar before the codec, for one run. ``streams`` have one row per run, and ``encode(block, start)`` is called for each
-    block.
+    """Step that a sidecar applies to one run before the codec.
 
-    A block is finite float32 ``[batch, kv_head, token, dim]``; the number of its first token, ``start``, is a multiple of the token group.
-    ``encode`` returns the block for the next step, and the streams with one row per token or entry.
+    ``streams`` have one row per run; ``encode(block, start)`` is called per block. A block is finite float32 ``[batch, kv_head, token,
+    dim]``; the number of its first token, ``start``, is a multiple of the token group. ``encode`` returns the block for the next step, and
+    the streams with one row per token or entry.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -52,7 +52,7 @@ class Sidecar(EntryStreams, ABC):
     """Base class of sidecars, with parameters bound to one head dim.
 
     Every concrete subclass is a frozen dataclass whose first field is ``dim``. A field with ``compare=False`` and a default affects only
-    the encoder; no header contains it.
+    the encoder and is not stored in headers.
     """
 
     name: ClassVar[str]
@@ -64,7 +64,7 @@ class Sidecar(EntryStreams, ABC):
     keys_only: ClassVar[bool] = False
     """True if a codec with this sidecar encodes keys but not values."""
     feature: ClassVar[str] = ""
-    """Required feature of files with this sidecar, if the first readers of version 1 do not support it; otherwise empty."""
+    """Feature that readers of files with this sidecar must support; empty if the first readers of version 1 support it."""
     dim: int
 
     @classmethod
@@ -135,14 +135,14 @@ class WholeTokens(Sidecar):
 
     @abstractmethod
     def token_positions(self, streams: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token number and the sequence of each kept token, int64 ``[entry]`` each, in the order of the entries."""
+        """Return the token number and the sequence number of each kept token, int64 ``[entry]`` each, in the order of the entries."""
 
     @abstractmethod
     def kept_values(self, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values of the kept tokens, float32 ``[entry, kv_head, dim]``."""
 
     def put(self, x: torch.Tensor, tokens: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Put ``tokens`` tokens ``[entry, kv_head, dim]``, in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
+        """Put the kept ``tokens`` ``[entry, kv_head, dim]``, in the frame of ``x``, back into ``x`` ``[batch, kv_head, token, dim]``."""
         result = x.clone()
         result.permute(2, 0, 1, 3)[self.token_positions(streams)] = tokens
         return result
@@ -160,7 +160,7 @@ class ValueMap(Sidecar):
 
     @abstractmethod
     def forward(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Map float32 ``[batch, kv_head, row, dim]``. ``streams`` are the run's."""
+        """Map float32 ``[batch, kv_head, row, dim]``, with the map in the run's ``streams``."""
 
     @abstractmethod
     def inverse(self, x: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -211,7 +211,7 @@ class PageVector(Sidecar):
         """Return the vectors, float32 ``[batch, kv_head, page, dim]`` in the coded frame."""
 
     def put(self, frame: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Add the vectors to ``frame``, float32 ``[batch, kv_head, token, dim]``, whose first token begins a page."""
+        """Add the vectors to ``frame``, float32 ``[batch, kv_head, token, dim]``. Its first token must begin a page."""
         return frame + self._expand_to_tokens(self.vectors(streams), frame.shape[2])
 
     def _expand_to_tokens(self, vectors: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Codecs with sidecars (spec/side-cars.md). Each sidecar has its own file; ``sidecar`` defines the order of their steps."""
+"""Codecs with sidecars (spec/side-cars.md). Each sidecar has its own file; ``sidecar`` defines the order in which they apply."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class CodecWithSidecars(Codec):
 
     @cached_property
     def folded_frame(self) -> Balanced | None:
-        """The only value map, if queries can be mapped by it and rotated in one product; otherwise None."""
+        """The codec's value map, if it is the only one and can be combined with the rotation into one product for queries; otherwise None.
+        """
         (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
         return value_map if isinstance(value_map, Balanced) and type(self.codec).query is Codec.query else None
 
@@ -264,7 +265,7 @@ class CodecWithSidecars(Codec):
         return run
 
     def _sketches(self, block: torch.Tensor, streams: Streams, subtracted: Streams) -> dict[str, torch.Tensor]:
-        """Return the streams that describe the error of the codec's ``streams`` for a ``block``.
+        """Return the streams that sketch the error of the codec's ``streams`` for a ``block``.
 
         ``subtracted`` contains the parts that were removed.
         """
@@ -297,7 +298,7 @@ class CodecWithSidecars(Codec):
         return frame
 
     def to_coded_frame(self, tokens: torch.Tensor, sequence: torch.Tensor, streams: Streams) -> torch.Tensor:
-        """Map ``tokens`` tokens ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence of each."""
+        """Map the kept ``tokens`` ``[entry, kv_head, dim]`` to the coded frame. ``sequence`` is the sequence number of each."""
         if not len(tokens):
             return tokens
         # Rows stored once per run exist for every sequence and head; a kept token uses those of its sequence.
@@ -365,7 +366,7 @@ class CodecWithSidecars(Codec):
         return (*self.codec.run_rules(), *sidecar_rules)
 
     def check_sidecars(self, arrays: Mapping[str, Array], runs: Sequence[int], batch: int, where: str) -> None:
-        """Make the checks of ``check`` and ``check_runs`` that read ``arrays``, the streams of sidecars. Raises InvalidPayload."""
+        """Run the checks of ``check`` and ``check_runs`` on ``arrays``, the streams of sidecars. Raises InvalidPayload."""
         for sidecar in self.sidecars:
             sidecar.check(arrays, where)
         for sidecar in self.sidecars:
@@ -380,7 +381,7 @@ def _map_blocks(change: Callable[[torch.Tensor], torch.Tensor], blocks: Callable
 
 
 class _Steps:
-    """List of the steps that the blocks of ``run`` pass through before the codec."""
+    """The steps that are applied to the blocks of ``run`` before the codec."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""Stored streams: their dtypes and layouts, and values rounded to a stored dtype."""
+"""Stored streams: their dtypes and layouts, and rounding of values to a stored dtype."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     Args:
         values: Floating-point tensor of any shape.
         dtype: Stored dtype, "F16" or "F32".
-        name: Name of a value, for the message.
+        name: Name that the message uses for a value.
 
     Returns:
         The rounded values in the same shape: float16 or float32.

@@ -59,7 +59,7 @@ def _store(key: tuple[Any, ...], tensor: torch.Tensor) -> None:
 
 
 def _replace_lock() -> None:
-    """Replace the lock in a forked child. A parent thread that holds the lock does not exist there."""
+    """Replace the lock in a forked child, where a parent thread that holds the lock does not exist."""
     global _lock
     _lock = threading.Lock()
 

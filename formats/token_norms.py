@@ -34,7 +34,7 @@ LOG8_LIMIT = _code_norm(_CODES - 1.5)
 """The smallest norm that is too large for a byte: it would round to a code above 255."""
 
 LIMITS = {"F16": HALF_LIMIT, "F32": float("inf"), "U8": LOG8_LIMIT}
-"""The smallest norm that does not fit, by stored dtype."""
+"""For each stored dtype, the smallest norm that does not fit."""
 
 LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": LARGEST_LOG8}
 """The largest finite number of each stored dtype."""
@@ -48,12 +48,15 @@ def log8_values() -> torch.Tensor:
 
 @cache_per_device
 def log8_bounds() -> torch.Tensor:
-    """Return the smallest norm that each code from 1 on encodes, float32 ``[255]``: half of the smallest norm, then half steps."""
+    """Return the smallest norm that each code from 1 on encodes, float32 ``[255]``.
+
+    The first is half of the smallest nonzero norm; the others are midpoints between codes.
+    """
     return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
 def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
-    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange, calling a norm ``name``, if one does not fit."""
+    """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if one does not fit; the message calls it ``name``."""
     if norm != LOG8:
         return stored_norm(values, NORMS[norm], name)
     if values.numel() and not values.amax().item() < LOG8_LIMIT:

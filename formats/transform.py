@@ -54,17 +54,15 @@ _COUNT_STREAMS = ("columns", "tokens", "word_counts")
 _POSITIONS = 1 << 32
 _TYPICAL_BITS = 0.5
 _SYMBOLS_AT_ONCE = 1 << 22
-"""Maximum number of symbols decoded at once, except that a sequence of a token group is never split. A tiny chunk may decode to many
-tokens.
-"""
+"""Maximum number of symbols decoded at once, except that no sequence of a token group is split. A small chunk may decode to many tokens."""
 
 
 @dataclass(frozen=True)
 class Transform(CodecFamily):
-    """Codec that stores columns of ``side`` of ``layer`` as levels of size 2^(-``step`` / 16), in the frames of the basis with SHA-256
-    ``basis``.
+    """Codec that quantizes keys or values (``side``) of ``layer`` in a frame of a basis, with steps of size 2^(-``step`` / 16).
 
-    ``chunk`` tokens are encoded together. ``source`` contains the frames once the codec has received its basis; it is not stored.
+    ``basis`` is the SHA-256 of the basis. ``chunk`` tokens are encoded together. ``source`` contains the frames once the codec has received
+    its basis; it is not stored.
     """
 
     id: ClassVar[str] = "transform"
@@ -108,7 +106,7 @@ class Transform(CodecFamily):
 
     @property
     def nominal_bits(self) -> float:
-        """Bits per value predicted by the basis, or typical for a recipe if the codec has no basis."""
+        """Bits per value that the basis predicts. If the codec has no basis, the typical number for a recipe."""
         return _TYPICAL_BITS if self.source is None else self.source.expected_bits(self.step)
 
     @property
@@ -173,7 +171,7 @@ class Transform(CodecFamily):
         return RunEncoder({}, lambda block, start: self._encode(block, first + start))
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode as if the first token had position 0.
+        """Encode ``x``, assuming that its first token has position 0.
 
         Raises OutOfRange for values of more than 2^31 steps, and for keys of sequences longer than the basis's RoPE covers.
         """
@@ -265,7 +263,7 @@ class Transform(CodecFamily):
         return out
 
     def _values(self, symbols: Symbols, source: Frames) -> list[torch.Tensor]:
-        """Return the decoded symbols of every chunk, float32 ``[column, token]``."""
+        """Decode the symbols of every chunk to float32 ``[column, token]``."""
         tables = source.tables
         by_symbol = (tables.symbol_values * self.step_size).numpy()
         places = numpy.multiply(symbols.table, tables.alphabet, dtype=numpy.intp)
@@ -379,10 +377,9 @@ class Transform(CodecFamily):
             self.check_ends(rans.DecodedChunks(result.symbols, result.read, result.states), result.counts, (batch, heads), where, first)
 
     def check_ends(self, decoded: rans.DecodedChunks, counts: Numbers, shape: tuple[int, int], where: str, first: int = 0) -> None:
-        """Apply ``rans_checks.check_ends`` to chunks in the order of token groups, sequences and heads; ``first`` is the number of the
-        first chunk.
+        """Apply ``rans_checks.check_ends`` to chunks, ordered by token group, sequence and head.
 
-        The words of escapes count as read. ``shape`` is batch and kv_head.
+        ``first`` is the number of the first chunk. The words of escapes count as read. ``shape`` is batch and kv_head.
         """
         batch, heads = shape
 

@@ -22,7 +22,7 @@ ESCAPE_WORDS = 2
 
 
 class Symbols(NamedTuple):
-    """The symbols of chunks, uint8 ``[chunk, symbol]`` in column order. ``columns`` and ``tokens`` are their numbers in each chunk.
+    """The symbols of chunks, uint8 ``[chunk, symbol]``, in column order. ``columns`` and ``tokens`` are the sizes of each chunk.
 
     ``table`` is the table number of every symbol, uint8 ``[chunk, symbol]``. ``escaped`` contains the levels that follow escape symbols, in
     the order of the symbols of all chunks. For each chunk, ``read`` is the number of words read, ``counts`` the number of words stored, and
@@ -83,11 +83,11 @@ def encode_chunks(groups: Sequence[Numbers], tables: SymbolTables, numbers: Numb
 
 
 class ChunkList(NamedTuple):
-    """The chunks of streams, ordered by token group, sequence and head. ``columns``, ``tokens`` and ``counts`` (of words) describe each
-    chunk.
+    """The chunks of streams, ordered by token group, sequence and head.
 
-    ``ends`` are the positions in ``words`` where chunks end. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables``
-    ``[kv_head, column]`` are the table numbers of the columns.
+    ``columns``, ``tokens`` and ``counts`` are the number of columns, tokens and words of each chunk. ``ends`` are the positions in
+    ``words`` where chunks end. ``states`` are uint16 ``[batch, kv_head, row, ...]``, and ``tables`` ``[kv_head, column]`` are the table
+    numbers of the columns.
     """
 
     columns: Numbers
@@ -124,10 +124,10 @@ class ChunkList(NamedTuple):
 def decode_symbols(
     columns: Numbers, tokens: Numbers, counts: Numbers, states: Numbers, words: Numbers, numbers: Numbers, tables: SymbolTables
 ) -> Symbols:
-    """Decode chunks to symbols. ``words`` contains the words of one chunk after another.
+    """Decode chunks to symbols. ``words`` is the concatenation of all chunks' words.
 
-    ``columns``, ``tokens`` and ``counts`` (of words) describe each chunk. ``states`` are words ``[chunk, 2 · LANES]``, and ``numbers``
-    ``[chunk, column]`` are the table numbers of the columns.
+    ``columns``, ``tokens`` and ``counts`` are the number of columns, tokens and words of each chunk. ``states`` are words ``[chunk, 2 ·
+    LANES]``, and ``numbers`` ``[chunk, column]`` are the table numbers of the columns.
     """
     lengths = columns * tokens
     table = numpy.zeros((len(columns), int(lengths.max(initial=0))), numpy.uint8)

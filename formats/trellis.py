@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAX_BITS = 4
 STATE_BITS = (8, 10)
-"""Allowed numbers of bits in a window. A table has 2 to this power entries."""
+"""Allowed numbers of bits in a window. A table has 2^bits entries."""
 
 WORD_BITS = 16
 
@@ -101,7 +101,7 @@ class Trellis(CodecFamily):
         return self.encode_with(x, nearest_path, _CPU_ROWS if x.device.type == "cpu" else _DEVICE_ROWS)
 
     def encode_with(self, x: torch.Tensor, search: Search, rows_at_once: int) -> dict[str, torch.Tensor]:
-        """Encode ``x`` with ``search``, which returns what ``nearest_path`` does, for ``rows_at_once`` rows at a time."""
+        """Encode ``x``, ``rows_at_once`` rows at a time. ``search`` has the results of ``nearest_path``."""
         streams = encode_by_rows(x, rows_at_once, partial(self._encode_rows, search))
         return streams | {"norm": encode_norms(streams["norm"], self.norm, "norm of a token")}
 
@@ -129,8 +129,7 @@ class Trellis(CodecFamily):
 
 
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the windows, int64 ``[row, dim]``, of a circular string of ``bits`` bits per channel whose values are near ``x`` ``[row,
-    dim]``.
+    """Find a circular string of ``bits`` bits per channel with values near ``x`` ``[row, dim]``. Returns its windows, int64 ``[row, dim]``.
 
     ``table`` is float32 ``[2^window bits]``. A first search, with the row rotated by half its length, finds the bits that windows share
     across the ends. The second search keeps these bits fixed (QTIP, Sec. 3.2).

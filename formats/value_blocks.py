@@ -35,7 +35,7 @@ _DEVICE_BLOCK_FACTOR = 32
 
 
 def block_factor(device: torch.device) -> int:
-    """Return the factor by which blocks on ``device`` are larger than on the CPU, where they fit in a core's cache.
+    """Return the size of a block on ``device`` relative to the CPU, where blocks fit in a core's cache.
 
     On other devices every call is expensive, and a block of CPU size would keep only a few of the device's cores busy.
     """
@@ -43,9 +43,7 @@ def block_factor(device: torch.device) -> int:
 
 
 def arrays_in_memory(arrays: Sequence[Array]) -> list[numpy.ndarray[Any, Any]] | None:
-    """Return the arrays if all of them are in memory, otherwise None. A few reductions over whole arrays release the global interpreter
-    lock.
-    """
+    """Return the arrays if all of them are in memory, otherwise None. On these, a few reductions that release the GIL suffice."""
     whole = []
     for array in arrays:
         if not isinstance(array, numpy.ndarray):
@@ -62,7 +60,7 @@ def value_blocks(array: Array) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
 
 
 def row_blocks(*arrays: Array) -> Iterator[tuple[int, list[numpy.ndarray[Any, Any]]]]:
-    """Yield blocks of rows ``[row, value]`` of all ``arrays``, preceded by the number of the first row. A row is the last axis.
+    """Yield the number of the first row, and a block of rows ``[row, value]`` of each of the ``arrays``. A row is the last axis.
 
     The arrays must have the same number of rows.
     """
@@ -93,7 +91,7 @@ def take_rows(array: Array, width: int, numbers: numpy.ndarray[Any, Any]) -> num
 
 
 def first_index(wrong: numpy.ndarray[Any, Any], first: int, shape: Sequence[int]) -> list[int]:
-    """Return the index, in an array of ``shape``, of the first true value of ``wrong``, which starts at flat index ``first``."""
+    """Return the index, in an array of ``shape``, of the first true value of ``wrong``. ``wrong`` starts at flat index ``first``."""
     return [int(i) for i in numpy.unravel_index(first + int(wrong.reshape(-1).argmax()), tuple(shape))]
 
 

@@ -1,6 +1,6 @@
-"""The kernels of each codec, one row per codec; PyTorch handles codecs without a row.
+"""Table of the kernels for each codec. PyTorch handles codecs that are not in the table.
 
-For some parameters of a codec with a row, there are no attention kernels:
+For some parameters of these codecs, there are no attention kernels:
 
 - angle with 32-bit norms, because the kernel would have to search every token for its largest norm;
 - polar with unequal pairs, with several 32-bit radii, or with head dims that take too long to compile;
@@ -98,7 +98,8 @@ def support_all(*_: Any) -> bool:
 
 
 def codec_kernels(codec: Codec) -> CodecKernels:
-    """Return the row of ``codec``, by exact class, because an unknown subclass may have more streams than its parent."""
+    """Return the table row of ``codec``. It is looked up by exact class, because an unknown subclass may have more streams than its parent.
+    """
     return CODECS.get(type(codec), CodecKernels())
 
 

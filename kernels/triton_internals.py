@@ -25,7 +25,7 @@ SHARED_MEMORY = "global_smem"
 """PTX symbol of a launch's shared memory."""
 
 POINTER_ALIGNMENT = 16
-"""Alignment in bytes for which Triton specializes pointers."""
+"""Alignment in bytes of pointers for which Triton specializes kernels."""
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CUDA driver constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -53,7 +53,7 @@ def shared_bytes(kernel: Any) -> int:
 
 
 def enlarge_shared_memory(kernel: Any, size: int) -> None:
-    """Launch ``kernel`` with ``size`` bytes of shared memory from now on; the compiler must use at most ``COMPILER_BYTES`` of it."""
+    """Launch ``kernel`` with ``size`` bytes of shared memory from now on. The compiler must use at most ``COMPILER_BYTES`` of them."""
     own = shared_bytes(kernel)
     expect(own <= COMPILER_BYTES, f"the compiler to take at most {COMPILER_BYTES} bytes of shared memory in front of tables", own)
     kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
@@ -72,7 +72,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 
 
 def code_key(values: Iterable[Any]) -> str:
-    """Return a cache key for code compiled with the constants ``values``: the source of functions, and the text of everything else.
+    """Return a cache key for code compiled with the constants ``values``, from the source of functions and the text of other constants.
 
     Triton itself only includes the source of functions that are passed as arguments; for constants, it uses their ``cache_key``.
     """
@@ -87,14 +87,15 @@ def _source_key(value: Any) -> str:
 
 
 def python_function(function: Any) -> Callable[..., Any]:
-    """Return the Python function of a ``triton.constexpr_function``; when called directly, Triton 3.6 drops the field names of tuples."""
+    """Return the Python function of a ``triton.constexpr_function``. If it is called directly, Triton 3.6 drops the field names of tuples.
+    """
     expect(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
     result: Callable[..., Any] = function.fn
     return result
 
 
 def _hooks() -> bool:
-    """Return True if Triton calls hooks around launches, such as a profiler's."""
+    """Return True if hooks, such as a profiler's, are installed that Triton calls around launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
@@ -109,10 +110,10 @@ def current_stream(device: int) -> int:
 
 
 class CachedLaunch:
-    """A launch whose compiled kernel is looked up only once; later calls only pass pointers to the driver.
+    """A launch whose compiled kernel is looked up only once. Later calls only pass pointers to the driver.
 
     Triton's own launch binds and specializes every argument again, which takes longer on the host than these kernels take on the device.
-    ``arguments`` follow the pointers and never change; ``constants`` come last. ``allow`` is called with the compiled kernel before its
+    ``arguments`` follow the pointers and never change. ``constants`` come last. ``allow`` is called with the compiled kernel before its
     first launch.
     """
 
@@ -132,7 +133,7 @@ class CachedLaunch:
         self._launch: Callable[..., None] | None = None
 
     def __call__(self, *pointers: tuple[torch.Tensor, int]) -> None:
-        """Launch on the current stream; each pointer is a tensor and the number of elements to skip."""
+        """Launch on the current stream. Each pointer is a pair: a tensor, and the number of elements to skip."""
         device = pointers[0][0].device
         if self._launch is not None and (stream := current_stream(device.index)) >= 0:
             addresses, low = [], 0
@@ -153,7 +154,7 @@ class CachedLaunch:
         return self._launch is not None
 
     def at(self, stream: int, *addresses: int) -> None:
-        """Launch the cached kernel on ``stream`` (``current_stream``); all addresses must be multiples of ``POINTER_ALIGNMENT``."""
+        """Launch the cached kernel on ``stream`` (``current_stream``). All addresses must be multiples of ``POINTER_ALIGNMENT``."""
         assert self._launch is not None
         self._launch(*self.grid, stream, *self._before, *addresses, *self._after)
 
@@ -172,7 +173,7 @@ class CachedLaunch:
 
 
 _cached_launches: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], list[str]]] = {}
-"""Cached launches: a compiled kernel's launcher, the arguments before its own, and the names of its constants.
+"""Cached launches: a compiled kernel's launcher, the arguments before the kernel's own, and the names of its constants.
 
 The key contains everything on which Triton specializes.
 """
@@ -181,7 +182,7 @@ The key contains everything on which Triton specializes.
 def launch_cached(
     function: Any, programs: int, device: torch.device, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, Any]
 ) -> bool:
-    """Launch the kernel that ``launch_and_cache`` cached for such arguments; return False, and do nothing, if there is none."""
+    """Launch the kernel that ``launch_and_cache`` cached for such arguments. Returns False, and does nothing, if there is none."""
     if (stream := current_stream(device.index)) < 0:
         return False
     try:
@@ -255,7 +256,7 @@ def _launcher(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 class LaunchChain:
     """A sequence of launches over the tensors of a call and over fixed tensors.
 
-    Each launch comes with its pointers: the index of a call's tensor, or a fixed tensor, and the number of elements to skip.
+    Each pointer of a launch is a pair: the index of a call's tensor or a fixed tensor, and the number of elements to skip.
     """
 
     def __init__(self, launches: Sequence[tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]]) -> None:
@@ -280,7 +281,7 @@ class LaunchChain:
             self._cache_addresses(tensors)
 
     def _cache_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Cache the addresses of fixed tensors; addresses that each call passes follow an address of 0."""
+        """Cache the addresses of fixed tensors. Addresses that each call passes follow an address of 0."""
         fixed = []
         for launch, places in self._launches:
             pointers = []

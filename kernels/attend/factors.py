@@ -1,4 +1,4 @@
-"""Token factors: the scale of each token's decoded values, by which its scores and weights are multiplied."""
+"""Token factors: the scale of each token's decoded values. Scores and softmax weights are multiplied by it."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -40,7 +40,7 @@ def tile_factors(
 
 @triton.jit
 def broadcast_over_rows(value: tl.tensor) -> tl.tensor:
-    """Reshape ``[warp, token]`` to ``[warp, token, 1]``, so that it broadcasts over query rows; return other shapes unchanged."""
+    """Reshape ``[warp, token]`` to ``[warp, token, 1]``, so that it broadcasts over query rows. Returns other shapes unchanged."""
     if len(value.shape) == 2:
         value = value[:, :, None]
     return value
@@ -48,7 +48,7 @@ def broadcast_over_rows(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _power_and_quotient(factor: tl.tensor) -> tl.tuple:
-    """Split ``factor`` into 2^e and a quotient with magnitude in [1, 2): return e, 2^-e and the quotient.
+    """Split ``factor`` into 2^e and a quotient with magnitude in [1, 2). Returns e, 2^-e and the quotient.
 
     The split is exact for magnitudes of 2^-100 and more; smaller factors get the quotient 0. A token with a factor of 0 gets the largest e
     of its tile, because its weight still counts in the softmax total and must not underflow.
@@ -69,7 +69,7 @@ def power_and_quotients(
     V: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return e, 2^-e, and the token factor divided by 2^e; with signs or outliers, also the signs' factor divided by 2^e.
+    """Return e, 2^-e, and the token factor divided by 2^e. With signs or outliers, also return the factor of the signs divided by 2^e.
 
     e is the exponent of the larger factor (``_power_and_quotient``).
     """

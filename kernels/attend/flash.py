@@ -66,11 +66,11 @@ def attend(
     """Compute attention of ``q`` ``[batch, q_head, query, dim]`` over 16-bit ``k`` and ``v`` ``[batch, kv_head, token, dim]``.
 
     ``k`` and ``v`` begin at token ``first_token`` of a layer with ``tokens`` tokens. The first query is ``remaining_queries - 1`` positions
-    before the layer's last token. ``lengths``, int32 ``[batch]`` on the device, are the sequence lengths; ``starts``, int32 ``[batch]``,
-    are the first tokens that queries see. Channels must be contiguous.
+    before the layer's last token. ``lengths`` and ``starts``, int32 ``[batch]`` on the device, are the sequence lengths and the first token
+    that queries see. Channels must be contiguous.
 
-    Returns float32 ``[batch, q_head, query, dim]``, and the natural log-sum-exp of the scores ``[batch, q_head, query]``: zeros and
-    minus infinity for a query that sees no token. If ``outputs`` is given, the results are written to that pair.
+    Returns float32 ``[batch, q_head, query, dim]``, and the natural log-sum-exp of the scores ``[batch, q_head, query]``. A query that sees
+    no token gets zeros and minus infinity. If ``outputs`` is given, the results are written to that pair.
     """
     if outputs is None:
         sums = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
@@ -103,7 +103,7 @@ def _attend_launch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> CachedLaunch:
-    """Return the compiled launch for queries of ``shape``; ``kv_shape`` is the number of KV heads, tokens and value channels."""
+    """Return the compiled launch for queries of ``shape``. ``kv_shape`` contains the numbers of KV heads, tokens and value channels."""
     batch, heads, queries, dim = shape
     kv_heads, count, v_dim = kv_shape
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))

@@ -1,8 +1,4 @@
-"""Attention over a growing layer: launches are fixed, so that CUDA graphs can capture them, and only their work tables change.
-
-A layer's raw tail is a buffer with spare capacity whose length is read on the device. Pages change only between decode steps; their
-addresses are in device tables, which are then rewritten.
-"""
+"""Attention over a growing layer: CUDA graphs capture launches that never change, and only their work tables are updated."""
 
 from __future__ import annotations
 
@@ -30,10 +26,10 @@ CAPACITY_STEP = 8
 
 
 class GrowingCall:
-    """A prepared attention call for queries like ``q`` over the growing ``layer``, whose tails include their spare capacity.
+    """A prepared attention call for queries shaped like ``q`` over a growing ``layer``, whose tails include spare capacity.
 
-    ``supports`` must accept ``layer``. Each call passes the sequence lengths, int32 ``[batch]``, and, with ``options.starts``, the first
-    token that each sequence's queries see. Sliding windows are computed on the device, because they move with every call.
+    ``supports`` must return True for ``layer``. Each call passes the sequence lengths, int32 ``[batch]``, and, with ``options.starts``, the
+    first token that each sequence's queries see. Sliding windows are computed on the device because they move with every call.
     """
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
@@ -56,7 +52,7 @@ class GrowingCall:
         return all(side.supported and all(segment.frame.query_codec is not None for segment in side.segments) for side in sides)
 
     def refresh(self, layer: Layer) -> bool:
-        """Switch to the current pages of ``layer``; return True if launches changed, so that CUDA graphs must be captured again."""
+        """Switch to the current pages of ``layer``. Returns True if launches changed, so that CUDA graphs must be captured again."""
         launches = self._plan_launches(layer)
         same = len(launches) == len(self._launches) and all(
             new.constants == old.constants and new.k.matches(old.k) and new.v.matches(old.v) and _has_room(old, new)
@@ -94,7 +90,7 @@ class GrowingCall:
 
 
 def _work_capacity(launch: Launch) -> int:
-    """Return the capacity of the work table, in rows.
+    """Return the capacity of a launch's work table, in rows.
 
     A launch over only the tail needs no spare rows. For pages, it is the number of programs that run at once, or, if there are more rows,
     the next multiple of ``CAPACITY_STEP``.

@@ -43,20 +43,20 @@ _VALUE_DEPENDENT_CODECS = (CodecWithSidecars, Klt, Minifloat)
 
 
 class _PageKind(NamedTuple):
-    """The kind of a list of pages, equal for lists that differ only in addresses, and the addresses of all streams, page by page."""
+    """The kind of a list of pages, and the addresses of all streams, page by page. Lists that differ only in addresses have equal kinds."""
 
     kind: int
     addresses: tuple[int, ...]
 
 
 _page_kinds: WeakKeyDictionary[Sequence[PackedRun], _PageKind | None] = WeakKeyDictionary()
-"""Kinds of the page lists seen so far; None for pages that are not shared."""
+"""Kinds of the page lists seen so far. The kind is None if pages are not shared."""
 
 _kinds: dict[tuple[Hashable, ...], int] = {}
 _next_kind = count()
 
 _model_layers: WeakKeyDictionary[Sequence[PackedRun], list[tuple[ref[Sequence[PackedRun]], ref[Sequence[PackedRun]]]]] = WeakKeyDictionary()
-"""Pages of the keys and of the values of all layers of a model, by the key pages of any of its layers."""
+"""Key pages and value pages of all layers of a model, looked up by the key pages of any of its layers."""
 
 
 def warm_up(layers: Iterable[tuple[Sequence[PackedRun], Sequence[PackedRun]]]) -> None:
@@ -97,7 +97,7 @@ def _classify(pages: Sequence[PackedRun]) -> _PageKind | None:
 
 
 def kind_key(layer: Layer) -> Hashable | None:
-    """Return a key that is equal for layers that differ only in addresses; None for a layer that is not shared."""
+    """Return a key that is equal for layers that differ only in addresses, or None for a layer that cannot share calls."""
     kind: list[Hashable] = []
     for side in (layer.k, layer.v):
         assert side is not None
@@ -109,7 +109,7 @@ def kind_key(layer: Layer) -> Hashable | None:
 
 
 class WorkTables:
-    """The concatenated work tables of a call's token blocks, without addresses; ``bind`` adds the addresses of any layer like ``layer``."""
+    """Concatenated work tables of a call's token blocks, without addresses. ``bind`` adds the addresses of any layer like ``layer``."""
 
     def __init__(self, layer: Layer) -> None:
         self._ends, self._streams, first = [], [], 0
@@ -133,7 +133,7 @@ class WorkTables:
         )
 
     def add(self, values: bool, rows: Integers, tokens: Integers) -> int:
-        """Add the table ``rows`` of the layer's keys, or of its values if ``values``, and return its offset.
+        """Add the table ``rows`` for the layer's keys, or for its values if ``values`` is True. Returns the offset of the table.
 
         ``tokens`` is the first token of each row.
         """
@@ -170,13 +170,13 @@ class WorkTables:
 
 
 def _kinds_of(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> tuple[int, int] | None:
-    """Return the kinds of a layer's key pages and value pages, or None if they are not shared."""
+    """Return the kinds of a layer's key pages and value pages, or None if they cannot be shared."""
     known = _known_pages(k), _known_pages(v)
     return None if known[0] is None or known[1] is None else (known[0].kind, known[1].kind)
 
 
 def _addresses(k: Sequence[PackedRun], v: Sequence[PackedRun]) -> Integers:
-    """Return the addresses of all page streams of a layer that is shared: keys first, then values."""
+    """Return the addresses of all page streams of a shareable layer, keys first."""
     known = _known_pages(k), _known_pages(v)
     assert known[0] is not None
     assert known[1] is not None

@@ -48,7 +48,7 @@ LIBRARY_PROGRAM_ROWS = 128
 """Number of query rows that one program of cuDNN or FlashAttention processes."""
 
 MAX_LIBRARY_CHOICES = 256
-"""Maximum number of cached library choices (``_libraries``); a choice takes longer than attention with a few queries."""
+"""Maximum size of the scratch buffer. It has room for 65,536 tokens of eight heads with 128 channels; a smaller one means more launches."""
 
 MIN_SPLIT_TOKENS, MAX_SPLITS = 1024, 16
 """Minimum tokens per split, and maximum splits, of a block that is split because it has fewer programs than multiprocessors."""
@@ -79,7 +79,7 @@ def supports(q: torch.Tensor, layer: Layer) -> bool:
 
 
 def prepare(q: torch.Tensor, layer: Layer, options: Options) -> ManyQueriesCall:
-    """Prepare a call for queries like ``q``; cached with the layer.
+    """Prepare a call for queries like ``q``. The result is cached with the layer.
 
     Decoded keys and values, and rotated queries, are rounded to the queries' dtype, so the result is as accurate as attention over an
     unpacked layer. Besides the output, a call allocates at most ``SCRATCH_BYTES`` and the sums of ``MAX_QUERIES`` queries.
@@ -125,7 +125,10 @@ class _TokenBlock(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A range of ``queries`` queries beginning with query ``first`` of the call, at token ``position``, and the token blocks they see."""
+    """A range of ``queries`` queries in one pass over the tokens, and the token blocks they see.
+
+    The range begins with query ``first`` of the call, which is at token ``position``.
+    """
 
     first: int
     queries: int
@@ -134,7 +137,7 @@ class _Pass(NamedTuple):
 
 
 class ManyQueriesCall:
-    """A prepared call of ``attend`` for queries like ``q``: everything that does not depend on their values is computed once."""
+    """A prepared call of ``attend`` for queries shaped like ``q``. Everything that does not depend on their values is computed once."""
 
     def __init__(self, q: torch.Tensor, layer: Layer, options: Options) -> None:
         k, v = keys_and_values(layer)
@@ -155,7 +158,7 @@ class ManyQueriesCall:
         self._passes = [self._pass(first, k, v) for first in range(0, q.shape[2], MAX_QUERIES)]
         self._elements = max(part.keys.elements + part.values.elements for pass_ in self._passes for part in pass_.parts)
         self._single_call: dict[bool, bool] = {}
-        """True if one FlashAttention call handles all tokens; the key is True if PyTorch's settings allow FlashAttention."""
+        """Cached result of ``_fits_single_call``. The key is True if PyTorch's settings allow FlashAttention."""
 
     def make_template(self, layer: Layer) -> ManyQueriesCall | None:
         """Return a call that ``bind`` can bind to any layer of the same kind as ``layer``, or None if this kind cannot be shared."""
@@ -235,7 +238,7 @@ class ManyQueriesCall:
     def _blocks(self, position: int, queries: int) -> Iterator[tuple[int, int]]:
         """Yield the blocks ``[start, stop)`` of tokens that any query sees.
 
-        Causal attention also starts a block at the first query's position if there are several sequences, or more tokens than fit one
+        For causal attention, a block also starts at the first query's position if there are several sequences, or too many tokens for one
         block.
         """
         options = self._options
@@ -392,7 +395,7 @@ def attend_lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale:
 
 
 def _library_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
-    """Return the fastest library that supports these tensors, "cudnn" or "flash", or None; cuDNN was the fastest on an H200."""
+    """Return the fastest library that supports these tensors, "cudnn" or "flash", or None. On an H200, cuDNN was the fastest."""
     if q.device.type != "cuda" or k.shape[3] != v.shape[3] or k.shape[3] % 8 or k.shape[2] < q.shape[2] * causal:
         return None
     switches: Any = torch.backends.cuda

@@ -1,4 +1,4 @@
-"""Attention over pages with a mean key (sidecar key_mean): a program multiplies its query rows by the mean of each of its pages once."""
+"""Attention over pages with a mean key (sidecar key_mean). A program multiplies its query rows by each page's mean only once."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -40,10 +40,10 @@ def multiply_pages(
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> None:
-    """Write the products of ``ROWS`` query rows with the means of ``count`` pages from page ``first`` on, float32 ``[page, row]``.
+    """Write the products of ``ROWS`` query rows and the means of ``count`` pages, starting at page ``first``: float32 ``[page, row]``.
 
-    ``q`` is float32 ``[column, padded row]``, and ``columns`` int32 the column of each channel. ``streams`` are the codes and the scales of
-    the means. A ``tl.debug_barrier`` must follow.
+    ``q`` is float32 ``[column, padded row]``, and ``columns``, int32, maps channels to columns. ``streams`` are the codes and the scales of
+    the means. The caller must execute a ``tl.debug_barrier`` before it reads the products.
     """
     BYTES: tl.constexpr = MEANS.dim * MEANS.bits // 8
     BLOCK: tl.constexpr = max(16, triton.next_power_of_2(BYTES))

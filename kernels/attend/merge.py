@@ -13,7 +13,10 @@ from .softmax import NO_SCORE
 
 @triton.jit
 def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl.tensor, weight: tl.tensor) -> tl.tuple:
-    """Add parts to a row's softmax, and return its largest score, its sum of weights, and the scales of the earlier and the parts' sums."""
+    """Add partial results to a row's softmax.
+
+    Returns its largest score, its sum of weights, and the scales of the earlier sums and of the added sums.
+    """
     new_largest = tl.maximum(largest_score, tl.max(part_largest, 0))
     rescale = tl.exp2(largest_score - new_largest)
     part_scale = tl.exp2(part_largest - new_largest)
@@ -22,7 +25,7 @@ def _add_parts(largest_score: tl.tensor, weight_sum: tl.tensor, part_largest: tl
 
 @triton.jit
 def _add_sink(largest_score: tl.tensor, weight_sum: tl.tensor, sink: tl.tensor) -> tl.tuple:
-    """Add a head's sink logit to a row's softmax, and return its sum of weights and the scale of earlier sums."""
+    """Add a head's sink logit to a row's softmax. Returns the sum of weights and the scale of earlier sums."""
     new_largest = tl.maximum(largest_score, sink)
     rescale = tl.exp2(largest_score - new_largest)
     return weight_sum * rescale + tl.exp2(sink - new_largest), rescale
@@ -55,9 +58,9 @@ def merge(
     """Merge the partial results of one query row into ``out``, float32 ``[batch, head, row, DIM]``.
 
     Each partial result is scaled by its largest score, and the sum is divided by the total weight. Column blocks before ``second_block``
-    sum parts ``[first_part, second_part)``; the others sum parts ``[second_part, last_part)``. ``channels`` int32 is the channel of each
-    column, in whole blocks; ``DIM`` marks columns without a channel. ``sink_logits`` float32 ``[head, query head of it]``, read with
-    ``SINK_LOGITS``, are base-2 logarithms of weights without a value. A row that sees no token is 0.
+    sum parts ``[first_part, second_part)``; the others sum parts ``[second_part, last_part)``. ``channels``, int32, contains the channel of
+    each column, padded to whole blocks; ``DIM`` marks columns without a channel. ``sink_logits``, float32 ``[kv_head, query head of the KV
+    head]``, are base-2 logarithms of weights without a value; they are read only with ``SINK_LOGITS``. A row that sees no token is 0.
     """
     program = tl.program_id(0)
     row = (program // rows * padded + program % rows).to(tl.int64) * parts

@@ -32,9 +32,10 @@ _entries: WeakKeyDictionary[PackedRun, dict[tuple[int, int], Mapping[str, torch.
 
 
 def page_entries(page: PackedRun, start: int, stop: int) -> Mapping[str, torch.Tensor] | None:
-    """Return the streams that ``loaders.outliers`` reads for tokens ``[start, stop)``, except its columns; cached with the page.
+    """Return the streams that ``loaders.outliers`` reads for tokens ``[start, stop)``, except its columns.
 
-    Returns an empty mapping if the page has no outliers there, and None if the entries would be inexact, which no encoder causes.
+    The result is cached with the page. Returns an empty mapping if the page has no outliers there, and None if the entries would be
+    inexact, which no encoder causes.
     """
     cached = _entries.setdefault(page, {})
     if (start, stop) not in cached:

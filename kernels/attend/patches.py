@@ -1,4 +1,4 @@
-"""Loads of the outliers of keys and values, next to the tiles they are added to; empty if a side has no outliers."""
+"""Loads of outliers of keys and values, which are added to tiles. Empty if keys or values have no outliers."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -23,7 +23,7 @@ def begin_patches(
     AHEAD: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the constants of both sides (``prepare_patches``) for keys and values, and their first loads (``first_entries``)."""
+    """Return the constants (``prepare_patches``) and the first loads (``first_entries``) for keys and values."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_ready = prepare_patches(work.k.streams, numbers, K_OUTLIERS, WARPS, TOKENS, False, AHEAD, FAST)
@@ -45,7 +45,7 @@ def next_patches(
     TOKENS: tl.constexpr,
     AHEAD: tl.constexpr,
 ) -> tl.tuple:
-    """Return the outliers of each warp's ``TOKENS`` tokens, beginning at token ``offset`` of the work, and the loads for the next call."""
+    """Return the outliers of each warp's ``TOKENS`` tokens from token ``offset`` of the work on, and the loads for the next call."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset
@@ -67,7 +67,7 @@ def load_patches(
     WARPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> tl.tuple:
-    """Load the outliers of each warp's ``TOKENS`` tokens, beginning at token ``offset`` of the work, without loading ahead."""
+    """Load the outliers of each warp's ``TOKENS`` tokens, starting at token ``offset`` of the work, without prefetching the next ones."""
     K_OUTLIERS: tl.constexpr = K.outliers
     V_OUTLIERS: tl.constexpr = V.outliers
     k_first = work.k.first + offset

@@ -40,7 +40,7 @@ PREFETCHED_WITH_SIGNS = 1500
 """Minimum number of tokens per multiprocessor at which prefetching pays off for keys with QJL signs."""
 
 MASKED_TILES = 3
-"""Extra cost of a masked tile, in whole tiles: neither its data nor its code is prefetched."""
+"""Extra cost of a masked tile, in unmasked tiles. Masked tiles are slower because neither their data nor their code is prefetched."""
 
 
 PROGRAM_TILES = 3
@@ -51,7 +51,7 @@ MAX_ROUNDS, MIN_TILES = 4, 8
 
 
 class LaunchKey(NamedTuple):
-    """Key that groups segments into launches: the frames of keys and values, and flags for sides that are decoded beforehand."""
+    """Key that groups segments into launches: the frames of keys and values, and whether each is decoded beforehand."""
 
     k: Frame
     v: Frame
@@ -68,8 +68,8 @@ class Launch:
 
     ``keep_alive`` contains the tensors whose addresses are in the work. The device runs ``programs`` programs at once per sequence and
     block of rows. Each program needs room for products with the means of ``mean_pages`` pages. ``has_tail`` is True if some tokens are in a
-    raw tail, ``tail_only`` if all are. ``balanced`` is True if programs spread evenly over the multiprocessors, even while another kernel
-    finishes on some of them.
+    raw tail, and ``tail_only`` if all are. ``balanced`` is True if the programs are distributed evenly over the multiprocessors, even while
+    another kernel finishes on some of them.
     """
 
     k: Frame
@@ -97,7 +97,8 @@ class Launch:
 
 
 def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
-    """Return the tile loaders of keys and values: dual loaders for neighboring tokens if the loaders and token groups allow it."""
+    """Return the tile loaders of keys and values. Dual loaders for neighboring tokens are chosen if the loaders and token groups allow it.
+    """
     keys, values = loader(k, dual), loader(v, dual)
     result = keys.keys or keys, values.values or values
     if all(tiles.dual and (tiles.whole_groups == 1 or tiles.whole_groups % (2 * tiles.tokens) == 0) for tiles in result):
@@ -115,7 +116,7 @@ def supports_launch_overlap(device: torch.device) -> bool:
 
 
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
-    """Return the launches that attend to tokens ``[begin, end)``; cached with the layer.
+    """Return the launches that attend to tokens ``[begin, end)``. The result is cached with the layer.
 
     Every query sees all tokens of the range ``whole``. ``dual`` allows tiles with two tokens per row, for few query rows.
     """
@@ -129,7 +130,7 @@ def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[
 def plan_launches(
     k: Side, v: Side, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool, growing: bool = False
 ) -> list[Launch]:
-    """Plan the launches of ``launches`` without its cache; for a ``growing`` layer, work tables stay on the host."""
+    """Plan launches for ``launches``, without caching. For a ``growing`` layer, work tables stay on the host."""
     fast = addresses.uses_assembly(k.device)
     by_kernel: dict[LaunchKey, list[Segment]] = {}
     for segment in segments.layer_segments(segments.side_segments(k).segments, segments.side_segments(v).segments, begin, end):
@@ -212,9 +213,9 @@ def _launch(
 
 
 def choose_programs(shape: LaunchShape, tokens: int, tile: int, sequences: int, multiprocessors: int) -> int:
-    """Return the number of programs per sequence that finishes ``tokens`` tokens in steps of ``tile`` soonest.
+    """Return the number of programs per sequence that minimizes the time for ``tokens`` tokens in steps of ``tile``.
 
-    All programs run in one round, or in several rounds if their last one leaves less of the device idle.
+    All programs run in one round, or in several rounds if that leaves less of the device idle in the last round.
     """
     at_once = multiprocessors * shape.programs
     one_round = max(1, at_once // sequences)
@@ -275,7 +276,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:
-    """Return True if a stream whose rows are not whole 4-byte words may end inside an aligned word."""
+    """Return True if a stream whose rows are not a multiple of 4 bytes may end within an aligned 4-byte word."""
     for stream in tiles.streams:
         if stream.tokens == 1 and stream.row * stream.bits % 32:
             tensor = segment.streams[stream.name]

@@ -1,7 +1,7 @@
-"""Prepared attention calls: the work that is the same for all queries of one shape over one layer is done once.
+"""Prepared attention calls, which do the work that is the same for all queries of one shape over one layer only once.
 
-A call then needs two allocations and usually three launches: rotate the queries into the coded frames, attend with the split kernel, and
-merge, which also rotates the result back. A raw tail adds another launch of the split kernel.
+A call then needs two allocations and usually three launches: one that rotates the queries into the coded frames, the split kernel, and one
+that merges the results and rotates them back. A raw tail adds another launch of the split kernel.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     _LaunchTensors = tuple[CachedLaunch, Sequence[tuple[int | torch.Tensor, int]]]
 
 MIN_ROWS, MAX_ROWS = 8, 16
-"""Minimum and maximum number of query rows per program; they are the short side of its matrix products."""
+"""Minimum and maximum number of query rows per program. Rows are the short side of its matrix products."""
 
 MERGE_PARTS, MERGE_COLUMNS = 512, 32
-"""Maximum number of parts that a program of ``merge.merge`` loads at once, and its columns."""
+"""Maximum number of parts that a program of ``merge.merge`` loads at once, and the number of columns it merges."""
 
 MAX_PARTS = 32
 """Maximum number of parts that one warp merges, with 4 columns per lane."""
@@ -50,21 +50,24 @@ MANY_ROWS, ROTATED_ROWS = 1024, 64
 """Minimum number of padded rows at which a program of ``rotate_queries`` covers several sequences, and its rows in that case."""
 
 ROW_VALUES, ROW_CHANNELS, ROW_WARPS = 1 << 15, 32, 8
-"""For a program of ``merge.merge_originals``: values in registers at once (parts times columns), channels written, and warps."""
+"""Values in registers at once (parts times columns), channels written, and warps of a program of ``merge.merge_originals``."""
 
 ORDERED_ROWS, ORDERED_PARTS, ORDERED_WARP_PARTS = 256, 512, 32
-"""For ``merge.merge_originals`` without a rotation: maximum query rows, maximum parts loaded at once, and parts per warp."""
+"""Limits of ``merge.merge_originals`` without a rotation: maximum query rows, maximum parts loaded at once, and parts per warp."""
 
 SCRATCH, QUERY, OUT, LENGTHS, STARTS, SINKS, MAPPED = range(7)
-"""Indices of a call's tensors in the arguments of launches; from MAPPED on, the queries of pages that transform values, then the sums."""
+"""Indices of a call's tensors in the arguments of launches.
+
+The tensors from MAPPED on are the queries of pages that transform values, followed by the sums.
+"""
 
 LOG2_E = math.log2(math.e)
 UNLIMITED = 1 << 30
-"""A number of tokens greater than any layer's, for calls without a window or a causal mask."""
+"""A number of tokens larger than any layer, for calls without a window or a causal mask."""
 
 
 class QueryShape(NamedTuple):
-    """Shape of a call's queries, and ``heads``, the layer's number of KV heads."""
+    """Shape of a call's queries. ``heads`` is the layer's number of KV heads."""
 
     batch: int
     q_heads: int
@@ -94,7 +97,7 @@ class QueryShape(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of a ``kvpack.attend`` call; ``lengths``, ``starts`` and ``sink_logits`` are True if calls pass these tensors."""
+    """Options of a ``kvpack.attend`` call. ``lengths``, ``starts`` and ``sink_logits`` are True if calls pass these tensors."""
 
     scale: float
     causal: bool = True
@@ -354,7 +357,7 @@ class PreparedCall:
         return launch, [(OUT, 0), *self._partials, (matrix, 0), (SINKS, 0)]
 
     def _prepare_frame_merges(self) -> list[_LaunchTensors]:
-        """Return one launch of ``merge.merge`` per value frame; each writes that frame's sums."""
+        """Return one launch of ``merge.merge`` per value frame. Each launch writes that frame's sums."""
         first = MAPPED + len(self._mapped_frames)
         result = []
         for tensor_index, (frame, (start, stop)) in enumerate(self._v_frames.items(), first):
@@ -435,7 +438,10 @@ def _page_query(q: torch.Tensor, frame: Frame) -> torch.Tensor:
 
 
 def _add_signs(sums: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """Add the sums of QJL signs, the last columns, to the other sums in ``codec``'s frame; without signs, return ``sums``."""
+    """Add the sums of QJL signs, which are in the last columns, to the other sums in ``codec``'s frame.
+
+    Without signs, ``sums`` is unchanged.
+    """
     qjl = codec.sidecar(Qjl)
     return sums if qjl is None else sums[..., : codec.dim] + qjl.rotation.inverse(sums[..., codec.dim :])
 

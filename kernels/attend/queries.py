@@ -18,7 +18,8 @@ from kvpack.kernels.loaders.qjl import half_sum, scale_sign_queries
 class Queries(NamedTuple):
     """The query rows of a program, in registers.
 
-    ``tiles`` are ``[warp, column, row]``, in the column order of key tiles (``_query_tiles``). The other tensors are ``[1, 1, row]``:
+    ``tiles`` are ``[warp, column, row]``, in the column order of key tiles (``_query_tiles``). The other tensors have shape ``[1, 1,
+    row]``:
 
     - ``half_sum``: the part of the query sum that signs need (``qjl.half_sum``);
     - ``offset``: added to all scores of the row;
@@ -107,7 +108,7 @@ def relative_to(queries: tl.tuple, token: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def with_scale(queries: tl.tuple, scale: tl.tensor) -> tl.tuple:
-    """Return ``queries`` with ``scale`` instead of their own scale, clamped to finite values."""
+    """Return ``queries`` with their scale replaced by ``scale``, clamped to finite values."""
     return Queries(
         queries.tiles, queries.half_sum, queries.offset, finite_factor(scale), queries.position, queries.second,
         queries.products, queries.pages, queries.stride,
@@ -124,10 +125,10 @@ def _query_tiles(
     DUAL: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tl.tuple:
-    """Load the query as tiles ``[warp, column, row]`` in the column order of key tiles; bf16 keys need two tiles, high and low halves.
+    """Load the query as tiles ``[warp, column, row]`` in the column order of key tiles.
 
-    With ``DUAL``, rows belong to the first or ``second`` token of a tile row. For dual keys, the other token's columns are 0; otherwise
-    each token has its own set of tiles.
+    For bf16 keys, there are two tiles: its high and low halves. With ``DUAL``, rows belong to the first or ``second`` token of a tile row.
+    For dual keys, the other token's columns are 0; otherwise each token has its own set of tiles.
     """
     WIDTHS: tl.constexpr = K.widths
     tiles = ()

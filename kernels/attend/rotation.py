@@ -46,9 +46,10 @@ def rotate_queries(
 ) -> None:
     """Rotate queries ``q`` ``[sequence, row, DIM]`` into the frames of ``matrix`` and ``blocks`` (``query_matrix``).
 
-    A sequence is one batch entry and one KV head. ``rotated`` receives float32 ``[sequence, column, padded row]`` per frame, one frame
-    after another: unit queries, padded with zero rows to ``padded``. ``scales`` receives float32 ``[sequence, padded row]``: the queries'
-    norms times ``score_factor``. With ``SCALED``, queries are first multiplied by ``factors``, float32 ``[sequence, DIM]``.
+    A sequence is one batch entry and one KV head. The normalized queries are written to ``rotated`` as float32 ``[sequence, column, padded
+    row]``, one frame after another, padded with zeros to ``padded`` rows. The queries' norms times ``score_factor`` are written to
+    ``scales``, float32 ``[sequence, padded row]``. With ``SCALED``, queries are first multiplied by ``factors``, float32 ``[sequence,
+    DIM]``.
 
     A program processes ``ROWS`` padded rows, of one sequence if there are several matrices. With ``EARLY``, the next kernel may begin while
     this one runs.

@@ -27,7 +27,7 @@ class DecodeConstants(NamedTuple):
 
 
 class VisibleTokens(NamedTuple):
-    """The token range that a query sees: before ``end``, at most ``ahead`` positions after the query's, and within its ``window``.
+    """The range of tokens that a query sees: those before ``end``, up to ``ahead`` positions after the query, and within its ``window``.
 
     ``first`` is the first visible token, or None if only the window limits the range.
     """
@@ -54,11 +54,11 @@ def score(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile; with ``MASKED``, -inf for invisible tokens.
+    """Return base-2 scores ``[warp, token, row]`` for each ``loaded`` tile. With ``MASKED``, the scores of invisible tokens are -inf.
 
-    ``token`` ``[warp, token]`` contains the tokens of each warp's first tile; ``first`` is the first warp's first token, counted from the
-    start of the program's first page of means. With ``DUAL``, scores of ``queries.second`` rows belong to the token
-    ``tile_layout.second_token_offset`` later; keys that are not dual then have one tile per token.
+    ``token`` ``[warp, token]`` contains the tokens of each warp's first tile. ``first`` is the first warp's first token, counted from the
+    start of the program's first page of means. With ``DUAL``, scores in ``queries.second`` rows belong to the token that is
+    ``tile_layout.second_token_offset`` tokens later; if key tiles are not dual, each token then has its own tile.
     """
     TOKENS: tl.constexpr = token.shape[1]
     TOKENS_PER_ROW: tl.constexpr = 2 if DUAL and not K.dual else 1
@@ -99,9 +99,9 @@ def _score_tile(
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return the base-2 scores ``[warp, token, row]`` of tile ``TILE``; signs use the last columns of the query.
+    """Return the base-2 scores ``[warp, token, row]`` of tile ``TILE``. QJL signs use the last columns of the query.
 
-    If two tiles are ``loaded``, their tokens share score rows, and each has its own query tiles.
+    If two tiles are ``loaded``, their tokens share score rows, and each tile has its own query tiles.
     """
     STEPS: tl.constexpr = K.steps
     CONSTANTS: tl.constexpr = K.constants

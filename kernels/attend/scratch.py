@@ -53,7 +53,7 @@ class DecodedFrame(NamedTuple):
         return dim if self.codec is None else len(frame_columns.columns(self.codec, False))
 
     def query_map(self, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[TensorFunction, float]:
-        """Return a function that maps 16-bit queries ``[batch, q_head, query, dim]`` to this frame, and a factor for their scores.
+        """Return a function that maps 16-bit queries ``[batch, q_head, query, dim]`` to this frame, and the factor of their scores.
 
         The keys have ``heads`` heads.
         """
@@ -139,9 +139,9 @@ def _column_channels(codec: Codec, device: str) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor | None, float]:
-    """Return the matrix from channels to columns: its signs ``[dim, column]`` in ``dtype``, and the magnitude of its entries.
+    """Return the matrix from channels to columns as a matrix of signs ``[dim, column]`` in ``dtype``, and the magnitude of its entries.
 
-    The signs are None for the identity.
+    The matrix is None for the identity.
     """
     with torch.inference_mode(False):
         signs, size = frame_columns.column_signs(codec)
@@ -150,7 +150,7 @@ def _matrix(codec: Codec, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
 
 @lru_cache(maxsize=256)
 def _value_matrix(codec: Codec, device: str) -> torch.Tensor | None:
-    """Return the matrix from columns to channels, float32 ``[column, dim]``; None for the identity."""
+    """Return the matrix from columns to channels, float32 ``[column, dim]``, or None for the identity."""
     return None if _is_in_order(codec) else frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, device)[0]
 
 
@@ -159,7 +159,7 @@ def _is_in_order(codec: Codec) -> bool:
 
 
 def frame_of(side: Side) -> DecodedFrame:
-    """Return the coded frame of ``side`` if all its packed tokens share it and a tile loader decodes them, else the original frame."""
+    """Return the coded frame of ``side`` if all packed tokens share it and a tile loader decodes them, otherwise the original frame."""
     packed = [segment for segment in segments.side_segments(side).segments if segment.page is not None]
     loader = tiles.find_loader(packed[0].codec) if packed else None
     # Offsets that all tokens share, such as a mean, are not in any column.
@@ -172,11 +172,7 @@ def frame_of(side: Side) -> DecodedFrame:
 
 
 class DecodedBlock:
-    """A block of tokens ``[start, stop)`` of keys or values that every call decodes again, by launches prepared once.
-
-    The block occupies ``elements`` elements of scratch: ``[kv_head, batch, token, channel or column]`` in ``frame`` and ``dtype``, from the
-    start of the first token's token group.
-    """
+    """A block of tokens ``[start, stop)`` of keys or values. Its launches are prepared once, and each call decodes it again."""
 
     def __init__(self, side: Side, frame: DecodedFrame, start: int, stop: int, dtype: torch.dtype) -> None:
         self._frame, self._dtype, self._stop = frame, dtype, stop
@@ -215,7 +211,7 @@ class DecodedBlock:
     def decode(self, side: Side, tables: tuple[torch.Tensor, int] | None, scratch: torch.Tensor, offset: int) -> None:
         """Decode the block from ``side`` to ``scratch`` at element ``offset``.
 
-        ``tables`` are the layer's shared work tables (``WorkTables.bind``); None if the block has its own.
+        ``tables`` are the layer's shared work tables (``WorkTables.bind``), or None if the block has its own.
         """
         if self._decoding is not None:
             self._decoding(scratch, offset, table=None if tables is None else (tables[0], tables[1] + self._table_at))
@@ -269,7 +265,8 @@ def _group_start(side: Side, token: int) -> int:
 
 
 def _decode_in_parts(side: Side, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Decode tokens ``[start, stop)`` with PyTorch, in parts of at most ``DECODED_BYTES``; yield each part's start, stop and values."""
+    """Decode tokens ``[start, stop)`` with PyTorch in parts of at most ``DECODED_BYTES``. Yields the start, stop and values of each part.
+    """
     first = 0
     max_tokens = max(1, DECODED_BYTES // (4 * side.batch * side.heads * side.dim))
     for page in side.runs:

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 RAW_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 RAW_TOKENS, MAX_RAW_TOKENS = (64, 16), 4096
-"""Sizes of the token blocks that are decoded first because they contain raw tokens, and the limit for choosing the larger size.
+"""Possible sizes of the token blocks that are decoded first because they contain raw tokens, and the limit for the larger size.
 
-The larger size is used unless it would decode more tokens than the limit and than half of the page.
+The smaller size is used if the larger one would decode more tokens than both the limit and half of the page.
 """
 
 MAX_HALF_ERROR = 2**-11
 """Maximum relative error, in the 2-norm, of rounding to binary16 without overflow or underflow."""
 
 MAX_DECODED_VALUES = 1 << 22
-"""Limit of values to decode at once, 16 MiB in float32, if that is more than one block of tokens."""
+"""Maximum number of values to decode at once (16 MiB in float32). At least one block of tokens is always decoded."""
 
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
 _decoded_tokens: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
@@ -65,7 +65,7 @@ class SideSegment(NamedTuple):
     exact: bool = True
     """True if tile loaders can decode the segment accurately enough."""
     page: PackedRun | None = None
-    """The page that contains the tokens, from its token ``start`` on; None for the raw tail."""
+    """The page that contains the tokens, from its token ``start`` on, or None for the raw tail."""
     start: int = 0
     raw: bool = False
     """True if the segment must be decoded first (``decode_segments``), because some of its tokens are raw."""
@@ -95,7 +95,7 @@ class Frame(NamedTuple):
 
     @property
     def query_codec(self) -> Codec | None:
-        """Codec for which a cached matrix maps queries to this frame; None if the page's value maps must be applied first.
+        """Codec for which a cached matrix maps queries to this frame, or None if the page's value maps must be applied first.
 
         It includes the page's balanced frame if that is the page's only value map.
         """
@@ -132,7 +132,7 @@ class Segment(NamedTuple):
 
 
 def side_segments(side: Side) -> SideSegments:
-    """Return the segments of ``side``, including its tail as a segment of raw values; cached with the side."""
+    """Return the segments of ``side``, including its tail as a segment of raw values. The result is cached with the side."""
     if side not in _side_segments:
         result, first = [], 0
         for page in side.runs:
@@ -183,7 +183,10 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
 
 
 def _decode_tokens(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of a page, decoded to the original frame; cached with the page, which outlives a growing layer."""
+    """Return tokens ``[start, stop)`` of a page, decoded to the original frame. They are cached with the page.
+
+    The page exists longer than the layer object of a growing layer.
+    """
     cached = _decoded_tokens.setdefault(page, {})
     if (start, stop, dtype) not in cached:
         cached[start, stop, dtype] = page.decode(start, stop).to(dtype)
@@ -215,7 +218,7 @@ def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, f
 
 
 def slice_segment(segment: SideSegment, start: int, stop: int) -> SideSegment:
-    """Return tokens ``[start, stop)`` of a segment; ``start`` must be a multiple of the codec's token group."""
+    """Return tokens ``[start, stop)`` of a segment. ``start`` must be a multiple of the codec's token group."""
     page = segment.page
     if page is None or stop - start == segment.tokens:
         return segment
@@ -246,7 +249,7 @@ def _page_segment(codec: Codec, first: int, page: PackedRun, streams: Mapping[st
 
 
 def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side: str) -> list[Segment]:
-    """Return ``to_decode`` with the tokens of ``side`` ("k" or "v") decoded, in the coded frame and the order of ``columns``.
+    """Decode the tokens of ``side`` ("k" or "v") in the segments ``to_decode``, in the coded frame and the order of ``columns``.
 
     ``columns`` is the result of ``frame_columns.columns``. Values are binary16, like tiles, or float32 if some are too large or too small.
     """

@@ -156,7 +156,8 @@ def _add_weighted(tiles: tl.tuple, weights: tl.tensor, sums: tl.tuple, FIRST: tl
 
 @triton.jit
 def _tile_weights(weights: tl.tensor, second: tl.tensor, NUMBER: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
-    """Return the weights for value tile ``NUMBER``; if a score row covers two tiles (``EACH`` is 2), zero the weights of the other tile."""
+    """Return the weights for value tile ``NUMBER``. If a score row covers two tiles (``EACH`` is 2), the other tile's weights are zeroed.
+    """
     if EACH == 2:
         weights = tl.where(second == (NUMBER % 2 == 1), weights, 0)
     return weights
@@ -175,14 +176,14 @@ def _largest_of(tiles: tl.tuple) -> tl.tensor:
 def _round_product(value: tl.tensor, factor: tl.tensor) -> tl.tensor:
     """Return ``value * factor`` rounded, so that the compiler cannot fuse it with a later addition; ``factor`` is at most 1.
 
-    Two lanes each add their own product to the other's. Fused additions would give them different sums.
+    Two lanes add the same two products in opposite order. With fused additions, their sums would differ.
     """
     return tl.where(factor > 1, 0.0, value * factor)
 
 
 @triton.jit
 def merge_tokens(softmax: tl.tuple, second: tl.tensor, V: tl.constexpr) -> tl.tuple:
-    """Merge the states for the first and second tokens of tile rows; halves the rows, and for dual values also the columns."""
+    """Merge the states of the first and second tokens of tile rows. This halves the number of rows and, for dual values, of columns."""
     largest = softmax.largest
     total = softmax.total
     WARPS: tl.constexpr = largest.shape[0]

@@ -88,14 +88,14 @@ def attend_split(
 ) -> None:
     """Attend to one work item for one KV head and one block of query rows; write one partial result per warp.
 
-    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` int16 0, 1, 2, ... for ``load_column_fields``, and
-    ``k_table`` and ``v_table`` binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
+    ``work_table`` is int64 ``[item, WORK_ROW]`` (``work.load_work``), ``numbers`` is int16 0, 1, 2, ... for ``load_column_fields``, and
+    ``k_table`` and ``v_table`` are binary16 ``[table, entry, value]``. ``q`` float32 ``[batch, head, column, row]`` and ``scales`` float32
     ``[batch, head, row]`` are padded to whole row blocks. If keys have means, ``products`` is room for a program's products with the means
-    of at most ``pages`` pages, float32 ``[program, page, row]``, and ``channel_columns`` is the input of ``means.multiply_pages``. Outputs
-    are ``sums_out`` float32 ``[batch, head, row, part, column]``, ``largest_out`` and ``total_out`` ``[batch, head, row, part]``.
-    ``lengths`` int32 ``[batch]``, read with ``LENGTHS``, are the sequence lengths; ``position`` is the position of the first query in a
-    sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and before its entry in ``starts``, int32
-    ``[batch]``, if given.
+    of at most ``pages`` pages, float32 ``[program, page, row]``, and ``channel_columns`` is the input of ``means.multiply_pages``. The
+    outputs are ``sums_out``, float32 ``[batch, head, row, part, column]``, and ``largest_out`` and ``total_out``, ``[batch, head, row,
+    part]``. With ``LENGTHS``, ``lengths``, int32 ``[batch]``, contains the sequence lengths; ``position`` is the position of the first
+    query in a sequence of full length. With ``CUT``, the kernel skips tokens before a sequence's windows and before its entry in
+    ``starts``, int32 ``[batch]``, if given.
 
     With ``LATE``, values are loaded after their tokens' scores. With ``PREFETCH``, the rows of the next tokens are prefetched into the L2
     cache; with ``LOADS_AHEAD``, they are loaded into registers.

@@ -1,8 +1,8 @@
-"""Tiles of packed words with bit fields: words are loaded as stored, and one field of all words is a block of channels.
+"""Tiles of packed words with bit fields. Words are loaded as stored; field i of all words contains a block of consecutive channels.
 
 Words are int16 tiles, ``[warp, token, column]`` or transposed ``[warp, column, token]``. Two words share a register, and the inline PTX
-(``FAST``) processes both at once; without it, the same functions use plain Triton. Which two words share a register is up to the compiler:
-in most layouts they are neighbors, in other layouts they are 32 columns apart, so each half uses its own column.
+(``FAST``) processes both at once; without it, the same functions use plain Triton. The compiler decides which two words share a register:
+in most layouts they are neighbors, in others they are 32 columns apart, so each half uses its own column's constants.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -153,14 +153,14 @@ def _load_stream_fields(numbers: tl.tensor, WIDTH: tl.constexpr, PAD: tl.constex
 BYTES_PTX = tl.constexpr(
     """{ .reg .b32 a, b; shr.u32 a, $2, 3; shr.u32 b, $2, 11; add.u32 a, a, b; add.u32 a, a, 0x4240; prmt.b32 $0, $1, 0, a; }"""
 )
-"""PTX that takes the byte at bit 0 or 8 of each half of a register, by the shift in the same half of another: bytes 0 or 1, and 2 or 3."""
+"""PTX that extracts one byte from each half of a register, at bit 0 or 8, as the corresponding half of another register specifies."""
 
 
 @triton.jit
 def expand_planes(
     loaded: tl.tuple, column_fields: tl.tuple, NUMBER: tl.constexpr, PACKING: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Return the planes of code stream ``NUMBER`` as int16 tiles, with a plane of bytes reduced to one byte per column."""
+    """Return the planes of code stream ``NUMBER`` as int16 tiles. A plane of bytes is reduced to one byte per column."""
     FIRST: tl.constexpr = PACKING.stream
     BYTES: tl.constexpr = PACKING.column_bytes
     expanded = ()
@@ -194,7 +194,7 @@ def select_by_field(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Select ``value`` in columns with a field number less than ``FIELD``, else ``other``; both are 16-bit tiles of stream ``NUMBER``."""
+    """Return ``value`` in columns with a field number below ``FIELD``, else ``other``. Both are 16-bit tiles of stream ``NUMBER``."""
     column_field = broadcast_columns(column_fields[2 * NUMBER + 1], TRANSPOSED)
     if FAST:
         value = tl.inline_asm_elementwise(
@@ -264,7 +264,7 @@ def shift_to_field(
 
 @triton.constexpr_function
 def step_position(step: int, bits: int, field_stride: int) -> int:
-    """Return the bit at which a step's digits begin in the result of ``step_words``; with a field stride, all steps share the words."""
+    """Return the bit at which a step's digits begin in the result of ``step_words``. With a field stride, all steps share the words."""
     return step * bits if field_stride > 1 else 0
 
 

@@ -27,7 +27,7 @@ TILE_SYMBOLS = 1 << 11
 """Number of symbols per program, over all its tokens."""
 
 WARPS = 2
-"""Warps per program; 32 symbols per thread hide the latency of loads."""
+"""Warps per program. With 32 symbols per thread, the latency of loads is hidden."""
 
 
 def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def unpack(packing: Columns, planes: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def tile_shape(packing: Columns) -> tuple[int, int]:
-    """Return the number of tokens and of symbols in a program's tile, powers of two: all symbols of the tokens that fit."""
+    """Return the number of tokens and symbols in a program's tile, both powers of two. A tile contains all symbols of its tokens."""
     symbols = next_power_of_two(packing.symbols)
     return max(1, TILE_SYMBOLS // symbols), symbols
 
@@ -103,7 +103,10 @@ def launch(
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def constant_at(constants: Any, *indices: int) -> Any:
-    """Return the element at ``indices`` of nested constant tuples; Triton accepts one index at a time and, in 3.6, drops field names."""
+    """Return the element at ``indices`` of nested constant tuples.
+
+    Triton accepts only one index at a time, and Triton 3.6 drops field names.
+    """
     for index in indices:
         constants = constants[index]
     return constants
@@ -161,7 +164,10 @@ def load_bit_fields(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load the digits of ``symbol``, ``BITS`` bits each (at most 16), as int32 ``[token, symbol]``; field 0 begins at ``FIRST_BIT``."""
+    """Load the digit of each ``symbol`` as int32 ``[token, symbol]``.
+
+    A digit has ``BITS`` bits (at most 16); field 0 begins at ``FIRST_BIT``.
+    """
     column = symbol % WIDTH
     position = FIRST_BIT + symbol // WIDTH * BITS
     word = position // 16
@@ -187,7 +193,7 @@ def load_columns(
     WIDTH: tl.constexpr,
     COLUMN_BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """Load the whole column that contains each symbol, at most 7 bytes, as int32 if it has up to 3 bytes, else int64; never negative."""
+    """Load the whole column that contains each symbol (at most 7 bytes). Returns int32 for up to 3 bytes, else int64; never negative."""
     column = symbol % WIDTH
     value = tl.full(mask.shape, 0, tl.int32 if COLUMN_BYTES <= 3 else tl.int64)
     for plane in tl.static_range((COLUMN_BYTES + 1) // 2):
@@ -198,7 +204,8 @@ def load_columns(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def extract_digit(columns: tl.tensor, field: tl.tensor, FIRST: tl.constexpr, BASE: tl.constexpr, FIELDS: tl.constexpr) -> tl.tensor:
-    """Return columns // (FIRST * BASE^field) % BASE as int32, with one division by a constant per bit of ``field`` (less than 64)."""
+    """Return columns // (FIRST * BASE^field) % BASE as int32. Uses one division by a constant per bit of ``field``, which is less than 64.
+    """
     quotient = columns // FIRST
     for bit in tl.static_range(6):
         if 1 << bit < FIELDS:

@@ -46,7 +46,7 @@ smaller weights.
 """
 
 TABLE_INTEGERS = tl.constexpr(3)
-"""Integers per table row, which describes a tensor: its address, its size in bytes, and the index of its first block among all blocks."""
+"""Integers per table row. A row describes a tensor by its address, its size in bytes, and the index of its first block among all blocks."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -62,12 +62,18 @@ PRIME64, OTHER_PRIME64 = tl.constexpr(0x9E3779B185EBCA87), tl.constexpr(0xC2B2AE
 AVALANCHE = tl.constexpr(0x165667919E3779F9)
 
 SCRAMBLE, LAST, LOW, HIGH, BEGIN = (tl.constexpr(at) for at in (16, 24, 32, 40, 48))
-"""Offsets of groups of 8 words in ``_constants``: secrets for the end of a block, the last stripe and both digest halves; accumulators."""
+"""Offsets of groups of 8 words in ``_constants``.
+
+The groups are the secrets for the end of a block, for the last stripe and for the two digest halves, and the initial accumulators.
+"""
 
 
 @lru_cache(maxsize=16)
 def _constants(device: str) -> torch.Tensor:
-    """Return an int64 tensor with the secret's 24 words, 8 words each at three unaligned offsets in it, and the initial accumulators."""
+    """Return an int64 tensor with the constants of XXH3.
+
+    It contains the 24 words of the secret, 8 words at each of three unaligned offsets in the secret, and the initial accumulators.
+    """
     words = b"".join(_SECRET[offset : offset + size] for offset, size in ((0, 192), (121, 64), (11, 64), (117, 64)))
     values = numpy.concatenate([numpy.frombuffer(words, "<u8"), numpy.array(_ACCUMULATORS, numpy.uint64)])
     with torch.inference_mode(False):
@@ -75,10 +81,10 @@ def _constants(device: str) -> torch.Tensor:
 
 
 def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
-    """Return the digests of byte ``ranges`` in device memory, int64 ``[range, 2]``: high half, then low half.
+    """Return the digests of byte ``ranges`` in device memory, int64 ``[range, 2]``, high half first.
 
-    A range is a contiguous uint8 tensor, the first byte and the end. All tensors are on one device. A range begins at a multiple of 8 bytes
-    and has at least ``MIN_BYTES`` bytes.
+    A range consists of a contiguous uint8 tensor, the first byte, and the byte after the last. All tensors are on one device. A range
+    begins at a multiple of 8 bytes and has at least ``MIN_BYTES`` bytes.
     """
     device = ranges[0][0].device
     result = torch.empty(len(ranges), 2, dtype=torch.int64, device=device)
@@ -103,7 +109,7 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> torch.Tensor:
 
 @contextmanager
 def _launch_streams(device: torch.device, groups: int) -> Iterator[list[AbstractContextManager[Any]]]:
-    """Yield contexts of CUDA streams for ``groups`` pairs of launches, and make the caller's stream wait for them at the end.
+    """Yield CUDA stream contexts for ``groups`` pairs of launches. The caller's stream waits for them at the end.
 
     A single pair runs on the caller's stream.
     """

@@ -140,8 +140,8 @@ def affine(
 ) -> tl.tensor:
     """Return (code - ``MIDDLE``) * scale + center in binary16, for ``BITS``-bit codes that begin at bit ``POSITION`` of ``word``.
 
-    ``scale`` and ``center`` are binary16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or the next integer, which saves a shift
-    for codes that begin at bit 0.
+    ``scale`` and ``center`` are binary16 and broadcast to ``word``. ``MIDDLE`` is ``middle_code``, or that number rounded up, which saves a
+    shift for codes that begin at bit 0.
     """
     if FAST:
         value = tl.inline_asm_elementwise(
@@ -173,7 +173,7 @@ def affine_column(
 
 @triton.jit
 def column_code_as_f16(planes: tl.tuple, BIT: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Convert ``BITS`` bits of each column, beginning at ``BIT``, to binary16; they may span two planes."""
+    """Convert ``BITS`` bits of each column, beginning at ``BIT``, to binary16. The bits may span two planes."""
     if BIT % 16 + BITS > 16:
         value = code_as_f16(extract_straddling(planes, BIT, BITS, FAST), 0, BITS, FAST)
     else:

@@ -21,8 +21,8 @@ E2M1_EXPONENT = tl.constexpr(14)
 def _elements_ptx(element: str, position: int, converts: bool) -> str:
     """Return PTX that converts the elements at bit ``position`` of two words to an f16x2.
 
-    e2m1 results are too small by 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device has an instruction
-    that converts two e4m3 values. The PTX repeats steps that several fields share; the assembler merges them.
+    e2m1 results are too small by a factor of 2^E2M1_EXPONENT, and zeros may have either sign. ``converts`` is True if the device has an
+    instruction that converts two e4m3 values. The PTX repeats steps that several fields share; the assembler merges them.
     """
     byte = "and.b32 $0, {0}, 0xFF00FF00;" if position >= 8 else "prmt.b32 $0, {0}, 0, 0x2404;"
     if element == "e5m2":
@@ -48,7 +48,7 @@ def _elements_ptx(element: str, position: int, converts: bool) -> str:
 def elements_as_f16(word: tl.tensor, POSITION: tl.constexpr, ELEMENT: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Convert the element at bit ``POSITION`` of each word to binary16.
 
-    e2m1 results are too small by 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
+    e2m1 results are too small by a factor of 2^E2M1_EXPONENT. With ``FAST``, zeros may have either sign.
     """
     if FAST:
         CONVERTS: tl.constexpr = cuda_capability_geq(8, 9)

@@ -1,7 +1,7 @@
-"""Tiles of one width for code streams of different widths, for bit fields with power-of-two numbers of columns.
+"""Tiles of the same width for code streams of different widths, if codes are bit fields and the numbers of columns are powers of two.
 
-A step covers one symbol per column of the widest stream. The rows of a narrower stream are loaded once and replicated
-side by side in registers, and each copy is shifted to a different field.
+A step covers one symbol per column of the widest stream. The rows of a narrower stream are loaded once and replicated side by side in
+registers, and each copy is shifted to a different field.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -58,7 +58,7 @@ def common_tile_width(packings: Sequence[Columns]) -> int | None:
 
 
 def step_symbols(packings: Sequence[Columns], columns: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column, per step; -1 for columns without a symbol."""
+    """Return the symbol of each column for every step, or -1 for columns without a symbol."""
     symbols = columns if is_power_of_two(packings[0].width) else packings[0].width
     count = packings[0].symbols
     return [
@@ -85,7 +85,7 @@ def replicated_packings(packings: Sequence[Columns], columns: int) -> list[Repli
 
 
 def stream_widths(packings: Sequence[ReplicatedPacking], columns: int) -> tuple[int, ...]:
-    """Return the widths that ``bitfields.load_column_fields`` takes: two pairs per stream, for loaded columns and for tile columns."""
+    """Return the widths argument of ``bitfields.load_column_fields``: two pairs per stream, for loaded columns and for tile columns."""
     return tuple(number for packing in packings for number in (packing.width, packing.tile_width, packing.width, columns))
 
 
@@ -109,7 +109,7 @@ def load_columns(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load a tile with one word per column from the rows of ``token``, counted from token ``first``; a row has ``ROW`` words.
+    """Load a tile with one word per column from the rows of ``token``, counted from token ``first``. A row has ``ROW`` words.
 
     ``word``, ``[1, column]``, is each column's index in the row; ``second`` is as in ``tile_layout.column_tokens``. ``COPIED`` is True if
     the tile will be replicated in registers.
@@ -257,7 +257,7 @@ def _join_ptx(position: int) -> str:
 
 @triton.jit
 def _read_window(planes: tl.tuple, BEGIN: tl.constexpr, SIZE: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return up to ``SIZE`` bits of each column, beginning at ``BEGIN``, as an int16 tile; higher bits are unspecified."""
+    """Read up to ``SIZE`` bits of each column, beginning at ``BEGIN``, as an int16 tile. Higher bits are unspecified."""
     WORD: tl.constexpr = BEGIN // 16
     POSITION: tl.constexpr = BEGIN % 16
     if POSITION == 0:

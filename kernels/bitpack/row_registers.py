@@ -1,8 +1,4 @@
-"""Rows of short code streams in 32-bit registers, one set per token, and the register bytes that contain each column's code.
-
-Tiles of such rows would contain each word many times. Instead, a row is loaded once per token, for any combination of streams, and byte
-permutations move every column's code to the same position of a register.
-"""
+"""Rows of short code streams in 32-bit registers, one set per token, and the positions of each column's code in their bytes."""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -24,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class RowLoad(NamedTuple):
-    """One load per token: element ``at`` of the row of ``row`` elements, each ``bits`` (16, 32 or 64) bits, in stream number ``stream``."""
+    """One load per token: element ``at`` of a row of stream number ``stream``, which has ``row`` elements of ``bits`` (16, 32 or 64) bits.
+    """
 
     stream: int
     bits: int
@@ -44,14 +41,14 @@ class Register(NamedTuple):
 
 
 class RegisterByte(NamedTuple):
-    """Position of a byte: number ``byte`` (0 is lowest) of register number ``register``."""
+    """Position of a byte: byte ``byte`` (0 is the lowest) of register number ``register``."""
 
     register: int
     byte: int
 
 
 class RowPlan:
-    """A plan for loading rows: the loads, the registers they fill, and the streams they read, one code stream after another."""
+    """A plan for loading rows: the loads, the registers that they fill, and the streams that they read, ordered by code stream."""
 
     def __init__(self) -> None:
         self.loads: list[RowLoad] = []
@@ -60,7 +57,7 @@ class RowPlan:
         self.halves = 0
 
     def add(self, name: str, packing: Columns) -> CodeRegisters:
-        """Add loads for all planes of a code stream, in elements as wide as its rows allow; a 16-bit element fills a whole register."""
+        """Add loads for all planes of a code stream, in elements as wide as its rows allow. A 16-bit element fills a whole register."""
         first = []
         for plane, words in enumerate(packing.planes):
             bits = 64 if words % 4 == 0 else 32 if words % 2 == 0 else 16
@@ -114,9 +111,9 @@ def byte_selectors(places: Sequence[Sequence[RegisterByte]], registers: Sequence
 
 
 def select_upper_half(step: Sequence[int], index: int, half: int) -> list[int]:
-    """Return the selectors ``step`` (number ``index`` of ``byte_selectors``), changed to read the upper half of register ``half``.
+    """Change the selectors ``step`` (number ``index`` of ``byte_selectors``) to read the upper half of register ``half``.
 
-    They read the same bytes of its upper 16 bits instead of its lower 16 bits.
+    The result reads the same bytes from the upper 16 bits instead of the lower 16 bits.
     """
     if half != index and not (half == 0 and index == 1):
         return list(step)
@@ -136,7 +133,7 @@ def _nibbles(selector: int) -> list[int]:
 def load_registers(
     pointers: tl.tuple, first: tl.tensor, token: tl.tensor, valid: tl.tensor, LOADS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tuple:
-    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``, for ``read_register``; returns one tensor per load."""
+    """Load the rows of ``token`` ``[warp, token]``, counted from row ``first``, for ``read_register``. Returns one tensor per load."""
     loaded = ()
     for index in tl.static_range(len(LOADS)):
         loaded = loaded + _load_register(pointers, first, token, valid, constant_at(LOADS, index), MASKED, FAST)
@@ -172,8 +169,8 @@ def _load_register(
 def load_parities(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOADS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Return, for each 16-bit load, the bit at which each token's half begins in its word, int32 ``[1, token]``.
 
-    All tiles share the result, because they begin an even number of rows after row ``first``, and rows have an odd number of halves. If
-    ``TOKENS`` is 0, the result is only for the first token. ``halves`` points to 0, 16, 0, 16, ...
+    All tiles share the result, because they begin an even number of rows after row ``first``. Rows have an odd number of halves. If
+    ``TOKENS`` is 0, the result covers only the first token. ``halves`` points to 0, 16, 0, 16, ...
     """
     result = ()
     for index in tl.static_range(len(LOADS)):
@@ -192,7 +189,7 @@ def _load_parity(pointers: tl.tuple, first: tl.tensor, halves: tl.tensor, LOAD: 
 
 @triton.jit
 def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) -> tl.tensor:
-    """Return register ``REGISTER`` from the result of ``load_registers``, uint32 ``[warp, token]``; a 16-bit load has no upper half."""
+    """Return register ``REGISTER`` from the result of ``load_registers``, uint32 ``[warp, token]``. A 16-bit load has no upper half."""
     value = loaded[REGISTER.load]
     if REGISTER.half == 1:
         value = value >> 32
@@ -204,7 +201,7 @@ def read_register(loaded: tl.tuple, parities: tl.tuple, REGISTER: tl.constexpr) 
 
 @triton.jit
 def permute_bytes(low: tl.tensor, high: tl.tensor, selector: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Build each result byte from a byte of ``low`` (0 to 3) or ``high`` (4 to 7), as chosen by 4 bits of ``selector``, lowest first.
+    """Build each result byte from a byte of ``low`` (0 to 3) or ``high`` (4 to 7). Four bits of ``selector`` select each, lowest first.
 
     All operands are 32-bit integers that broadcast to a tile; the result is uint32.
     """

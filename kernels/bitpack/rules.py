@@ -28,15 +28,16 @@ LANES, STEPS = 1 << 10, 16
 WARPS = 4
 
 FLOATS = {"F16": (tl.int16, 0x7C00), "F32": (tl.int32, 0x7F800000)}
-"""Integer dtype of a float's bits, and its exponent mask; all exponent bits are set in infinities and NaNs."""
+"""For each float dtype, the integer dtype of its bits and its exponent mask. Infinities and NaNs have all exponent bits set."""
 
 TABLE_INTEGERS = tl.constexpr(3)
-"""Integers per table row, which describes a stream: its address, its number of values, and the index of its side."""
+"""Integers per table row. A row describes a stream by its address, its number of values, and the index of its side."""
 
 
 @lru_cache(maxsize=256)
 def stream_rules(codec: Codec) -> Mapping[str, WordRule | str] | None:
-    """Return the rule of each stream that has one (for float streams, the dtype name); None if some stream has rules not covered here."""
+    """Return the rule of each stream that has one; for float streams, this is the dtype name. None if a stream has rules not covered here.
+    """
     result: dict[str, WordRule | str] = {}
     for stream, packing in codec.packings().items():
         rules = packing.word_rules()
@@ -97,7 +98,8 @@ def _check_values(
 ) -> None:
     """Set the side's ``status`` if a value in one part of a stream breaks its rule.
 
-    With ``EXPONENT``, floats must be finite. Otherwise words must satisfy ``bounds`` ``[2, width]``: bits that must be 0, and maxima.
+    With ``EXPONENT``, floats must be finite. Otherwise, words must satisfy ``bounds`` ``[2, width]``: a mask of bits that must be 0, and a
+    maximum.
     """
     row = table + (first + tl.program_id(0) // parts) * TABLE_INTEGERS
     begin = (tl.program_id(0) % parts).to(tl.int64) * (LANES * STEPS)

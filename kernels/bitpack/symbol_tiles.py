@@ -24,7 +24,7 @@ MAX_BITS = tl.constexpr(16)
 
 
 def symbol_steps(symbols: int) -> list[tuple[int, ...]]:
-    """Return the symbol of each column, per step; -1 for columns without a symbol."""
+    """Return the symbol of each column, per step, or -1 for columns without a symbol."""
     return [
         tuple(symbol if symbol < symbols else -1 for symbol in range(first, first + WIDTH.value))
         for first in range(0, symbols, WIDTH.value)

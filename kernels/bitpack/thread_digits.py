@@ -1,4 +1,4 @@
-"""Extraction of digits from rows in one thread's registers (``thread_rows``): of one symbol, or of two neighbors, 16 bits apart.
+"""Extraction of digits from rows in one thread's registers (``thread_rows``), for one symbol or for two neighbors, placed 16 bits apart.
 
 ``words`` are the 32-bit words of a row, uint32 tensors ``[warp * token / 2]``; results have the same type. Two neighbors are usually in the
 same words and then share the extracting instructions. Division by a base that is not a power of two is a multiplication by its reciprocal,
@@ -39,7 +39,8 @@ class RowPacking(NamedTuple):
 
 
 class BitPiece(NamedTuple):
-    """The bits of a value that are in one word: ``bits`` bits of ``word`` at bit ``shift`` are the value's bits at bit ``before``."""
+    """Bits of a value that are in one word: the value's bits from ``before`` on are ``bits`` bits of ``word``, beginning at bit ``shift``.
+    """
 
     word: int
     shift: int
@@ -48,7 +49,7 @@ class BitPiece(NamedTuple):
 
 
 class PairPiece(NamedTuple):
-    """The bits of two digits that are in one word: after a right shift by ``shift`` (left if negative) and a mask, they are 16 bits apart.
+    """The bits of two digits that are in one word. Shifted right by ``shift`` (left if negative) and masked, they are 16 bits apart.
 
     If ``in_bytes``, the digits are in the two bytes of a 16-bit half, which are first moved 16 bits apart.
     """
@@ -85,7 +86,8 @@ def bit_pieces(first: int, column_bytes: int, width: int, column: int, position:
 
 @triton.constexpr_function
 def column_pieces(packing: RowPacking, column: int, position: int, bits: int) -> tuple[BitPiece, ...]:
-    """Return ``bit_pieces`` for a column of ``packing``; it is unpacked here because Triton 3.6 drops the field names of tuples."""
+    """Return ``bit_pieces`` for a column of ``packing``. Its fields are unpacked here, because Triton 3.6 drops the field names of tuples.
+    """
     return tuple(BitPiece(*piece) for piece in bit_pieces(packing.first_word, packing.column_bytes, packing.width, column, position, bits))
 
 
@@ -123,7 +125,7 @@ def max_fields(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _reciprocal(divisor: int, below: int) -> int:
-    """Return m such that (n * m) >> 32 equals n // ``divisor`` for all n less than ``below``; 0 if there is no such m."""
+    """Return m such that (n * m) >> 32 equals n // ``divisor`` for all n less than ``below``, or 0 if there is no such m."""
     value = -(-(1 << 32) // divisor)
     return value if divisor > 1 and below * (value * divisor - (1 << 32)) < 1 << 32 else 0
 
@@ -186,7 +188,7 @@ def symbol_digit(words: tl.tuple, PACKING: tl.constexpr, SYMBOL: tl.constexpr, F
 
 @triton.jit
 def column_low_word(words: tl.tuple, PACKING: tl.constexpr, COLUMN: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the low 32 bits of a column, which must have at least 32."""
+    """Return the low 32 bits of a column that has at least 32 bits."""
     PIECES: tl.constexpr = column_pieces(PACKING, COLUMN, 0, 32)
     if FAST and len(PIECES) == 2:
         SELECT: tl.constexpr = (0x7600 if PIECES[1][1] else 0x5400) + (0x32 if PIECES[0][1] else 0x10)
@@ -206,7 +208,7 @@ def _exponent_of_two(base: int) -> int:
 
 @triton.constexpr_function
 def first_upper_field(packing: RowPacking) -> int:
-    """Return the field at which ``symbol_digit`` splits a column of more than 4 bytes into two 32-bit numbers; 0 if it cannot.
+    """Return the field at which ``symbol_digit`` splits a column of more than 4 bytes into two 32-bit numbers, or 0 if it cannot.
 
     It is the smallest field with an upper part of at most 32 bits, after shifting out the base's factors of two.
     """
@@ -220,7 +222,7 @@ def first_upper_field(packing: RowPacking) -> int:
 
 @triton.constexpr_function
 def _symbol_pair_pieces(packing: RowPacking, symbol: int) -> tuple[PairPiece, ...]:
-    """Return the pieces that contain ``symbol`` and the next symbol; empty if the two are not in the same words."""
+    """Return the pieces that contain ``symbol`` and the next symbol, or an empty tuple if the two are not in the same words."""
     column, bits = symbol % packing.width, packing.base.bit_length() - 1
     position = symbol // packing.width * bits
     if not packing.binary or column + 1 == packing.width:

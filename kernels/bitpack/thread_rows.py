@@ -41,7 +41,7 @@ def word_stream(name: str, words: int) -> Stream:
 
 
 def stored_words_per_plane(packings: Sequence[Columns]) -> tuple[int, ...]:
-    """Return the number of 16-bit words per row of each plane of each stream, the ``ROWS`` constant of ``load_rows``."""
+    """Return the number of 16-bit words per row of each plane of each stream: the constant ``ROWS`` of ``load_rows``."""
     return tuple(words for packing in packings for words in packing.planes)
 
 
@@ -73,7 +73,7 @@ def load_rows(
 
 @triton.jit
 def _split_halves(values: tl.tensor) -> tl.tuple:
-    """Split ``[warp, token]`` into two tensors ``[warp * token / 2]``; with two axes, the compiler would spread a warp over both."""
+    """Split ``[warp, token]`` into two tensors ``[warp * token / 2]``. With two axes, the compiler would spread a warp over both."""
     WARPS: tl.constexpr = values.shape[0]
     HALF: tl.constexpr = values.shape[1] // 2
     return tl.split(tl.reshape(tl.trans(tl.reshape(values, (WARPS, 2, HALF)), 0, 2, 1), (WARPS * HALF, 2)))
@@ -194,10 +194,10 @@ def load_number(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Load one ``BITS``-bit number per token as int32 ``[warp, token]``, in the layout of its uses: with inline PTX.
+    """Load one ``BITS``-bit number per token as int32 ``[warp, token]`` with inline PTX, directly in the layout in which it is used.
 
-    Four threads then decode the same number. For the bytes of values (``TRANSPOSED``), which take the most operations, it is faster to load
-    each number once and to move the results.
+    In that layout, four threads decode the same number. For bytes of values (``TRANSPOSED``), which take the most operations to decode, it
+    is faster to load each number once and to move the results.
     """
     if FAST and (BITS > 8 or not TRANSPOSED):
         address = pointer.to(tl.int64) + first * (BITS // 8) + token.to(tl.int64) * (BITS // 8)

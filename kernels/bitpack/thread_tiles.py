@@ -1,6 +1,6 @@
-"""Tiles built from rows in one thread's registers: each f16x2 register has two decoded values of a token, in neighboring columns.
+"""Tiles built from rows in one thread's registers. Each f16x2 register contains two decoded values of a token, in neighboring columns.
 
-The registers of all tokens are joined to a tile, which the compiler moves to the layout of matrix operands through shared memory.
+The registers of all tokens are joined into a tile, which the compiler moves to the layout of matrix operands through shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -32,7 +32,10 @@ SymbolValue = tuple[int, int]
 
 
 def pair_values(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, SymbolValue]]:
-    """Assign the decoded channels to registers, two each: two values of one symbol, or the odd last values of two neighboring symbols."""
+    """Assign the decoded channels to registers, two per register.
+
+    A register contains two values of one symbol, or the leftover values of two neighboring symbols.
+    """
     registers: list[tuple[SymbolValue, SymbolValue]] = []
     single: SymbolValue | None = None
     for symbol in range(symbols):
@@ -48,7 +51,7 @@ def pair_values(symbols: int, values: int, dim: int) -> list[tuple[SymbolValue, 
 
 
 def assign_tiles(registers: Sequence[tuple[SymbolValue, SymbolValue]], values: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the registers of whole tiles, as four integers each (two ``SymbolValue``), and the channel of each column, per tile.
+    """Return the registers of all tiles, each as four integers (two ``SymbolValue``), and the channel of each column of every tile.
 
     The last tile is filled with copies of the first register. Columns with a repeated value have channel -1.
     """
@@ -72,7 +75,7 @@ def _log2(count: int) -> int:
 
 @triton.jit
 def _join_halves(values: tl.tuple) -> tl.tuple:
-    """Join each of the first half of ``values`` with its counterpart in the second half, along a new last axis."""
+    """Pair each of the first half of ``values`` with its counterpart in the second half, and join them along a new last axis."""
     joins = ()
     HALF: tl.constexpr = len(values) // 2
     for index in tl.static_range(HALF):
@@ -82,7 +85,7 @@ def _join_halves(values: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def assemble_tile(first: tl.tuple, second: tl.tuple, WARPS: tl.constexpr, TRANSPOSED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Assemble f16x2 registers to a binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``.
+    """Assemble f16x2 registers into a binary16 tile ``[warp, token, column]``, or transposed ``[warp, column, token]``.
 
     ``first`` and ``second`` are the registers for the first and the second half of every warp's tokens, uint32 ``[warp * token / 2]`` each.
     """
@@ -132,7 +135,7 @@ def load_rows_and_factor(
 
 @triton.jit
 def read_row_factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the token factors that ``load_rows_and_factor`` loaded, as float32 ``[warp, token]``."""
+    """Convert the token factors loaded by ``load_rows_and_factor`` to float32 ``[warp, token]``."""
     ROWS: tl.constexpr = CONSTANTS.rows
     value = loaded[2 * words_per_token(ROWS)]
     return read_factor((value, tl.zeros(value.shape, tl.int32)), 0, CONSTANTS.factor_bits, FAST)

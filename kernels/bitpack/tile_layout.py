@@ -1,6 +1,6 @@
 """The axes of tiles: ``[warp, token, column]`` for keys, and ``[warp, column, token]`` (``TRANSPOSED``) for values.
 
-Values are loaded transposed, because matrix instructions transpose them back when they load operands from shared memory.
+Values are loaded transposed; matrix instructions transpose them back when they load operands from shared memory.
 
 If a token has few words, tiles are *dual*: a tile row contains the words of two tokens. The first half of its columns belongs to one token
 and the second half to another one, ``SECOND_OFFSET`` tokens later (0 if tiles are not dual). If a token has even fewer words, the two
@@ -39,7 +39,8 @@ def broadcast_columns(value: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tensor:
 
 @triton.constexpr_function
 def second_token_offset(dual: int, tokens: int) -> int:
-    """Return the distance between the two tokens of a dual tile's row; the tile has ``tokens`` rows, and ``dual`` is ``Tiles.dual``."""
+    """Return the distance in tokens between the two tokens of a dual tile's row. The tile has ``tokens`` rows; ``dual`` is ``Tiles.dual``.
+    """
     return (0, tokens, 1)[dual]
 
 

@@ -34,8 +34,8 @@ def has_whole_word_tiles(packing: Columns) -> bool:
 class TilePacking(NamedTuple):
     """The layout of a code stream's columns in tiles, for ``bitfields.load_planes``.
 
-    ``stream`` is the number of the stream with plane 0. A tile has ``tile_width`` columns, of which ``width`` have words. ``dual`` is as in
-    ``Tiles``.
+    ``stream`` is the number of the stream that contains plane 0. A tile has ``tile_width`` columns, of which ``width`` have words. ``dual``
+    is as in ``Tiles``.
     """
 
     stream: int

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     Integers = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 MIN_VALUES = 1 << 19
-"""Minimum work per thread, in keys and values times query rows; with less, starting another thread costs more than it saves."""
+"""Minimum work per thread: keys and values times query rows. With less, starting another thread costs more than it saves."""
 
 
 class _DescribedPart(NamedTuple):
-    """A part of a side with its C argument ``struct``, which points into ``part`` and ``description``."""
+    """A part of the keys or values, and its C argument ``struct``, which points into ``part`` and ``description``."""
 
     part: SidePart
     description: CodecDescription
@@ -42,7 +42,7 @@ class _Span(NamedTuple):
 
 
 class PreparedAttention:
-    """A prepared attention call over the keys and values of a layer, whose shape is fixed; C descriptions are built once."""
+    """A prepared attention call over the keys and values of a layer. Their shape is fixed, and C descriptions are built only once."""
 
     def __init__(self, k: Side, v: Side, k_parts: list[_DescribedPart], v_parts: list[_DescribedPart]) -> None:
         self._k_parts, self._v_parts, self._tokens = k_parts, v_parts, k.tokens

@@ -1,4 +1,4 @@
-"""The checksum of page rows, computed in C (spec/row.md)."""
+"""The checksum of page rows (spec/row.md), computed in C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of codecs for the C kernels: packings, other streams and lookup tables; None for codecs that they do not support."""
+"""Descriptions of codecs for the C kernels: packings, other streams and lookup tables."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 MIN_ENTRIES = 16
-"""Minimum number of table entries, enough for the registers of one lookup; tables are padded to powers of two."""
+"""Minimum number of table entries, which fills the registers of one lookup. Tables are padded to powers of two."""
 
 MAX_DIM = 1024
 
 MAX_TABLE_BYTES = 1 << 19
-"""Maximum size of a codec's tables; codecs with larger tables, which a file's header may define, are left to PyTorch to save memory."""
+"""Maximum size of a codec's tables. A file's header may define larger tables; PyTorch handles these, to save memory."""
 
 _CACHE_SIZE = 64
 
 
 class CodecDescription(NamedTuple):
-    """The C description of a codec: its ``struct``, the names of its ``streams`` in C's order, and objects that ``struct`` points to."""
+    """The C description of a codec: its ``struct``, its ``streams`` by name in C's order, and the objects that ``struct`` points to."""
 
     struct: library.Codec
     streams: tuple[str, ...]
@@ -82,7 +82,7 @@ def describe(codec: Codec) -> CodecDescription | None:
 def _create_struct(codec: Codec, values: dict[str, tuple[int, str]]) -> library.Codec:
     """Create the C struct of ``codec`` with the fields that all families share.
 
-    ``values`` maps each stream of numbers to its count per token and its dtype.
+    ``values`` maps each stream of numbers to the number of values per token and their dtype.
     """
     result = library.Codec()
     packings = codec.packings()
@@ -106,7 +106,7 @@ _NORMS = {norm: "LOG8" if norm == LOG8 else dtype for norm, dtype in TOKEN_NORMS
 
 @cache
 def _log8_tables() -> torch.Tensor:
-    """Return the C table for norms stored as bytes: the norm of each byte value, then the bounds between neighbors."""
+    """Return the C table for norms stored as bytes: the norm of each byte value, followed by the bounds between neighboring norms."""
     return torch.cat([log8_values("cpu"), log8_bounds("cpu")]).contiguous()
 
 
@@ -126,7 +126,7 @@ def _plane_streams(codec: Codec) -> list[str]:
 def _finish(
     result: library.Codec, codec: Codec, streams: list[str], tables: list[torch.Tensor], *keep_alive: Any
 ) -> CodecDescription | None:
-    """Complete ``result`` with the names of all streams and the tables; return None if the C struct has no room for these."""
+    """Complete ``result`` with the names of all streams and the tables. Returns None if they do not fit in the C struct."""
     if len(tables) > library.MAX_TABLES or sum(table.nbytes for table in tables) > MAX_TABLE_BYTES:
         return None
     names = (*_plane_streams(codec), *streams)
@@ -144,7 +144,7 @@ def _describe_raw(codec: Raw) -> CodecDescription | None:
 
 
 SCALE_TABLE = "scale_table"
-"""Name of a derived stream: the scale and center that each scale byte stands for, binary16 ``[batch, kv_head, 1, 256, 2]``."""
+"""Name of a derived stream: the scale and center for each scale byte, binary16 ``[batch, kv_head, 1, 256, 2]``."""
 
 
 def _describe_group(codec: Group) -> CodecDescription | None:
@@ -267,7 +267,7 @@ def _describe_klt(codec: Klt) -> CodecDescription | None:
 
 
 def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int]:
-    """Return the C table of the column runs of all heads: offsets of each head's numbers, the end, and then 5 numbers per run."""
+    """Return the C table of the column runs of all heads: the offset of each head's numbers, the end offset, and 5 numbers per run."""
     heads: list[list[int]] = [[] for _ in range(codec.fixed_heads or 0)]
     result = [
         (head, run, bytes_[0], part.width, part.columns)
@@ -281,9 +281,9 @@ def _head_run_table(codec: Klt, offsets: dict[tuple[int, int], int]) -> list[int
 
 
 def _basis_offsets(codec: Klt) -> tuple[dict[tuple[int, int], int], int]:
-    """Return two kinds of offsets in ``basis_numbers``: of the table of each head and run of columns, and of the matrix.
+    """Return offsets in ``basis_numbers``: those of the tables, by head and run of columns, and that of the matrix.
 
-    If heads share widths, there are only entries for head 0.
+    If heads share widths, only head 0 has entries.
     """
     offsets, matrix_offset = {}, codec.dim
     heads = codec.fixed_heads or 1
@@ -400,4 +400,4 @@ FAMILIES: dict[type[Codec], Callable[[Any], CodecDescription | None]] = {
     Lossless: _describe_lossless,
     Trellis: _describe_trellis,
 }
-"""Functions that describe each codec family; a new codec needs one more row."""
+"""Functions that describe each codec family. A new codec needs one more row."""

@@ -1,4 +1,4 @@
-"""Encoding on the CPU: scales equal those of ``formats/``, and so do codes, except for ties within rounding error.
+"""Encoding on the CPU. Scales and codes equal those of ``formats/``, except that codes of near-ties may differ by rounding errors.
 
 Groups without a rotation, and 8-bit and 4-bit floats, are encoded to exactly the bytes that ``formats/`` writes.
 """
@@ -42,7 +42,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Supported dtypes of input values, in the order of ``library.DTYPES``."""
 
 MIN_VALUES = 1 << 18
-"""Minimum number of values per thread; with fewer, starting another thread costs more than it saves."""
+"""Minimum number of values per thread. With fewer, starting another thread costs more than it saves."""
 
 MAX_SECONDARY = 192
 """Maximum number of secondary quaternions for C's exhaustive search; with more, the grid of ``formats/`` is faster."""
@@ -66,15 +66,16 @@ _FLOATS, _PAIRS, _POWERS = range(3)
 _ROUNDING_MARGIN = 1 - 2.0**-10
 _CACHE_SIZE = 64
 _TABLES = "tables of the C encoder"
-"""Key of ``Codec.derived_values``. Codecs that differ only in how they search are equal, but need different tables."""
+"""Key in ``Codec.derived_values``. Codecs that differ only in how they search compare equal, but need different tables."""
 
 
 @lru_cache(_CACHE_SIZE)
 def supports(codec: Codec) -> bool:
     """Return True if the C kernels can encode values of ``DTYPES`` with ``codec``.
 
-    They cannot encode groups with a rotation, token scales, scales that are not binary16, or columns that are partly unused or wider than
-    32 bits; minifloats with token scales or partly unused words; or sidecars, except key means of pages of whole vector registers.
+    Groups are supported only without a rotation and token scales, with binary16 scales, and with fully used columns of up to 32 bits.
+    Minifloats are supported only without token scales and with fully used words. The only supported sidecar is a key mean whose pages are a
+    multiple of a vector register.
     """
     if library.library() is None:
         return False
@@ -111,11 +112,11 @@ def encode(
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` to streams.
 
-    Returns None if ``formats/`` must encode: because the C kernels do not support the codec, the dtype or the strides, or to reject some
-    values. ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. For a codec
-    with ``direction_spread``, ``norms`` and ``errors``, contiguous float32 ``[batch, kv_head, token]``, receive ``codec.coded_norms`` and
-    the errors of tokens relative to them. If ``supports_skipping(codec)``, the tokens ``skipped``, contiguous bool ``[batch, token]``, are
-    encoded as if they were zeros. Raises MemoryError.
+    Returns None if ``formats/`` must encode ``x`` or reject some values. This is the case if the C kernels do not support the codec, the
+    dtype or the strides. ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``.
+    For a codec with ``direction_spread``, ``codec.coded_norms`` and the tokens' errors relative to them are written to ``norms`` and
+    ``errors``, contiguous float32 ``[batch, kv_head, token]``. If ``supports_skipping(codec)`` is True, tokens marked in ``skipped``,
+    contiguous bool ``[batch, token]``, are encoded as zeros. Raises MemoryError.
     """
     if x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1) or not supports(codec):
         return None
@@ -151,9 +152,9 @@ def _encode(
     errors: torch.Tensor | None = None,
     skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
-    """Encode ``x`` to streams, some of which are ``known`` already; return None if ``formats/`` must encode or reject some values.
+    """Encode ``x`` to streams; ``known`` contains the streams computed so far. Returns None if ``formats/`` must encode or reject values.
 
-    ``means`` are vectors ``[batch, kv_head, page, dim]`` that are subtracted first, and the number of tokens per page.
+    ``means`` is a pair: vectors ``[batch, kv_head, page, dim]`` that are subtracted first, and the number of tokens per page.
     """
     batch, heads, tokens, _ = x.shape
     streams = {}
@@ -194,7 +195,7 @@ def _measure_pages(
 def _compute_run_scale(
     codec: Minifloat, x: torch.Tensor, last: torch.Tensor | None, threads: int | None, level: int, skipped: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the run scale of ``x`` (``Minifloat.begin``); None if values are not finite or too large, or if there are none."""
+    """Return the run scale of ``x`` (``Minifloat.begin``), or None if values are not finite or too large, or if there are none."""
     if not x.shape[2]:
         return None
     largest = _measure_pages(codec, x, _PAGE_TOKENS, 1, threads, level, skipped).amax(2)
@@ -252,7 +253,7 @@ def create_call(
 
 
 def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Return the number of the rule for candidates, and the tables that only the encoder of ``codec`` needs, in ``interface.h``'s order."""
+    """Return the number of the candidate rule, and the tables that only the encoder of ``codec`` needs, in the order of ``interface.h``."""
     if isinstance(codec, Scalar):
         tables = (table for table in (codec.magnitude_table, codec.high_magnitude_table) if table)
         return 0, tuple(_padded_table(midpoints(table), torch.inf) for table in tables)
@@ -274,7 +275,7 @@ def _encoder_tables(codec: Codec) -> tuple[int, tuple[torch.Tensor, ...]]:
 
 
 def _tangents(codec: Polar) -> torch.Tensor:
-    """Return the tangents of the bounds between the angles of each level above the first: a table for each of two kinds of pairs."""
+    """Return the tangents of the bounds between angles, for each level above the first: one table for each of two kinds of pairs."""
     tables = [torch.empty(0, dtype=torch.float32, device="cpu")]
     for level in codec.tables[1:]:
         bounds = (torch.tensor(midpoints(level[kind]), dtype=torch.float64, device="cpu").tan() for kind in (0, -1))
@@ -313,8 +314,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Compute ``formats.head_norms.norms_per_head`` in C; return None for dtypes and strides that they do not support. Raises MemoryError.
-    """
+    """Compute ``formats.head_norms.norms_per_head`` in C. Returns None for unsupported dtypes and strides. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
@@ -329,10 +329,9 @@ def norms(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | None:
-    """Return the stream from which the C kernels read ``codec.error_sizes``, its kind, and the ratio to compare them with instead of
-    ``ratio``.
+    """Return the stream from which the C kernels read ``codec.error_sizes``, its kind, and the ratio that replaces ``ratio`` for it.
 
-    The result is None for codecs that they do not support here.
+    Returns None for codecs that the C kernels do not support here.
     """
     family = codec.family
     if isinstance(family, Minifloat) and family.scale_dtype == "e8m0":
@@ -344,15 +343,16 @@ def scales_of_errors(codec: Codec, ratio: float) -> tuple[str, int, float] | Non
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, level: int = 0) -> bool | None:
-    """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C; return None for codecs that they do not support here."""
+    """Compute ``has_large`` for ``codec.error_sizes(streams)`` in C. Returns None if the C kernels do not support the codec here."""
     source = scales_of_errors(codec, ratio)
     return None if source is None else has_large(streams[source[0]], source[2], level, source[1])
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
-    """Compute ``formats.head_norms.has_large_size`` in C; return None if ``sizes`` are empty or not contiguous, or floats but not float32.
+    """Compute ``formats.head_norms.has_large_size`` in C.
 
-    ``level`` is an index into ``library.levels()``. Sizes of another ``kind`` are those of scales ``[batch, kv_head, token, scale, ...]``.
+    Returns None if ``sizes`` are empty, not contiguous, or floats other than float32. ``level`` is an index into ``library.levels()``. For
+    other values of ``kind``, sizes are computed from scales ``[batch, kv_head, token, scale, ...]``.
     """
     if not sizes.numel() or not sizes.is_contiguous() or (kind == _FLOATS and sizes.dtype != torch.float32):
         return None
@@ -362,7 +362,7 @@ def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FL
 
 
 def run_sizes(call: library.SizesArguments) -> bool:
-    """Return True if a size is too large."""
+    """Run the C function for one argument struct, and return True if a size is too large."""
     c_library = library.library()
     assert c_library is not None
     return bool(c_library.kvpack_has_large(ctypes.byref(call)))

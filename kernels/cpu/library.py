@@ -200,7 +200,7 @@ _FUNCTIONS = {
     "split": SplitArguments,
     "unpack": UnpackArguments,
 }
-"""Argument of each function that takes one structure."""
+"""Argument type of each C function that takes a single struct."""
 
 
 @cache
@@ -243,7 +243,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def run(name: str, call: Structure, purpose: str) -> int:
-    """Run the C function ``kvpack_NAME`` on ``call`` and return its status; the library must exist. Raises MemoryError for ``purpose``."""
+    """Run the C function ``kvpack_NAME`` on ``call`` and return its status. The library must be loaded. Raises MemoryError for ``purpose``.
+    """
     loaded = library()
     assert loaded is not None
     status: int = getattr(loaded, f"kvpack_{name}")(byref(call))
@@ -263,7 +264,7 @@ def levels() -> tuple[str, ...]:
 
 
 def thread_count(threads: int | None, default: int) -> int:
-    """Return ``threads`` if given, else the value of KVPACK_THREADS if set, else ``default``.
+    """Return ``threads`` if it is given, otherwise KVPACK_THREADS if it is set, otherwise ``default``.
 
     Raises InvalidParameter if KVPACK_THREADS is not an integer from 1 to 9999.
     """

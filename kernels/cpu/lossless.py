@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     from .sides import Side
 
 MAX_VALUES_AT_ONCE = 1 << 21
-"""Maximum number of values per block of tokens, so that their exponents fit in the processor's cache; a block has at least one chunk."""
+"""Maximum number of values per block of tokens. The exponents of a block fit in the processor's cache; a block has at least one chunk."""
 
 
 def supports(side: Side, dtype: torch.dtype) -> bool:
-    """Return True if the C kernels can unpack ``side`` to ``dtype``: a bfloat16 side with the default packing, to bfloat16."""
+    """Return True if the C kernels can unpack ``side`` to ``dtype``: both must be bfloat16, and the packing must be the default."""
     return _supports_codec(side.codec, dtype) and all(page.streams["signed_fractions.0"].stride(3) == 1 for page in side.runs)
 
 
 def supports_encoding(codec: Codec, x: torch.Tensor) -> bool:
-    """Return True if the C kernels can encode ``x`` ``[batch, kv_head, token, dim]``: at least one bfloat16 value, with the default
-    packing.
-    """
+    """Return True if the C kernels can encode ``x`` ``[batch, kv_head, token, dim]``: nonempty bfloat16 values with the default packing."""
     return _supports_codec(codec, x.dtype) and not x.requires_grad and x.stride(3) == 1 and x.numel() > 0
 
 
@@ -48,7 +46,7 @@ def _supports_codec(codec: Codec, dtype: torch.dtype) -> bool:
 def encode(
     codec: Lossless, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None, threads: int | None = None, level: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x``, which ``supports_encoding`` accepts, to the same streams as ``formats/``.
+    """Encode ``x`` to the same streams as ``formats/``. ``supports_encoding`` must return True for it.
 
     ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
@@ -83,9 +81,9 @@ def encode(
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> None:
-    """Unpack all tokens of ``side``, which ``supports`` accepts, to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
+    """Unpack all tokens of ``side`` to ``out`` ``[batch, kv_head, token, dim]`` with contiguous channels.
 
-    ``level`` is an index into ``library.levels()``. Raises MemoryError.
+    ``supports`` must return True for ``side``. ``level`` is an index into ``library.levels()``. Raises MemoryError.
     """
     codec = side.codec
     assert isinstance(codec, Lossless)

@@ -1,4 +1,4 @@
-"""Conversion of inference engines' pages on the CPU: keys or values of a page's layers, between engine memory and a packed row's streams.
+"""Conversion of an inference engine's pages on the CPU: keys or values of all layers, between engine memory and packed rows.
 
 Encoders and decoders prepare everything about a C call except addresses, so that converting a page is cheap.
 """
@@ -28,7 +28,7 @@ TokenIndices = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 
 class PageValues(NamedTuple):
-    """Address and strides, in bytes, of a page's values ``[layer, head, token, channel]``; channels are contiguous."""
+    """Address and strides, in bytes, of a page's values ``[layer, head, token, channel]``. Channels are contiguous."""
 
     address: int
     layer: int
@@ -45,7 +45,7 @@ class StreamLocation(NamedTuple):
 
 
 def stream_locations(codec: Codec, heads: int, tokens: int, offsets: Mapping[str, int]) -> dict[str, StreamLocation]:
-    """Return the location of every stream of ``codec`` in a page of ``tokens`` tokens; the streams begin at ``offsets``."""
+    """Return the location of every stream of ``codec`` in a page of ``tokens`` tokens. The streams begin at ``offsets``."""
     result = {}
     for name, layout in codec.layout(1, heads, tokens).items():
         row = DTYPE_BYTES[layout.dtype]
@@ -67,9 +67,10 @@ class Encoder:
         self._streams = [(streams[name], stride) for name in names]
 
     def run(self, values: PageValues, row: int, threads: int, errors: int = 0) -> bool:
-        """Encode ``values`` to the packed row at address ``row``; return False if ``formats/`` must encode or reject some values.
+        """Encode ``values`` to the packed row at address ``row``. Returns False if ``formats/`` must encode or reject some of them.
 
-        ``errors``, unless 0, is the address of the ``errors`` of ``encode.encode`` for all layers, concatenated. Raises MemoryError.
+        If ``errors`` is not 0, it is the address to which the ``errors`` of ``encode.encode`` are written for all layers, concatenated.
+        Raises MemoryError.
         """
         call = library.EncodeArguments.from_buffer_copy(self._call)
         call.x = library.Stream(*values)
@@ -91,7 +92,7 @@ class LargeErrors:
         self._call = library.SizesArguments(None, kind, layers, stride, heads, tokens, members, PAGE_TOKENS, ratio, 0)
 
     def run(self, row: int) -> bool:
-        """Return True if ``encode.has_large_error`` is true of the packed row at address ``row``."""
+        """Return ``encode.has_large_error`` for the packed row at address ``row``."""
         call = library.SizesArguments.from_buffer_copy(self._call)
         call.data = row + self._offset
         return encode.run_sizes(call)
@@ -143,7 +144,7 @@ def supports_decoding(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 class RawTokenChooser:
-    """A function object that chooses the raw tokens of a page's layers by their keys, like ``formats.raw_positions.store_in_slots``.
+    """Chooses the raw tokens of a page's layers by their keys, like ``formats.raw_positions.store_in_slots``.
 
     The keys have ``heads`` heads, ``tokens`` tokens, ``dim`` channels and ``dtype``. ``slots`` is the maximum number of raw tokens per
     layer. ``shared`` lists the axes along which keys share scales.

@@ -1,4 +1,4 @@
-"""rANS entropy coding in C, with the same results as ``formats/rans.py``; decoding is safe for any words and states."""
+"""rANS entropy coding in C, with the same results as ``formats/rans.py``. Decoding is safe for any words and states."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _STEP = numpy.dtype([("reciprocal", "<u8"), ("bias", "<u4"), ("frequency", "<u4"
 _MAX_UINT64 = numpy.uint64(2**64 - 1)
 
 MIN_SYMBOLS = 1 << 18
-"""Minimum number of symbols per thread; with fewer, starting another thread costs more than it saves."""
+"""Minimum number of symbols per thread. With fewer, starting another thread costs more than it saves."""
 
 
 def decode(
     chunks: rans.Chunks, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> rans.DecodedChunks:
-    """Decode ``chunks`` like ``formats.rans.decode``, in C; the library must exist, and ``level`` is an index into ``library.levels()``."""
+    """Decode ``chunks`` in C like ``formats.rans.decode``. The library must be loaded; ``level`` is an index into ``library.levels()``."""
     count, longest = len(lengths), int(lengths.max(initial=0))
     words, states = numpy.ascontiguousarray(chunks.words, numpy.uint16), numpy.ascontiguousarray(chunks.states, numpy.uint32)
     first = numpy.ascontiguousarray(numpy.cumsum(chunks.counts) - chunks.counts, numpy.int64)
@@ -56,12 +56,12 @@ def decode(
 
 
 def encode(symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0) -> rans.Chunks:
-    """Encode symbols like ``formats.rans.encode``, in C; the library must exist, and ``level`` is an index into ``library.levels()``."""
+    """Encode symbols in C like ``formats.rans.encode``. The library must be loaded; ``level`` is an index into ``library.levels()``."""
     return join_chunks([encode_apart(symbols, lengths, tables, table, threads, level)])
 
 
 class ChunksApart(NamedTuple):
-    """Encoded chunks whose words are separate arrays (``rans.Chunks``)."""
+    """Encoded chunks like ``rans.Chunks``, but with the words of each chunk in a separate array."""
 
     words: list[Numbers]
     counts: Numbers
@@ -69,7 +69,7 @@ class ChunksApart(NamedTuple):
 
 
 def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
-    """Join the chunks of ``parts``."""
+    """Concatenate the chunks of all ``parts``."""
     words = [row for part in parts for row in part.words]
     # Packs use huge pages, and memory in which page faults are rare.
     joined = empty((sum(map(len, words)),), torch.uint16, torch.device("cpu")).view(torch.int16).numpy().view(numpy.uint16)
@@ -81,7 +81,7 @@ def join_chunks(parts: Sequence[ChunksApart]) -> rans.Chunks:
 def encode_apart(
     symbols: Numbers, lengths: Numbers, tables: Numbers, table: Numbers, threads: int | None = None, level: int = 0
 ) -> ChunksApart:
-    """Encode like ``encode``, but leave the words of each chunk where they are."""
+    """Encode like ``encode``, but without concatenating the words of the chunks."""
     count, alphabet = len(lengths), tables.shape[1]
     symbols = numpy.ascontiguousarray(symbols, numpy.uint8)
     stride = symbols.shape[1]

@@ -1,4 +1,4 @@
-"""Rotations as C applies them: a Sylvester Hadamard factor, a Paley matrix, and a factor per channel of the original frame."""
+"""Rotations in the form that C applies: a Sylvester Hadamard factor, a Paley matrix, and a factor per channel of the original frame."""
 
 from __future__ import annotations
 

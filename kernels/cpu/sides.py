@@ -1,4 +1,4 @@
-"""C descriptions of a side (a layer's keys or values): the position of each page, and the address and strides of each of its streams.
+"""C descriptions of a side (a layer's keys or values): the position of each page, and the addresses and strides of its streams.
 
 Descriptions are cached with the packed tokens they describe, so that a growing cache describes only its new pages.
 """
@@ -35,7 +35,7 @@ _TORCH_DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "
 
 
 class Stretch(Protocol):
-    """Consecutive pages whose streams are concatenated; ``ends`` contains the number of tokens up to the end of each page."""
+    """Consecutive pages whose streams are concatenated. ``ends`` contains the number of tokens up to the end of each page."""
 
     @property
     def codec(self) -> Codec: ...
@@ -56,7 +56,7 @@ class Frame(Protocol):
 
 
 class Side(Protocol):
-    """The keys or the values of a layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``."""
+    """The keys or the values of a layer: packed pages followed by a raw tail ``[batch, kv_head, token, dim]``."""
 
     @property
     def codec(self) -> Codec: ...
@@ -73,7 +73,7 @@ class Side(Protocol):
 
 
 class SidePart(NamedTuple):
-    """Tokens ``[start, stop)`` of one side that share a codec and a coded frame; ``frame`` is None for the original frame.
+    """Tokens ``[start, stop)`` of one side that share a codec and a coded frame. ``frame`` is None for the original frame.
 
     ``segments`` is the C table of their pages (``_segment_table``), and ``address`` is its address.
     """
@@ -90,20 +90,23 @@ class SidePart(NamedTuple):
         return library.SideArgument(ctypes.pointer(description.struct), self.address, len(self.segments))
 
     def describe(self) -> CodecDescription:
-        """Return the C description of the codec; it is not stored here, because there are many sides and tables are large."""
+        """Return the C description of the codec. It is not stored here, because there are many sides and tables are large."""
         result = codecs.describe(self.codec)
         assert result is not None
         return result
 
 
 MAX_FRAMES = 64
-"""Maximum number of coded frames per side, because each needs its own queries and sums; sides with more are left to PyTorch."""
+"""Maximum number of coded frames per side, because each needs its own queries and sums. PyTorch handles sides with more."""
 
 _stretches: WeakKeyDictionary[Any, tuple[Integers, Any] | None] = WeakKeyDictionary()
 
 
 def side_parts(side: Side) -> list[SidePart] | None:
-    """Return the parts of ``side``: its pages, then its tail; None if the C kernels do not support its codec, sidecars or strides."""
+    """Return the parts of ``side``: its pages, then its tail.
+
+    Returns None if the C kernels do not support the codec, sidecars or strides.
+    """
     parts: list[SidePart] = []
     packed = side.packed_tokens
     if packed:
@@ -172,7 +175,7 @@ def _is_in_original_frame(codec: Codec) -> bool:
 
 
 def _segment_table(stretch: Stretch, description: CodecDescription, batch: int, heads: int) -> tuple[Integers, Any] | None:
-    """Return the C table of a stretch's pages and the streams it points to; None if the C kernels do not support some stream.
+    """Return the C table of a stretch's pages and the streams it points to, or None if the C kernels do not support a stream.
 
     Each row, int64, contains the page's first token in the stretch, its number of tokens, and four numbers per stream: an address, and
     strides in bytes per batch entry, head and stream row.
@@ -246,7 +249,7 @@ def _basis_numbers(codec: Codec, streams: Mapping[str, torch.Tensor], batch: int
 
 
 def _chunk_ranges(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the derived stream ``codecs.CHUNK_RANGES``; words are stored by chunk, then sequence, then head."""
+    """Return the derived stream ``codecs.CHUNK_RANGES``. Words are ordered by chunk, then sequence, then head."""
     counts = streams["word_counts"].view(torch.int16).to(torch.int64).bitwise_and(0xFFFF).permute(2, 0, 1)
     firsts = counts.flatten().cumsum(0).view(counts.shape) - counts
     words = torch.full_like(firsts, streams["words"].shape[2])
@@ -301,7 +304,7 @@ def _outlier_streams(stretch: Stretch) -> dict[str, torch.Tensor] | None:
 
 
 def _address_and_strides(stream: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row; None if a row is not contiguous."""
+    """Return the address of ``stream``, and its strides in bytes per batch entry, head and row, or None if a row is not contiguous."""
     expected = 1
     for size, stride in zip(reversed(stream.shape[3:]), reversed(stream.stride()[3:]), strict=True):
         if size > 1 and stride != expected:

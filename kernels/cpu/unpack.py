@@ -1,4 +1,4 @@
-"""Unpacking of packed pages to dense values on the CPU, bit for bit as ``formats/`` does, except for the rounding of rotations."""
+"""Unpacking of packed pages to dense values on the CPU. Apart from the rounding of rotations, results equal those of ``formats/``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Supported dtypes of dense values, in the order of ``library.DTYPES``."""
 
 MIN_VALUES = 1 << 18
-"""Minimum number of values per thread; with fewer, starting another thread costs more than it saves."""
+"""Minimum number of values per thread. With fewer, starting another thread costs more than it saves."""
 
 BALANCED_BLOCK_TOKENS = 1 << 10
 """Number of tokens of balanced keys that are mapped to the original frame at a time."""
 
 MIN_STREAMED_BYTES = 1 << 22
-"""Minimum size of a result that is written with stores that bypass the processor's caches."""
+"""Minimum size of a result that is written with nontemporal stores, which bypass the processor's caches."""
 
 
 def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level: int = 0) -> bool:
@@ -54,7 +54,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
 
 
 def _unpack_balanced(side: Side, parts: list[SidePart], balanced: Balanced, out: torch.Tensor, threads: int | None, level: int) -> None:
-    """Write all tokens except raw tokens to ``out``, by way of the balanced frame. Raises MemoryError."""
+    """Write all tokens except raw tokens to ``out``, first decoding them to the balanced frame. Raises MemoryError."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)
     packed = side.packed_tokens
@@ -82,14 +82,14 @@ def _unpack_parts(side: Side, parts: list[SidePart], out: torch.Tensor, threads:
 
 
 def _channel_scales(codec: Codec, page: Any) -> torch.Tensor | None:
-    """Return the channel scales of ``page``, float32 ``[batch, kv_head, 1, dim]``; None if the codec has none."""
+    """Return the channel scales of ``page``, float32 ``[batch, kv_head, 1, dim]``, or None if the codec has none."""
     if codec.sidecar(ChannelScale) is None:
         return None
     return factors(page.streams).contiguous()
 
 
 def _write_raw_tokens(side: Side, tokens: WholeTokens, out: torch.Tensor) -> None:
-    """Write the stored values of raw tokens to ``out``, because C only has their rotated values."""
+    """Write the stored values of raw tokens to ``out``. This is done here because C has only their rotated values."""
     start = 0
     for stretch in side.runs.stretches:
         stop = start + int(stretch.ends[-1])

@@ -1,4 +1,4 @@
-"""Decoding of packed rows on the GPU: in one pass for codecs with their own kernel; otherwise a kernel unpacks digits for PyTorch."""
+"""Decoding of packed rows on the GPU. Codecs with their own kernel need one pass; for others, a kernel unpacks digits for PyTorch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 MAX_TOKEN_STRIDE = 1 << 20
-"""Exclusive limit for an output's token stride, in elements, because offsets within a block are 32-bit."""
+"""Exclusive upper bound of an output's token stride, in elements, because offsets within a block are 32-bit."""
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
-"""Output dtypes for which kernels also apply inverse rotations, because their matrix products are binary16."""
+"""Output dtypes for which kernels also apply inverse rotations. Their matrix products are binary16."""
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -39,7 +39,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode_into(codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None) -> bool:
-    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``; return False if no kernel supports it.
+    """Decode ``packed`` into ``out`` ``[batch, kv_head, token, dim]``. Returns False if no kernel supports it.
 
     Arguments and errors are as for ``prepare``. Codecs that need several launches are also supported.
     """
@@ -56,9 +56,9 @@ def prepare(
     """Prepare the launch that decodes ``packed`` into outputs with the dtype, shape and strides of ``out``, or return None.
 
     ``out`` is ``[batch, kv_head, token, dim]``, in the original frame if ``rotated``, else in the coded frame. With ``pages``, ``packed``
-    is one page whose layout all pages share. The result is None if the codec has no decoder, if ``supports_output`` rejects ``out``, or if
-    ``rotated`` needs a dtype or head dim that is not supported (``FUSED_DTYPES``, ``stored.supports_rotation``). Raises InvalidParameter if
-    a stream does not match ``codec.layout``.
+    is one page whose layout all pages share. Returns None if the codec has no decoder, if ``supports_output`` returns False for ``out``, or
+    if ``rotated`` is True and the dtype or head dim is not supported (``FUSED_DTYPES``, ``stored.supports_rotation``). Raises
+    InvalidParameter if a stream does not match ``codec.layout``.
     """
     rotated = rotated and codec.rotation.kind != "none"
     if not supports_output(out) or (rotated and (out.dtype not in FUSED_DTYPES or not supports_rotation(codec.rotation))):

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class CodeStream(NamedTuple):
-    """The packing of one code stream; its planes are consecutive streams beginning with number ``first_plane``.
+    """The packing of one code stream. Its planes are consecutive streams, starting with stream number ``first_plane``.
 
-    ``first_places`` and ``bases`` have one number per digit: the place value of its first field, and its base; with ``binary``, both are
-    numbers of bits instead.
+    ``first_places`` and ``bases`` contain, for each digit, the place value of its first field and its base. With ``binary``, they contain
+    the base-2 logarithms of these.
     """
 
     first_plane: int
@@ -90,7 +90,7 @@ def _load_word(
 ) -> tl.tensor:
     """Load the word of one plane that contains each symbol's column, as nonnegative int32.
 
-    From a plane of bytes (``HALVES``), it is a byte; with ``BINARY``, unrelated bits may follow, which fields never include.
+    From a plane of bytes (``HALVES``), a byte is loaded. With ``BINARY``, unrelated bits may follow, which no field includes.
     """
     column = symbol % WIDTH
     HALF: tl.constexpr = (WIDTH + 1) // 2
@@ -120,7 +120,8 @@ def _load_bits(
     FIRST_BIT: tl.constexpr,
     BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Load ``BITS`` bits of each symbol's field, in columns of more than 4 bytes: from the word where the field begins, and the next."""
+    """Load ``BITS`` bits of each symbol's field, in columns of more than 4 bytes, from the word where the field begins and the next word.
+    """
     position = FIRST_BIT + symbol // CODE.width * BITS
     value = _load_symbol_word(streams, token, symbol, mask, position // 16, CODE) >> position % 16
     if 16 % BITS or FIRST_BIT % BITS:
@@ -133,7 +134,7 @@ def _load_bits(
 def _load_symbol_word(
     streams: tl.tuple, token: tl.tensor, symbol: tl.tensor, mask: tl.tensor, word: tl.tensor, CODE: tl.constexpr
 ) -> tl.tensor:
-    """Load word number ``word`` ``[1, symbol]`` of each symbol's column, as ``_load_word`` does; the plane differs between symbols."""
+    """Load word number ``word`` ``[1, symbol]`` of each symbol's column, like ``_load_word``. The plane differs between symbols."""
     WIDTH: tl.constexpr = CODE.width
     HALF: tl.constexpr = (WIDTH + 1) // 2
     PLANES: tl.constexpr = (CODE.column_bytes + 1) // 2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class GroupConstants(NamedTuple):
     """Compile-time constants of a codec: codes of ``bits`` bits, in groups of ``size`` tokens (``along_tokens``) or channels.
 
-    ``scales``, ``ranged`` and ``token_scale`` are stream numbers; -1 for a missing stream.
+    ``scales``, ``ranged`` and ``token_scale`` are stream numbers, or -1 for a missing stream.
     """
 
     code: CodeStream
@@ -59,7 +59,7 @@ def prepare(
 
 
 def _view_pairs(scales: torch.Tensor) -> torch.Tensor:
-    """View scales and centers ``[..., 2]`` as integers ``[..., 1]``, so that one load reads both; copy them only if not aligned."""
+    """View scales and centers ``[..., 2]`` as integers ``[..., 1]``, so that one load reads both. They are copied only if not aligned."""
     *strides, last = scales.stride()
     if last != 1 or any(step % 2 for step in (scales.storage_offset(), *strides)):
         scales = scales.clone(memory_format=torch.contiguous_format)
@@ -81,7 +81,7 @@ def _dequantize_scale(code: tl.tensor, range_row: tl.tensor, AT: tl.constexpr) -
 
 @triton.jit
 def _apply_scales(code: tl.tensor, pair: tl.tensor, streams: tl.tuple, RANGE: tl.constexpr) -> tl.tensor:
-    """Return ``code * scale + center``, where ``pair`` contains the scale and the center, or the 8-bit codes of both if ``RANGE`` >= 0."""
+    """Return ``code * scale + center``. ``pair`` contains the scale and the center, or, if ``RANGE`` >= 0, the 8-bit codes of both."""
     if RANGE >= 0:
         value = code * _dequantize_scale(pair, streams[RANGE], 0) + _dequantize_scale(pair >> 8, streams[RANGE], 2)
     else:

@@ -45,7 +45,7 @@ class TileDecoder(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """Shape of a tile: ``tokens`` tokens and ``channels`` channels, powers of two; only the first ``dim`` channels have values."""
+    """Shape of a tile of ``tokens`` tokens and ``channels`` channels, powers of two. Only the first ``dim`` channels have values."""
 
     dim: int
     tokens: int
@@ -82,7 +82,7 @@ def prepare_rows(
 ) -> PreparedDecode:
     """Prepare the launch that decodes ``packed``, with streams of any strides, using ``decoder``.
 
-    ``out``, ``rotated`` and ``pages`` are as in ``decode.prepare``. There are at most two lookup ``tables``. Tiles have at least
+    ``out``, ``rotated`` and ``pages`` are as in ``decode.prepare``. At most two lookup ``tables`` can be passed. Tiles have at least
     ``min_channels`` channels and at most ``max_tokens`` tokens. ``view_stream(name, stream)`` must return each stream as the decoder reads
     it. Raises InvalidParameter if a stream does not match ``codec.layout``.
     """

@@ -1,4 +1,4 @@
-"""Unpacking of codec klt: attention's tile loader decodes columns, and matrix products map them to channels, in blocks of tokens."""
+"""Unpacking of codec klt. Attention's tile loader decodes columns, and matrix products map them to channels, in blocks of tokens."""
 
 # mypy: disable-error-code="untyped-decorator"
 
@@ -30,14 +30,14 @@ MAX_TILE_BYTES = 64 << 20
 """Maximum bytes of decoded columns in memory at once."""
 
 ROWS, SPAN, CHANNELS, WARPS = 128, 512, 128, 8
-"""For a program of ``_to_original``: tokens per product, tokens in total, maximum channels, and warps."""
+"""For a program of ``_to_original``: tokens per product, total tokens, maximum channels, and warps."""
 
 _MATRIX_PARTS = tl.constexpr(2)
-"""Number of binary16 parts into which matrix entries are split; their sum is exact to 2^-22 relative or 2^-25 absolute."""
+"""Number of binary16 parts into which matrix entries are split. Their sum is accurate to 2^-22 (relative) or 2^-25 (absolute)."""
 
 
 def supports(codec: Codec, out: torch.Tensor) -> TypeGuard[Klt]:
-    """Return True if ``unpack`` can decode ``codec`` into ``out``; it cannot if caches store their own basis rows."""
+    """Return True if ``unpack`` can decode ``codec`` into ``out``. Caches that store their own basis rows are not supported."""
     return (
         isinstance(codec, Klt)
         and codec.rows == "basis"
@@ -75,10 +75,10 @@ def unpack(codec: Klt, packed: Sequence[PackedPart], out: torch.Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def _column_matrix(codec: Klt, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices from columns to channels, and the mean tokens that are added to the products.
+    """Return the matrices from columns to channels, and the mean values that are added to the products.
 
-    The matrices are binary16 ``[matrix, part, column, padded dim]``, whose parts add up to the entries; the means are
-    ``[matrix, padded dim]``.
+    The matrices are binary16 ``[matrix, part, column, padded dim]``; their parts add up to the entries. The means are ``[matrix, padded
+    dim]``.
     """
     matrix = frame_columns.value_matrix(((codec, frame_columns.columns(codec, False)),), 1, "cpu")
     with torch.inference_mode(False), torch.device("cpu"):
@@ -113,7 +113,7 @@ def _to_original(
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """Map ``SPAN`` tokens of one head from columns to ``CHANNELS`` channels, apply their factors, and add the mean token.
+    """Map ``SPAN`` tokens of one head from columns to ``CHANNELS`` channels, apply their factors, and add the mean.
 
     ``values`` is binary16 ``[batch, kv_head, token, column]``; ``factors`` is float32 ``[batch, kv_head, token]`` or None. Token 0 of both
     is token ``start`` of ``out``.

@@ -103,7 +103,10 @@ def _work_rows(codec: Lossless, packed: Sequence[PackedPart], in_plane: bool) ->
 
 
 def _digit_stream(codec: Lossless, streams: Mapping[str, torch.Tensor], in_plane: bool) -> torch.Tensor:
-    """Return the stream of signs and fractions: stored words of two channels each if ``in_plane``, else one int16 per channel."""
+    """Return the stream of signs and fractions.
+
+    With ``in_plane``, these are stored words of two channels; otherwise, one int16 per channel.
+    """
     if in_plane:
         return streams["signed_fractions.0"].view(torch.int16)
     packing = codec.packings()["signed_fractions"]

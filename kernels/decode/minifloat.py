@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec: the packing of codes, and their ``element`` format.
 
-    ``scale`` and ``global_scale`` are stream numbers; -1 for a missing stream. ``size`` is the number of channels per scale; if it is 0,
-    scales are per token (``per_token``) or for all tokens.
+    ``scale`` and ``global_scale`` are stream numbers, or -1 for a missing stream. ``size`` is the number of channels per scale. If it is 0,
+    there is one scale per token (``per_token``) or one for all tokens.
     """
 
     code: CodeStream
@@ -42,7 +42,7 @@ class MinifloatConstants(NamedTuple):
 def prepare(
     codec: Minifloat, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes codec minifloat, as ``decode.prepare`` does; the codec has no rotation.
+    """Prepare the launch that decodes codec minifloat, as ``decode.prepare`` does. The codec has no rotation.
 
     In float32, values equal those of ``Minifloat.decode_frame`` bit for bit.
     """

@@ -29,14 +29,14 @@ _MAX_ANGLES = tl.constexpr(MAX_ANGLES)
 
 
 class LevelSymbols(NamedTuple):
-    """Location of one level's angles: the number of their code stream, and the index of the first angle in it."""
+    """Location of one level's angles: the number of their code stream, and the index of the first angle in the stream."""
 
     stream: int
     first: int
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec: code packings, locations of angles, the number of radii per token, and the radii's stream."""
+    """Compile-time constants of a codec: code packings, locations of angles, and the number of radii per token and of their stream."""
 
     codes: tuple[CodeStream, ...]
     levels: tuple[LevelSymbols, ...]
@@ -47,7 +47,7 @@ class PolarConstants(NamedTuple):
 def prepare(
     codec: Polar, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes codec polar, as ``decode.prepare`` does; None if some level does not pair all radii equally.
+    """Prepare the launch that decodes codec polar, as ``decode.prepare`` does. Returns None if a level does not pair all radii equally.
 
     In float32, values equal those of ``Polar.decode_frame`` bit for bit.
     """
@@ -60,7 +60,7 @@ def prepare(
 
 
 def _level_symbols(codec: Polar) -> tuple[LevelSymbols, ...] | None:
-    """Return the location of each level's angles, or None if some level does not pair all radii equally."""
+    """Return the location of each level's angles, or None if a level does not pair all radii equally."""
     result, radii = [], codec.dim
     for stream, levels in enumerate(codec.stream_levels.values()):
         first = 0
@@ -74,7 +74,7 @@ def _level_symbols(codec: Polar) -> tuple[LevelSymbols, ...] | None:
 
 @triton.jit
 def _decode_polar(tile: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return the values of a ``RowTile`` of codec polar, float32 ``[token, channel]``; ``table`` is ``[level, MAX_ANGLES, 2]``."""
+    """Return the values of a ``RowTile`` of codec polar, float32 ``[token, channel]``. ``table`` is ``[level, MAX_ANGLES, 2]``."""
     CODES: tl.constexpr = CONSTANTS.codes
     LEVELS: tl.constexpr = CONSTANTS.levels
     mask = (tile.token < tile.count) & (tile.channel < SHAPE.dim)

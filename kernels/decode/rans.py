@@ -1,4 +1,4 @@
-"""rANS decoding steps (spec/rans.md) for programs of one warp, whose threads are the lanes of a chunk; tested against ``formats/rans.py``.
+"""rANS decoding steps (spec/rans.md) for programs of one warp, tested against ``formats/rans.py``. Threads are the lanes of a chunk.
 
 A step looks up the symbols of all lanes in a table of slots (``formats.rans.slot_table``). Then lanes whose states are too small read the
 chunk's next words, in lane order.
@@ -28,7 +28,7 @@ def lane_mask(flags: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def count_lanes(lanes: tl.tensor) -> tl.tensor:
-    """Return the number of lanes in a ``lane_mask``; the compiler turns this into one population-count instruction."""
+    """Return the number of lanes in a ``lane_mask``. The compiler turns this into one population-count instruction."""
     pair_counts = lanes - (lanes >> 1 & 0x55555555)
     nibble_counts = (pair_counts & 0x33333333) + (pair_counts >> 2 & 0x33333333)
     byte_counts = nibble_counts + (nibble_counts >> 4) & 0x0F0F0F0F
@@ -50,7 +50,7 @@ def load_states(states: tl.tensor, lane: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_entries(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
-    """Load the entries of each lane's slot from the table ``slots``, as uint32; the lowest byte of an entry is the symbol."""
+    """Load the entries of each lane's slot from the table ``slots``, as uint32. The lowest byte of an entry is the symbol."""
     return tl.load(slots + (state & _LAST_SLOT).to(tl.int32)).to(tl.uint32, bitcast=True)
 
 
@@ -58,7 +58,7 @@ def load_entries(slots: tl.tensor, state: tl.tensor) -> tl.tensor:
 def advance(
     state: tl.tensor, entry: tl.tensor, active: tl.tensor, lane: tl.tensor, words: tl.tensor, next_word: tl.tensor, word_count: tl.tensor
 ) -> tl.tuple:
-    """Return each lane's state after the symbol of ``entry``, and the index of the next word; words at ``word_count`` or later are 0."""
+    """Return each lane's state after the symbol of ``entry``, and the index of the next word. Words from ``word_count`` on count as 0."""
     next_state = ((entry >> 8 & _LAST_SLOT) + 1) * (state >> _PRECISION) + (state & _LAST_SLOT) - (entry >> 20)
     needs_word = active & (next_state < _MIN_STATE)
     readers = lane_mask(needs_word, lane)

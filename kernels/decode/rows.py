@@ -29,26 +29,26 @@ TILE_VALUES = 1 << 12
 """Number of values per tile: 32 per thread, enough to hide the latency of loads."""
 
 ROTATED_TOKENS, WIDE_ROTATED_TOKENS, MAX_NARROW_CHANNELS = 64, 16, 256
-"""Tokens per rotated tile (the rows of an H100's matrix instruction), tokens per wide rotated tile, and maximum channels of other tiles."""
+"""Tokens per rotated tile (the rows of an H100's matrix instruction) and per wide rotated tile, and maximum channels of non-wide tiles."""
 
 WARPS, ROTATED_WARPS = 4, 8
-"""Warps per program, and per program that rotates, whose tile takes twice the registers."""
+"""Number of warps per program, and per program that rotates. A rotating program's tile takes twice the registers."""
 
 MAX_REGISTERS = 128
-"""Maximum registers per thread, so that a multiprocessor runs sixteen warps."""
+"""Maximum number of registers per thread. It lets a multiprocessor run sixteen warps."""
 
 MAX_STAGED_BYTES = 1 << 14
 """Maximum size of a table that the CUDA driver copies from pageable memory without waiting for the device."""
 
 PROGRAMS, MAX_TILES = 1 << 11, 8
-"""Number of programs that fill a device, and maximum tiles per program, used if there are more tiles than that."""
+"""Number of programs that fill a device, and maximum tiles per program if there are more tiles than programs."""
 
 ONE_ROW = 0
 """Tokens per row for a stream with a single row per page."""
 
 _HEAD_INTEGERS = tl.constexpr(3)
 _STREAM_INTEGERS = tl.constexpr(3)
-"""Integers per table row before the streams, and per stream: an address, and the batch and head strides in bytes."""
+"""Integers per table row before the streams, and integers per stream: an address, and the batch and head strides in bytes."""
 
 
 class PackedPart(NamedTuple):
@@ -60,7 +60,7 @@ class PackedPart(NamedTuple):
 
 
 class PreparedDecode(NamedTuple):
-    """A prepared decoding launch: ``run`` decodes into an output like the one for which it was prepared.
+    """A prepared decoding launch. ``run`` decodes into an output with the same shape, strides and dtype as the one it was prepared for.
 
     ``cacheable`` is True if it takes little memory besides the packed rows, so that it can be cached with them. ``keep_alive`` are tensors
     that it reads.
@@ -75,7 +75,7 @@ class EnginePages(NamedTuple):
     """Pages of an inference engine, anywhere in memory, that share the layout of one reference page.
 
     ``moves`` is int64 ``[page, 3]``: a byte offset from the reference page's streams, an element offset from its values in the output, and
-    an index in ``status``, int32, which is nonzero for pages to skip.
+    an index in ``status``. ``status``, int32, is nonzero for pages to skip.
     """
 
     moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -106,7 +106,7 @@ class BlockTable(NamedTuple):
     """True if some of these tensors are copies of streams."""
     status: torch.Tensor | None
     out_aligned: int
-    """Alignment of the pages' output offsets, in values."""
+    """Alignment, in values, of the pages' offsets in the output."""
 
 
 def check_layout(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: int) -> None:
@@ -176,7 +176,7 @@ def common_alignment(values: numpy.ndarray[Any, numpy.dtype[numpy.int64]]) -> in
 
 
 def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: torch.device) -> torch.Tensor:
-    """Copy a table to ``device`` without blocking the host; large tables are pinned first, because the driver would block for them."""
+    """Copy a table to ``device`` without blocking the host. Large tables are pinned first, because the driver would block for them."""
     tensor = torch.from_numpy(table)
     if device.type == "cuda" and table.nbytes > MAX_STAGED_BYTES:
         tensor = tensor.pin_memory()
@@ -186,7 +186,7 @@ def copy_to_device(table: numpy.ndarray[Any, numpy.dtype[numpy.int64]], device: 
 def _repeat_for_pages(
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], moves: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 ) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
-    """Repeat the rows of a work table for every page, with its addresses; append the page's output offset and status index to each row."""
+    """Repeat the rows of a work table for every page, with its addresses, output offset and status index."""
     blocks, integers = rows.shape
     result = numpy.empty((len(moves), blocks, integers + 2), numpy.int64)
     result[:, :, :integers] = rows
@@ -210,7 +210,7 @@ def prepare_launch(
 ) -> PreparedDecode:
     """Prepare a launch of ``kernel`` over all blocks, sequences and heads of outputs like ``out`` ``[batch, kv_head, token, dim]``.
 
-    ``tables`` are arguments after the work table and the status. ``threads`` multiplies the usual number of threads; if it is above 1, each
+    ``tables`` are passed after the work table and the status. ``threads`` multiplies the usual number of threads; if it is above 1, each
     uses at most ``MAX_REGISTERS`` registers. ``cacheable`` is True if streams are views of packed rows, not copies. For float32 outputs,
     products and sums are rounded separately, as in PyTorch.
     """
@@ -250,7 +250,7 @@ def _launch(
     dtype: torch.dtype,
     device: str,
 ) -> CachedLaunch:
-    """Return the compiled launch for outputs of ``dtype`` on ``device``; all layers of a model share it."""
+    """Return the compiled launch for outputs of ``dtype`` on ``device``. All layers of a model share it."""
     constant_values = dict(constants)
     options = {
         "num_warps": threads * (ROTATED_WARPS if constant_values["ROTATED"] else WARPS),
@@ -262,12 +262,12 @@ def _launch(
 
 
 def channels_per_tile(dim: int, rotated: bool) -> int:
-    """Return the number of channels per tile, a power of two; matrix products need at least 16."""
+    """Return the number of channels per tile, a power of two. Matrix products need at least 16."""
     return max(16 if rotated else 1, next_power_of_two(dim))
 
 
 class RowBlock(NamedTuple):
-    """The tokens of one program: their ``count``, and pointers to the first token's row in each stream and to its values in the output."""
+    """The tokens of one program: their ``count``, pointers to the first token's row in each stream, and a pointer to its output."""
 
     count: Any
     streams: Any
@@ -289,7 +289,7 @@ def load_block(
     PAGED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,
 ) -> tl.tuple:
-    """Return this program's ``RowBlock``; it begins at the start of a row in every stream, and has no tokens if its page is skipped."""
+    """Return this program's ``RowBlock``. It begins at the start of a row in every stream, and is empty if its page is skipped."""
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     batch = sequence // heads
     head = sequence % heads
@@ -323,7 +323,7 @@ def _block_row_pointer(entry: tl.tensor, batch: tl.tensor, head: tl.tensor, begi
 
 @triton.jit
 def advance_rows(streams: tl.tuple, begin: tl.tensor, STREAMS: tl.constexpr) -> tl.tuple:
-    """Return pointers to the rows of a block's token ``begin``, which must be the first token of a row in every stream."""
+    """Return pointers to the rows of token ``begin`` of a block. It must be the first token of a row in every stream."""
     pointers = ()
     for index in tl.static_range(len(STREAMS)):
         pointers = pointers + (_row_pointer(streams[index], begin, constant_at(STREAMS, index)),)
@@ -340,7 +340,8 @@ def _row_pointer(pointer: tl.tensor, token: tl.tensor, STREAM: tl.constexpr) -> 
 
 @triton.jit
 def load_per_token(pointer: tl.tensor, count: tl.tensor, TILE: tl.constexpr, ROW: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
-    """Load element ``AT`` of each token's row of ``ROW`` elements, as float32 ``[token, 1]``; ``count`` tokens exist."""
+    """Load element ``AT`` of each token's row of ``ROW`` elements, as float32 ``[token, 1]``. Only the first ``count`` tokens are loaded.
+    """
     token = tl.arange(0, TILE)
     return as_float32(tl.load(pointer + (token * ROW + AT), token < count, 0))[:, None]
 

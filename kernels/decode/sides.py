@@ -32,7 +32,7 @@ class SidePart(NamedTuple):
     stop: int
 
     def packed(self, start: int) -> PackedPart:
-        """Return the part for decoding to an output whose first token is token ``start`` of the side."""
+        """Return the part for decoding into an output that starts at token ``start`` of the side."""
         # Slicing a page takes longer than everything else here, so avoid it for whole pages.
         whole = self.stop - self.start == self.page.tokens
         streams = self.page.streams if whole else self.page.rows(self.start, self.stop)
@@ -40,14 +40,14 @@ class SidePart(NamedTuple):
 
 
 class RawTokens(NamedTuple):
-    """Raw tokens: the output token and sequence of each, int64 ``[entry]``, and their values ``[entry, kv_head, dim]``."""
+    """Raw tokens: the token index in the output and the sequence of each, int64 ``[entry]``, and their values ``[entry, kv_head, dim]``."""
 
     token: torch.Tensor
     sequence: torch.Tensor
     values: torch.Tensor
 
     def put(self, out: torch.Tensor) -> None:
-        """Write the raw tokens to ``out``, over the values that kernels decoded there."""
+        """Write the raw tokens to ``out``, replacing the values that kernels decoded."""
         if len(self.token):
             out.permute(2, 0, 1, 3)[self.token, self.sequence] = self.values.to(out.dtype)
 
@@ -55,7 +55,7 @@ class RawTokens(NamedTuple):
 class SideLaunch:
     """A cached launch that decodes all pages of a side into outputs of one dtype and strides.
 
-    Its tables are built once, on the CUDA stream of the first call. ``remaining`` are the ranges of tokens that it does not write.
+    Its tables are built once, on the CUDA stream of the first call. ``remaining`` lists the ranges of tokens that it does not write.
     """
 
     def __init__(self, prepared: PreparedDecode, raw: RawTokens | None, remaining: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -108,7 +108,10 @@ def unpack_into(side: Side, start: int, stop: int, out: torch.Tensor) -> list[tu
 
 
 def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> PreparedDecode | None:
-    """Prepare one launch that decodes ``parts`` to outputs like ``out``, which begins at token ``start``; None if one is too few."""
+    """Prepare one launch that decodes ``parts`` into outputs like ``out``, which starts at token ``start``.
+
+    Returns None if one launch is not enough.
+    """
     if not parts:
         return None
     codec, packed = _codec_without_raw(parts[0].page.codec), [part.packed(start) for part in parts]
@@ -118,7 +121,7 @@ def _prepare(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> Prepar
 
 
 def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tensor) -> bool:
-    """Decode ``parts`` with a copy or several launches, with the arguments of ``_prepare``; return True on success."""
+    """Decode ``parts`` by copying or with several launches. Arguments are as for ``_prepare``. Returns True on success."""
     codec, packed = _codec_without_raw(parts[0].page.codec), [part.packed(start) for part in parts]
     if type(codec) is RawCodec:
         for part in parts:
@@ -132,14 +135,14 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
 
 
 def _codec_without_raw(codec: Codec) -> Codec:
-    """Return the codec that decodes all tokens except raw tokens: ``codec`` without its raw tokens if they are its only sidecar."""
+    """Return the codec that decodes all tokens except raw ones. This is ``codec`` without raw tokens if they are its only sidecar."""
     return codec.family if codec.sidecar(RawPositions) is not None and codec.without_raw_positions is codec.family else codec
 
 
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
-    """Return the raw tokens of ``parts``, for an output that begins at token ``start`` of the side.
+    """Return the raw tokens of ``parts`` for an output that starts at token ``start`` of the side.
 
-    None if the codec has no raw positions, or if it has other sidecars.
+    Returns None if the codec has no raw positions, or if it has other sidecars.
     """
     if not parts:
         return None

@@ -23,7 +23,7 @@ _MIN_NORMAL = tl.constexpr(2.0**-126)
 
 
 MAX_MATRIX_DIM = 256
-"""Maximum head dim for which a rotation is one matrix product; larger head dims combine products with a ``FACTOR``-channel matrix."""
+"""Maximum head dim for which a rotation is one matrix product. Larger ones combine products with a ``FACTOR``-channel matrix."""
 
 FACTOR = 128
 
@@ -82,7 +82,7 @@ def rotate_back(value: tl.tensor, signs: tl.tuple, DIM: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _multiply_hadamard(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """Multiply ``value`` by the Kronecker product of a Sylvester matrix and ``signs``, by recursion on sums and differences of halves."""
+    """Multiply ``value`` by the Kronecker product of a Sylvester matrix and ``signs``, recursively by sums and differences of halves."""
     TOKENS: tl.constexpr = value.shape[0]
     CHANNELS: tl.constexpr = value.shape[1]
     if signs.shape[0] == CHANNELS:
@@ -98,5 +98,5 @@ def _multiply_hadamard(value: tl.tensor, signs: tl.tensor) -> tl.tensor:
 def store_tile(
     out: tl.tensor, token_stride: tl.tensor, token: tl.tensor, channel: tl.tensor, count: tl.tensor, value: tl.tensor, DIM: tl.constexpr
 ) -> None:
-    """Store the first ``count`` tokens of ``value`` ``[token, channel]``; ``out`` points to token 0."""
+    """Store the first ``count`` tokens of ``value`` ``[token, channel]``. ``out`` points to token 0."""
     tl.store(out + (token * token_stride + channel), value.to(out.dtype.element_ty), (token < count) & (channel < DIM))

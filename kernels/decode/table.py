@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 TRIPLET_THREAD_FACTOR = 2
-"""Factor for the usual number of threads if symbols have three values; otherwise, lookups would fill each thread's registers."""
+"""Multiplier for the usual number of threads if symbols have three values. Without it, lookups would fill each thread's registers."""
 
 
 class TableConstants(NamedTuple):
@@ -52,7 +52,7 @@ class TableConstants(NamedTuple):
 def prepare(
     codec: Codec, packed: Sequence[PackedPart], out: torch.Tensor, rotated: bool, pages: EnginePages | None = None
 ) -> PreparedDecode | None:
-    """Prepare the launch that decodes a table codec, as ``decode.prepare`` does; None for other codecs and unsupported options.
+    """Prepare the launch that decodes a table codec, as ``decode.prepare`` does. Returns None for other codecs and unsupported options.
 
     In float32, values equal those of the codec's ``decode_frame``, except for the last bits of logarithmic norms.
     """

@@ -1,4 +1,4 @@
-"""The codecs that ``table`` decodes, and the properties that it needs; ``TABLE_CODECS`` has one row per codec."""
+"""Table of the codecs that ``table`` decodes, and the properties that it needs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _scalar_form(codec: Scalar) -> TableForm | None:
 
 
 def _octahedral_form(codec: Octahedral) -> TableForm | None:
-    """Return the form of octahedral, whose digit contains the direction index, signs and norm code."""
+    """Return the form of octahedral. Its digit contains the direction index, signs and norm code."""
     if codec.norm == LOG8:
         return None
     packings, streams = codec.packings(), _stream_indices(codec)
@@ -91,7 +91,7 @@ def _stream_indices(codec: Codec) -> dict[str, int]:
 
 
 def _digit_pieces(codec: Codec, name: str) -> tuple[DigitPiece, ...]:
-    """Return the pieces of a digit: stream ``name``, or the two streams with its low and high parts."""
+    """Return the pieces of a digit: stream ``name``, or the two streams that contain its low and high parts."""
     streams = _stream_indices(codec)
     if name in streams:
         return (DigitPiece(streams[name]),)
@@ -100,7 +100,7 @@ def _digit_pieces(codec: Codec, name: str) -> tuple[DigitPiece, ...]:
 
 
 def _two_digit_pieces(codec: Codec, first: str, second: str) -> tuple[tuple[DigitPiece, ...], ...]:
-    """Return the pieces of a symbol's two digits: of stream "symbol" in the direct arrangement, else of ``first`` and ``second``."""
+    """Return the pieces of a symbol's two digits, from stream "symbol" in the direct arrangement, or from ``first`` and ``second``."""
     if "symbol" in codec.packings():
         return (DigitPiece(0),), (DigitPiece(0, digit=1),)
     return _digit_pieces(codec, first), _digit_pieces(codec, second)
@@ -121,6 +121,6 @@ TABLE_CODECS: dict[type[Codec], TableCodec] = {
 
 @lru_cache(maxsize=64)
 def table_form(codec: Codec) -> TableForm | None:
-    """Return the form of ``codec``, or None if ``TABLE_CODECS`` has no row for it or its options are not supported."""
+    """Return the form of ``codec``, or None if ``TABLE_CODECS`` does not contain it or its options are not supported."""
     row = TABLE_CODECS.get(type(codec))
     return row.form(codec) if row else None

@@ -1,7 +1,7 @@
 """Decoding of packed rows with attention's tile loaders, to 16-bit values in the coded frame and the loaders' column order.
 
-Attention of many queries uses it: its scratch buffer needs neither channel order nor the original frame, because queries and sums of values
-are rotated instead. Values are as accurate as binary16 tiles, rounded to the output dtype.
+Attention with many queries uses it. The values in its scratch buffer need neither channel order nor the original frame, because queries and
+sums of values are rotated instead. Values are as accurate as binary16 tiles, rounded to the output dtype.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from .rows import PackedPart
 
 WARPS = 4
-"""Warps per program; on an H200, one to eight warps, and loads one to three tiles ahead, took equally long."""
+"""Warps per program. On an H200, one to eight warps, and loads one to three tiles ahead, were equally fast."""
 
 TOKENS = 32
 """Minimum number of tokens in a warp's tile; loaders with one row per thread need more."""
 
 PROGRAMS = 1 << 10
-"""Number of programs that fill a device; programs get more tiles only if there are more tiles than that."""
+"""Number of programs that fill a device. Programs get more than one tile only if there are more tiles than that."""
 
 MAX_TILES = 4
 """Maximum number of tiles per warp."""
@@ -58,7 +58,7 @@ class PageTable(NamedTuple):
     """The work table of a launch, int64 ``[page, FIRST_ADDRESS + STREAM_INTEGERS * streams]`` on the device.
 
     The pages have ``blocks`` blocks of ``block_tokens`` tokens in total. ``firsts`` contains each page's first block and first output
-    token; ``end`` is the token after the last page. ``keep_alive`` contains the tensors whose addresses are used, and ``copied`` is True if
+    token; ``end`` is the token after the last page. ``keep_alive`` contains the tensors that the table points to, and ``copied`` is True if
     some of them are copies of streams. ``rows`` is a copy of ``table`` on the host.
     """
 
@@ -73,14 +73,14 @@ class PageTable(NamedTuple):
     rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
     def token_of(self, block: int) -> int:
-        """Return the first token of ``block``; for the number after the last block, return ``end``."""
+        """Return the first token of ``block``, or ``end`` for the block number after the last."""
         if block == self.blocks:
             return self.end
         first, token = self.firsts[bisect_right(self.firsts, block, key=lambda page: page[0]) - 1]
         return token + (block - first) * self.block_tokens
 
     def parts(self, tokens: int) -> Iterator[tuple[range, int, int]]:
-        """Yield ranges of blocks with about ``tokens`` tokens each (at least one block), and their tokens' start and stop."""
+        """Yield ranges of blocks with about ``tokens`` tokens each (at least one block), and the start and stop of their tokens."""
         blocks_per_part = max(1, tokens // self.block_tokens)
         for first in range(0, self.blocks, blocks_per_part):
             blocks = range(first, min(first + blocks_per_part, self.blocks))
@@ -89,7 +89,7 @@ class PageTable(NamedTuple):
 
 @lru_cache(maxsize=256)
 def find_loader(codec: Codec) -> Tiles | None:
-    """Return the tile loader for ``codec``, or None if it has none, is the raw codec, or has sidecars that loaders add to tiles."""
+    """Return the tile loader for ``codec``, or None for codecs without one, for raw, and with sidecars that loaders add to tiles."""
     tiles = loaders.tiles_of(codec)
     if tiles is None or type(codec) is Raw or tiles.signs or tiles.means or tiles.outliers or tiles.dtype != "fp16":
         return None
@@ -125,15 +125,15 @@ def build_work(codec: Codec, packed: Sequence[PackedPart], batch: int, heads: in
 def decode(codec: Codec, work: PageTable, out: torch.Tensor, blocks: range | None = None, factors: torch.Tensor | None = None) -> None:
     """Decode ``work``, or some ``blocks`` of it, into 16-bit ``out`` ``[batch, kv_head, token, column]`` with contiguous columns.
 
-    Columns are those of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. If ``factors`` is given,
-    float32 ``[batch, kv_head, token]`` with contiguous sequences, token factors are stored there instead of being multiplied into values.
+    Columns are those of ``frame_columns.columns``. Token 0 of ``out`` is the first token of the first block. If ``factors`` is given
+    (float32 ``[batch, kv_head, token]`` with contiguous sequences), token factors are stored there instead of being multiplied into values.
     """
     factor_stride = None if factors is None else factors.stride(1)
     prepare(codec, work, out.shape, out.stride(), out.dtype, blocks, factor_stride)(out, 0, factors)
 
 
 class TileDecodeLaunch(NamedTuple):
-    """A prepared launch that decodes ``work``, and its constant arguments; ``launch`` is None if there are no tokens."""
+    """A prepared launch that decodes ``work``, with its constant arguments. ``launch`` is None if there are no tokens."""
 
     launch: CachedLaunch | None
     work: PageTable
@@ -197,7 +197,7 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor]:
-    """Return the compiled launch for outputs of ``dtype``, which all layers of a model share, and the loader's lookup table."""
+    """Return the compiled launch for outputs of ``dtype``, shared by all layers of a model, and the loader's lookup table."""
     tiles = find_loader(codec)
     assert tiles is not None
     tokens = tokens_per_tile(tiles)
@@ -246,9 +246,9 @@ def decode_tiles(
 ) -> None:
     """Decode one block of ``block_tokens`` tokens of one page, sequence and head.
 
-    The launch covers ``blocks`` blocks, beginning with number ``first_block``, whose first token, ``first_token``, is token 0 of the
-    output. With ``FACTORS``, token factors are stored in ``factors``, float32 ``[sequence, token]``, instead of being multiplied into
-    values.
+    The launch covers ``blocks`` blocks, starting with block number ``first_block``. The first token of that block, ``first_token``, is
+    token 0 of the output. With ``FACTORS``, token factors are stored in ``factors``, float32 ``[sequence, token]``, instead of being
+    multiplied into values.
     """
     FIELDS: tl.constexpr = SIDE.stream_widths
     STEPS: tl.constexpr = SIDE.steps
@@ -345,9 +345,9 @@ def _store_tile(
     SIDE: tl.constexpr,
     FACTORS: tl.constexpr,
 ) -> None:
-    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``, times the run's factor if there is one.
+    """Store tile ``NUMBER`` of the tokens' columns, ``[warp, token, column]``, multiplied by the run's factor if there is one.
 
-    Otherwise, it is multiplied by ``factor`` ``[warp, token]``, unless factors are stored separately.
+    Otherwise, the tile is multiplied by ``factor`` ``[warp, token]``, unless factors are stored separately.
     """
     WIDTH: tl.constexpr = SIDE.widths[NUMBER]
     CONSTANTS: tl.constexpr = SIDE.constants

@@ -1,4 +1,4 @@
-"""Decoding of codec transform (spec/codecs/transform.md): symbols become column factors, which are multiplied with the frames.
+"""Decoding of codec transform (spec/codecs/transform.md). Symbols become column factors, which are multiplied by the frames.
 
 Symbols and factors equal those of ``formats/transform.py`` bit for bit. If binary16 can represent the frames and table values, as it can
 for calibrated frames, binary16 products are exact. Otherwise, products use three TF32 parts of 11 bits. Neither depends on PyTorch's
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from .rows import EnginePages, PackedPart
 
 MAX_FACTOR_BYTES = 1 << 27
-"""Maximum bytes of factors in memory at once, unless one token group of all heads needs more."""
+"""Maximum bytes of factors in memory at once. They are exceeded only if a single token group of all heads needs more."""
 
 MAX_TOKENS, COLUMNS = 64, 64
-"""For a program of ``_multiply_factors``: maximum number of tokens, and columns per matrix product."""
+"""Maximum number of tokens of a program of ``_multiply_factors``, and number of columns per matrix product."""
 
 WARPS, STAGES = 4, 3
 
@@ -89,7 +89,7 @@ def decode_into(codec: Transform, packed: Sequence[PackedPart], out: torch.Tenso
 
 
 def check_chunks(codec: Transform, streams: Mapping[str, torch.Tensor], where: str) -> None:
-    """Check all chunks like ``Transform.check_chunks``, on the device of ``streams``; raise InvalidPayload for the first invalid chunk."""
+    """Check all chunks on the device of ``streams``, like ``Transform.check_chunks``. Raises InvalidPayload for the first invalid chunk."""
     batch, heads, rows = streams["columns"].shape
     device = streams["columns"].device
     if codec.source is None or not rows:
@@ -151,11 +151,11 @@ def _multiply_factors(
     PADDED_HEADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Decode ``TOKENS`` tokens of one head of a token group: means plus products of factors and rows, rotated to their positions.
+    """Decode ``TOKENS`` tokens of one head of a token group: the means plus the products of factors and rows, with RoPE applied.
 
     ``factors``, ``places``, ``levels`` and ``rest`` are the fields of ``Factors``, in steps of ``size``, beginning with token group
     ``first``. ``used``, int32 ``[chunk]``, is the number of columns in a product. ``means`` and ``rows`` are those of ``DeviceFrames``,
-    with ``TILES`` tiles of ``CHANNELS`` channels per head. The first ``TURNED`` channel pairs are rotated.
+    with ``TILES`` tiles of ``CHANNELS`` channels per head. RoPE rotates the first ``TURNED`` channel pairs.
     """
     tiles = CHUNK // TOKENS
     head = tl.program_id(0) % HEADS

@@ -63,9 +63,9 @@ class DeviceFrames(NamedTuple):
 class ChunkTables(NamedTuple):
     """Entropy-coded chunks, ordered by token group, sequence and head.
 
-    ``words`` contains the words of all chunks. The other fields are ``[chunk]``: the index of the first word, the number of words
-    (``counts``), of columns and of tokens. ``used`` is the number of frame columns in a product: the chunk's columns, or, with frames per
-    layer, the maximum over the token group's heads. ``states`` are the initial states, int16 ``[chunk, 2 · LANES]``.
+    ``words`` contains the words of all chunks. The other fields, each ``[chunk]``, are the index of the first word and the numbers of words
+    (``counts``), columns and tokens. ``used`` is the number of frame columns in a product: the chunk's columns, or, with frames per layer,
+    the maximum over the token group's heads. ``states`` are the initial states, int16 ``[chunk, 2 · LANES]``.
     """
 
     words: torch.Tensor
@@ -92,7 +92,7 @@ class Factors(NamedTuple):
 
 
 def allocate_factors(chunks: ChunkTables, frames: DeviceFrames, count: int) -> Factors:
-    """Allocate ``Factors`` with ``count`` values, and room for all escapes in ``chunks``; an escape takes two words."""
+    """Allocate ``Factors`` with ``count`` values, and room for all escapes in ``chunks``. An escape takes two words."""
     device = frames.values.device
     values = torch.empty(count, dtype=frames.values.dtype, device=device)
     positions, levels = (torch.empty(chunks.words.numel() // 2 + 1, dtype=torch.int32, device=device) for _ in range(2))
@@ -144,11 +144,11 @@ def join_halves(stream: torch.Tensor) -> torch.Tensor:
 
 _device_slots: WeakKeyDictionary[SymbolTables, dict[str, torch.Tensor | None]] = WeakKeyDictionary()
 _device_frames: WeakKeyDictionary[Frames, dict[tuple[int, int, int, str], DeviceFrames | None]] = WeakKeyDictionary()
-"""Cached device copies, which live as long as their tables and frames."""
+"""Cached device copies. They are freed together with their tables and frames."""
 
 
 def frames_on_device(codec: Transform, source: Frames, heads: int, device: torch.device) -> DeviceFrames | None:
-    """Return a cached copy of ``source`` on ``device``; None if a frequency table has a wrong total, because its slots are incomplete."""
+    """Return a cached copy of ``source`` on ``device``, or None if a frequency table has a wrong total, so that slots would be missing."""
     cached = _device_frames.setdefault(source, {})
     key = codec.step, codec.chunk, heads, str(device)
     if key not in cached:
@@ -180,7 +180,7 @@ def _copy_frames(codec: Transform, source: Frames, heads: int, device: torch.dev
 
 
 def channels_per_tile(dim: int) -> int:
-    """Return the number of channels per tile; heads are padded to whole tiles."""
+    """Return the number of channels per tile. Heads are padded to whole tiles."""
     return min(MAX_CHANNELS, max(16, next_power_of_two(dim)))
 
 
@@ -212,7 +212,7 @@ def decode_symbols(
     result: Factors | None,
     ends: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Decode ``count`` chunks, of whole token groups, beginning with number ``first``: to ``result``, or only to their ``ends``.
+    """Decode ``count`` chunks of whole token groups, starting with chunk number ``first``, to ``result``, or only compute their ``ends``.
 
     ``ends`` are the numbers of words read, int32 ``[chunk]``, and the final states, int32 ``[chunk, LANES]``.
     """

@@ -1,4 +1,4 @@
-"""Unpacking of rotated codecs with bounded values: attention's tile loaders, then an inverse rotation by matrix products."""
+"""Unpacking of rotated codecs with bounded values. Attention's tile loaders decode them, and matrix products invert the rotation."""
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
 # ruff: noqa: RUF005
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from .rows import PackedPart
 
 BOUNDED_CODECS = (Angle, Octahedral, Polar, Quaternion, Scalar)
-"""Codecs whose values are table entries times a token factor, so that binary16 tiles can represent the entries of any file."""
+"""Codecs whose values are table entries times a token factor. Binary16 tiles can represent the entries of any file."""
 
 MAX_COLUMNS = 256
 """Maximum number of columns, and of channels."""
 
 
 class UnpackShape(NamedTuple):
-    """Launch shape of ``unpack_tiles``: warps per program, and channels whose sums are in its registers.
+    """Launch shape of ``unpack_tiles``: warps per program, and channels whose sums a program has in registers.
 
     ``joined`` is True if a program multiplies all tiles of a token at once, for loaders whose registers leave no room for running sums.
     """
@@ -63,7 +63,7 @@ class UnpackShape(NamedTuple):
 
 
 SHAPES = (UnpackShape(4, 128, False), UnpackShape(8, 128, True), UnpackShape(4, 128, True), UnpackShape(4, 64, True))
-"""Launch shapes, fastest on an H200 first; later shapes need less shared memory.
+"""Launch shapes, ordered from fastest to slowest on an H200. Later shapes need less shared memory.
 
 Tiles of 16 tokens would be faster for codec scalar, but slower for all others.
 """
@@ -72,7 +72,7 @@ Tiles of 16 tokens would be faster for codec scalar, but slower for all others.
 def supports(codec: Codec, out: torch.Tensor) -> bool:
     """Return True if ``prepare`` can decode ``codec`` into ``out``.
 
-    Polar is decoded only to bfloat16, because its tiles are products, whose error is larger.
+    Polar is decoded only to bfloat16, because its tiles are products with larger errors.
     """
     codec = _codec_without_scales(codec)
     return (
@@ -138,7 +138,7 @@ def _required_shape(codec: Codec, device: str) -> UnpackShape:
 
 @lru_cache(maxsize=256)
 def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
-    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory; None if no shape fits."""
+    """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory, or None if none of them fit."""
     loader, available_bytes = _required_loader(codec), shared_memory(device) - MAX_STATIC_BYTES
     tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
@@ -167,7 +167,7 @@ def _launch(
     device: str,
     fast: bool,
 ) -> tuple[CachedLaunch, torch.Tensor, torch.Tensor]:
-    """Return the compiled launch for outputs of ``dtype``, which all layers of a model share, the loader's lookup table, and the matrix."""
+    """Return the compiled launch for outputs of ``dtype``, shared by all layers of a model, with the lookup table and the matrix."""
     loader, shape = _required_loader(codec), _required_shape(codec, device)
     tokens, (blocks, heads) = tiles.tokens_per_tile(loader), arguments[4:6]
     # Larger tables would come after the compiler's shared memory, and there is no room for them.
@@ -192,7 +192,7 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _matrix(codec: Codec, in_order_of_joined: bool, device: str) -> tuple[torch.Tensor, float]:
-    """Return the matrix from columns to channels: its signs, float16 ``[column, channel]``, and the magnitude of its entries.
+    """Return the matrix from columns to channels as its signs, float16 ``[column, channel]``, and the magnitude of its entries.
 
     Both axes are padded with zeros to powers of two. Columns are in the order of tiles, or of ``join_tiles``.
     """

@@ -27,17 +27,17 @@ TILE_PAIRS = 1 << 11
 
 SMALLEST_SUM = 2.0**-40
 LARGEST_SUM = 2.0**60
-"""Range of sums of a token's pair norms in which float32 is accurate; other tokens are left to ``formats/``."""
+"""Range of sums of a token's pair norms in which float32 is accurate. ``formats/`` encodes tokens outside it."""
 
 ZERO = -65504.0
 OCTAVES = 8.0
-"""Logarithm that stands for a norm of zero, and range of logarithms below a token's largest, as in ``formats/angle.py``."""
+"""Logarithm used for a norm of zero, and range of logarithms below a token's largest, as in ``formats/angle.py``."""
 
 _SMALLEST, _LARGEST, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (SMALLEST_SUM, LARGEST_SUM, ZERO, OCTAVES, math.pi))
 
 
 class AngleConstants(NamedTuple):
-    """Compile-time constants of a codec: angle ``bins``, the ``norm`` format and its largest code (``steps``).
+    """Compile-time constants of a codec: the number of angle ``bins``, the ``norm`` format and its largest code (``steps``).
 
     ``limit`` is the smallest number that a stored range cannot represent, and ``smallest_step`` the smallest normal step. ``rule`` is the
     result of ``rows.norm_rule_limit``.
@@ -52,7 +52,7 @@ class AngleConstants(NamedTuple):
 
 
 def encode(codec: Angle, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``."""
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim // 2))
@@ -92,7 +92,7 @@ def _digit_terms(codec: Angle) -> dict[str, list[Term]]:
 
 @triton.jit
 def angle_and_norm(first: tl.tensor, second: tl.tensor) -> tl.tuple:
-    """Return the angle of (``first``, ``second``), in turns in [0, 1], and the norm; both are 0 for (0, 0)."""
+    """Return the angle of (``first``, ``second``), in turns in [0, 1], and the norm. Both are 0 for (0, 0)."""
     a = tl.abs(first)
     b = tl.abs(second)
     longer = tl.maximum(a, b)
@@ -131,7 +131,7 @@ def _norm_factor(
 def _quantize(
     values: tl.tuple, block: tl.tuple, state: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the bins of all pairs, and the codes of their norms unless these are float32; store the ranges or float32 norms."""
+    """Return the bins of all pairs, and the codes of their norms unless these are float32. Also stores the ranges or float32 norms."""
     SYMBOLS: tl.constexpr = SHAPE.symbols
     DIM: tl.constexpr = SHAPE.dim
     BINS: tl.constexpr = CONSTANTS.bins

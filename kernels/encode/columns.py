@@ -1,7 +1,7 @@
-"""Packing of columns(n, A, F) on the GPU: digits times place values, as matrix products (spec/packing.md, Bit packing).
+"""Packing of columns(n, A, F) on the GPU, by matrix products of digits and place values (spec/packing.md, Bit packing).
 
-A column is a sum of digits times place values. Place values are split into limbs that binary16 represents exactly: of 16 bits if bases are
-powers of two, otherwise of 8 bits. Sums of limbs are integers that float32 represents exactly; they are joined with carries.
+A column is a sum of digits times place values. Place values are split into limbs that binary16 represents exactly. Limbs have 16 bits if
+bases are powers of two, otherwise 8 bits. Sums of limbs are integers that float32 represents exactly; they are joined with carries.
 """
 
 # ruff: noqa: RUF005
@@ -28,17 +28,17 @@ MIN_AXIS = 16
 """Minimum length of an axis of a matrix product."""
 
 WARPS = 2
-"""Warps per program that packs digits; with four, Triton 3.6 uses Hopper's matrix instructions with wrong addresses of digits."""
+"""Warps per program that packs digits. With four, Triton 3.6 uses Hopper's matrix instructions with wrong addresses of digits."""
 
 _PIECE_BITS = 8
 """Maximum bits of a digit per product, so that a digit times a limb is an integer that float32 can represent."""
 
 _EXACT_SUM = {16: 1 << 24, 8: 1 << 22}
-"""Exclusive upper bounds of sums, by bits per limb, so that float32 is exact and two joined limbs fit in 31 bits."""
+"""Exclusive upper bounds of sums, by bits per limb. Below them, float32 is exact and two joined limbs fit in 31 bits."""
 
 
 class DigitBits(NamedTuple):
-    """Some bits of the kernel's digit number ``source``: those in ``mask`` after a right shift by ``shift``."""
+    """Some bits of the kernel's digit number ``source``: the bits in ``mask`` after a right shift by ``shift``."""
 
     source: int
     shift: int
@@ -63,7 +63,7 @@ class Term(NamedTuple):
     """The contribution of one of the kernel's digits to a code stream: ``bits`` bits at bit ``shift``, times ``weight`` place values.
 
     ``source`` is the index of the digit in the kernel, and ``digit`` the packing's digit whose place values it uses. ``symbols`` are the
-    kernel's symbols in the stream's order; empty if the order is the same.
+    kernel's symbols in the stream's order, or empty if the order is the same.
     """
 
     source: int
@@ -85,7 +85,7 @@ class PackingPlan(NamedTuple):
 
 
 def plan_packing(codec: Codec, terms: Mapping[str, Sequence[Term]], symbols: int, device: torch.device) -> PackingPlan | None:
-    """Return the packing plan for kernels with ``symbols`` symbols per token, including padding; None if sums would not be exact."""
+    """Return the packing plan for kernels with ``symbols`` symbols per token, including padding, or None if sums would not be exact."""
     streams: list[StreamPacking] = []
     matrices: list[torch.Tensor] = []
     sums_count = planes = elements = 0
@@ -120,7 +120,7 @@ def _split_term(term: Term) -> list[Term]:
 
 
 def _place_values(packing: Columns, term: Term, symbols: int) -> list[list[int]]:
-    """Return the place value of each of the kernel's ``symbols`` in each column of its tile; 0 if the symbol is not in the column."""
+    """Return the place value of each of the kernel's ``symbols`` in each column of its tile. It is 0 if the symbol is not in the column."""
     width = max(MIN_AXIS, next_power_of_two(packing.width))
     places = [[0] * width for _ in range(symbols)]
     for index, symbol in enumerate(term.symbols or range(min(symbols, packing.symbols))):
@@ -165,7 +165,10 @@ def add_digits(
     SYMBOLS: tl.constexpr,
     STREAMS: tl.constexpr,
 ) -> tl.tuple:
-    """Add ``digits``, int32 ``[token, COUNT]`` each, to ``sums``; they belong to symbols beginning with ``first``, of ``SYMBOLS``."""
+    """Add the digits of symbols ``first`` and later to ``sums``.
+
+    ``digits`` are int32 ``[token, COUNT]`` each, of ``SYMBOLS`` symbols in total.
+    """
     added = ()
     for stream in tl.static_range(len(STREAMS)):
         for limb in tl.static_range(_limbs(STREAMS, stream)):
@@ -198,7 +201,7 @@ def _add_limb(
 
 @triton.jit
 def store_columns(sums: tl.tuple, planes: tl.tuple, row: tl.tensor, valid: tl.tensor, STREAMS: tl.constexpr) -> None:
-    """Write all planes of the rows ``row``, int64 ``[token, 1]``, that are ``valid``; a plane of bytes is passed as uint8."""
+    """Write all planes of the ``valid`` rows ``row``, int64 ``[token, 1]``. A plane of bytes is passed as uint8."""
     for stream in tl.static_range(len(STREAMS)):
         _store_planes(sums, planes, row, valid, constant_at(STREAMS, stream))
 

@@ -1,4 +1,4 @@
-"""Encoding on the GPU, in one pass over the input, for codecs with a kernel; ``formats/`` encodes the others.
+"""Encoding on the GPU in one pass over the input, for codecs with a kernel. ``formats/`` encodes the others.
 
 Kernels support all stored options, and local searches. Other options, and inputs with values that a kernel flags (``rows.flag_unless``),
 are left to ``formats/``, which returns the same streams or raises an error.
@@ -24,7 +24,7 @@ _DTYPES = {"U8": torch.uint8, "U16": torch.uint16, "F16": torch.float16, "F32": 
 
 
 class Encoding(NamedTuple):
-    """A prepared encoding: ``run()`` launches the kernels, and returns False if they do not support the codec's options.
+    """A prepared encoding. ``run()`` launches the kernels, and returns False if they do not support the codec's options.
 
     After the launch, ``streams`` are valid if ``flag``, int32 ``[1]``, is 0.
     """
@@ -56,7 +56,7 @@ def supports_bf16_products(device: torch.device) -> bool:
 def prepare(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> Encoding | None:
-    """Prepare ``encode`` and allocate its streams; return None if there is no kernel for the codec and device, or if ``x`` is empty.
+    """Prepare ``encode`` and allocate its streams. Returns None if the codec or device has no kernel, or if ``x`` is empty.
 
     Streams with one row for all tokens are copied from ``before``, or are 0 without it.
     """

@@ -42,7 +42,7 @@ BLOCK_TOKENS = 32
 ROTATED_CHANNELS = 32
 CHANNELS_ALONG_TOKENS = 64
 BLOCK_CHANNELS = 128
-"""Number of channels that a program encodes at once. After a rotation it is smaller, because the product fills the registers."""
+"""Number of channels that a program encodes at once. It is smaller after a rotation, because the product fills the registers."""
 
 SCALE_TOKENS = 16
 SCALE_HEADS = 4
@@ -57,8 +57,8 @@ class GroupConstants(NamedTuple):
 
     ``middle`` is True if groups have centers. Stream 0 contains pairs (scale, center), int32 or, for 8-bit scales, int16, of shape
     ``[batch, kv_head, token or token group, dim or channel group]``. ``ranged`` and ``token_scale`` are the indices of the streams with the
-    range of 8-bit scales and with token scales (one per head with ``per_head``), and ``products`` is the index of the table that
-    ``_correct_token_scales`` needs; -1 if missing. With ``ranged``, table 0 contains the extremes of scales.
+    range of 8-bit scales and with token scales (one per head with ``per_head``). ``products`` is the index of the table that
+    ``_correct_token_scales`` needs. Missing indices are -1. With ``ranged``, table 0 contains the extremes of scales.
     """
 
     bits: int
@@ -72,7 +72,7 @@ class GroupConstants(NamedTuple):
 
 
 def encode(codec: Group, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``.
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
 
     8-bit scales are only supported for engine pages, because elsewhere they also depend on other tokens.
     """
@@ -249,7 +249,7 @@ def _correct_scales(
 
 @triton.jit
 def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
-    """Round ``value`` to binary16; values that do not fit become zero and set the flag."""
+    """Round ``value`` to binary16. Values that do not fit become zero and set the flag."""
     fits = tl.abs(value) < _HALF_LIMIT
     flag_unless(fits, flag)
     return tl.where(fits, value, 0.0).to(tl.float16)
@@ -257,7 +257,7 @@ def _round_to_half(value: tl.tensor, flag: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _ordered_bits(value: tl.tensor) -> tl.tensor:
-    """Map float32 bits to int32 numbers with the same order as the float values; the function is its own inverse."""
+    """Map float32 bits to int32 numbers with the same order as the float values. The function is its own inverse."""
     return value ^ ((value >> 31) & 0x7FFFFFFF)
 
 
@@ -302,7 +302,7 @@ def _choose_range(extremes: tl.tensor, MIDDLE_STEPS: tl.constexpr, LIMIT: tl.con
 
 @triton.jit
 def _nearest_scale_code(value: tl.tensor, step: tl.tensor, minimum: tl.tensor) -> tl.tuple:
-    """Return the nearest 8-bit codes, int32, and the binary16 values they decode to, as ``formats/scale_range.py`` does."""
+    """Return the nearest 8-bit codes, int32, and the binary16 values that they decode to, as ``formats/scale_range.py`` does."""
     step = step.to(tl.float32)
     minimum = minimum.to(tl.float32)
     code = nearest_integer(
@@ -342,7 +342,7 @@ def _load_reciprocals(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.conste
 
 @triton.jit
 def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the initial ``GroupState``; with 8-bit scales, choose and store their range."""
+    """Return the initial ``GroupState``. With 8-bit scales, their range is chosen and stored."""
     state = _load_reciprocals(block, CONSTANTS, SHAPE)
     chosen = ()
     if CONSTANTS.ranged >= 0:
@@ -385,7 +385,7 @@ class GroupExtents(NamedTuple):
 def _group_extents(
     value: tl.tensor, in_tensor: tl.tensor, block: tl.tuple, state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the ``GroupExtents`` of ``value`` ``[token, channel]``; the mask ``in_tensor`` excludes padding."""
+    """Return the ``GroupExtents`` of ``value`` ``[token, channel]``. The mask ``in_tensor`` excludes padding."""
     AXIS: tl.constexpr = 1 if CONSTANTS.along_tokens else 2
     if SHAPE.scale != 1.0:
         value = value * SHAPE.scale

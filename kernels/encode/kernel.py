@@ -1,6 +1,7 @@
 """The kernel that encodes tokens in one pass, with a ``Quantizer`` per codec.
 
-The kernel loads rows of values, rotates them to the coded frame by a matrix product, lets the quantizer compute digits, and packs these.
+The kernel loads rows of values, rotates them to the coded frame with a matrix product, lets the quantizer compute digits, and packs the
+digits.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -35,8 +36,8 @@ class Output(NamedTuple):
     """The memory to which an encoder writes: a codec's ``streams``, and views of the code ``planes`` that kernels write to.
 
     ``flag``, int32 ``[1]``, is set if ``formats/`` must encode the input instead. With ``origins``, streams and flag belong to the first
-    batch entry. ``errors``, float32 ``[batch, kv_head, token]``, receives the errors of tokens relative to their norms, if it is given and
-    the codec has ``direction_spread``.
+    batch entry. If ``errors``, float32 ``[batch, kv_head, token]``, is given and the codec has ``direction_spread``, the errors of tokens
+    relative to their norms are written to it.
     """
 
     streams: Mapping[str, torch.Tensor]
@@ -53,7 +54,7 @@ def create_output(
     origins: BatchOffsets | None = None,
     errors: torch.Tensor | None = None,
 ) -> Output:
-    """Create the ``Output`` with ``streams`` of ``codec``; a plane of bytes is viewed as uint8."""
+    """Create the ``Output`` with ``streams`` of ``codec``. A plane of bytes is viewed as uint8."""
     planes: list[torch.Tensor] = []
     for name, packing in codec.packings().items():
         words = [streams[f"{name}.{plane}"] for plane in range(len(packing.planes))]
@@ -94,7 +95,7 @@ class EncodeShape(NamedTuple):
     """Compile-time shape of a launch: rows of ``dim`` channels padded to ``padded_dim``, and ``tokens`` tokens per program.
 
     There are ``blocks`` blocks of ``block`` symbols with ``coordinates`` coordinates each; ``symbols`` counts the symbols of all levels.
-    Matrix products split each value into ``parts`` numbers of type ``operand``, and are scaled by ``scale``. Digits are packed to
+    Matrix products split each value into ``parts`` numbers of type ``operand``, and are scaled by ``scale``. Digits are packed into
     ``streams``, which is empty for a quantizer without digits. ``measured`` is True if the errors of tokens are stored.
     """
 
@@ -155,7 +156,7 @@ def encode_rows(
     warps: int = WARPS,
     fusion: bool = True,
 ) -> bool:
-    """Encode ``x`` to ``output`` with ``quantizer``; return False, and do nothing, if the digits of ``codec`` cannot be packed exactly.
+    """Encode ``x`` to ``output`` with ``quantizer``. Returns False, and does nothing, if digits of ``codec`` cannot be packed exactly.
 
     A program encodes ``tokens`` tokens, ``block`` symbols at a time (0 for all ``symbols``), with ``coordinates`` values each. ``padding``
     counts symbols of levels above the first. ``terms(codec)`` is the input of ``plan_packing``, ``stored`` are the streams of scales, and
@@ -209,7 +210,7 @@ def _encode(
     QUANTIZER: tl.constexpr,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Encode ``SHAPE.tokens`` tokens of one head; ``x`` is ``[batch, kv_head, token, dim]`` of any strides.
+    """Encode ``SHAPE.tokens`` tokens of one head. ``x`` is ``[batch, kv_head, token, dim]`` of any strides.
 
     ``matrix`` is the result of ``coordinate_matrices``; if it is None, values are loaded directly, block by block.
     """

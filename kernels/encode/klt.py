@@ -3,7 +3,7 @@
 Widths are run-time data, so that all layers of a model share compiled kernels: one kernel writes a byte per column, and another packs the
 columns of one width.
 
-Basis matrices are float32. For matrix products, they and the values are split into sums of bfloat16 numbers; products below the last bit of
+Basis matrices are float32. For matrix products, matrices and values are split into sums of bfloat16 numbers. Products below the last bit of
 float32 are omitted.
 """
 
@@ -72,7 +72,7 @@ _device_bases: WeakKeyDictionary[BasisRows, dict[tuple[bytes, int | None, int, s
 
 
 def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernels do not support ``codec``.
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
 
     They do not support a basis that is stored in the streams or differs between sequences, or tables that do not ascend. Raises
     MissingBasis, and InvalidParameter for a wrong number of heads or a singular matrix.
@@ -100,7 +100,7 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch.Tensor:
-    """Launch the kernel that computes levels and gains; return the levels, uint8 ``[batch, kv_head, token, column]``, in stream order.
+    """Launch the kernel that computes levels and gains. Returns the levels, uint8 ``[batch, kv_head, token, column]``, in stream order.
 
     Gains are written to ``output``, if the codec stores them.
     """
@@ -121,7 +121,7 @@ def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch
 def cached_basis(
     codec: Klt, source: BasisRows, x: torch.Tensor, make: Callable[[Klt, BasisRows, int], DeviceBasis | None]
 ) -> DeviceBasis | None:
-    """Return ``make`` applied to ``source`` for the padded dim of ``x``, on its device; cached as long as ``source`` lives."""
+    """Return ``make`` applied to ``source`` for the padded dim and device of ``x``. The result is cached as long as ``source`` exists."""
     cached = _device_bases.setdefault(source, {})
     padded_dim = int(input_arguments(x).constants["PADDED_DIM"])
     key = codec.widths, codec.fixed_heads, padded_dim, str(x.device)
@@ -146,7 +146,7 @@ def split_matrix(matrix: torch.Tensor, padded_dim: int) -> torch.Tensor:
 
 
 def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis | None:
-    """Build the ``DeviceBasis`` of ``source``; None unless every table ascends, so that a value's level is its code."""
+    """Build the ``DeviceBasis`` of ``source``. Returns None unless every table ascends, so that a value's level is its code."""
     if len(source.rows) != 1:
         return None
     widths = codec.widths
@@ -287,7 +287,7 @@ def split_rows(rows: tl.tensor, COUNT: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def compute_gain(squares: tl.tensor, products: tl.tensor, decoded: tl.tensor, LARGEST_GAIN: tl.constexpr) -> tl.tensor:
-    """Return each token's gain as ``formats/klt.py`` does, or 1 if no finite gain exists; arguments are weighted sums of products."""
+    """Return each token's gain as ``formats/klt.py`` does, or 1 if no finite gain exists. Arguments are weighted sums of products."""
     is_close = (products > 0) & (squares * decoded <= 2 * products * products)
     numerator = tl.where(is_close, squares, tl.maximum(products, 0.0))
     denominator = tl.where(is_close, products, decoded)

@@ -57,7 +57,7 @@ def encode(codec: Klt, x: torch.Tensor, output: Output) -> bool:
 
 
 def _build_basis(codec: Klt, source: BasisRows, padded_dim: int) -> DeviceBasis | None:
-    """Build the ``DeviceBasis`` of ``source``; None unless every table ascends, so that a value's level is its code."""
+    """Build the ``DeviceBasis`` of ``source``. Returns None unless every table ascends, so that a value's level is its code."""
     heads, tiles = codec.fixed_heads or 1, -(-codec.dim // COLUMNS.value)
     if len(source.rows) != 1:
         return None
@@ -106,7 +106,7 @@ def _pack(
     row_bytes: tl.tensor,
     BLOCK_BYTES: tl.constexpr,
 ) -> None:
-    """Pack ``levels`` ``[batch, head, token, stored]`` to ``BLOCK_BYTES`` bytes of ``codes``, uint8 ``[batch, token, row_bytes]``."""
+    """Pack ``levels`` ``[batch, head, token, stored]`` into ``BLOCK_BYTES`` bytes of ``codes``, uint8 ``[batch, token, row_bytes]``."""
     blocks = tl.cdiv(tokens.to(tl.int64) * row_bytes, BLOCK_BYTES)
     program = tl.program_id(0).to(tl.int64)
     batch = program // blocks

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def largest_magnitudes(x: torch.Tensor, origins: BatchOffsets, per_head: bool) -> torch.Tensor:
     """Return the largest magnitude in each sequence of ``x`` ``[batch, kv_head, token, dim]``, or in each head with ``per_head``.
 
-    The result is float32 ``[batch, kv_head or 1, 1]``; it is NaN wherever a value is NaN.
+    The result is float32 ``[batch, kv_head or 1, 1]``. It is NaN if any of the values is NaN.
     """
     result = torch.zeros(x.shape[0], x.shape[1] if per_head else 1, 1, dtype=torch.int32, device=x.device)
     launch_on_tiles(_largest_kernel, x, origins, result, PER_HEAD=per_head)

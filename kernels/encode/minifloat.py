@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from .kernel import Output
 
 TILE_VALUES = 1 << 12
-"""Number of values in a program's tile of whole tokens; a token's largest value is needed before its first code."""
+"""Number of values in a program's tile. Tiles have whole tokens, because a token's largest value is needed before its first code."""
 
 PER_RUN, PER_TOKEN, E8M0_BLOCKS, E4M3_BLOCKS = (tl.constexpr(number) for number in range(4))
-"""Kinds of scales: for all tokens, per token, e8m0 per block, and e4m3 per block times one for all tokens."""
+"""Kinds of scales: for all tokens, per token, e8m0 per block, and e4m3 per block times one scale for all tokens."""
 
 _HALF_LIMIT = tl.constexpr(HALF_LIMIT)
 
 
 class ElementFormat(NamedTuple):
-    """An element format: ``fraction`` bits, exponent ``bias``, number of ``finite`` codes without the sign, and total ``bits``."""
+    """An element format: ``fraction`` bits, exponent ``bias``, number of ``finite`` codes without the sign, and total number of ``bits``.
+    """
 
     fraction: int
     bias: int
@@ -44,12 +45,12 @@ class ElementFormat(NamedTuple):
 
 
 class MinifloatConstants(NamedTuple):
-    """Compile-time constants of a codec: the element ``form``, its ``largest`` value, that value's exponent ``emax``, and its
-    ``exponent_carry``.
+    """Compile-time constants of a codec: the element ``form``, its ``largest`` value with exponent ``emax``, and its ``exponent_carry``.
 
     ``kind`` is the kind of scales. Each scale covers ``size`` channels; a token has ``blocks`` scales, which are binary16 if ``half``.
-    ``scale_form`` is e4m3. Run scales make the largest quotient ``most``, and are per head with ``per_head``. Streams are scales and, for
-    ``E4M3_BLOCKS``, run scales. If ``chosen``, run scales are computed from the magnitudes in table 0, float32 ``[batch, kv_head or 1]``.
+    ``scale_form`` is e4m3. Run scales are chosen so that the largest quotient is ``most``; with ``per_head``, each head has its own.
+    Streams are scales and, for ``E4M3_BLOCKS``, run scales. If ``chosen``, run scales are computed from the magnitudes in table 0, float32
+    ``[batch, kv_head or 1]``.
     """
 
     form: ElementFormat
@@ -67,7 +68,7 @@ class MinifloatConstants(NamedTuple):
 
 
 def encode(codec: Minifloat, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``.
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
 
     Except in engine pages, ``output`` must contain the run scale of the preceding tokens, or 0 if there are none.
     """

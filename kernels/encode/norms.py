@@ -31,7 +31,7 @@ _SMALLEST_SQUARE, _LARGEST_SQUARE = tl.constexpr(MIN_SQUARE), tl.constexpr(MAX_S
 
 
 class NormConstants(NamedTuple):
-    """Compile-time constants for norms: the smallest norm that does not fit (``limit``), and ``rule`` (``rows.norm_rule_limit``).
+    """Compile-time constants for norms: ``limit`` is the smallest norm that does not fit, and ``rule`` is from ``rows.norm_rule_limit``.
 
     ``log8`` is the index of the table that ``store_norms`` needs for norms stored as bytes, or -1.
     """

@@ -1,7 +1,7 @@
 """Encoder of codec octahedral on the GPU (spec/codecs/octahedral.md), tested against ``formats/octahedral.py``.
 
-Triplets are three tiles of coordinates, computed directly by the rotation. The nearest direction is the best of the four whose coordinates
-enclose the triplet's, which is also the result of the local searches in ``formats/octahedral_search.py``.
+Triplets are three tiles of coordinates, which the rotation computes directly. The nearest direction is the best of the four whose
+coordinates enclose the triplet's, which is also the result of the local searches in ``formats/octahedral_search.py``.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -37,7 +37,7 @@ _MAX_LEVELS = 64
 class OctahedralConstants(NamedTuple):
     """Compile-time constants of a codec: ``levels`` per coordinate, and ``norm_levels`` for the norms of ``triplets`` triplets.
 
-    Tables are the bounds and entries of both. If ``nearest``, each coordinate is rounded separately. If ``length``, norms are those of
+    Tables are the bounds and entries of both. With ``nearest``, each coordinate is rounded separately. With ``length``, norms are those of
     triplets instead of their projections.
     """
 
@@ -50,7 +50,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def encode(codec: Octahedral, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``."""
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
     levels = 1 << codec.b_dir - 1
     if codec.rounding == "full" or (codec.rounding == "local3x3" and levels > _MAX_LEVELS):
         return False

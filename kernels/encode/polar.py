@@ -49,7 +49,7 @@ class PolarConstants(NamedTuple):
 
 
 def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``.
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported.
 
     It does not support levels with an odd number of radii, or head dims above ``MAX_PRODUCTS``.
     """
@@ -110,7 +110,7 @@ def _angle_bounds(tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
 
 @cache_per_device
 def level_directions(bits: int, tables: tuple[tuple[bytes, ...], ...]) -> torch.Tensor:
-    """Return (cos, sin) of all angles of all levels, ``[level, MAX_ANGLES, 2]``; the first level's angles are its bin centers."""
+    """Return (cos, sin) of all angles of all levels, ``[level, MAX_ANGLES, 2]``. The angles of the first level are its bin centers."""
     directions = torch.zeros(len(tables) + 1, MAX_ANGLES, 2, dtype=torch.float32)
     levels = [uniform_directions(1 << bits, "cpu"), *(angle_directions(table, "cpu") for (table,) in tables)]
     for row, level in zip(directions, levels, strict=True):
@@ -126,9 +126,9 @@ def _tile_width(pairs: int) -> int:
 
 @triton.jit
 def _prevent_recomputation(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tensor:
-    """Return ``values`` through opaque PTX, so that the compiler does not recompute them for every layout in which they are used.
+    """Pass ``values`` through opaque PTX, so that the compiler does not recompute them for every layout in which they are used.
 
-    Otherwise, each level would double the work.
+    Without this, each level would double the work.
     """
     if COMPILED:
         values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=1)
@@ -137,7 +137,7 @@ def _prevent_recomputation(values: tl.tensor, COMPILED: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _widen_tile(codes: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile; if it is wider, only the first of every few columns has a code."""
+    """Reshape flat ``codes`` of ``PAIRS`` pairs per token to a tile. If it is wider, only the first of every few columns has a code."""
     WIDTH: tl.constexpr = _tile_width(PAIRS)
     TIMES: tl.constexpr = WIDTH // PAIRS
     if TIMES > 1:

@@ -32,7 +32,7 @@ TILE_CHUNKS = 1 << 10
 
 SMALLEST_RADIUS = 2.0**-40
 LARGEST_RADIUS = 2.0**60
-"""Range of a token's largest radius in which float32 is accurate; other tokens are left to ``formats/``."""
+"""Range of a token's largest radius in which float32 is accurate. ``formats/`` encodes tokens outside it."""
 
 _UNITS, _SMALLEST, _LARGEST = tl.constexpr(UNITS), tl.constexpr(SMALLEST_RADIUS), tl.constexpr(LARGEST_RADIUS)
 
@@ -40,7 +40,7 @@ _UNITS, _SMALLEST, _LARGEST = tl.constexpr(UNITS), tl.constexpr(SMALLEST_RADIUS)
 class QuaternionConstants(NamedTuple):
     """Compile-time constants of a codec: the largest radius code (``steps``), and the smallest scale that does not fit (``limit``).
 
-    ``rule`` is the result of ``rows.norm_rule_limit``. Tables are the secondary quaternions ``[count, 4]``, and their number.
+    ``rule`` is the result of ``rows.norm_rule_limit``. The tables are the secondary quaternions ``[count, 4]``, and their number.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class QuaternionConstants(NamedTuple):
 
 
 def encode(codec: Quaternion, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``."""
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
     if codec.dim > MAX_PRODUCTS:
         return False
     symbols = max(MIN_AXIS, next_power_of_two(-(-codec.dim // 4)))
@@ -92,7 +92,7 @@ def _rotate_by_conjugate(
 
 @triton.jit
 def _sign_bit(value: tl.tensor) -> tl.tensor:
-    """Return the sign bit of a float32 value: 1 if it is negative or -0, else 0."""
+    """Return the sign bit of a float32 value: 1 if it is negative or -0, otherwise 0."""
     return value.to(tl.int32, bitcast=True) >> 31 & 1
 
 

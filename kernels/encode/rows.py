@@ -1,8 +1,8 @@
 """Helpers that encoders share: rows of values, their rotation as a matrix product, norms, levels and rounding.
 
-A rotation's signs are exact in every input dtype, so a product is as accurate as the sum of its values. If a kernel cannot encode a row as
-``formats/`` would, it sets a flag, and all tokens are encoded by ``formats/`` instead: because values are not finite, do not fit the stored
-dtype, or have squares outside the range of float32.
+A rotation's signs are exact in every input dtype, so a product is as accurate as the sum of its values. A kernel sets a flag if it cannot
+encode a row as ``formats/`` would: if values are not finite, do not fit the stored dtype, or have squares outside the range of float32. All
+tokens are then encoded by ``formats/``.
 """
 
 # mypy: disable-error-code="assignment, untyped-decorator"
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from kvpack.formats.rotation import Rotation
 
 MAX_ROW_BYTES = 1024
-"""Maximum size of a token's row of values at which a tile of rows fits in shared memory."""
+"""Maximum row size, in bytes, at which a tile of rows fits in shared memory."""
 
 MAX_PRODUCTS = 256
 """Maximum head dim for which one program computes all coordinates of a row at once. Larger head dims are processed in blocks."""
 
 MIN_SQUARE = 2.0**-80
 MAX_SQUARE = 2.0**80
-"""Range of squared norms in which float32 is accurate; other tokens are left to ``formats/``."""
+"""Range of squared norms in which float32 is accurate. ``formats/`` encodes tokens outside it."""
 
 TILE_VALUES = 1 << 12
 """Number of values in a tile of ``launch_on_tiles``."""
 TILE_WARPS = 4
 
 STREAM_ALIGNMENT = 16
-"""Number of bytes that divides the stream offsets of all ``BatchOffsets``."""
+"""Divisor, in bytes, of the stream offsets of all ``BatchOffsets``."""
 
 _STREAM_ALIGNMENT = tl.constexpr(STREAM_ALIGNMENT)
 
@@ -52,14 +52,14 @@ _PARTS = 3
 
 
 def block_tokens(x: torch.Tensor, limit: int) -> int:
-    """Return the number of tokens per tile of rows of ``x``: ``limit``, or half for long rows, which would fill the registers."""
+    """Return the number of tokens per tile of rows of ``x``: ``limit``, or half of it for long rows, which would fill the registers."""
     return limit if x.shape[3] <= MAX_PRODUCTS else max(MIN_AXIS, limit // 2)
 
 
 def launch_on_tiles(kernel: Any, x: torch.Tensor, origins: BatchOffsets, *arguments: Any, **constants: Any) -> None:
-    """Launch ``kernel`` with one program per tile of the values ``x`` ``[batch, kv_head, token, dim]``, which begin at ``origins``.
+    """Launch ``kernel`` with one program per tile of the values ``x`` ``[batch, kv_head, token, dim]``, located at ``origins``.
 
-    They may have any strides.
+    The values may have any strides.
     """
     batch, heads, tokens, dim = x.shape
     channels = next_power_of_two(dim)
@@ -78,7 +78,7 @@ class InputArguments(NamedTuple):
 
 
 class BatchOffsets(NamedTuple):
-    """Offsets of batch entries that are anywhere in memory, such as an inference engine's pages.
+    """Offsets of batch entries that are scattered in memory, such as an inference engine's pages.
 
     ``table`` is int64 ``[batch, 3]``: an element offset from the first input, a byte offset from the first entry's streams, and the index
     of the entry's flag. ``aligned`` is a power of two, at most 16, that divides all inputs' byte offsets; stream offsets are multiples of
@@ -90,7 +90,7 @@ class BatchOffsets(NamedTuple):
 
 
 def operand_type(x: torch.Tensor) -> Any:
-    """Return the Triton type in which rows of ``x`` are multiplied; the interpreter cannot multiply bfloat16."""
+    """Return the Triton type in which rows of ``x`` are multiplied. The interpreter cannot multiply bfloat16."""
     return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
 
 
@@ -111,7 +111,7 @@ def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> Inp
 
 
 def coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int, x: torch.Tensor) -> torch.Tensor:
-    """Return the matrices that map rows of ``x`` to the first coordinate of every ``count`` channels, to the second coordinate, and so on.
+    """Return the matrices that map rows of ``x`` to the first, second, and further coordinates of every group of ``count`` channels.
 
     They are ``[blocks, count, padded dim, block]`` for ``symbols`` symbols in blocks. Entries are +1, -1 or 0: the rotation times
     sqrt(dim), or the identity if there is no rotation.
@@ -139,12 +139,12 @@ def table_values(table: bytes) -> torch.Tensor:
 
 @cache_per_device
 def table_bounds(table: bytes) -> torch.Tensor:
-    """Return the midpoints between neighbors of a table with values in [0, 1], and one larger bound, because tensors must not be empty."""
+    """Return the midpoints between neighbors of a table with values in [0, 1], and a larger bound, because tensors must not be empty."""
     return torch.tensor([*midpoints(table), 2.0], dtype=torch.float32)
 
 
 def rotation_scale(rotation: Rotation) -> float:
-    """Return the factor that products with ``coordinate_matrices`` still need."""
+    """Return the factor by which products with ``coordinate_matrices`` must still be multiplied."""
     return 1.0 if rotation.kind == "none" else 1.0 / math.sqrt(rotation.dim)
 
 
@@ -164,7 +164,7 @@ def norm_rule_limit(norm_rule: str, dtype: str) -> float:
 
 
 class EntryOffsets(NamedTuple):
-    """Offsets of one batch entry: of its input in values, of its streams in bytes, and of its flag."""
+    """Offsets of one batch entry: of its input (in values), of its streams (in bytes), and of its flag."""
 
     input: Any
     streams: Any
@@ -173,7 +173,7 @@ class EntryOffsets(NamedTuple):
 
 @triton.jit
 def load_origin(origins: tl.tensor, batch: tl.tensor, ALIGNED: tl.constexpr) -> tl.tuple:
-    """Load the ``EntryOffsets`` of a batch entry; input offsets are multiples of ``ALIGNED`` values."""
+    """Load the ``EntryOffsets`` of a batch entry. Input offsets are multiples of ``ALIGNED`` values."""
     row = origins + batch * 3
     return EntryOffsets(tl.multiple_of(tl.load(row), ALIGNED), tl.load(row + 1), tl.load(row + 2))
 
@@ -209,7 +209,8 @@ def load_rows(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``; 0 for tokens that are not ``valid`` and for padding."""
+    """Load the values of ``token`` in their stored dtype, ``[token, PADDED_DIM]``, or 0 for tokens that are not ``valid`` and for padding.
+    """
     channel = tl.arange(0, PADDED_DIM)[None, :]
     row = x + batch * batch_stride + head * head_stride
     return tl.load(row + token * token_stride + channel.to(tl.int64) * channel_stride, valid & (channel < DIM), 0.0)
@@ -248,7 +249,7 @@ def flag_unless(ok: tl.tensor, flag: tl.tensor) -> None:
 
 @triton.jit
 def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr) -> tl.tensor:
-    """Return the norm of each row, float32 ``[token, 1]``; set the flag if a norm is not below ``LIMIT``, or its square is out of range.
+    """Return the norm of each row, float32 ``[token, 1]``. Sets the flag if a norm is not below ``LIMIT`` or its square is out of range.
 
     Rows of zeros are allowed; NaN is not.
     """
@@ -265,7 +266,7 @@ def compute_norms(rows: tl.tensor, flag: tl.tensor, LIMIT: tl.constexpr, SMALLES
 def store_norms(
     norms: tl.tensor, norm: tl.tensor, row: tl.tensor, valid: tl.tensor, log8_bounds: tl.tensor | None, LIMIT: tl.constexpr
 ) -> None:
-    """Store one norm per row; norms that do not fit, which are flagged already, are stored as 0.
+    """Store one norm per row. Norms that do not fit have already been flagged, and are stored as 0.
 
     With ``log8_bounds``, a norm is stored as a byte: the number of bounds that do not exceed it.
     """
@@ -302,7 +303,7 @@ def store_errors(
 
 @triton.jit
 def look_up_entry(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return the entries of ``table``, which has ``LEVELS`` entries, for all levels; small tables are compared entry by entry."""
+    """Return the entry of ``table``, which has ``LEVELS`` entries, for each level. Small tables are compared entry by entry."""
     if LEVELS <= 16:
         entry = tl.zeros(level.shape, tl.float32) + tl.load(table)
         for index in tl.static_range(1, LEVELS):
@@ -316,8 +317,8 @@ def look_up_entry(level: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> t
 def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
     """Return the number of ascending ``bounds`` below each value, int32.
 
-    There are ``LEVELS`` - 1 bounds; ``LEVELS`` is a power of two, at most 256. A few bounds are compared one by one, because a lookup
-    converts the tile's layout, which costs as much as several comparisons.
+    There are ``LEVELS`` - 1 bounds; ``LEVELS`` is a power of two, at most 256. If there are few bounds, they are compared one by one,
+    because a lookup converts the tile's layout, which costs as much as several comparisons.
     """
     level = tl.zeros(values.shape, tl.int32)
     if LEVELS <= 16:
@@ -333,7 +334,8 @@ def find_level(values: tl.tensor, bounds: tl.tensor, LEVELS: tl.constexpr) -> tl
 
 @triton.jit
 def enclosing_levels(values: tl.tensor, table: tl.tensor, LEVELS: tl.constexpr) -> tl.tuple:
-    """Return two neighbors in an ascending table that enclose each value, clamped at the ends, preceded by the lower one's index."""
+    """Return the two neighbors in an ascending table that enclose each value, clamped at the ends, preceded by the index of the lower one.
+    """
     if LEVELS <= 16:
         level = tl.zeros(values.shape, tl.int32)
         lower = tl.zeros(values.shape, tl.float32) + tl.load(table)

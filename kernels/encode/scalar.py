@@ -31,7 +31,7 @@ _SCALES, _COUNT = tl.constexpr(SCALES), tl.constexpr(len(SCALES))
 
 
 class ScalarConstants(NamedTuple):
-    """Compile-time constants of a codec: the number of magnitude levels of each width; ``high_levels`` is 0 without a second width.
+    """Compile-time constants of a codec: the number of magnitude levels of each width. ``high_levels`` is 0 if there is no second width.
 
     Tables are the bounds and the magnitudes of each width, and a mask of the channels with the second width.
     """
@@ -56,7 +56,7 @@ class ScaledState(NamedTuple):
 
 
 def encode(codec: Scalar, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, if the kernel does not support ``codec``."""
+    """Encode ``x`` to ``output``. Returns False, and does nothing, if ``codec`` is not supported."""
     symbols = max(MIN_AXIS, next_power_of_two(codec.dim))
     tables = [table_bounds(codec.magnitude_table, x.device), table_values(codec.magnitude_table, x.device)]
     if codec.bits_high:
@@ -103,7 +103,7 @@ def _quantize(
 def _encode_magnitudes(
     value: tl.tensor, magnitude: tl.tensor, block: tl.tuple, number: tl.tensor, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr
 ) -> tl.tuple:
-    """Return the codes of ``_quantize`` for values with these magnitudes within a unit vector, and the magnitudes that they decode to."""
+    """Return the codes for values with these magnitudes in a unit vector, as in ``_quantize``, and the magnitudes that they decode to."""
     LEVELS: tl.constexpr = CONSTANTS.levels
     HIGH_LEVELS: tl.constexpr = CONSTANTS.high_levels
     BLOCK: tl.constexpr = SHAPE.block
@@ -147,7 +147,7 @@ def _measure(
 
 @triton.jit
 def _decide(state: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.tuple:
-    """Return the state with the scale of the smallest angle, and its sums over decoded values; the first one wins ties."""
+    """Return the state with the scale that yields the smallest angle, and its sums over decoded values. The first scale wins ties."""
     numbers = tl.arange(0, _COUNT)[None, :]
     scales = tl.zeros_like(state.product) + _SCALES[0]
     for number in tl.static_range(1, _COUNT):

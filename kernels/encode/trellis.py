@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 ROWS = 1 << 16
 """Maximum number of rows that are searched in one launch."""
 WARPS = 1
-"""Warps per program; a single warp does not need barriers, and the costs of 1,024 states fit in its registers."""
+"""Warps per program. A single warp does not need barriers, and the costs of 1,024 states fit in its registers."""
 PROGRAMS_PER_CORE = 32
 BACK_BYTES = 1 << 27
-"""Maximum memory for back-pointers of all programs: a byte per channel and set of states that share their remaining symbols."""
+"""Maximum memory for the back-pointers of all programs. There is one byte per channel and per set of states that share remaining symbols.
+"""
 
 
 def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
-    """Encode ``x`` to ``output``; return False, and do nothing, for engine pages.
+    """Encode ``x`` to ``output``. Returns False, and does nothing, for engine pages.
 
     Raises OutOfRange for norms that the codec cannot store.
     """
@@ -48,7 +49,7 @@ def encode(codec: Trellis, x: torch.Tensor, output: Output) -> bool:
 def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the windows of the nearest path, as ``formats.trellis.nearest_path`` does.
 
-    ``x`` is float32 ``[row, dim]``; the result is int32 ``[row, dim]``.
+    ``x`` is float32 ``[row, dim]``, and the result is int32 ``[row, dim]``.
     """
     rows, dim = x.shape
     windows = torch.empty(rows, dim, dtype=torch.int32, device=x.device)
@@ -155,6 +156,6 @@ def _search(
 
 @triton.jit
 def _step_back(back: tl.tensor, channel: tl.tensor, state: tl.tensor, KEPT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
-    """Return the window that precedes ``state``, the window of ``channel``, on the best path."""
+    """Return the window that precedes the window ``state`` of ``channel`` on the best path."""
     low = state & (KEPT - 1)
     return (low << BITS) | tl.load(back + channel * KEPT + low).to(tl.int32)

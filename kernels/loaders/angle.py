@@ -34,7 +34,7 @@ VALUES = 2
 
 
 class AngleConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: bits per bin and per norm code; ``log`` is True if norms are logarithms.
+    """Compile-time constants of a codec and its tiles: bits per bin and per norm code. ``log`` is True if norms are logarithms.
 
     The range is stream number ``range_place``, and element ``range_place`` of the result of ``load``.
     """
@@ -100,7 +100,7 @@ def load(
 def load_range(
     pointer: tl.tensor, first: tl.tensor, token: tl.tensor, valid: tl.tensor, CONSTANTS: tl.constexpr, MASKED: tl.constexpr
 ) -> tl.tuple:
-    """Load the range (step, minimum) of each token, int32 ``[warp, token]``: two binary16 in one, or two float32."""
+    """Load the range (step, minimum) of each token, int32 ``[warp, token]``: both binary16 numbers in one int32, or two float32 numbers."""
     words = ()
     for word in tl.static_range(2 - CONSTANTS.half_range):
         words = words + (load_per_token(pointer, first, token, valid, 2 - CONSTANTS.half_range, word, MASKED),)
@@ -151,7 +151,7 @@ def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.
 
 @triton.jit
 def range_factor(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the divisor of a token's norms: a power of two, or the largest possible norm if norms are logarithms.
+    """Return the divisor of each token's norms: a power of two, or the largest possible norm if norms are logarithms.
 
     ``words`` are the tokens' ranges.
     """
@@ -193,7 +193,7 @@ def norm_affine(words: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tuple:
 def _norm_affine_ptx(bits: int) -> str:
     """Return PTX for ``norm_affine`` of two binary16 ranges.
 
-    It computes exponents like ``_divisor_exponent``, but in place, where they compare like binary16 numbers.
+    It computes exponents like ``_divisor_exponent``, but without moving them, because exponent fields compare like binary16 numbers.
     """
     middle = binary16_bits(middle_norm_code(bits))
     return f"""{{ .reg .b32 step, minimum, high, low, bound;

@@ -1,7 +1,7 @@
 """Dual tile loader of codec angle in the dense arrangement (spec/codecs/angle.md), for tokens whose bins are rows of four words.
 
-Tiles contain the words of two neighboring tokens, which are contiguous. The words are replicated side by side in registers, and the copies
-show two fields; norm codes are loaded in the same column order.
+Tiles contain the words of two neighboring tokens, which are contiguous. The words are replicated side by side in registers, and each copy
+is shifted to a different field. Norm codes are loaded in the same column order.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from kvpack.formats.angle import Angle
 
 INTERLEAVE = DUAL_ROW_WORDS // 2
-"""Number of words per row of bins, and number of one token's neighboring columns before those of the other token."""
+"""Half of the words per row: columns of the two tokens alternate in groups of this size."""
 
 MAX_SLICES = 2
-"""Maximum number of slices in which a row of norm codes is loaded; more would load the same memory too often."""
+"""Maximum number of slices in which a row of norm codes is loaded. With more, the same memory would be loaded too often."""
 
 
 class NormSlices(NamedTuple):
-    """Layout of norm codes: rows of ``width`` words, loaded as ``count`` tiles that each have the columns of bins."""
+    """Layout of norm codes: rows of ``width`` words, loaded as ``count`` tiles. Each tile has the columns of the bins."""
 
     stream: int
     width: int
@@ -43,7 +43,7 @@ class NormSlices(NamedTuple):
 
 
 class AngleDualConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles; element ``range_place`` of the result of ``load`` is the range."""
+    """Compile-time constants of a codec and its tiles. Element ``range_place`` of the result of ``load`` is the range."""
 
     bins: ReplicatedPacking
     norms: NormSlices
@@ -164,7 +164,7 @@ def _load_bins(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:
-    """Load one plane of the bins of two tokens as an int16 tile; a plane of bytes is repeated."""
+    """Load one plane of the bins of two tokens as an int16 tile. A plane of bytes is repeated."""
     if SECOND_OFFSET == 1 and ROW == WIDTH and not MASKED:
         # The row of the second token follows that of the first in memory.
         words = load_columns(pointer, first, token, valid, column, column, ROW, 0, True, MASKED, TRANSPOSED)
@@ -199,7 +199,7 @@ def decode(
 
 @triton.jit
 def _spread_to_columns(value: tl.tensor, BINS: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tensor:
-    """Spread ``value`` ``[warp, token, 2]``, one number for each of two tokens, over the columns of a tile."""
+    """Spread ``value`` ``[warp, token, 2]``, one number for each of the two tokens, over the columns of a tile."""
     if TRANSPOSED:
         value = tl.permute(value, (0, 2, 1))
     return tile_copies(repeat_columns(value, BINS.width, TRANSPOSED), BINS.copies, TRANSPOSED)

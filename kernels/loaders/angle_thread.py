@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AngleThreadConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows; element ``range_place`` of the result of ``load`` is the range."""
+    """Compile-time constants of a codec and its rows. Element ``range_place`` of the result of ``load`` is the range."""
 
     rows: tuple[int, ...]
     bins: RowPacking

@@ -1,6 +1,6 @@
-"""Tile loader of codec group (spec/codecs/group.md): one affine step per bit field.
+"""Tile loader of codec group (spec/codecs/group.md), with one affine step per bit field.
 
-In this file, a *scale* is a 32-bit element of the stream of scales: the binary16 scale and center of one group.
+In this file, a *scale* is a 32-bit element of the stream of scales, which contains the binary16 scale and center of one group.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
     from kvpack.formats.group import Group
 
 MIN_TOKENS, MAX_TOKENS = 16, 64
-"""Minimum and maximum number of tokens in a warp's tile; tokens with at least ``MIN_MANY_SCALES`` scales need small tiles."""
+"""Minimum and maximum number of tokens in a warp's tile. Tokens with at least ``MIN_MANY_SCALES`` scales need small tiles."""
 
 MIN_MANY_SCALES = 32
 """Number of scales per token at which tiles get the minimum number of tokens."""
 
 MAX_SCALES_PER_LOAD = 8
-"""Maximum number of one token's scales per load, unless a step needs more."""
+"""Maximum number of scales of one token per load, unless a step needs more."""
 
 ALONG_TOKENS, ALONG_CHANNELS, WITHIN_FIELDS, PER_VALUE = (tl.constexpr(number) for number in range(4))
-"""Kinds of scales in a tile: one per column, one per token, one per few neighboring columns of a token, or one per value."""
+"""Kinds of scales in a tile: one per column, one per token, one per group of neighboring columns of a token, or one per value."""
 
 
 class GroupConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
     A row of the scale stream has ``scales_per_row`` scales. ``kind`` is the kind of scales that a tile needs, and ``whole_rows`` is True if
-    rows are loaded whole. A step makes one tile with ``fields_per_tile`` fields of ``bits`` bits, ``field_stride`` fields apart, in
+    rows are loaded whole. A step produces one tile with ``fields_per_tile`` fields of ``bits`` bits, ``field_stride`` fields apart, in
     ``span`` columns.
     """
 
@@ -75,7 +75,7 @@ class GroupConstants(NamedTuple):
 
 
 def tiles(codec: Group, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec``, or None if its fields are not bit fields in at most two words; ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec``, or None if its codes are not bit fields in at most two words. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["codes"]
     if not has_whole_word_tiles(packing):
         return None
@@ -235,8 +235,8 @@ def _load_scale_rows(
 ) -> tl.tuple:
     """Load whole rows of scales, and return the scales of each step.
 
-    They are ``[warp, column]`` if a warp's tokens share a row, else ``[warp, token]`` or ``[warp, token, scale]``, or transposed
-    ``[warp, scale, token]``.
+    They are ``[warp, column]`` if a warp's tokens share a row. Otherwise they are ``[warp, token]``, or ``[warp, token, scale]`` or its
+    transpose ``[warp, scale, token]``.
     """
     SIZE: tl.constexpr = CONSTANTS.size
     SCALES: tl.constexpr = CONSTANTS.scales_per_row

@@ -1,4 +1,4 @@
-"""Page means of keys in attention tiles (sidecar key_mean, spec/side-cars.md): a page's tokens share one product of query and mean.
+"""Page means of keys in attention tiles (sidecar key_mean, spec/side-cars.md). All tokens of a page share one product of query and mean.
 
 ``attend.means`` computes these products before a program's first tile; a tile only adds them to its scores.
 """
@@ -47,11 +47,11 @@ def load_products(
     TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Load the product of each query row and each token's page mean, float32 ``[warp, token, row]``; ``[warp, 1, row]`` for whole pages.
+    """Load the product of each query row and each token's page mean, float32 ``[warp, token, row]``, or ``[warp, 1, row]`` for whole pages.
 
-    ``products`` are pointers ``[1, 1, row]`` to the products of page 0, the program's first; its ``pages`` pages are ``stride`` products
-    apart. ``first`` is the token of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is number
-    ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be after the last one.
+    ``products`` are pointers ``[1, 1, row]`` to the products of page 0, the first of the program's ``pages`` pages, which are ``stride``
+    products apart. ``first`` is the token of the first warp's first tile, counted from page 0. Warps have ``TILES`` tiles, of which this is
+    number ``TILE``. ``second`` is as in ``Queries``. With ``MASKED``, some tokens may be after the last one.
     """
     SPAN: tl.constexpr = 2 * TOKENS if DUAL else TOKENS
     token = first + TILE * SPAN + tl.arange(0, WARPS)[:, None, None] * (TILES * SPAN)

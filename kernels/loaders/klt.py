@@ -1,8 +1,8 @@
 """Tile loader of codec klt (spec/codecs/klt.md): columns of a calibrated basis, each decoded by the table of its run and head.
 
 Rows are short and have codes of many widths, so a row is loaded into 32-bit registers per token (``row_registers``). Columns of a tile
-differ in the bytes that contain their codes and in the bit where these begin; per-column constants, loaded once per program, describe this.
-A 1-bit code selects one of two entries; other codes are looked up in shared memory.
+differ in the bytes that contain their codes, and in the bits at which codes begin. Per-column constants, loaded once per program, contain
+these positions. A 1-bit code selects one of two entries; other codes are looked up in shared memory.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -48,13 +48,13 @@ MAX_TRUSTED_VALUE = 2.0**15
 """Largest table entry, and longest row of the scaled matrix, for which binary16 tiles are accurate enough."""
 
 MAX_TABLE_POWER = 8
-"""Maximum power of two by which tables are multiplied and queries divided."""
+"""Maximum exponent of the power of two by which tables are multiplied and queries divided."""
 
 
 class KltConstants(NamedTuple):
     """Compile-time constants of a codec: the ``loads`` per row, the ``registers`` that they fill, and the tiles.
 
-    A head's table has ``entries`` entries, followed by ``columns`` per-column constants, and 0 and 16 in turn for
+    A head's table has ``entries`` entries, followed by ``columns`` per-column constants, and by alternating 0 and 16 for
     ``row_registers.load_parities``. Gains are stream number ``gain_stream``, or missing if it is -1.
     """
 
@@ -67,7 +67,7 @@ class KltConstants(NamedTuple):
 
 
 def table_unit(codec: Klt) -> float:
-    """Return the power of two that divides the matrix and multiplies the tables, so that queries in the coded frame are at most about 1."""
+    """Return the power of two that divides the matrix and multiplies the tables. It limits queries in the coded frame to about 1."""
     matrix = _source(codec).matrix[:, :, _coded_columns(codec)]
     exponent = int(torch.frexp(matrix.norm(dim=-1).max()).exponent)
     return float(2.0 ** min(max(exponent, -MAX_TABLE_POWER), MAX_TABLE_POWER))
@@ -90,7 +90,7 @@ def tiles(codec: Klt) -> Tiles | None:
 
 
 def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Tiles:
-    """Return the loader of keys or values; ``tables`` are ``[head, code]``, by run."""
+    """Return the loader of keys or values. ``tables`` are ``[head, code]``, by run."""
     row = RowPlan()
     plan = Plan(tables, keys, row.registers)
     for (name, packing), columns in zip(codec.packings().items(), columns_by_width(codec.widths, codec.dim).values(), strict=True):
@@ -138,7 +138,8 @@ def _coded_columns(codec: Klt) -> list[int]:
 def load_columns(table: tl.tensor, rows: tl.tuple, CONSTANTS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
     """Load the per-column constants that follow a head's table entries, int32 ``[1, column]`` each.
 
-    Returns those of all columns, those of every second column, and the result of ``load_parities`` for all tokens and for the first one.
+    Returns the constants of all columns, those of every second column, and the result of ``load_parities`` for all tokens and for the first
+    one.
     """
     LOADS: tl.constexpr = CONSTANTS.loads
     COUNT: tl.constexpr = CONSTANTS.columns
@@ -215,9 +216,10 @@ def _as_stored_register(register: Register, tile: Tile) -> Register:
 
 @triton.jit
 def _select_half(lower: tl.tensor, upper: tl.tensor, loaded: tl.tuple, constants: tl.tuple, TILE: tl.constexpr) -> tl.tensor:
-    """Select ``lower`` for tokens in the lower half of their word, else ``upper``: from ``[1, column, 1]`` to ``[1, column, token]``.
+    """Select ``lower`` for tokens in the lower half of their word and ``upper`` for others.
 
-    Each register has a pair of tokens, so this takes at most two selections per column.
+    Turns ``[1, column, 1]`` into ``[1, column, token]``. Each register has a pair of tokens, so this takes at most two selections per
+    column.
     """
     COUNT: tl.constexpr = lower.shape[1]
     PAIRS_OF_TOKENS: tl.constexpr = loaded[0].shape[1] // 2
@@ -292,7 +294,8 @@ def _look_up_pairs(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tensor:
-    """Return table entries ``[warp, token, column]``, looked up for two columns at a time whose codes are neighboring fields of a word."""
+    """Look up the codes of two columns at a time, which are neighboring fields of a word. Returns table entries ``[warp, token, column]``.
+    """
     STRIDE: tl.constexpr = entry_stride(SHARED, FAST)
     word, position, first = _load_codes(loaded, constants, TILE, REGISTERS, STRIDE, COLUMNS // 2, False, FAST)
     if STRIDE:
@@ -320,13 +323,13 @@ def _look_up_pairs(
 
 @triton.constexpr_function
 def entry_stride(shared: SharedTable, fast: bool) -> int:
-    """Return log2 of the bytes per table entry in shared memory, including its copies; 0 if tables are not in shared memory."""
+    """Return log2 of the number of bytes per table entry in shared memory, including copies, or 0 if tables are not in shared memory."""
     return (4 * shared.copies).bit_length() - 1 if fast and shared.copies else 0
 
 
 @triton.constexpr_function
 def _uses_multiplication(tile: Tile, stride: int) -> bool:
-    """Return True if codes can be moved by multiplication, because none begins above its target position; this relieves the shift units."""
+    """Return True if codes can be moved by multiplication, which relieves the shift units. No code may begin above its target position."""
     return stride >= 7 and len(tile.selectors) > 0 and tile.kind != LOOK_UP_TWO.value
 
 
@@ -343,7 +346,8 @@ def _load_codes(
 ) -> tl.tuple:
     """Return the word with the code of each of ``COUNT`` columns, the bit where the code begins, and the first entry of its table.
 
-    With a nonzero ``STRIDE``, the bit is instead the amount by which the word is rotated right, or the factor by which it is multiplied.
+    With a nonzero ``STRIDE``, the second result is instead the amount by which the word is rotated right, or the factor by which it is
+    multiplied.
     """
     SELECTORS: tl.constexpr = TILE.selectors
     ODD_SELECTORS: tl.constexpr = TILE.odd_selectors

@@ -1,8 +1,8 @@
-"""Tile loader of codec klt for heads with their own widths (spec/codecs/klt.md): the codes of a token's heads are one row of bytes.
+"""Tile loader of codec klt for heads with their own widths (spec/codecs/klt.md). The codes of all heads of a token are one row of bytes.
 
-Heads have different bit positions and widths. For one launch to handle all heads, these are not compile-time constants but numbers that
-follow each head's table: for each column, the bit where its code begins, its mask, and the first entry of its table. Columns without codes
-have a zero mask and a zero entry. For each column and token, the two bytes that contain the code are loaded, and then the entry.
+Heads have different bit positions and widths. So that one launch can handle all heads, these are not compile-time constants, but numbers
+stored after each head's table: for each column, the bit where its code begins, its mask, and the first entry of its table. Columns without
+codes have a zero mask and a zero entry. For each column and token, the two bytes that contain the code are loaded, and then the entry.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -33,13 +33,13 @@ COLUMNS = tl.constexpr(16)
 """Number of columns per tile: the inner dimension of one matrix instruction."""
 
 _MASK_BITS, _MASK = tl.constexpr(8), tl.constexpr(255)
-"""Number of low bits of a column's number that are the mask of its code, and the mask of these bits; the first entry follows."""
+"""Number of low bits of a column's number that contain the mask of its code, and the mask of these bits. The first entry follows."""
 
 
 class KltHeadsConstants(NamedTuple):
-    """Compile-time constants of a codec: bytes per row, the ``entries`` of a head's table, and the tiles.
+    """Compile-time constants of a codec: bytes per row, number of ``entries`` of a head's table, and the tiles.
 
-    Table entries are followed, for each tile, by the bits where its columns' codes begin, and then by their masks and first entries.
+    Table entries are followed, for each tile, by the first bits of its columns' codes, and then by their masks and first entries.
     """
 
     row_bytes: int
@@ -63,7 +63,7 @@ def tiles(codec: Klt, source: BasisRows, unit: float) -> Tiles:
 
 
 def _build_tables(codec: Klt, source: BasisRows, unit: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Return each head's table entries, its column numbers, and the tiles that have codes; the first two are int32 ``[head, number]``."""
+    """Return each head's table entries and column numbers, both int32 ``[head, number]``, and the tiles that have codes."""
     heads, places = codec.fixed_heads or 1, {}
     for part in codec.runs:
         for head, run, own in zip(part.heads, part.runs, part.places, strict=True):

@@ -1,4 +1,4 @@
-"""Planning of klt's tile loader: the columns of each tile, how they are decoded, and the tables and constants that this needs."""
+"""Planning of klt's tile loader: the columns of each tile, how they are decoded, and the required tables and constants."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MAX_TOKENS = tl.constexpr(64)
 
 
 LOOK_UP, SELECT, LOOK_UP_PAIRS, LOOK_UP_TWO = (tl.constexpr(number) for number in range(4))
-"""Kinds of decoding: columns look up one entry each, or select one of two entries; or two columns at once look up a pair or two entries.
+"""Kinds of decoding: each column looks up one entry or selects one of two, or two columns together look up a pair or two entries.
 
-Decoding two columns at once needs keys, because a register of keys has neighboring columns, while a register of values has two tokens.
+Two columns can be decoded at once only for keys: a register of keys has neighboring columns, while a register of values has two tokens.
 """
 
 MAX_PAIR_BITS = 3
@@ -28,7 +28,7 @@ MAX_PAIR_BITS = 3
 
 
 class Tile(NamedTuple):
-    """A tile: its ``kind`` of decoding, and the numbers of the ``registers`` with its codes of ``bits`` bits, and of its column constants.
+    """A tile: its ``kind`` of decoding, and the indices of the ``registers`` with its codes of ``bits`` bits and of its column constants.
 
     A column's code begins at bit ``position`` of a register, or, if ``selectors`` combine several registers, of its lowest byte. A column's
     table begins at entry ``first_entry``, or at the constant ``own_entry`` if that is not -1. If codes select one of two entries,
@@ -36,7 +36,8 @@ class Tile(NamedTuple):
     every second column.
 
     For values, a register may be a 16-bit half of each token's word. It is then kept as whole words, which also contain another token's
-    half: ``parity`` is the index in ``load_parities``, otherwise -1, and ``odd_selectors`` are the selectors for tokens in the upper half.
+    half; ``parity`` is its index in ``load_parities``, and ``odd_selectors`` are the selectors for tokens in the upper half. Otherwise,
+    ``parity`` is -1.
     """
 
     kind: int
@@ -52,10 +53,11 @@ class Tile(NamedTuple):
 
 
 class Plan:
-    """The tiles of a codec, the tables of all heads, and the column constants that follow them, in the order of first use."""
+    """The tiles of a codec, the tables of all heads, and the column constants that follow the tables, in the order of first use."""
 
     def __init__(self, tables: dict[int, torch.Tensor], keys: bool, registers: list[Register]) -> None:
-        """Create an empty plan for ``tables`` ``[head, code]``, by run, of ``keys`` or values; ``registers`` may grow."""
+        """Create an empty plan for ``tables`` ``[head, code]``, by run, of keys if ``keys`` is True or else values. ``registers`` may grow.
+        """
         self.tiles: list[Tile] = []
         self.channels: list[tuple[int, ...]] = []
         self.constants: list[torch.Tensor] = []
@@ -64,7 +66,7 @@ class Plan:
         self._registers = registers
         self._bits = {run: _half_bits(table) for run, table in tables.items()}
         self._used: dict[tuple[int, bool], int] = {}
-        """The first entry of each table in use, by run and whether it is of pairs."""
+        """The first entry of each table in use, by its run and whether it is a table of pairs."""
         self._runs: list[tuple[int, ...]] = []
         self._tables = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -128,7 +130,7 @@ class Plan:
                 self.tiles[number] = tile._replace(first_entry=first[0], own_entry=-1 if same else self._constant_index(_row(first)))
 
     def _constant_index(self, values: torch.Tensor) -> int:
-        """Return the number of a constant ``values``, int32 ``[head or 1, column]``; add the constant if it is new."""
+        """Return the index of a constant with ``values``, int32 ``[head or 1, column]``. A new constant is added."""
         values = values.repeat(1, COLUMNS.value // values.shape[1])
         for number, known in enumerate(self.constants):
             if torch.equal(known, values):
@@ -137,7 +139,7 @@ class Plan:
         return len(self.constants) - 1
 
     def table(self) -> torch.Tensor:
-        """Return each head's table entries and column constants, binary16 ``[head, entry, 2]``; a constant is a 32-bit integer."""
+        """Return each head's table entries and column constants, binary16 ``[head, entry, 2]``. A constant is a 32-bit integer."""
         heads = next(iter(self._bits.values())).shape[0]
         entries = [self._tables] if self.count else []
         constants = [values.expand(heads, COLUMNS.value) for values in self.constants]

@@ -1,7 +1,8 @@
-"""Tile loader of codec minifloat (spec/codecs/minifloat.md): elements become exact binary16, and are multiplied by their blocks' scales.
+"""Tile loader of codec minifloat (spec/codecs/minifloat.md).
 
-A factor shared by all values of a token becomes the token factor: the token's scale, or, for e8m0 blocks, its largest power of two. A
-factor shared by all tokens multiplies queries and sums instead.
+Elements are converted to binary16 exactly and multiplied by their blocks' scales. A factor that all values of a token share becomes the
+token factor: the token's scale, or, for e8m0 blocks, its largest power of two. Queries and sums are multiplied by a factor that all tokens
+share.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from kvpack.formats.minifloat import Minifloat
 
 PER_RUN, PER_TOKEN, PER_BLOCK, PER_STEP = (tl.constexpr(number) for number in range(4))
-"""Kinds of scales: for all tokens, per token, per block, or per block of keys that has the columns of one step (``PER_STEP``).
+"""Kinds of scales: for all tokens, per token, per block, or per block of keys that consists of the columns of one step (``PER_STEP``).
 
 With ``PER_STEP``, scales multiply the products of queries and keys.
 """
@@ -56,9 +57,9 @@ class MinifloatConstants(NamedTuple):
     """Compile-time constants of a codec and its tiles.
 
     A token has ``blocks`` blocks of ``size`` channels with 8-bit scales, loaded as ``words`` words of four, or one by one if ``words`` is
-    0. If ``in_order``, a tile is one field of all columns, and covers ``parts`` whole blocks or lies in one; otherwise, each value loads
-    its scale. If ``global_scale``, block scales are e4m3 and there is a scale for all tokens; otherwise they are e8m0. ``scale_bits`` is
-    the width of a token's scale.
+    0. If ``in_order``, a tile is one field of all columns, and either covers ``parts`` whole blocks or is part of one; otherwise, each
+    value loads its scale. If ``global_scale``, block scales are e4m3 and there is also a scale for all tokens; otherwise, block scales are
+    e8m0. ``scale_bits`` is the width of a token's scale.
     """
 
     packing: TilePacking
@@ -242,7 +243,7 @@ def _load_scale_per_value(
 
 @triton.jit
 def _block_scale(loaded: tl.tuple, AT: tl.constexpr, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Return the scale of block ``BLOCK``, int32 ``[warp, token]``, from the ``loaded`` scales, which begin at index ``AT``."""
+    """Return the scale of block ``BLOCK``, int32 ``[warp, token]``, from the ``loaded`` scales, which start at index ``AT``."""
     if CONSTANTS.words > 0:
         scale = (loaded[AT + BLOCK // 4] >> (8 * (BLOCK % 4))) & 0xFF
     else:
@@ -264,8 +265,8 @@ def _largest_scale(loaded: tl.tuple, AT: tl.constexpr, CONSTANTS: tl.constexpr) 
 def _block_factor(loaded: tl.tuple, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the factor for the elements of a block, binary16 ``[warp, token]``.
 
-    For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest one, and makes up for elements that are
-    too small by 2^E2M1_EXPONENT.
+    For e4m3, it is the block scale. For e8m0, it is the block scale divided by the token's largest one, multiplied by 2^E2M1_EXPONENT if
+    elements are too small by that factor.
     """
     AT: tl.constexpr = CONSTANTS.planes + CONSTANTS.global_scale
     ELEMENT: tl.constexpr = CONSTANTS.element
@@ -313,7 +314,7 @@ def _tile_factors(loaded: tl.tuple, STEP: tl.constexpr, CONSTANTS: tl.constexpr,
 
 @triton.constexpr_function
 def _element_exponent(element: str) -> int:
-    """Return n such that elements in tiles are too small by 2^n."""
+    """Return n such that elements in tiles are too small by a factor of 2^n."""
     return E2M1_EXPONENT.value if element == "e2m1" else 0
 
 
@@ -379,7 +380,7 @@ def scale_elements(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) ->
 
 @triton.jit
 def scale_by_run(x: tl.tensor, pointers: tl.tuple, CONSTANTS: tl.constexpr) -> tl.tensor:
-    """Multiply float32 ``x`` by the run scale; the elements' power of two comes first, because a scale may be large."""
+    """Multiply float32 ``x`` by the run scale. The elements' power of two is multiplied first, because a scale may be large."""
     ELEMENT: tl.constexpr = CONSTANTS.element
     LOWERED: tl.constexpr = _element_exponent(ELEMENT)
     scale = tl.load(pointers[CONSTANTS.planes + CONSTANTS.global_scale]).to(tl.float32, bitcast=True)

@@ -33,7 +33,7 @@ VALUES = 3
 SIGN_BITS = 2
 
 NORM_DIGIT_BITS = (1, 2, 4, 8, 16)
-"""Sizes of index digits, in bits, that the norm's bits fill up (spec/codecs/octahedral.md, Layout)."""
+"""Numbers of bits to which index digits are filled up with bits of the norm (spec/codecs/octahedral.md, Layout)."""
 
 
 class OctahedralConstants(NamedTuple):
@@ -53,7 +53,7 @@ class OctahedralConstants(NamedTuple):
 
 
 def tiles(codec: Octahedral, dual: int = 0) -> Tiles | None:
-    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide; ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec`` in the direct arrangement, or None if a digit is too wide. ``dual`` is as in ``Tiles``."""
     packing = codec.packings()["symbol"]
     if not has_whole_word_tiles(packing):
         return None
@@ -172,6 +172,6 @@ def _decode_triplet(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norms, float32 ``[warp, token]``; a pair for dual tiles."""
+    """Return the norms, float32 ``[warp, token]``, or a pair of these for dual tiles."""
     PACKING: tl.constexpr = CONSTANTS.packing
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, PACKING.dual, FAST)

@@ -1,7 +1,8 @@
 """Tiles of outliers in shared memory, stored by inline PTX, because Triton cannot store single values there.
 
 Outliers are written into a patch of zeros, in their token's row and their columns. Matrix products read the patch like a tile of the codec;
-then its outliers are set to zero again. If inline PTX is off, or memory is short, the same tile is computed as a product.
+afterwards, its outliers are set to zero again. If inline PTX is disabled or shared memory is insufficient, the same tile is computed as a
+product.
 """
 
 # Triton compiles no conditional expressions of tensors.
@@ -24,7 +25,7 @@ GRANULE = tl.constexpr(32)
 """Number of tokens whose outlier entries are sorted by token."""
 
 DISTINCT_TOKENS = tl.constexpr(128)
-"""Number of tokens that an entry's position can distinguish: more than a warp's tile and the granules in which it begins and ends."""
+"""Number of tokens that an entry's position can distinguish. It exceeds a warp's tile plus the granules at both ends of the tile."""
 
 
 @triton.constexpr_function
@@ -40,7 +41,7 @@ def _zero_ptx(size: int, threads: int) -> str:
 
 @triton.jit
 def declare_patches(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for patches and zero them, once per kernel; a ``tl.debug_barrier`` must follow."""
+    """Reserve ``SIZE`` bytes of shared memory for patches and zero them, once per kernel. A ``tl.debug_barrier`` must follow."""
     tl.inline_asm_elementwise(_declare_ptx(SIZE), "=r,r", [tl.arange(0, 32 * WARPS)], dtype=tl.int32, is_pure=False, pack=1)
     _put_zeros(SIZE, WARPS)
 
@@ -87,9 +88,9 @@ def _swizzle(place: tl.tensor) -> tl.tensor:
 
 @triton.constexpr_function
 def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -> str:
-    """Return PTX that stores an entry's four values in its token's row, if their columns are in the patch that begins with tile ``first``.
+    """Return PTX that stores an entry's four values in its token's row if their columns are in the patch that starts with tile ``first``.
 
-    Columns are the first value's column and the next three, or, if columns are not in channel order, four 16-bit integers.
+    If columns are in channel order, the columns are the first value's column and the next three; otherwise, they are four 16-bit integers.
     """
     width, components, together = constants.width, constants.components, constants.together
     columns = together * width
@@ -118,7 +119,7 @@ def _store_ptx(first: int, tokens: int, transposed: bool, constants: Outliers) -
 
 @triton.jit
 def _tile_row(place: tl.tensor, entries: tl.tuple, TILE: tl.constexpr, TOKENS: tl.constexpr) -> tl.tensor:
-    """Return the token of each entry, relative to the warp's tile ``TILE``; it is outside [0, ``TOKENS``) for tokens of other tiles."""
+    """Return the token of each entry, relative to the warp's tile ``TILE``. It is outside [0, ``TOKENS``) for tokens of other tiles."""
     return ((place - entries[2] + GRANULE) & (DISTINCT_TOKENS - 1)) - (GRANULE + TILE * TOKENS)
 
 
@@ -132,7 +133,8 @@ def locate_entries(
     TRANSPOSED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the token rows, values and columns of the ``loaded`` entries in a warp's tile ``TILE``; empty without ``FAST``."""
+    """Return the token rows, values and columns of the ``loaded`` entries in a warp's tile ``TILE``. The result is empty without ``FAST``.
+    """
     result = loaded
     if FAST and CONSTANTS.together > 0:
         row = _tile_row(loaded[0], entries, TILE, TOKENS)
@@ -186,7 +188,7 @@ def write_patch(
 
 @triton.jit
 def _synchronize(entries: tl.tuple) -> tl.tensor:
-    """Wait for all writers and readers of a patch; return a zero."""
+    """Wait for all writers and readers of a patch. Returns a zero."""
     WARPS: tl.constexpr = entries[2].shape[0]
     if WARPS > 1:
         tl.debug_barrier()
@@ -197,7 +199,7 @@ def _synchronize(entries: tl.tuple) -> tl.tensor:
 
 @triton.constexpr_function
 def _read_ptx(offset: int) -> str:
-    """Return PTX that reads two adjacent values; its second address and the zeros of ``write_patch`` only order the reads."""
+    """Return PTX that reads two adjacent values. Its second address and the zeros of ``write_patch`` are used only to order the reads."""
     return f"{{ .reg .b32 at; mov.u32 at, kvpack_patches; add.u32 at, at, $1; ld.shared.b32 $0, [at + {offset}]; }}"
 
 
@@ -249,7 +251,7 @@ def has_channel_order(constants: Outliers) -> bool:
 
 @triton.constexpr_function
 def tiles_per_patch(constants: Outliers) -> int:
-    """Return the number of tiles per patch; without a patch, the number of all tiles."""
+    """Return the number of tiles per patch, or the number of all tiles if there is no patch."""
     return constants.together or constants.tiles
 
 

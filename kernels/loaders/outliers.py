@@ -1,4 +1,4 @@
-"""Outliers in attention tiles (sidecar outliers, spec/side-cars.md): their differences from the codec's decoded values.
+"""Outliers in attention tiles (sidecar outliers, spec/side-cars.md), stored as differences from the codec's decoded values.
 
 The outlier entries of a page are sorted by sequence, head and token (``attend.outlier_entries``). The entries of a warp's tile form an
 additional tile (``outlier_patches``).
@@ -39,7 +39,7 @@ BOUNDS, PLACES, VALUES, POWER, COLUMNS = "outlier_bounds", "outlier_places", "ou
 def pack_entries(token: torch.Tensor, chunk: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return positions, int32 ``[entry]``, values divided by a power of two, binary16 in int32 ``[entry, 2]``, and that power, float32.
 
-    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value; attention weights are multiplied by it, so that
+    ``values`` are ``[entry, 4]``. The power is about the square root of the largest value. Attention weights are multiplied by it, so that
     neither values nor weights overflow binary16.
     """
     power = torch.ldexp(
@@ -130,9 +130,9 @@ def _entry_bounds(own: tl.tuple, first: tl.tensor, last: tl.tensor, WARPS: tl.co
 
 @triton.jit
 def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: tl.constexpr) -> tl.tuple:
-    """Load up to ``ENTRIES`` outlier entries per warp, from index ``begins``; ``counts`` entries exist. Both are ``[warp, 1]``.
+    """Load up to ``ENTRIES`` of the ``counts`` outlier entries per warp that start at index ``begins``; both are ``[warp, 1]``.
 
-    Returns int32 positions, -1 if there is no entry, and values, four binary16 per int64, both ``[warp, entry]``.
+    Returns int32 positions (-1 if there is no entry), and values (four binary16 per int64), both ``[warp, entry]``.
     """
     number = tl.arange(0, ENTRIES)[None, :]
     real = number < counts
@@ -143,7 +143,7 @@ def _load_entries(own: tl.tuple, begins: tl.tensor, counts: tl.tensor, ENTRIES: 
 
 @triton.jit
 def _load_first_entries(own: tl.tuple, bounds: tl.tuple, WARPS: tl.constexpr, TOKENS: tl.constexpr) -> tl.tuple:
-    """Load as many of the outlier entries within ``bounds`` as fit easily in registers (``_load_entries``).
+    """Load the first outlier entries within ``bounds``, as many as fit easily in registers (``_load_entries``).
 
     Also returns the index and number of each warp's remaining entries, int32 ``[warp, 1]``, and the maximum number of entries of any warp.
     """
@@ -253,7 +253,7 @@ def _add_patch_scores(
 
 @triton.jit
 def _remaining_entries(entries: tl.tuple, loaded: tl.tuple, at: tl.tensor) -> tl.tuple:
-    """Load the outlier entries that follow those loaded from index ``at``."""
+    """Load the outlier entries that follow those loaded from index ``at`` on."""
     return _load_entries(entries[0], entries[1][1] + at, entries[1][2] - at, loaded[0].shape[1])
 
 

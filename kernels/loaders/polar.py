@@ -1,7 +1,7 @@
-"""Tile loader of codec polar (spec/codecs/polar.md): each thread has one token, and multiplies directions down the tree of radii.
+"""Tile loader of codec polar (spec/codecs/polar.md). Each thread decodes one token, by multiplying directions down the tree of radii.
 
-Products are binary16, so the top radius is omitted: a single top radius is the token factor, and several are divided by a power of two
-near the largest. ``polar_steps`` selects the angles that a step looks up, and builds the table.
+Products are binary16, so the top radius is omitted: a single top radius is the token factor, and several are divided by a power of two near
+the largest. ``polar_steps`` selects the angles that a step looks up, and builds the table.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
 MAX_DIM = 128
-"""Maximum head dim; kernels for larger head dims take minutes to compile."""
+"""Maximum head dim. Kernels for larger head dims take minutes to compile."""
 
 
 class Level(NamedTuple):
-    """One level of the tree: its angles are consecutive symbols of ``packing``, beginning with ``first_symbol``.
+    """One level of the tree. Its angles are consecutive symbols of ``packing``, starting with ``first_symbol``.
 
     In the table, directions of single angles begin at entry ``first_of_one``, and those of two neighboring fields at ``first_of_two``.
     """
@@ -51,7 +51,7 @@ class Level(NamedTuple):
 
 
 class PolarConstants(NamedTuple):
-    """Compile-time constants of a codec and its rows; if there are several radii, they begin at word ``first_radius`` of a row.
+    """Compile-time constants of a codec and its rows. If there are several radii, they begin at word ``first_radius`` of a row.
 
     ``tree`` is the input of ``polar_steps.step_angles``. A token factor is the radius times ``unit``.
     """
@@ -146,7 +146,7 @@ def _largest_exponent(words: tl.tuple, FAST: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
-    """Return the larger of two 15-bit numbers in each half; nonnegative binary16 numbers have the same order."""
+    """Return the larger of two 15-bit numbers in each half. Nonnegative binary16 numbers have the same order as their bits."""
     if FAST:
         value = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -156,7 +156,8 @@ def _elementwise_max(first: tl.tensor, second: tl.tensor, FAST: tl.constexpr) ->
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the token factors, float32 ``[warp, token]``: the radius, or a power of two near several radii, divided by table scales."""
+    """Return the token factors, float32 ``[warp, token]``: the radius, or a power of two near the largest radius, divided by table scales.
+    """
     ROWS: tl.constexpr = CONSTANTS.rows
     ROW: tl.constexpr = words_per_token(ROWS)
     if CONSTANTS.radii > 1:
@@ -226,7 +227,7 @@ def _descend_level(
 ) -> tl.tuple:
     """Return the radii or channels one level below ``LEVEL`` in a step, two per f16x2.
 
-    ``radii`` are those of ``LEVEL``, also two per f16x2; an empty tuple stands for a single radius of 1.
+    ``radii`` are those of ``LEVEL``, also two per f16x2. An empty tuple means a single radius of 1.
     """
     OF_LEVEL: tl.constexpr = CONSTANTS.levels[LEVEL - 1]
     TREE: tl.constexpr = CONSTANTS.tree
@@ -257,7 +258,8 @@ def _look_up_directions(
     SHARED: tl.constexpr,
     FAST: tl.constexpr,
 ) -> tl.tuple:
-    """Return the direction (cosine, sine) of an angle of a level as f16x2; if ``COUNT`` is 2, also that of the next field of its column."""
+    """Return the direction (cosine, sine) of a level's angle as f16x2. If ``COUNT`` is 2, also return that of the next field of its column.
+    """
     SYMBOL: tl.constexpr = OF_LEVEL.first_symbol + ANGLE
     COLUMN: tl.constexpr = SYMBOL % OF_LEVEL.packing.width
     POSITION: tl.constexpr = SYMBOL // OF_LEVEL.packing.width * OF_LEVEL.bits

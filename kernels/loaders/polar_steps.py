@@ -1,7 +1,7 @@
 """Selection of the angles in polar's tree that each step of a tile looks up, and the table of their directions.
 
-A step decodes one tile of channel pairs. If the first level fills whole fields of a stream, a step covers some columns in all
-their fields. The angles of higher levels are then also in few columns, and two neighboring fields of a column form one table index.
+A step decodes one tile of channel pairs. If the first level fills whole fields of a stream, a step covers all fields of some columns. The
+angles of higher levels are then also in few columns, and two neighboring fields of a column form one table index.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from kvpack.formats.polar import Polar
 
 MAX_PAIR_BITS = 6
-"""Maximum number of bits of two angles together, for the table to have entries of both."""
+"""Maximum total number of bits of two angles at which the table has entries for both."""
 
 MAX_SCALES = 1 << 12
-"""Number of scales that are tried for the table of each level."""
+"""Number of scales that are tried for each level's table."""
 
 
 def step_blocks(angles: int, width: int) -> int:
@@ -53,7 +53,7 @@ def step_angles(tree: tuple[int, int], step: int, level: int) -> tuple[int, ...]
 def step_lookups(angles: tuple[int, ...], width: int, bits: int) -> tuple[tuple[int, int], ...]:
     """Return a step's table lookups in a level of ``bits``-bit angles, as pairs (angle, count).
 
-    The count is 1 for a single angle, and 2 for an angle and that of the next field, ``width`` symbols later.
+    The count is 1 for a single angle, and 2 for an angle and the one in the next field, ``width`` symbols later.
     """
     left = list(angles)
     result = []
@@ -84,8 +84,8 @@ def direction_table(codec: Polar, counts: tuple[frozenset[int], ...]) -> tuple[t
     """Return the table of cosines and sines, binary16 ``[entry, 4]``, each level's first entries of single and double angles, and a scale.
 
     Each level has entries for one angle (stored twice) or for two angles (the first changes faster), as listed in ``counts``. A level's
-    cosines and sines are multiplied by the scale that leaves them nearest to binary16, because the errors of few angles would add up over
-    levels. Decoded values must be divided by the product of these scales, which is returned.
+    cosines and sines are multiplied by the scale that minimizes their rounding errors in binary16, because with few angles, errors would
+    add up over levels. Decoded values must be divided by the product of these scales, which is returned.
     """
     angles = [
         (torch.arange(1 << codec.levels[0].bits, dtype=torch.float64, device="cpu") + 0.5) * (2 * torch.pi / (1 << codec.levels[0].bits))

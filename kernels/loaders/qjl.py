@@ -2,8 +2,8 @@
 
 Their columns are channels of that rotation: queries have additional columns for them, and sums of values have their own columns.
 
-For keys, signs are not computed. A bit of a word is itself a power of two in binary16, or zero. The query's column is divided by that
-power; half the sum of these columns minus the products with the bits is half the product with the signs.
+For keys, signs are not computed. A bit of a word is itself a power of two in binary16, or zero, and the query's column is divided by that
+power. Half the sum of these columns, minus their products with the bits, is half the product with the signs.
 """
 
 # Triton compiles no unpacking.
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 
 
 QUERY_FACTOR = tl.constexpr(0.25)
-"""Factor of a query's sign columns, so that they do not overflow binary16 when they are divided by the power of two of a bit."""
+"""Factor of a query's sign columns, which keeps them from overflowing binary16 when they are divided by the power of two of a bit."""
 
 
 class QjlConstants(NamedTuple):
     """Compile-time constants of the signs next to a codec's tiles.
 
-    ``first_stream`` is the index of their first stream, and ``packing_index`` the index of their packing; ``unit`` is the estimator's
-    factor.
+    ``first_stream`` is the index of their first stream, and ``packing_index`` that of their packing. ``unit`` is the estimator's factor.
     """
 
     packing: TilePacking
@@ -114,7 +113,7 @@ def _sign_ptx(position: int) -> str:
 
 @triton.constexpr_function
 def _bit_shift(position: int) -> int:
-    """Return the left shift for the bit at ``position``, equal for most bits, that avoids the sign bit and the lowest bits."""
+    """Return the left shift that moves the bit at ``position`` away from the sign bit and the lowest bits. Most bits share one shift."""
     return 7 if position <= 7 else -1 if position == 15 else 0
 
 

@@ -1,4 +1,7 @@
-"""Tile loader of codec quaternion in the direct arrangement (spec/codecs/quaternion.md): four tiles per field, one per chunk component."""
+"""Tile loader of codec quaternion in the direct arrangement (spec/codecs/quaternion.md), with one tile per component of a chunk.
+
+There are four tiles per field.
+"""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 

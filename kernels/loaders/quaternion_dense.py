@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpack.formats.quaternion import Quaternion
 
 MAX_WORDS = 8
-"""Maximum number of 32-bit words per row at which registers have room for the rows of two tiles.
+"""Maximum number of 32-bit words per row with which the rows of two tiles fit in registers.
 
 Rows have seven words at head dim 64, and thirteen at 128. For longer rows, programs with more warps that share more copies of the table are
 faster.
@@ -132,7 +132,7 @@ def decode(
 
 @triton.jit
 def chunk_pair(words: tl.tuple, CHUNK: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the radius codes of an even chunk and the next one, and their codewords, whose highest bits are the results' highest bits."""
+    """Return the radius codes of an even chunk and the next one, and their codewords. The highest bits of results belong to codewords."""
     return _codewords_at(words, CHUNK, MAX_BITS - CONSTANTS.codeword_bits, CONSTANTS, FAST) | radius_pair(words, CHUNK, CONSTANTS, FAST)
 
 

@@ -1,4 +1,5 @@
-"""Tile loader of codec scalar (spec/codecs/scalar.md): table values, looked up for two or four fields at once if their index is short."""
+"""Tile loader of codec scalar (spec/codecs/scalar.md). Table values are looked up for two or four fields at once if their index is short.
+"""
 
 # mypy: disable-error-code="assignment, untyped-decorator"
 
@@ -27,8 +28,9 @@ MAX_INDEX_BITS = 8
 
 
 class ChannelPart(NamedTuple):
-    """The channels of one width: tiles have ``fields_per_tile`` fields of ``bits`` bits next to each other, ``field_stride`` fields apart.
+    """The channels of one width, and their tiles.
 
+    Tiles have ``fields_per_tile`` fields of ``bits`` bits next to each other, which are ``field_stride`` fields apart in a row.
     ``fields_per_index`` neighboring fields form one table index, relative to entry ``first_entry``.
     """
 
@@ -41,7 +43,7 @@ class ChannelPart(NamedTuple):
 
 
 class ScalarConstants(NamedTuple):
-    """Compile-time constants of a codec and its tiles: each width of its channels has a packing and a part.
+    """Compile-time constants of a codec and its tiles. Each channel width has a packing and a part.
 
     If there is only one of the ``parts``, ``high`` is ``low``.
     """
@@ -56,7 +58,7 @@ class ScalarConstants(NamedTuple):
 
 
 def tiles(codec: Scalar, dual: int = 0) -> Tiles:
-    """Return the loader of ``codec``, which has one code stream per channel width; ``dual`` is as in ``Tiles``."""
+    """Return the loader of ``codec``, which has one code stream per channel width. ``dual`` is as in ``Tiles``."""
     streams: tuple[Stream, ...] = ()
     tables: list[torch.Tensor] = []
     packings: list[TilePacking] = []
@@ -199,6 +201,6 @@ def _decode_part(
 
 @triton.jit
 def factor(loaded: tl.tuple, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the norms, float32 ``[warp, token]``; a pair for dual tiles."""
+    """Return the norms, float32 ``[warp, token]``, or a pair of these for dual tiles."""
     LOW: tl.constexpr = CONSTANTS.low
     return read_factors(loaded, CONSTANTS.norm_stream, CONSTANTS.norm_bits, LOW.dual, FAST)

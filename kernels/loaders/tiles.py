@@ -2,7 +2,7 @@
 
 A loader is three Triton functions over tiles ``[warp, token]``. ``load`` only reads the rows of a tile, so that the compiler can prefetch
 them. ``decode`` computes from them the tiles of values ``[warp, token, column]`` of one step. ``factor`` returns the token factors, if any.
-Columns are channels in the loader's own order: a query is put into that order once, and the output is restored once.
+Columns are channels in the loader's own order. Queries are permuted to that order once, and the output is permuted back once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 DUAL_ROW_WORDS = MIN_TILE_WIDTH // 2
-"""Number of words per row at which a tile row can contain two tokens' rows."""
+"""Maximum number of words per row at which a tile row can contain the rows of two tokens."""
 
 APART, NEIGHBORS = 1, 2
-"""Arrangements of two tokens per tile row: all second tokens follow all first ones, or each second token follows its first one."""
+"""Arrangements of two tokens per tile row: all second tokens follow all first tokens, or each second token follows its first token."""
 
 
 class PageMeans(NamedTuple):
@@ -40,8 +40,8 @@ class PageMeans(NamedTuple):
 class Outliers(NamedTuple):
     """Constants for outliers in ``tiles`` tiles of ``width`` columns each; ``first_stream`` is the index of their first stream.
 
-    ``components`` lists the values (of an entry's four) that have columns in each tile; None if columns are in channel order. A patch of
-    ``patch_bytes`` bytes contains ``together`` tiles; both are 0 if there is no patch (``tiles.shapes.plan_patches``).
+    ``components`` lists, for each tile, which of an entry's four values have columns in it; it is None if columns are in channel order. A
+    patch of ``patch_bytes`` bytes contains ``together`` tiles; both are 0 if there is no patch (``tiles.shapes.plan_patches``).
     """
 
     first_stream: int
@@ -56,9 +56,9 @@ class Outliers(NamedTuple):
 class Tiles:
     """The tile loader of one codec; ``decode`` is called ``steps`` times per tile of tokens.
 
-    ``channels`` is the channel of every column of every tile, -1 for none. Channels past the head dim belong to another rotation (``qjl``).
-    ``table``, binary16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each head, or each sequence and head,
-    has its own table.
+    ``channels`` contains the channel of every column of every tile, or -1 for columns without one. Channels past the head dim belong to
+    another rotation (``qjl``). ``table``, binary16 ``[entries, 2 or 4]``, is the lookup table of ``decode``; with a leading axis, each
+    head, or each sequence and head, has its own table.
     """
 
     load: Any
@@ -70,13 +70,13 @@ class Tiles:
     streams: tuple[Stream, ...]
     table: torch.Tensor | None = None
     entries: int = 0
-    """Number of table entries that codes refer to, without padding to a power of two; 0 for all."""
+    """Number of table entries that codes refer to, without padding to a power of two. 0 means all entries."""
     tokens: int = 32
     """Minimum number of tokens in a warp's tile."""
     whole_groups: int = 1
-    """Number of tokens per token group; a tile that begins at a multiple of it, and is not larger, is within one token group."""
+    """Number of tokens per token group. A tile that begins at a multiple of it, and is not larger, is within one token group."""
     most_tokens: int = 32
-    """Maximum number of tokens in a warp's tile, limited by registers; higher if tokens share scales or have few."""
+    """Maximum number of tokens in a warp's tile, limited by registers. It is higher if tokens share scales or have few."""
     loads_ahead: bool = False
     """True if the next tile's rows are loaded into registers while a tile is decoded, because loads are inline PTX (``thread_rows``)."""
     many_copies: bool = False
@@ -86,34 +86,38 @@ class Tiles:
     stream_widths: tuple[int, ...] = ()
     """``widths_of_streams``, if it differs from the width and ``tile_width`` of each of ``packings``."""
     dual: int = 0
-    """Arrangement of the two tokens in rows of dual tiles, whose ``channels`` are those of one token; 0 if tiles are not dual.
-    """
+    """Arrangement of the two tokens in rows of dual tiles, whose ``channels`` are those of one token, or 0 if tiles are not dual."""
     interleave: int = DUAL_ROW_WORDS
-    """Number of one token's neighboring columns in dual tiles, before the same number of the other token's."""
+    """Number of neighboring columns in dual tiles that belong to one token before the other token's columns follow."""
     values: Tiles | None = None
-    """Loader for values, if it differs from this loader for keys; it has the same ``channels``."""
+    """Loader for values if it differs from this loader, which is then for keys. It has the same ``channels``."""
     keys: Tiles | None = None
-    """Loader for keys without sidecars, if it differs from this one because it uses ``step_factor``."""
+    """Loader for keys without sidecars if it differs from this loader because it uses ``step_factor``."""
     step_factor: Any = None
     """For keys, ``step_factor(loaded, step, constants, fast)`` returns the factor of products with the tiles of a step, float32
     ``[warp, token]``."""
     load_columns: Any = None
-    """Function ``load_columns(table, rows, constants, tokens)`` that loads the run-time constants of ``decode``, given a head's table and
-    its ``work.Rows``; None for ``bitfields.load_column_fields``.
+    """Function that loads the run-time constants of ``decode``; None for ``bitfields.load_column_fields``.
+
+    ``load_columns(table, rows, constants, tokens)`` receives a head's table and its ``work.Rows``.
     """
     run_product: Any = None
     """Function ``run_product(x, pointers, constants)`` that multiplies ``x`` by the factor that all tokens share, if there is one.
-    Without sidecars, it is called once for all tokens of a program, instead of ``factor``."""
+
+    Without sidecars, it is called once for all tokens of a program, instead of ``factor``.
+    """
     offset: bool = False
-    """True if all tokens of a head share an offset that is not in tiles: a term of scores that depends only on the query, and of sums that
-    depends only on the weights. It is an additional last column, whose channel follows the last one.
+    """True if all tokens of a head share an offset that is not in tiles.
+
+    The offset is a term of scores that depends only on the query, and a term of sums that depends only on the weights. It is an additional
+    last column, whose channel follows the last one.
     """
     dtype: str = "fp16"
-    """Dtype of tiles: fp16, or the dtype of raw values; without inline PTX, bf16 is widened to fp32."""
+    """Dtype of tiles: fp16, or the dtype of raw values. Without inline PTX, bf16 is widened to fp32."""
     signs: tuple[Any, ...] | None = None
-    """Constants for the signs of sidecar qjl, whose tiles are the last ones, or None."""
+    """Constants for the signs of sidecar qjl, or None. Tiles of signs are the last ones."""
     means: PageMeans | None = None
-    """Constants for the page means of sidecar key_mean, for keys, or None."""
+    """Constants for the page means of sidecar key_mean, or None. Only keys have page means."""
     outliers: Outliers | None = None
     """Constants for the outliers of sidecar outliers, or None."""
 
@@ -126,8 +130,8 @@ class Tiles:
 def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -> int:
     """Return the distance, in fields, between neighboring fields of a tile.
 
-    If all ``fields`` of ``bits`` bits are in one word, it is the number of steps, so that each word is shifted once for all steps;
-    otherwise 1.
+    If all ``fields`` of ``bits`` bits are in one word, the distance is the number of steps, so that each word is shifted once for all
+    steps. Otherwise, it is 1.
     """
     side_by_side = tile_field_count(packing, dual)
     whole = side_by_side > 1 and fields % side_by_side == 0
@@ -135,10 +139,10 @@ def tile_field_stride(packing: Columns, bits: int, fields: int, dual: int = 0) -
 
 
 def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dual: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the symbol of every column of every tile, -1 for none; a tile's fields are ``field_stride`` fields apart.
+    """Return the symbol of every column of every tile (-1 for none). A tile's fields are ``field_stride`` fields apart.
 
-    A step makes ``together`` tiles of neighboring fields; ``field_stride`` then counts groups of that many fields. With ``dual``, symbols
-    are those of one of two tokens.
+    A step produces ``together`` tiles of neighboring fields; ``field_stride`` then counts groups of that many fields. With ``dual``,
+    symbols are those of one of two tokens.
     """
     width, side_by_side = packing.width, tile_field_count(packing, dual)
     groups = -(-packing.fields // together)
@@ -157,5 +161,5 @@ def step_symbols(packing: Columns, field_stride: int = 1, together: int = 1, dua
 
 
 def symbol_channels(symbols: tuple[int, ...], values: int, value: int, dim: int) -> tuple[int, ...]:
-    """Return the channel of value number ``value`` of each symbol; a symbol has ``values`` channels."""
+    """Return the channel of value number ``value`` of each symbol. A symbol has ``values`` channels."""
     return tuple(s * values + value if s >= 0 and s * values + value < dim else -1 for s in symbols)

@@ -1,7 +1,8 @@
 """Tile loader of codec trellis (spec/codecs/trellis.md): table values, indexed by windows of a row's circular bit string.
 
-A symbol is 16 neighboring bits of the string, with the windows of 1, 2, 4 or 8 neighboring channels. Symbols are cut out of a row in the
-registers of one thread, and become tiles (``symbol_tiles``) in which windows are looked up, two at once if their bits form a short index.
+A symbol is 16 neighboring bits of the string, with the windows of 1, 2, 4 or 8 neighboring channels. Symbols are extracted from a row in
+the registers of one thread and assembled into tiles (``symbol_tiles``). Windows are looked up in these tiles, two at once if their bits
+form a short index.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.
@@ -34,14 +35,14 @@ MAX_INDEX_BITS = 10
 """Maximum number of bits of a joint index of two windows, so that shared memory has room for several copies of the table."""
 
 MAX_WORDS_AHEAD = 16
-"""Maximum number of 16-bit words per row at which registers have room for the rows of two tiles."""
+"""Maximum number of 16-bit words per row with which the rows of two tiles fit in registers."""
 
 
 class TrellisConstants(NamedTuple):
     """Compile-time constants of a codec and its rows.
 
-    ``rows`` are the number of 16-bit words per row, as ``load_rows`` needs them. The first symbol begins at bit ``first_bit`` of a row and
-    has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``together`` windows and has ``index_bits`` bits.
+    ``rows`` is the number of 16-bit words per row, in the form that ``load_rows`` needs. The first symbol begins at bit ``first_bit`` of a
+    row and has ``windows`` windows, which begin ``bits`` bits apart. A table index covers ``together`` windows and has ``index_bits`` bits.
     """
 
     rows: tuple[int, ...]
@@ -55,7 +56,7 @@ class TrellisConstants(NamedTuple):
 
 
 def tiles(codec: Trellis) -> Tiles:
-    """Return the loader of ``codec``, which always exists."""
+    """Return the loader of ``codec``. All parameters are supported."""
     (packing,) = codec.packings().values()
     windows = next(n for n in (8, 4, 2, 1) if n * codec.bits <= 8 and (n - 1) * codec.bits + codec.state_bits <= WORD_BITS)
     together = 2 if codec.bits + codec.state_bits <= MAX_INDEX_BITS else 1
@@ -94,7 +95,7 @@ def tiles(codec: Trellis) -> Tiles:
 
 
 def _window_channel(codec: Trellis, constants: TrellisConstants, symbol: int, window: int) -> int:
-    """Return the channel of a symbol's window; -1 if there is no such symbol."""
+    """Return the channel of a symbol's window, or -1 if there is no such symbol."""
     if symbol >= constants.symbols:
         return -1
     after = (_symbol_bit(constants, symbol) + window * codec.bits + codec.state_bits) % (codec.dim * codec.bits)
@@ -104,7 +105,7 @@ def _window_channel(codec: Trellis, constants: TrellisConstants, symbol: int, wi
 def _symbol_bit(constants: TrellisConstants, symbol: int) -> int:
     """Return the bit of a row at which a symbol begins.
 
-    If a word's bits begin whole symbols, neighboring symbols are neighboring words, which one operation cuts out.
+    If a whole symbol begins at every word, neighboring symbols are neighboring words, which one operation extracts.
     """
     size, words = constants.windows * constants.bits, constants.rows[0]
     if WORD_BITS % size == 0:
@@ -130,7 +131,7 @@ def load(
 ) -> tl.tuple:
     """Load the rows (``thread_rows.load_rows``), and the norms as int32 ``[warp, token]``.
 
-    Each norm is loaded once, not by every thread that uses it, because the next tile's norms take registers too.
+    Each norm is loaded once, not by every thread that uses it, because the norms of the next tile are in registers, too.
     """
     ROWS: tl.constexpr = CONSTANTS.rows
     norm = load_per_token(pointers[1], first, token, valid, 1, 0, MASKED)
@@ -195,7 +196,7 @@ def symbol_pair(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, 
 
 @triton.jit
 def _two_words(words: tl.tuple, WORD: tl.constexpr, WORDS: tl.constexpr) -> tl.tensor:
-    """Return 16-bit word ``WORD`` of a row and the next one, as uint32; the first word of a row follows its last one."""
+    """Return 16-bit word ``WORD`` of a row and the next one, as uint32. Rows are circular: the first word follows the last one."""
     FIRST: tl.constexpr = WORD % WORDS
     SECOND: tl.constexpr = (WORD + 1) % WORDS
     first, second = words[FIRST // 2], words[SECOND // 2]

@@ -30,11 +30,11 @@ CHECKSUM_WORD = tl.constexpr(6)
 KEY_WORD, KEY_WORDS = tl.constexpr(16), tl.constexpr(8)
 
 DAMAGED, MISMATCHED = 1, 2
-"""Flags that ``check`` returns: a wrong checksum; and a frame, description or padding that differs from the expected one."""
+"""Bits of the flags that ``check`` returns: a wrong checksum, and an unexpected frame, description or padding."""
 
 
 def write(rows: torch.Tensor, nbytes: int, multiplier: int, status: torch.Tensor) -> None:
-    """Write the checksums of ``rows``, uint8 ``[page, byte]`` in multiples of 16 bytes, of which the first ``nbytes`` belong to the row.
+    """Write the checksums of ``rows``, uint8 ``[page, byte]`` with a multiple of 16 bytes, the first ``nbytes`` of which belong to the row.
 
     For pages with a nonzero ``status``, int32 ``[page]``, the first 8 bytes are set to zero instead, so that readers reject the row.
     """
@@ -117,7 +117,7 @@ def _sum_rows(
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """Add one part of a row to its sum; the row's last program writes the checksum, or compares the row if ``front`` is given.
+    """Add one part of a row to its sum. The row's last program writes the checksum, or compares the row if ``front`` is given.
 
     ``rows`` are int32 words, ``row_stride`` words apart. ``words`` is a multiple of 16. Words before the beginning of a row count as 0, so
     that all parts are whole.

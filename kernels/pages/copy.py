@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvpack.kernels.encode.rows import BatchOffsets
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integer dtypes by value size; copying integers preserves all bits, including those of NaN."""
+"""Integer dtypes by value size. Copying integers preserves all bits, including those of NaN."""
 
 
 def copy(x: torch.Tensor, stream: torch.Tensor, origins: BatchOffsets, status: torch.Tensor | None) -> None:

@@ -73,7 +73,7 @@ class PageSide:
     def __init__(self, codec: Codec, layers: Sequence[torch.Tensor], places: Mapping[str, int], stride: int) -> None:
         self.codec, self.layers, self.stride = codec, Layers(layers), stride
         self.streams = []
-        """Name, dtype, offset in values of that dtype, shape and strides of each stream."""
+        """Name, dtype, offset (in values of that dtype), shape and strides of each stream."""
         for name, layout in codec.layout(1, *layers[0].shape[1:3]).items():
             dtype = _STREAMS[layout.dtype]
             self.streams.append((name, dtype, places[name] // dtype.itemsize, layout.shape, layout.strides))
@@ -100,9 +100,10 @@ def supports_rows(rows: torch.Tensor) -> bool:
 
 
 def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> bool:
-    """Write the streams of one side to all rows of ``job``; return False if the kernels do not support the call.
+    """Write the streams of one side to all rows of ``job``. Returns False if the kernels do not support the call.
 
-    ``errors``, float32 ``[page and layer, kv_head, token]``, receives the errors of tokens relative to their norms (``encode.Output``).
+    The errors of tokens relative to their norms (``encode.Output``) are written to ``errors``, float32 ``[page and layer, kv_head,
+    token]``.
     """
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
@@ -122,7 +123,7 @@ def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> 
 
 
 def decode(lane: PageSide, job: PageJob) -> bool:
-    """Decode the streams of one side from all rows of ``job`` with status 0; return False if the kernels do not support the call."""
+    """Decode the streams of one side from all rows of ``job`` with status 0. Returns False if the kernels do not support the call."""
     codec, first = lane.codec, lane.layers.first
     streams = _streams(lane, job)
     moves = lane.places(job)
@@ -139,7 +140,7 @@ def decode(lane: PageSide, job: PageJob) -> bool:
 
 
 def gather(layers: Layers, slots: Sequence[int], pages: torch.Tensor) -> None:
-    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, whose distance is a multiple of ``STREAM_ALIGNMENT`` bytes."""
+    """Copy the pages in ``slots`` to ``pages`` ``[page and layer, ...]``, which are a multiple of ``STREAM_ALIGNMENT`` bytes apart."""
     _copy_pages(layers, slots, pages, None)
 
 

@@ -1,4 +1,4 @@
-"""Norms of the tokens of an engine's pages, read in place: one launch for a whole job."""
+"""Norms of the tokens of an engine's pages. The values are read in place, with one launch for a whole job."""
 
 # mypy: disable-error-code="untyped-decorator"
 

@@ -1,7 +1,7 @@
-"""Table lookups by bits of a packed row in one thread's registers: a shift, a mask and a load each.
+"""Table lookups by bits of a packed row in one thread's registers. A lookup is a shift, a mask and a load.
 
-A table entry is two f16x2: one value twice, or the values of two neighboring fields of a column, which form one index. Here, one
-instruction both selects the thread's own copy of the table and masks the index, which the compiler does not achieve for ``look_up_words``.
+A table entry is two f16x2: one value twice, or the values of two neighboring fields of a column, which form one index. Unlike in
+``look_up_words``, a single instruction selects the thread's own copy of the table and masks the index; the compiler does not find it.
 """
 
 # Triton compiles neither unpacking nor conditional expressions of tensors.

@@ -1,4 +1,4 @@
-"""Tables of at most 8 binary16 values in registers, looked up by byte permutations, with inline PTX only.
+"""Tables of at most 8 binary16 values in registers, looked up by byte permutations. They need inline PTX.
 
 Larger tables are in shared memory, which limits the number of programs.
 """
@@ -18,7 +18,7 @@ MAX_BITS = 3
 
 
 def byte_table(values: torch.Tensor) -> tuple[int, ...]:
-    """Arrange at most 8 binary16 values for ``select_four``: two integers with their low bytes, and two with their high bytes."""
+    """Arrange at most 8 binary16 values for ``select_four``: two integers with their low bytes, followed by two with their high bytes."""
     words = [int(value) & 0xFFFF for value in values.view(torch.int16)]
     words += [0] * (8 - len(words))
     return tuple(
@@ -28,7 +28,7 @@ def byte_table(values: torch.Tensor) -> tuple[int, ...]:
 
 @triton.constexpr_function
 def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, distance: int) -> tuple[int, ...]:
-    """Return where to find the digits of four symbols, as triples (word, right shift, mask), so that they end at bits 0, 16, 8 and 24.
+    """Return triples (word, right shift, mask) that move the digits of four symbols to bits 0, 16, 8 and 24.
 
     A digit is ``bits`` bits at bit ``first`` of a field of ``distance`` bits. Digits past the columns are omitted.
     """
@@ -45,7 +45,7 @@ def _digit_positions(packing: RowPacking, symbol: int, first: int, bits: int, di
 
 @triton.constexpr_function
 def _select_f16x2(table: tuple[int, ...]) -> str:
-    """Return PTX that selects the low and high bytes of four values from ``table``, and joins them to four f16x2 of equal halves."""
+    """Return PTX that selects the low and high bytes of four values from ``table``, and joins them into four f16x2 with equal halves."""
     pairs = "".join(f" prmt.b32 ${number}, low, high, {0x4040 + 0x1111 * number};" for number in range(4))
     return f"""{{ .reg .b32 select, low, high;
         shr.b32 select, $4, 12; or.b32 select, select, $4;
@@ -62,7 +62,7 @@ def select_four(
     DISTANCE: tl.constexpr,
     TABLE: tl.constexpr,
 ) -> tl.tuple:
-    """Return the values of four symbols, beginning with ``SYMBOL``, from a table in registers, as f16x2 of equal halves.
+    """Return the values of four symbols, starting with ``SYMBOL``, from a table in registers, as f16x2 with equal halves.
 
     ``TABLE`` is the result of ``byte_table``. An index is ``BITS`` bits at bit ``FIRST`` of a field of ``DISTANCE`` bits.
     """

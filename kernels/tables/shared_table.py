@@ -35,7 +35,7 @@ def choose_copies(entries: int, entry_bytes: int, budget: int) -> int:
 def allow_tables(kernel: Any, table_bytes: int) -> None:
     """Let the CUDA driver launch a ``kernel`` that declares tables or patches in addition to its own shared memory.
 
-    Triton requests more than 48 KiB from the driver only if its own part exceeds that, and does not know about tables.
+    Triton requests more than 48 KiB from the driver only if its own part exceeds that, and is not aware of tables.
     """
     size = triton_internals.shared_bytes(kernel)
     if table_bytes > MAX_STATIC_BYTES:
@@ -46,8 +46,9 @@ def allow_tables(kernel: Any, table_bytes: int) -> None:
 
 @triton.jit
 def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
-    """Reserve ``SIZE`` bytes of shared memory for tables, or use the launch's dynamic shared memory (``allow_tables``), once per kernel and
-    before ``fill``.
+    """Reserve ``SIZE`` bytes of shared memory for tables, once per kernel and before ``fill``.
+
+    If they do not fit, the launch's dynamic shared memory is used (``allow_tables``).
     """
     thread = tl.arange(0, 32 * WARPS)
     tl.inline_asm_elementwise(declare_ptx(SIZE), "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
@@ -55,7 +56,8 @@ def declare(SIZE: tl.constexpr, WARPS: tl.constexpr) -> None:
 
 @triton.jit
 def fetch(table: tl.tensor, ENTRIES: tl.constexpr, VALUES: tl.constexpr) -> tl.tensor:
-    """Load the entries of a table in global memory for ``fill``, each with ``VALUES`` (2 or 4) binary16 values as one integer."""
+    """Load the entries of a table in global memory for ``fill``. Each entry has ``VALUES`` (2 or 4) binary16 values, loaded as one integer.
+    """
     number = tl.arange(0, triton.next_power_of_2(ENTRIES))
     if VALUES == 2:
         entries = tl.load(table.to(tl.pointer_type(tl.int32)) + number, number < ENTRIES, 0)
@@ -163,7 +165,7 @@ def look_up_repeated(
 ) -> tl.tensor:
     """Run ``look_up_bits`` for entries of 4 equal values, and return one tile.
 
-    It reads half an entry, which has twice the copies.
+    This reads half an entry, of which there are twice as many copies.
     """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, FIRST, 4)

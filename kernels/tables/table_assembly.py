@@ -16,19 +16,19 @@ BANK_BYTES = 128
 """Number of bytes that a warp can read at once without bank conflicts: 32 banks of 4 bytes."""
 
 MAX_STATIC_BYTES = 40 << 10
-"""Maximum size of the tables of both sides that PTX declares, of at most 48 KiB; larger tables use the launch's dynamic shared memory."""
+"""Maximum total size of both sides' tables that PTX declares, out of 48 KiB. Larger tables use the launch's dynamic shared memory."""
 
 
 MATRIX_ALIGNMENT = 1024
-"""Alignment of the compiler's matrices for matrix instructions of compute capability 9.0, at which its shared memory must begin."""
+"""Alignment of the compiler's operands of matrix instructions at compute capability 9.0, at which its shared memory must begin."""
 
 
 @triton.constexpr_function
 def declare_ptx(size: int) -> str:
     """Return PTX that declares ``kvpack_tables``, the address of the tables.
 
-    Tables of ``size`` bytes are declared before the compiler's memory, which must then also begin at a multiple of ``MATRIX_ALIGNMENT``;
-    larger tables are in the launch's dynamic shared memory, after the compiler's memory.
+    Tables of ``size`` bytes are declared before the compiler's memory, which must begin at a multiple of ``MATRIX_ALIGNMENT`` even then.
+    Larger tables are in the launch's dynamic shared memory, after the compiler's memory.
     """
     if size > MAX_STATIC_BYTES:
         place = f"mov.u32 kvpack_tables, {SHARED_MEMORY}; add.u32 kvpack_tables, kvpack_tables, {COMPILER_BYTES};"
@@ -39,7 +39,7 @@ def declare_ptx(size: int) -> str:
 
 @triton.constexpr_function
 def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
-    """Return PTX with which every thread stores the copies of its entry, 16 bytes at a time; lanes begin at different banks."""
+    """Return PTX with which every thread stores the copies of its entry, 16 bytes at a time. Lanes begin at different banks."""
     run = 4 * entry_words * copies
     value = ["$1", "$1"] if entry_words == 1 else ["first", "second"]
     unpack = "" if entry_words == 1 else "mov.b64 {first, second}, $1;"
@@ -63,7 +63,7 @@ def fill_ptx(offset: int, entries: int, entry_words: int, copies: int) -> str:
 
 @triton.constexpr_function
 def tile_lookup_ptx(position: int, bits: int, values: int, offset: int, copies: int, entries: int) -> str:
-    """Return PTX that looks up the two 16-bit words of a register; an index is ``bits`` bits of a word, beginning at bit ``position``.
+    """Return PTX that looks up the two 16-bit words of a register. An index is ``bits`` bits of a word, beginning at bit ``position``.
 
     ``values`` is the number of binary16 values per entry, 2 or 4. An index past ``entries`` selects the last entry.
     """
@@ -144,7 +144,7 @@ SELECT_BY_BIT = tl.constexpr(
         shf.r.wrap.b32 low, $1, $1, $3; shf.r.wrap.b32 high, $2, $2, $4;
         prmt.b32 low, low, high, 0xFFBB; lop3.b32 $0, low, $6, $5, 0x6A; }"""
 )
-"""PTX that selects two 16-bit values, each by one bit of its own word: an input, with the bits of another input flipped if the bit is 1.
+"""PTX that selects two 16-bit values, each by one bit of its own word. A value is one input, XORed with another input if the bit is 1.
 
 Inputs are the words, the amount by which each is rotated right so that its bit is the highest, and both values' inputs in one register
 each.

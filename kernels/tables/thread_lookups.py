@@ -58,7 +58,10 @@ def look_up_words(
 
 @triton.jit
 def look_up_repeated(place: tl.tensor, table: tl.tensor, FIRST: tl.constexpr, SHARED: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
-    """Return the f16x2 of an entry of four equal values; it reads half an entry, which has twice the copies."""
+    """Return the f16x2 of an entry of four equal values.
+
+    This reads half an entry, of which there are twice as many copies.
+    """
     if FAST and SHARED.copies > 0:
         HALVES: tl.constexpr = halve_entries(SHARED, 0, 0)
         result = look_up_words(place, table, 1, 2, FIRST, HALVES, FAST)

@@ -44,7 +44,7 @@ def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequen
 
 
 def describe_streams(rows: numpy.ndarray[Any, numpy.dtype[numpy.int64]], streams: Sequence[Stream], first: int) -> tuple[RowStream, ...]:
-    """Return the ``RowStream`` of each stream; its addresses and strides are in ``rows``, beginning with column ``first``."""
+    """Return the ``RowStream`` of each stream. Its addresses and strides are in ``rows``, beginning with column ``first``."""
     result = []
     for number, stream in enumerate(streams):
         at = first + STREAM_INTEGERS.value * number

@@ -1,4 +1,4 @@
-"""Tile loaders bound to the streams of one launch: everything about one side for which kernels are compiled."""
+"""Tile loaders bound to the streams of one launch, with everything about one side for which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def bind(
     fast: bool,
     means: PageMeans | None = None,
 ) -> BoundLoader:
-    """Bind the loader ``tiles`` to ``streams``; if not ``fast`` (inline PTX), bf16 tiles are widened to float32.
+    """Bind the loader ``tiles`` to ``streams``. Without inline PTX (``fast``), bf16 tiles are widened to float32.
 
     ``means`` are those of ``tiles``, bound to their streams.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def load_tables(
     k: Tiles, v: Tiles, device: torch.device, fast: bool, budget: int
 ) -> tuple[SharedTables, tuple[torch.Tensor, torch.Tensor], list[SharedTable]]:
-    """Return the shared tables that a kernel declares and fills, both sides' tables in global memory, and their offsets in shared memory.
+    """Return the shared tables that a kernel declares and fills, both sides' tables in global memory, and their places in shared memory.
 
     They use at most ``budget`` bytes of shared memory in total.
     """

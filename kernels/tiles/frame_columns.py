@@ -28,7 +28,7 @@ BLOCK_COLUMNS = 32
 
 
 def loader(codec: Codec, dual: bool) -> Tiles:
-    """Return the tile loader of ``codec``, which must have one; with ``dual``, the dual loader if there is one."""
+    """Return the tile loader of ``codec``, which must have one. With ``dual``, return the dual loader if there is one."""
     result = (loaders.dual_tiles_of(codec) if dual else None) or loaders.tiles_of(codec)
     assert result is not None
     return result
@@ -36,7 +36,7 @@ def loader(codec: Codec, dual: bool) -> Tiles:
 
 @lru_cache(maxsize=256)
 def columns(codec: Codec, dual: bool) -> tuple[int, ...]:
-    """Return the channel of each column of all tiles of ``loader``, -1 for none, and then the channel of its offset, if any."""
+    """Return the channel of each column of all tiles of ``loader`` (-1 for none), followed by the channel of its offset, if any."""
     tiles = loader(codec, dual)
     return tuple(channel for part in tiles.channels for channel in part) + ((codec.dim,) if tiles.offset else ())
 
@@ -50,7 +50,7 @@ def frame_dim(codec: Codec) -> int:
 
 @lru_cache(maxsize=256)
 def query_matrix(frames: tuple[tuple[Codec, tuple[int, ...]], ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrix and blocks that ``rotate_queries`` uses for ``frames``: pairs of a codec and its columns' channels (-1 for none).
+    """Return the matrix and blocks that ``rotate_queries`` uses for ``frames``, pairs of a codec and its columns' channels (-1 for none).
 
     The matrix is float32 ``[matrix, dim, column]``, the contribution of each query channel to each column; each frame is padded to whole
     blocks of columns. The blocks are int64 ``[block, 3]``: the block's first column in its frame, the frame's number of columns, and the
@@ -89,7 +89,7 @@ def is_in_order(codec: Codec, channels: tuple[int, ...]) -> bool:
 
 
 def column_signs(codec: Codec) -> tuple[torch.Tensor, float]:
-    """Return the matrix from channels to columns of ``codec``'s loader: its signs, float32 ``[column, dim]``, and its entries' magnitude.
+    """Return the matrix from channels to columns of ``codec``'s loader as its signs, float32 ``[column, dim]``, and its entries' magnitude.
 
     All nonzero entries of Hadamard rotations and permutations have the same magnitude.
     """
@@ -105,7 +105,7 @@ def frame_matrix(codec: Codec, device: str) -> torch.Tensor:
 
 
 def _repeat_to_equal_counts(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Repeat ``parts`` ``[matrix, ...]`` to the same number of matrices, which sequences and heads use in turn."""
+    """Repeat ``parts`` ``[matrix, ...]`` so that all have the same number of matrices. Sequences and heads use them in turn."""
     most = math.lcm(*(part.shape[0] for part in parts))
     return [part.repeat(most // part.shape[0], 1, 1) for part in parts]
 
@@ -128,7 +128,7 @@ def _query_rotation(codec: Codec) -> torch.Tensor:
 def _frame_rows(codec: Codec) -> torch.Tensor:
     """Return the matrix from the channels of ``codec``'s frame to original channels, float32 ``[matrix, frame dim, dim]``.
 
-    For klt, it is scaled to the units of its tables, and its last row is the mean token.
+    For klt, the matrix is scaled to the units of the tables, and its last row is the mean.
     """
     if isinstance(codec, Klt):
         assert codec.source is not None

@@ -1,4 +1,4 @@
-"""Protocols of a layer for attention, so that kernels depend on its codecs and tensors, but not on the classes that contain them."""
+"""Protocols of a layer for attention. Kernels depend on a layer's codecs and tensors, but not on the classes that contain them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class PackedRun(Protocol):
     def streams(self) -> Mapping[str, torch.Tensor]: ...
 
     def rows(self, start: int, stop: int, entries: bool = True) -> Mapping[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group.
+        """Return the streams of tokens ``[start, stop)``. ``start`` must be a multiple of the codec's token group.
 
         Without ``entries``, streams whose entries store token numbers are omitted.
         """
 
     def slice(self, start: int, stop: int) -> PackedRun:
-        """Return tokens ``[start, stop)``; ``start`` must be a multiple of the codec's token group."""
+        """Return tokens ``[start, stop)``. ``start`` must be a multiple of the codec's token group."""
 
     def frame(self, start: int, stop: int) -> torch.Tensor:
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the coded frame."""
@@ -38,11 +38,11 @@ class PackedRun(Protocol):
         """Decode tokens ``[start, stop)`` to float32 ``[batch, kv_head, token, dim]`` in the original frame."""
 
     def original(self, sums: torch.Tensor) -> torch.Tensor:
-        """Map sums ``[batch, kv_head, row, dim]`` of ``frame``'s values to the original frame."""
+        """Map sums ``[batch, kv_head, row, dim]`` of the values that ``frame`` returns to the original frame."""
 
 
 class Side(Protocol):
-    """The keys or the values of a layer: packed pages, then a raw tail ``[batch, kv_head, token, dim]``."""
+    """The keys or the values of a layer: packed pages followed by a raw tail ``[batch, kv_head, token, dim]``."""
 
     @property
     def runs(self) -> Sequence[PackedRun]: ...
@@ -70,7 +70,7 @@ class Layer(Protocol):
 
 
 def keys_and_values(layer: Layer) -> tuple[Side, Side]:
-    """Return the keys and the values of ``layer``, which has both."""
+    """Return the keys and the values of ``layer``, which must have both."""
     assert layer.k is not None
     assert layer.v is not None
     return layer.k, layer.v

@@ -1,4 +1,4 @@
-"""Selection of the tile loader for a codec and its sidecars; without a loader, PyTorch decodes the values before attention."""
+"""Selection of the tile loader for a codec and its sidecars. Without a loader, PyTorch decodes the values before attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIDECAR_LOADERS: dict[type[Sidecar], Callable[[Tiles, Any], Tiles | None]] = {
     Outliers: lambda tiles, _: tiles_outliers.with_outliers(tiles),
     Qjl: tiles_qjl.with_signs,
 }
-"""Functions that extend a codec's loader with a sidecar; ``attend.segments`` handles value maps and raw tokens instead."""
+"""Functions that extend a codec's loader with a sidecar. Value maps and raw tokens are handled by ``attend.segments`` instead."""
 
 
 @lru_cache(maxsize=256)
@@ -44,8 +44,9 @@ def _with_sidecars(codec: CodecWithSidecars) -> Tiles | None:
 
 @lru_cache(maxsize=256)
 def dual_tiles_of(codec: Codec, dual: int = APART) -> Tiles | None:
-    """Return the dual tile loader of ``codec``, with two tokens per row arranged by ``dual``; None if rows have an unsupported number of
-    words.
+    """Return the dual tile loader of ``codec``, or None if rows have an unsupported number of words.
+
+    ``dual`` is the arrangement of the two tokens in a row.
     """
     if isinstance(codec, CodecWithSidecars):
         result = dual_tiles_of(codec.codec, dual)

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from kvpack.kernels.loaders.tiles import Outliers, Tiles
 
 MIN_LARGE_TABLE_BYTES = 32 << 10
-"""Size of shared tables above which few programs fit on a multiprocessor, so that more warps should share each table."""
+"""Size of shared tables, in bytes, above which few programs fit on a multiprocessor, so that more warps should share each table."""
 
 MAX_SMALL_TILES = 4
 """Number of tiles per side above which registers, not shared memory, limit the programs on a multiprocessor."""
 
 MAX_SMALL_BYTES, MANY_TOKENS = 64, 6000
-"""Maximum bytes of codes per token, and minimum tokens per multiprocessor, for which processing more tokens at once is faster."""
+"""Thresholds for processing more tokens at once: maximum bytes of codes per token, and minimum tokens per multiprocessor."""
 
 MIN_WIDE_PAIR_BYTES = 256
-"""Bytes of two tokens in one tile row at which fewer tiles in flight are faster."""
+"""Number of bytes of the two tokens in one tile row from which on fewer tiles in flight are faster."""
 
 MULTIPROCESSOR_BYTES = 228 << 10
 """Shared memory per multiprocessor, in bytes."""
@@ -33,12 +33,17 @@ MAX_BYTES_IN_FLIGHT = 96 << 10
 """Maximum bytes of tiles that a program loads ahead."""
 
 LARGE_TABLE_BYTES, MIN_COPIES = 80 << 10, 8
-"""For tables larger than the assembly declares: bytes for each of two programs, and the fewest copies of an entry with which two
-programs are enough."""
+"""Constants for tables larger than the assembly declares.
+
+The first is the number of bytes for each of two programs, and the second the minimum number of copies of an entry with which two programs
+are enough.
+"""
 
 MAX_MEAN_BITS = 1 << 10
-"""Maximum bits per page mean of keys, if tables are larger than the assembly declares: the compiler's shared memory before them
-(``COMPILER_BYTES``) must have room for the means that are multiplied at once."""
+"""Maximum bits per page mean of keys if tables are larger than the assembly declares.
+
+The means that are multiplied at once must fit in the compiler's shared memory before the tables (``COMPILER_BYTES``).
+"""
 
 SYSTEM_BYTES = 1 << 10
 """Shared memory per program that the CUDA system reserves, in bytes."""
@@ -66,8 +71,8 @@ def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: i
     """Return the fastest launch shape, as measured on an H200, for tables of ``table_bytes`` and ``tokens`` tokens per multiprocessor.
 
     ``alignment`` divides all first rows. Measurements covered one to eight warps, one or two tiles of 16 to 64 tokens, two to four stages,
-    and 96 to 255 registers. For loaders with one row per thread, which stages slow down, they covered one to four warps and 168 or more
-    registers. Programs whose number of warps is not a multiple of the four schedulers take 50% longer.
+    and 96 to 255 registers. For loaders with one row per thread, which are slower with several stages, they covered one to four warps and
+    168 or more registers. Programs take 50% longer if their number of warps is not a multiple of the four schedulers.
     """
     if not fast:
         return LaunchShape(2, 1, 32, 1, 4)
@@ -122,8 +127,8 @@ def table_budget(k: Tiles, v: Tiles) -> int:
 def plan_patches(k: Tiles, v: Tiles, shape: LaunchShape, table_bytes: int) -> tuple[Outliers | None, Outliers | None, int]:
     """Return the outlier constants of both sides, if they have outliers, and the number of bytes for the patches of all warps.
 
-    A patch contains the tiles of a side that fit in shared memory next to tables of ``table_bytes``, in every program of a
-    multiprocessor. If not even one fits, the number of bytes is 0 and there are no patches.
+    A patch contains as many tiles of a side as fit in shared memory next to tables of ``table_bytes`` in every program of a multiprocessor.
+    If not even one tile fits, the number of bytes is 0 and there are no patches.
     """
     own_bytes = MULTIPROCESSOR_BYTES // shape.programs - SYSTEM_BYTES - CONVERSION_BYTES * shape.warps * shape.tokens
     limit = (min(own_bytes, STATIC_SHARED_BYTES) - table_bytes) // shape.warps

@@ -1,4 +1,4 @@
-"""Shared memory available to a program, which differs even between GPUs of one generation; launch shapes are chosen to fit in it."""
+"""Shared memory available to a program. It differs even between GPUs of one generation, and launch shapes are chosen to fit in it."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ FIRST_ADDRESS = tl.constexpr(6)
 """Integers per row of the work table before the addresses: the fields of ``Work`` before its streams."""
 
 POSITION_BIAS = tl.constexpr(1 << 20)
-"""Number added to both sides of token comparisons, so that the compiler does not share their positions with addresses.
+"""Number added to both sides of token comparisons, so that the compiler does not compute addresses from the compared positions.
 
-If they were shared, the loop would keep one number per tile row and add it to each pointer. Otherwise, an address is one sum plus a
-constant offset.
+If it did, the loop would keep one number per tile row and add it to each pointer. Without that, an address is one sum plus a constant
+offset.
 """
 
 STREAM_INTEGERS = tl.constexpr(3)
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 class Work(NamedTuple):
     """The tokens of a program: ``count`` tokens, beginning with token ``begin`` of the layer.
 
-    Every query sees all of the first ``whole`` tokens, a multiple of the tokens that the program processes at once. ``means`` are the
+    Every query sees all of the first ``whole`` tokens, a multiple of the tokens that the program processes at once. ``means`` contains the
     streams of the page means, if keys have any; its ``first`` is the position of the keys' row 0 in the first page.
     """
 
@@ -102,7 +102,7 @@ def within_length(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tuple:
-    """Limit ``work`` to a sequence of ``length`` tokens; also return the number of its tokens before the first query's window.
+    """Limit ``work`` to a sequence of ``length`` tokens. Also returns the number of its tokens before the first query's window.
 
     The first query is at ``position``. A query sees tokens up to ``ahead`` positions after its own. The number returned is rounded down to
     whole tiles of ``SPAN`` tokens, and ``whole`` to a multiple of ``TILES`` tiles.
@@ -118,8 +118,9 @@ def within_length(
 def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.constexpr, TILES: tl.constexpr) -> tl.tuple:
     """Return ``work`` relative to the first tile that every query sees, and the number of tokens before it that only some queries see.
 
-    No query sees tokens before token ``first`` of the layer; every query sees the tokens of ``whole`` from token ``last`` on. The tokens
-    before the returned ``work`` have negative positions, in whole tiles of ``SPAN`` tokens; whole tiles are processed ``TILES`` at once.
+    No query sees tokens before token ``first`` of the layer, and every query sees the tokens of ``whole`` from token ``last`` on. The
+    tokens before the returned ``work`` have negative positions, in whole tiles of ``SPAN`` tokens. Whole tiles are processed ``TILES`` at a
+    time.
     """
     begin = tl.maximum(0, first - work.begin) // SPAN * SPAN
     shift = (tl.maximum(0, last - work.begin) + TILES * SPAN - 1) // (TILES * SPAN) * (TILES * SPAN)
@@ -135,7 +136,7 @@ def skip_unseen(work: tl.tuple, first: tl.tensor, last: tl.tensor, SPAN: tl.cons
 
 @triton.jit
 def prefetch(work: tl.tuple, offset: tl.tensor, K: tl.constexpr, V: tl.constexpr, BEYOND: tl.constexpr, TOKENS: tl.constexpr) -> None:
-    """Prefetch rows of up to ``TOKENS`` tokens into the L2 cache, beginning ``BEYOND`` tokens after the work's token ``offset``."""
+    """Prefetch rows of up to ``TOKENS`` tokens into the L2 cache, starting ``BEYOND`` tokens after token ``offset`` of the work."""
     _prefetch_side(work.k, offset, work.count, K, BEYOND, TOKENS)
     _prefetch_side(work.v, offset, work.count, V, BEYOND, TOKENS)
 
@@ -162,7 +163,7 @@ def prefetch_means(work: tl.tuple, K: tl.constexpr) -> None:
 
 @triton.jit
 def _prefetch_stream(pointer: tl.tensor, first: tl.tensor, tokens: tl.tensor, ROW_BYTES: tl.constexpr, ROW_TOKENS: tl.constexpr) -> None:
-    """Prefetch rows with one operation of one thread, in 16-byte pieces, which was faster than requests by all threads."""
+    """Prefetch rows in 16-byte pieces. All requests are made by one thread, which was faster than requests by all threads."""
     begin = pointer.to(tl.int64) + first // ROW_TOKENS * ROW_BYTES
     tl.inline_asm_elementwise(
         """{ .reg .pred real; .reg .b32 thread, size; .reg .b64 begin;

@@ -42,7 +42,7 @@ _prepared_calls: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]
 """Prepared calls of each layer, by everything on which their checks depend."""
 
 _cpu_calls: WeakKeyDictionary[Layer, PreparedAttention | None] = WeakKeyDictionary()
-"""Prepared C kernel calls by layer; None if the C kernels do not support the layer."""
+"""Prepared C kernel calls by layer, or None if the C kernels do not support the layer."""
 
 
 def attend(
@@ -130,7 +130,7 @@ def attend(
 
 
 def _prepared_call(q: torch.Tensor, layer: Layer, request: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the prepared call for a layer; None if no layer of the same kind has passed the checks yet."""
+    """Return the prepared call for a layer, or None if no layer of the same kind has passed the checks yet."""
     if not _checked_options or layer.k is None or layer.v is None:
         return None
     from kvpack.kernels.attend import layer_sharing, many_queries
@@ -207,7 +207,7 @@ def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def cpu_attention(q: torch.Tensor, layer: Layer) -> PreparedAttention | None:
-    """Return prepared attention with C kernels over ``layer``; None if they do not support the call.
+    """Return prepared attention with C kernels over ``layer``, or None if they do not support the call.
 
     Raises the errors of ``uses_c``.
     """

@@ -19,7 +19,7 @@ def cache_argument(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among a call's ``arguments``; None if there is none."""
+    """Return the cache among a call's ``arguments``, or None if there is none."""
     for name in NAMES:
         if (cache := arguments.get(name)) is not None:
             return cache
@@ -27,6 +27,6 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def output_cache(output: Any) -> Any:
-    """Return the cache in the output of a forward pass; None if there is none."""
+    """Return the cache in the output of a forward pass, or None if there is none."""
     # Access by the older name issues a warning if the output has the newer one.
     return next((getattr(output, name) for name in NAMES[:2] if hasattr(output, name)), None)

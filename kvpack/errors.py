@@ -71,6 +71,6 @@ class RoundedWarning(UserWarning):
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:
-    """Return the worst of ``codes``, the exit codes of a command's parts; 0 if there are none."""
+    """Return the worst of ``codes``, the exit codes of a command's parts, or 0 if there are none."""
     result = {0, *codes}
     return next(code for code in WORST_FIRST if code in result)

@@ -25,7 +25,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
     """Load a causal language model with a transformers attention implementation.
 
     Args:
-        path: A folder or a name on the hub; None for the demo's model.
+        path: A folder or a name on the hub, or None for the demo's model.
         attention: Name of the attention. "sdpa" falls back to eager attention for models without it (Gemma-2, GPT-OSS).
         dtype: Dtype of the weights; "auto" keeps the checkpoint's dtype.
 
@@ -54,7 +54,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
 
 @contextlib.contextmanager
 def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield the folder of a transformers model, given as a folder or a name on the hub; None for the demo's. Raises MissingFile."""
+    """Yield the folder of a transformers model, given as a folder or a name on the hub, or None for the demo's. Raises MissingFile."""
     if path is None:
         with as_file(files("kvpack.demo") / "tinylm") as folder:
             yield folder
@@ -84,7 +84,7 @@ class ByteTokenizer:
 
 
 def load_tokenizer(folder: Path) -> Any | None:
-    """Return the tokenizer in a model's folder; None if there is none."""
+    """Return the tokenizer in a model's folder, or None if there is none."""
     if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     return transformers_library().AutoTokenizer.from_pretrained(folder)
@@ -100,7 +100,7 @@ class LayerShape(NamedTuple):
 
 
 def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
-    """Return the shape of each layer's keys and values in caches of a model; None for a layer without them.
+    """Return the shape of each layer's keys and values in caches of a model, or None for a layer without them.
 
     ``path`` is a folder or a name on the hub. Only the configuration is read, and a model without weights computes one token. Raises
     MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.

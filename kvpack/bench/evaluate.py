@@ -94,7 +94,7 @@ def evaluate(
 
     Args:
         model: A transformers model in evaluation mode.
-        tokenizer: The model's tokenizer; None if its tokens are bytes.
+        tokenizer: The model's tokenizer, or None if its tokens are bytes.
         texts: A text or a list of texts, which should not have been used for calibration.
         recipes: A recipe or a list of recipes. A recipe such as "klt-1.75" needs a basis: ``Recipe("klt-1.75", basis)``.
         reference: Recipe with which the others are compared (``of_reference`` in the report); None to omit it.

@@ -31,7 +31,7 @@ PART = 128
 class GenerationEffect:
     """The effect of one recipe along a generated text: divergence by parts, share of changed tokens, and the first changed token.
 
-    ``first`` is the number of tokens before the first changed token; None if no token changed.
+    ``first`` is the number of tokens before the first changed token, or None if no token changed.
     """
 
     kl_divergences: list[float]

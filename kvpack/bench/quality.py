@@ -89,11 +89,11 @@ class Settings:
         scored_tokens: Number of tokens scored at the end of each window.
         windows: Number of windows of the text.
         needles: Number of needle prompts of each length.
-        twin: Factor of the twin with outlier channels; None for the model itself.
+        twin: Factor of the twin with outlier channels, or None for the model itself.
         seed: Seed of windows, needles, twins and generated text.
         step: Maximum number of scored tokens per forward pass.
-        offset: Factor of the constant that is added to some channels of keys; None for none.
-        generated: Number of tokens to generate after a prompt; None for none.
+        offset: Factor of the constant that is added to some channels of keys, or None for none.
+        generated: Number of tokens to generate after a prompt, or None for none.
         device: "cpu" (in float32) or "cuda" (in bfloat16).
         inserted: Text of one token, such as "<|endoftext|>", that replaces the middle token of the packed part of each window.
         others: Further texts of kvpack that are read; the last of them is a long document.
@@ -138,7 +138,7 @@ def run(
     """Measure recipes on the model in folder ``model`` and the file ``text``, and return a report as JSON values.
 
     Args:
-        model: Folder or hub name of the model; None for the demo's.
+        model: Folder or hub name of the model, or None for the demo's.
         text: File with the text. By default, the demo's model reads the demo's text, and other models read kvpack's texts.
         recipes: Recipes to measure.
         settings: Settings of the measurement.

@@ -63,8 +63,9 @@ def folder() -> Path:
 
 
 def basis(on: str = "prose") -> str | None:
-    """Return the basis file next to the model; None if it was not calibrated. Raises MissingFile if it was not calibrated on
-    another text.
+    """Return the basis file next to the model, or None if it was not calibrated.
+
+    Raises MissingFile if it was not calibrated on another text.
     """
     path = model_folder() / CALIBRATIONS[on][1]
     if not path.is_file() and on != "prose":

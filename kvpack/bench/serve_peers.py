@@ -66,6 +66,6 @@ def try_measure(measure: Callable[[], Result]) -> tuple[Result | None, str | Non
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """Return the size in bytes of the tensors in a cache of dense layers; None if a layer has other contents."""
+    """Return the size in bytes of the tensors in a cache of dense layers, or None if a layer has other contents."""
     held = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "_quantized_keys", None) is None]
     return sum(x.nbytes for pair in held for x in pair) if len(held) == len(cache.layers) else None

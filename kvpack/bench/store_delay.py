@@ -139,7 +139,7 @@ def _delayed_store(location: str, kind: str, seconds: float) -> Iterator[tuple[_
 
 
 def _server_address(location: str) -> SplitResult | None:
-    """Return the URL of the server of ``location``; None if its requests cannot be delayed."""
+    """Return the URL of the server of ``location``, or None if its requests cannot be delayed."""
     scheme = urlsplit(location).scheme
     address = urlsplit({"redis": location, "s3": os.environ.get(ENDPOINT, "")}.get(scheme, ""))
     return address if address.scheme in _PORTS and address.hostname is not None else None

@@ -90,7 +90,7 @@ def repeated_seconds(call: Callable[[], object]) -> float:
 
 
 def queued_seconds(call: Callable[[], object]) -> float | None:
-    """Return the device time in seconds of one of several calls in a row; None for calls that wait for the device.
+    """Return the device time in seconds of one of several calls in a row, or None for calls that wait for the device.
 
     The device is kept busy until all calls are queued, so that it does not wait for the host.
     """

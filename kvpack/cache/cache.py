@@ -51,17 +51,17 @@ class Cache(PackedObject):
     """A packed KV cache: one Layer per model layer, with a record of the inputs that the values were computed from.
 
     ``cache[i]`` is layer i, and ``cache[:, a:b]`` contains tokens ``[a, b)`` of every layer. A cache is immutable: every method returns a
-    new one that shares the packed bytes. The cache covers positions ``[start, stop)``, and layer i positions
-    ``[start + layer.skipped, start + layer.seen_tokens)``.
+    new one that shares the packed bytes. The cache covers positions ``[start, stop)``, and layer i positions ``[start + layer.skipped,
+    start + layer.seen_tokens)``.
 
     Args:
         layers: The layers in order.
         recipe: Canonical text of the recipe.
         model: Fields that identify the model.
         start: Position of the first token.
-        inputs: The inputs from which the values were computed; None if unknown.
-        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them; ``concat`` keeps those of the
-            first cache.
+        inputs: The inputs from which the values were computed, or None if unknown.
+        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them; ``concat`` keeps those of the first
+            cache.
 
     Raises:
         InvalidParameter: The positions or the number of sequences of the inputs differ from the cache's.
@@ -83,7 +83,7 @@ class Cache(PackedObject):
     computed: int = 0
     """Number of tokens of the longest cache from which this one was sliced, if ``inputs`` is None. Files do not record it."""
     position_offsets: tuple[int, ...] | None = None
-    """Difference between the rotary position and the token index after the last token, for each sequence; None if unknown.
+    """Difference between the rotary position and the token index after the last token, for each sequence, or None if unknown.
 
     It is not 0 with multidimensional positions, where an image takes fewer positions than it has tokens.
     """
@@ -199,7 +199,7 @@ class Cache(PackedObject):
 
     @property
     def bits_per_value(self) -> float:
-        """File size (``nbytes``) in bits per value; 0 for an empty cache."""
+        """File size (``nbytes``) in bits per value, or 0 for an empty cache."""
         return 8 * self.nbytes / self.values if self.values else 0.0
 
     @property

@@ -34,7 +34,7 @@ VALUES_AT_ONCE = 1 << 24
 
 
 def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress: Progress | None) -> tuple[tuple[Layer, ...], str]:
-    """Encode ``layers``, whose first token is at position ``start``, with a different recipe; return them and the recipe's text.
+    """Encode ``layers``, whose first token is at position ``start``, with a different recipe. Returns them and the recipe's text.
 
     Packed keys and values that already have the right codec are reused. If only the packing of the codes differs, the codes are repacked.
     """

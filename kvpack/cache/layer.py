@@ -72,7 +72,7 @@ class Layer(PackedObject):
         return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
-        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``; None if the layer lacks them."""
+        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``, or None if the layer lacks them."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def __getitem__(self, tokens: slice) -> Layer:

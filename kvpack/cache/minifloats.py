@@ -117,7 +117,7 @@ class Minifloats:
         )
 
     def _block_scales(self) -> tuple[str, str] | None:
-        """Return the granularity and dtype of block scales; None if the scales are not block scales."""
+        """Return the granularity and dtype of block scales, or None if the scales are not block scales."""
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:

@@ -308,7 +308,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(layer: DenseLayer, codecs: Codecs, count: int) -> _Kind | None:
-    """Return the kind of one of ``count`` layers; None if it is encoded by itself."""
+    """Return the kind of one of ``count`` layers, or None if it is encoded by itself."""
     most, sides = count, []
     for x, codec in zip((layer.k, layer.v), codecs, strict=True):
         if codec is None or not isinstance(x, torch.Tensor):

@@ -126,7 +126,7 @@ class Side:
     def frame(self, start: int, stop: int) -> tuple[torch.Tensor, PackedRun | None]:
         """Decode tokens ``[start, stop)``, all in one run or the tail, to float32, without reversing the codec's rotation.
 
-        Also returns the run, which maps queries and sums to and from the rotated frame; None for the tail, which is not rotated.
+        Also returns the run, which maps queries and sums to and from the rotated frame, or None for the tail, which is not rotated.
         """
         run, first = self.run_at(start, stop)
         if run is None:

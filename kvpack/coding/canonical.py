@@ -30,7 +30,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_item(cls, first: int, last: int) -> Range | None:
-        """Return the range for ``first``-``last`` in a recipe; None for all layers."""
+        """Return the range for ``first``-``last`` in a recipe, or None for all layers."""
         if first >= 0 and last >= -1:
             result = cls(FIRST, first, last if last >= 0 else math.inf)
             return None if result.is_all else result
@@ -83,7 +83,7 @@ class LayerException(NamedTuple):
 
 
 LayerRanges = tuple[tuple[int, int], ...] | None
-"""Layers of a rule, as (first, last) pairs; None for all layers."""
+"""Layers of a rule, as (first, last) pairs, or None for all layers."""
 
 
 def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]], window: int) -> str:

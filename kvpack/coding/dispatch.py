@@ -286,7 +286,7 @@ def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.DecodedChunks | None:
-    """Run ``rans.decode`` in C; return None if the C kernels are unavailable or disabled."""
+    """Run ``rans.decode`` in C. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -295,7 +295,7 @@ def _decode_chunks(chunks: rans.Chunks, lengths: rans.Numbers, tables: rans.Numb
 
 
 def _encode_chunks(symbols: rans.Numbers, lengths: rans.Numbers, tables: rans.Numbers, table: rans.Numbers) -> rans.Chunks | None:
-    """Run ``rans.encode_in_numpy`` in C; return None if the C kernels are unavailable or disabled."""
+    """Run ``rans.encode_in_numpy`` in C. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import rans as c_rans
@@ -307,7 +307,7 @@ rans.compiled_decoder, rans.compiled_encoder = _decode_chunks, _encode_chunks
 
 
 def _add_words(data: memoryview, sum_: int) -> int | None:
-    """Run ``row.checksum`` in C; return None if the C kernels are unavailable or disabled."""
+    """Run ``row.checksum`` in C. Returns None if the C kernels are unavailable or disabled."""
     if not _runs_c():
         return None
     from kvpack.kernels.cpu import checksum
@@ -319,7 +319,7 @@ row.compiled = _add_words
 
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
-    """Run ``head_norms.has_large_size`` in C; return None if the C kernels are unavailable or disabled."""
+    """Run ``head_norms.has_large_size`` in C. Returns None if the C kernels are unavailable or disabled."""
     if not uses_c(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode

@@ -28,7 +28,7 @@ EXACT = ("raw", "bf16", "fp16", "fp32", "lossless")
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe and its ``source``. ``layers`` and ``dim`` are the layers and head dim of its model; None if it fits any model."""
+    """A named recipe and its ``source``. ``layers`` and ``dim`` are the layers and head dim of its model, or None if it fits any model."""
 
     recipe: str
     source: str

@@ -31,7 +31,7 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
 
 
 def raw_positions_of(words: Mapping[str, str]) -> RawPositions | None:
-    """Return the rule that selects raw tokens, from codec options; None if no tokens stay raw. Raises InvalidParameter."""
+    """Return the rule that selects raw tokens, from codec options, or None if no tokens stay raw. Raises InvalidParameter."""
     return RawPositions.from_options(1, "k", Options("raw", words))
 
 

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 16
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """Split ``recipe`` into the path of a recipe file and the clauses after it; None if it is not a path but the recipe itself."""
+    """Split ``recipe`` into the path of a recipe file and the clauses after it, or None if it is not a path but the recipe itself."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):

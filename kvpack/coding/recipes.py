@@ -201,7 +201,8 @@ class Recipe:
 
     @cached_property
     def window(self) -> int:
-        """Number of raw tokens at the end that are encoded together; 0 if they are encoded as soon as they fill the codec's token group."""
+        """Number of raw tokens at the end that are encoded together, or 0 if they are encoded as soon as they fill the codec's token group.
+        """
         windows = [clause for clause, _ in self._clauses() if clause.startswith(_WINDOW)]
         if not windows:
             return 0
@@ -361,7 +362,7 @@ def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice
 
 
 def _expand_alias(clause: str) -> str:
-    """Expand ``klt-<bits>`` and ``transform-<bits>``; return any other clause unchanged."""
+    """Expand ``klt-<bits>`` and ``transform-<bits>``. Returns any other clause unchanged."""
     match = _ALIAS.fullmatch(clause)
     return f"kv={match[1]}:bits={match[2]}{_ALIAS_WORDS[match[1]]}" if match else clause
 
@@ -401,7 +402,7 @@ def preset_name(text: str) -> str:
 
 
 def basis_digest(recipe: Recipe) -> bytes | None:
-    """Return the SHA-256 of the basis that caches with ``recipe`` need; None if they need none.
+    """Return the SHA-256 of the basis that caches with ``recipe`` need, or None if they need none.
 
     Raises InvalidParameter if a clause that needs a basis does not name one, or if clauses name different bases.
     """
@@ -420,7 +421,7 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
-    """Parse a recipe's text, a preset's name or a recipe file; return a Recipe unchanged.
+    """Parse a recipe's text, a preset's name or a recipe file. Returns a Recipe unchanged.
 
     Raises MissingFile, or InvalidParameter, naming the line if the recipe is a file.
     """

@@ -184,7 +184,7 @@ def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
 
 
 def excess_losses(run: EncodedRun) -> torch.Tensor | None:
-    """Return by how much the losses of tokens that are not raw exceed their limits; None if no token can lose anything.
+    """Return by how much the losses of tokens that are not raw exceed their limits, or None if no token can lose anything.
 
     Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
     """
@@ -258,7 +258,7 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 
 
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return each token's own error as a multiple of the typical error, float32 ``[batch, kv_head, token]``; None if no token can exceed
+    """Return each token's own error as a multiple of the typical error, float32 ``[batch, kv_head, token]``, or None if no token can exceed
     it.
 
     The result is the smaller of two factors, of the absolute error and of the error relative to the token's norm, so that tokens are not

@@ -172,7 +172,7 @@ def _read_dense(path: str) -> tuple[list[DenseLayer], _UnpackedInfo, Inputs | No
 
 
 def _inputs(path: str, ids: torch.Tensor | None, note: _UnpackedInfo) -> Inputs | None:
-    """Return the inputs of a dense file; None if it has none. Raises InvalidParameter if the ids are not integers ``[row, token]``."""
+    """Return the inputs of a dense file, or None if it has none. Raises InvalidParameter if the ids are not integers ``[row, token]``."""
     from kvpack.store.keys import token_bytes
 
     if ids is None and note.undetermined is None:
@@ -216,14 +216,14 @@ def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
 
 
 class _UnpackedInfo(NamedTuple):
-    """The parsed metadata of a dense file. ``starts`` are the layers' first positions; None if all layers start at ``start``."""
+    """The parsed metadata of a dense file. ``starts`` are the layers' first positions, or None if all layers start at ``start``."""
 
     model: dict[str, str]
     start: int
     starts: list[int] | None
     metadata: dict[str, Value]
     undetermined: list[tuple[str, int]] | None
-    """Inputs that token ids do not determine, each with the first position that it affects; None if inputs are unknown."""
+    """Inputs that token ids do not determine, each with the first position that it affects, or None if inputs are unknown."""
     offsets: tuple[int, ...] | None
     hidden: tuple[HiddenRange, ...]
     """Tokens hidden by an attention mask."""

@@ -62,7 +62,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the packages, the kernels and the results of the checks; return 1 if a check failed."""
+    """Print the packages, the kernels and the results of the checks. Returns 1 if a check failed."""
     packages = [_package_status(package) for package in PACKAGES]
     engines = {name: version for name in ENGINES if (version := _version(name)) is not None}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("KVPACK_")}

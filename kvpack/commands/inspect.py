@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the summary of one file, or one row per file; return the worst exit code of the rejected files."""
+    """Print the summary of one file, or one row per file. Returns the worst exit code of the rejected files."""
     if len(arguments.files) == 1:
         summary = inspect(arguments.files[0])
         return print_report(summary, _print, arguments)

@@ -58,7 +58,7 @@ class CommandStore:
             return read_catalog(self.backend, callback, self.cipher, max_entry_bytes=self.max_entry_bytes)
 
     def basis(self, entry: ChunkEntry) -> Basis | None:
-        """Return the basis that an entry's recipe needs, from the store; None if it needs none or the store does not have it.
+        """Return the basis that an entry's recipe needs, from the store, or None if it needs none or the store does not have it.
 
         Raises DigestMismatch, and the errors of decryption and ``Basis``. Changes nothing in the store.
         """

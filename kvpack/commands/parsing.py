@@ -59,7 +59,7 @@ def _similar_command(parser: Parser, words: Sequence[str]) -> str:
 
 
 def _commands(parser: Parser) -> Any:
-    """Return the action that selects a command; None if the parser has no commands."""
+    """Return the action that selects a command, or None if the parser has no commands."""
     return next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
 
 

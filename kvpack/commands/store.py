@@ -335,7 +335,7 @@ def run_unpin(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all entries; return the worst exit code of the rejected ones, or 3 if the store does not respond."""
+    """Check all entries. Returns the worst exit code of the rejected ones, or 3 if the store does not respond."""
     from kvpack.formats.errors import Undecryptable
     from kvpack.store.catalog import verify
     from kvpack.store.faults import is_damage
@@ -417,7 +417,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Store the prefix in a file; return 3 if the store reports faults."""
+    """Store the prefix in a file. Returns 3 if the store reports faults."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES
@@ -460,7 +460,7 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the processes and print their table; return 1 if their tokens differ."""
+    """Run the processes and print their table. Returns 1 if their tokens differ."""
     from kvpack.demo import store as demo
 
     with progress("demo", arguments) as callback:

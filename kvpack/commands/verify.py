@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify all files; return the worst exit code of the rejected ones (``kvpack.errors``)."""
+    """Verify all files. Returns the worst exit code of the rejected ones (``kvpack.errors``)."""
     from kvpack.coding.inspection import verify
 
     codes: list[int] = []

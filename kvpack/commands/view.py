@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _path_below_token(self) -> str | None:
-        """Return the path below the token in the URL; None if the token is missing or wrong."""
+        """Return the path below the token in the URL, or None if the token is missing or wrong."""
         _, _, remainder = self.path.partition("/")
         token, _, path = remainder.partition("/")
         is_valid = hmac.compare_digest(token.encode("latin-1", "replace"), self.server.token.encode())

@@ -16,7 +16,7 @@ _GRID = 1 << 18
 
 
 def student_t(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of independent ``values`` by Student's t distribution; None for a single value."""
+    """Return the confidence interval of the mean of independent ``values`` by Student's t distribution, or None for a single value."""
     if len(values) < 2:
         return None
     mean, half = float(numpy.mean(values)), t_quantile(len(values) - 1) * float(numpy.std(values, ddof=1)) / math.sqrt(len(values))

@@ -17,7 +17,7 @@ LONGER_TEXT = "give a longer text or a smaller --tokens"
 
 
 def positions(model: Any) -> int | None:
-    """Return the number of positions that the model supports; None if its configuration does not have it."""
+    """Return the number of positions that the model supports, or None if its configuration does not have it."""
     config = model.config.get_text_config()
     # MPT uses another name.
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)

@@ -278,7 +278,7 @@ def _create_locked(folder: str) -> tuple[int, str]:
 
 
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
-    """Remove an unfinished file unless its writer holds its lock; return True if it was removed. Raises OSError.
+    """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed. Raises OSError.
 
     A file that cannot be locked, or whose name marks it as never locked, is removed only if ``old``. With ``local_only``, a file on a
     network file system is kept, because other hosts' locks may be invisible there.

@@ -284,7 +284,7 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SidePlaces]) -> Span | None:
-        """Return the file range with the same layout as ``sides`` one after another in memory; None if there is none."""
+        """Return the file range with the same layout as ``sides`` one after another in memory, or None if there is none."""
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]
@@ -298,7 +298,7 @@ class File:
 
     @property
     def descriptor(self) -> int | None:
-        """File descriptor from which bytes of a span may be read before ``check_pads``; None if the file is in memory."""
+        """File descriptor from which bytes of a span may be read before ``check_pads``, or None if the file is in memory."""
         return self._source.descriptor
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:

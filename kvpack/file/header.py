@@ -233,13 +233,13 @@ class Contents:
 
     @cached_property
     def batch(self) -> int:
-        """Smallest number of sequences in any layer; 0 if all layers are empty."""
+        """Smallest number of sequences in any layer, or 0 if all layers are empty."""
         sides = (side.batch for layer in self.layers for _, side in layer.sides())
         return min((*sides, *(state.shape[0] for state in self.states)), default=0)
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens from the file's first position to its last one; 0 if no layer has keys or values."""
+        """Number of tokens from the file's first position to its last one, or 0 if no layer has keys or values."""
         ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
         return max(ends, default=self.start) - self.start
 
@@ -253,7 +253,7 @@ class Contents:
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
-        """Difference between position and token index after the last token, for each sequence; None if the file does not record it."""
+        """Difference between position and token index after the last token, for each sequence, or None if the file does not record it."""
         data = self.ignorable.get(position_offsets.FEATURE)
         return None if data is None else position_offsets.position_offsets(data, self.layers, self.starts, self.states, self.start)
 

@@ -18,7 +18,7 @@ _OPENING = re.compile(rb"[\x81-\x8f\x91-\x9f]+")
 _SHORT = re.compile(rb"[\x00-\xa0\xc0-\xc3\xe0-\xff]+")
 """Patterns of one-byte values: containers with at least one entry, whose entries follow, and other one-byte values and containers."""
 _CONTAINED_VALUES = bytes(2 * (byte & 15) if 0x80 <= byte < 0x90 else byte & 15 if 0x90 <= byte < 0xA0 else 0 for byte in range(256))
-"""Number of values inside the container that a one-byte head starts, by the head's byte; 0 for other bytes."""
+"""Number of values inside the container that a one-byte head starts, by the head's byte, or 0 for other bytes."""
 
 _SIZED = {
     0xC4: (_OTHER, 1), 0xC5: (_OTHER, 2), 0xC6: (_OTHER, 4),
@@ -130,7 +130,7 @@ class _Scanner:
                     values += size if kind == _ARRAY else 2 * size
 
     def _skip_short(self, values: re.Pattern[bytes], end: int) -> int:
-        """Skip one-byte values that match ``values``, up to ``end``; return by how much the number of values to skip changes."""
+        """Skip one-byte values that match ``values``, up to ``end``. Returns by how much the number of values to skip changes."""
         match = values.match(self._data, self._at, end)
         if match is None:
             return 0

@@ -50,8 +50,8 @@ class Inputs:
     """The inputs from which a cache's values were computed.
 
     Args:
-        token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If the sequences of a batch differ, only the ids
-            with which all of them begin.
+        token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If the sequences of a batch differ, only the ids with which
+            all of them begin.
         undetermined: Inputs other than ids, each described by a clause such as "tokens 8 to 15 came from embeddings".
         starts: First token that each of ``undetermined`` affects (default: 0). Prefixes that end before it do not depend on the input.
         rows: Ids of each sequence of a batch, equally many for each, if sequences differ.
@@ -59,7 +59,7 @@ class Inputs:
         first: Position of the first token.
         count: Number of tokens for which the inputs were recorded.
         sums: Checksums of keys and values ``[row, token]`` by (layer, "k" or "v"), each with the position of its first token.
-        before: If the cache is a slice, ids of each sequence before the first token; None if unknown.
+        before: If the cache is a slice, ids of each sequence before the first token, or None if unknown.
         earlier: SHA-256 of each sequence's ids before a position, by position: the start of each file that this cache was loaded, sliced or
             joined from, if known.
 
@@ -169,7 +169,7 @@ class Inputs:
         return replace(cut_inputs, sums=sums)
 
     def _before(self, start: int) -> tuple[bytes, ...] | None:
-        """Return the known ids of each sequence before token ``start``; None if one of them is unknown."""
+        """Return the known ids of each sequence before token ``start``, or None if one of them is unknown."""
         if not start:
             return self.before
         if self.tokens < start:
@@ -257,7 +257,7 @@ class Inputs:
         start: int = 0,
         tokens: int | None = None,
     ) -> Inputs | None:
-        """Return the inputs in the features of a file with ``batch`` sequences; None if it has none.
+        """Return the inputs in the features of a file with ``batch`` sequences, or None if it has none.
 
         ``hidden`` are the file's hidden tokens, and ``start`` is the position of its first token. Ids beyond ``tokens`` (default: no limit)
         are ignored.
@@ -309,7 +309,7 @@ class Inputs:
 
 
 def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
-    """Join the inputs of consecutive caches, each given with its number of tokens; None if all are unknown.
+    """Join the inputs of consecutive caches, each given with its number of tokens, or None if all are unknown.
 
     The first token is at position ``start``. Raises InvalidParameter if a cache was computed after tokens other than those that precede it
     in ``parts``.

@@ -90,7 +90,7 @@ def is_row_start(first_bytes: bytes) -> bool:
 
 
 def namespace_of(first_bytes: bytes) -> bytes | None:
-    """Return the namespace of a row from its first bytes, without checks; None if it is not a row of version 1."""
+    """Return the namespace of a row from its first bytes, without checks, or None if it is not a row of version 1."""
     return first_bytes[NAMESPACE_AT:KEY_AT] if is_row_start(first_bytes) else None
 
 

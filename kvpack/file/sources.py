@@ -47,7 +47,7 @@ def clause(sources: Sources) -> str:
 
 
 def sources_in(text: str) -> Sources | None:
-    """Return the sources listed in a text of ``clause``; None for any other text."""
+    """Return the sources listed in a text of ``clause``, or None for any other text."""
     _, found, names = text.partition(_DIGESTS)
     sequences = [_SEQUENCE.fullmatch(name) for name in names.split(" ")] if found else [None]
     return tuple(Source(*sequence.groups()) for sequence in sequences if sequence) if all(sequences) else None
@@ -67,7 +67,7 @@ def selected_text(text: str, indices: Sequence[int]) -> str:
 
 
 def first_difference(expected: Sources, actual: Sources) -> int | None:
-    """Return the first sequence whose source differs; None if there is none."""
+    """Return the first sequence whose source differs, or None if there is none."""
     count = max(len(expected), len(actual))
     if len(expected) not in (1, count) or len(actual) not in (1, count):
         return 0

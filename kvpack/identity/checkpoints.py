@@ -88,7 +88,7 @@ def _status(path: str) -> dict[str, int]:
 
 
 class _CachedDigest:
-    """The cache file with the digest of one file. ``place`` is its path; None if there is no cache folder."""
+    """The cache file with the digest of one file. ``place`` is its path, or None if there is no cache folder."""
 
     def __init__(self, path: str, place: str | None) -> None:
         self._path, self._place = path, place
@@ -146,7 +146,7 @@ def _open_record(path: str) -> Iterator[_CachedDigest]:
 
 
 def _folder() -> str | None:
-    """Return this user's cache folder for digests, which is created if missing; None if other users could write to it."""
+    """Return this user's cache folder for digests, which is created if missing, or None if other users could write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(base, "kvpack-checkpoints")
     try:

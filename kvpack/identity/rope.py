@@ -29,13 +29,13 @@ def rope_text(config: Any) -> str:
 
 
 def max_uniform_length(config: Any) -> int | None:
-    """Return the length in tokens up to which sequences of a model with ``config`` have the same frequencies; None for any length."""
+    """Return the length in tokens up to which sequences of a model with ``config`` have the same frequencies, or None for any length."""
     limits = (_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def longest_sequence(rope: str) -> int | None:
-    """Return the length in tokens up to which all sequences have the same frequencies; None if there is no limit.
+    """Return the length in tokens up to which all sequences have the same frequencies, or None if there is no limit.
 
     ``rope`` is the field of an identity.
     """

@@ -114,7 +114,7 @@ class _DeviceDigests:
 
 
 def _memory_of(value: Any) -> Hashable:
-    """Return a key that is equal for tensors with the same bytes in memory; None for values that cannot be compared like that."""
+    """Return a key that is equal for tensors with the same bytes in memory, or None for values that cannot be compared like that."""
     import torch
 
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """Return the recipe with its basis file ``basis``, whose SHA-256 becomes part of the recipe's text.
 
-    ``model`` is the engine's name for the model; None if each object names its model, which the caller then compares with the basis. Raises
-    MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to another model
-    or that the recipe does not need.
+    ``model`` is the engine's name for the model, or None if each object names its model, which the caller then compares with the basis.
+    Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to another
+    model or that the recipe does not need.
     """
     parsed = parse_recipe(recipe)
     if basis is None:

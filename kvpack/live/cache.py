@@ -443,7 +443,7 @@ class LiveCache:
                 self._refresh_steps(number)
 
     def _refresh_steps(self, layer: int) -> bool:
-        """Prepare a layer's decode steps for its current state; return True if their kernel launches changed."""
+        """Prepare a layer's decode steps for its current state. Returns True if their kernel launches changed."""
         steps = self._steps[layer]
         changed = steps is not None and steps.refresh()
         self.launches += changed

@@ -69,7 +69,7 @@ class CpuSteps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend`` does; return None if ``kvpack.attend`` must be called instead."""
+        """Attend as ``LiveCache.attend`` does. Returns None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if self._version != layer.version:
             self._view()

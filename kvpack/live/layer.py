@@ -60,7 +60,7 @@ class LiveLayer:
 
     @property
     def value_dim(self) -> int:
-        """Head dim of the values; 0 if the layer has none."""
+        """Head dim of the values, or 0 if the layer has none."""
         return self.sides["v"].dim if "v" in self.sides else 0
 
     @property
@@ -167,7 +167,7 @@ class LiveLayer:
             raise
 
     def roll(self) -> bool:
-        """Encode whole windows of the tail, or just enough tokens to even out the keys and values; return True if any were encoded."""
+        """Encode whole windows of the tail, or just enough tokens to even out the keys and values. Returns True if any were encoded."""
         self.commit()
         if not self.is_due:
             return False
@@ -284,7 +284,7 @@ class LiveLayer:
     def _encode_side(
         self, name: str, x: torch.Tensor, position: int, norms: Mapping[str, torch.Tensor]
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """Encode the leading whole groups of ``x`` for side ``name``; return their streams and token count, and the remaining values."""
+        """Encode the leading whole groups of ``x`` for side ``name``. Returns their streams and token count, and the remaining values."""
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
         streams = side.encode(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}

@@ -78,7 +78,7 @@ class Tickets:
 # Schemas are explicit because annotations are strings in this module, which PyTorch cannot read.
 @torch.library.custom_op("kvpack::live_update", mutates_args=(), schema="(Tensor ticket, Tensor? k, Tensor? v, SymInt layer) -> Tensor")
 def live_update(ticket: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: int) -> torch.Tensor:
-    """Run ``LiveCache.update``; return the next ticket."""
+    """Run ``LiveCache.update``. Returns the next ticket."""
     find_cache(ticket).update(layer, k, v)
     return ticket.clone()
 
@@ -108,7 +108,7 @@ def live_attend(
     softcap: float | None,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``LiveCache.attend``; return its result and the next ticket. ``dim`` is the head dim of the values."""
+    """Run ``LiveCache.attend``. Returns its result and the next ticket. ``dim`` is the head dim of the values."""
     out = find_cache(ticket).attend(
         layer, q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
     )

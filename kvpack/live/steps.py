@@ -84,7 +84,7 @@ class Steps:
         softcap: float | None,
         window: int | None,
     ) -> torch.Tensor | None:
-        """Attend as ``LiveCache.attend`` does; return None if ``kvpack.attend`` must be called instead."""
+        """Attend as ``LiveCache.attend`` does. Returns None if ``kvpack.attend`` must be called instead."""
         layer = self._layer
         if not isinstance(q, torch.Tensor) or q.dim() != 4 or q.shape[2] > layer.raw_tokens or layer.is_uneven:
             return None
@@ -105,7 +105,7 @@ class Steps:
         return call(q, self._lengths, sink_logits, starts)
 
     def refresh(self) -> bool:
-        """Prepare for the layer's current state; return True if kernel launches changed."""
+        """Prepare for the layer's current state. Returns True if kernel launches changed."""
         changed = False
         if self._version != self._layer.version:
             view = self._layer.whole()

@@ -88,7 +88,7 @@ def can_lose_precision(lane: Lane) -> bool:
 
 
 def allocate_errors(lane: Lane, pages: int, device: torch.device) -> torch.Tensor | None:
-    """Return an uninitialized tensor for the errors of ``lanes.encode`` in ``pages`` pages; None if they are not needed."""
+    """Return an uninitialized tensor for the errors of ``lanes.encode`` in ``pages`` pages, or None if they are not needed."""
     if not lane.plain_codec.summary.direction_spread:
         return None
     return torch.empty(pages * lane.count, lane.geometry.heads, lane.geometry.tokens, dtype=torch.float32, device=device)
@@ -145,7 +145,7 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
 def _measure(
     lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gather the values of pages, ``[page and layer, kv_head, token, dim]``; return them, the norms of their keys, and their fit errors.
+    """Gather the values of pages, ``[page and layer, kv_head, token, dim]``. Returns them, the norms of their keys, and their fit errors.
 
     The norms are None if no raw tokens are chosen. The fit errors (``head_norms.measure_fit_errors``) are None if no scales are shared.
     """

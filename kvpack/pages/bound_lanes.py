@@ -101,7 +101,7 @@ class BoundLane:
         return cls(lane, tensors, keys, *_c_functions(lane), _choosers(lane, keys))
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
-        """Encode the page in ``slot``; return the counts of raw tokens without room, int64 ``[2]``, as in ``count_left_out``."""
+        """Encode the page in ``slot``. Returns the counts of raw tokens without room, int64 ``[2]``, as in ``count_left_out``."""
         raw, watched = self._lane.raw, self._lane.raw_rule
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
@@ -157,7 +157,7 @@ class BoundLane:
         return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
 
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale; None if all tokens fit.
+        """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale, or None if all tokens fit.
 
         ``sizes`` are those that ``_encode`` returned. The result, ``[2, layer, token]``, is as in ``excess_losses``.
         """
@@ -197,7 +197,7 @@ class BoundLane:
         rest: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Encode layers with ``fit_errors`` that are not ``kept`` again, with ``halved`` means; return the remaining fit errors."""
+        """Encode layers with ``fit_errors`` that are not ``kept`` again, with ``halved`` means. Returns the remaining fit errors."""
         for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
                 if target is not None and source is not None:

@@ -140,7 +140,7 @@ class PageCodec:
         return self._host.check(views, _digests(keys, len(views), "rows"), values)
 
     def _get_device_pages(self, pages: PageBuffer) -> DevicePages | None:
-        """Return the implementation for the device of ``pages``; None for host memory, which C and PyTorch handle."""
+        """Return the implementation for the device of ``pages``, or None for host memory, which C and PyTorch handle."""
         if pages.device == CPU and not dispatch.uses_triton(CPU):
             return None
         if pages.device not in self._devices:

@@ -162,7 +162,7 @@ class DevicePages:
     def _begin_encoding(
         self, pages: PageBuffer, slots: Sequence[int], rows: torch.Tensor, digests: Sequence[bytes | None]
     ) -> _StartedEncoding | None:
-        """Start encoding to ``rows`` with kernels; return None if they do not support the whole recipe."""
+        """Start encoding to ``rows`` with kernels. Returns None if they do not support the whole recipe."""
         if not dispatch.uses_triton(self._device):
             return None
         from kvpack.kernels.pages import checksum, lanes

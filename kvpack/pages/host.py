@@ -97,13 +97,13 @@ class HostPages:
         return outcomes
 
     def check(self, sources: Sequence[memoryview], digests: Sequence[bytes | None], values: bool) -> list[Outcome]:
-        """Return the error of each row; None for a valid row."""
+        """Return the error of each row, or None for a valid row."""
         return self._map(lambda number, _: self._plan.error_of(sources[number], digests[number], values, f"row {number}"), len(sources))
 
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Check each row, and decode the valid ones into their slots. Return the error of each row; None for a decoded one."""
+        """Check each row, and decode the valid ones into their slots. Return the error of each row, or None for a decoded one."""
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 

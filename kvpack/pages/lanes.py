@@ -51,12 +51,12 @@ class Lane:
 
     @cached_property
     def raw(self) -> RawPositions | None:
-        """The rule that chooses a page's raw tokens; None if it has none."""
+        """The rule that chooses a page's raw tokens, or None if it has none."""
         return self.codec.sidecar(RawPositions)
 
     @cached_property
     def raw_rule(self) -> RawPositions | None:
-        """The rule that finds the tokens to keep raw, even if the page has no room for them; None if none are to be kept raw."""
+        """The rule that finds the tokens to keep raw, even if the page has no room for them, or None if none are to be kept raw."""
         # A token with a large norm shifts its page's mean.
         has_means = isinstance(self.plain_codec, CodecWithSidecars) and self.plain_codec.page_vectors
         if self.raw is not None or not (self.plain_codec.summary.shared_scales or has_means):
@@ -65,7 +65,7 @@ class Lane:
 
     @cached_property
     def halved_codec(self) -> Codec | None:
-        """``plain_codec`` with half means (``KeyMean.with_half_means``); None if it has no means."""
+        """``plain_codec`` with half means (``KeyMean.with_half_means``), or None if it has no means."""
         key_mean = self.plain_codec.sidecar(KeyMean)
         if key_mean is None:
             return None

@@ -94,7 +94,7 @@ class PageLayout:
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """The offset of the first value and the strides of the axes, by side; None if strides cannot describe the layout."""
+        """The offset of the first value and the strides of the axes, by side, or None if strides cannot describe the layout."""
         result = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])

@@ -54,7 +54,7 @@ class _Block:
         self._end = self._at + nbytes
 
     def take(self, values: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Allocate the next ``values`` values; return None if they do not fit."""
+        """Allocate the next ``values`` values. Returns None if they do not fit."""
         nbytes = values * dtype.itemsize
         if nbytes > self._end - self._at:
             return None

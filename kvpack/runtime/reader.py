@@ -76,7 +76,7 @@ class ColdRead:
         return min(begin, self._size)
 
     def wait(self, end: int) -> int:
-        """Wait for the bytes before ``end``; return the end of the bytes that have arrived, lower if the file ended. Raises OSError."""
+        """Wait for the bytes before ``end``. Returns the end of the bytes that have arrived, lower if the file ended. Raises OSError."""
         while self._reached < end and not self._is_short:
             expected = min(self._reached + _PIECE_BYTES, self._size)
             self._reached = next(self._ends)
@@ -175,7 +175,7 @@ class Reader:
         self._library.kvpack_reader_allow(self._reader, stop)
 
     def wait(self, number: int) -> bool:
-        """Wait for the reads up to ``number``; return True if read ``number`` got all of its bytes."""
+        """Wait for the reads up to ``number``. Returns True if read ``number`` got all of its bytes."""
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed

@@ -43,7 +43,7 @@ def chunk_text(model: tuple[tuple[str, str], ...], recipe: str, tokens: int) -> 
 
 
 def parse_text(text: str) -> dict[str, Any] | None:
-    """Parse a descriptive text; return None for any other text."""
+    """Parse a descriptive text. Returns None for any other text."""
     try:
         about: Any = json.loads(text)
     except (ValueError, RecursionError):
@@ -57,7 +57,7 @@ def parse_text(text: str) -> dict[str, Any] | None:
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the text that describes an entry, given its ``pieces`` as this process wrote them; None if they do not show it.
+    """Return the text that describes an entry, given its ``pieces`` as this process wrote them, or None if they do not show it.
 
     An encrypted entry, for example, has no text.
     """

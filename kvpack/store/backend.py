@@ -134,7 +134,7 @@ class Backend(Protocol):
         """Return the result of ``peek`` for each of ``keys``. The caller limits the number of bytes requested."""
 
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
-        """Store the last entry of ``chain`` unless it exists; return True if a readable entry exists now.
+        """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
 
         ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced; an entry that another store may be able to read stays.
         """
@@ -162,10 +162,10 @@ class Backend(Protocol):
         """Return the number of entries and their total bytes."""
 
     def pin(self, keys: Sequence[bytes], hold: Hold) -> bool:
-        """Protect a chain from eviction by any process until ``unpin`` or the end of ``hold``; return True if it is pinned now."""
+        """Protect a chain from eviction by any process until ``unpin`` or the end of ``hold``. Returns True if it is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        """Remove the pins of a chain that ``owner`` (None: anyone) has set; return True if there were any."""
+        """Remove the pins of a chain that ``owner`` (None: anyone) has set. Returns True if there were any."""
 
     def pins(self) -> Sequence[Pin]:
         """Return the pins in effect."""
@@ -174,7 +174,7 @@ class Backend(Protocol):
         """Return the pinned keys."""
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """Acquire the lease of ``key`` for at most ``seconds`` (leases.py); return None while another holder has it.
+        """Acquire the lease of ``key`` for at most ``seconds`` (leases.py). Returns None while another holder has it.
 
         Returns a ``NoLease`` if leases are not possible, for example after a fault.
         """

@@ -68,7 +68,7 @@ class StoredBasis:
         return self._basis is not None or any(self._backend.count_present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
-        """Return the basis, read from the store at most once; None if it is neither given nor stored."""
+        """Return the basis, read from the store at most once, or None if it is neither given nor stored."""
         if self._basis is None:
             self._basis = next((result for key in self.keys if (result := self._read_stored(key)) is not None), None)
         return self._basis
@@ -83,7 +83,7 @@ class StoredBasis:
         )
 
     def put(self, now_ns: int) -> bool:
-        """Store the basis in every tier that lacks it, and replace damaged copies; return True if any tier has it now."""
+        """Store the basis in every tier that lacks it, and replace damaged copies. Returns True if any tier has it now."""
         basis = self.get()
         if basis is None:
             self.count_missing("save")

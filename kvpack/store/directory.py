@@ -284,7 +284,7 @@ class Directory(SingleTierBackend):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """Return the largest budget in effect, but at least the disk space in use; 0 if the folder has not been counted yet."""
+        """Return the largest budget in effect, but at least the disk space in use, or 0 if the folder has not been counted yet."""
         count = self._read_usage()
         return 0 if count is None else count.effective_budget(count.total)
 
@@ -342,7 +342,7 @@ class Directory(SingleTierBackend):
         return key not in pinned
 
     def _renew(self, path: str, used_ns: int) -> bool:
-        """Renew an entry that has expired but has not been removed yet; return False if it is gone. Raises OSError."""
+        """Renew an entry that has expired but has not been removed yet. Returns False if it is gone. Raises OSError."""
         try:
             if has_expired(os.stat(path, follow_symlinks=False)):
                 os.utime(path, ns=file_times(used_ns, self._ttl), follow_symlinks=False)
@@ -371,7 +371,7 @@ class Directory(SingleTierBackend):
             return map_file(descriptor, size) if may_map() else read_whole(descriptor, size)
 
     def _kind(self, key: bytes) -> Kind | None:
-        """Return the kind of the file that has an entry's name, judging by its first bytes; None if it does not exist.
+        """Return the kind of the file that has an entry's name, judging by its first bytes, or None if it does not exist.
 
         Raises OSError or the errors of reading.
         """

@@ -85,7 +85,7 @@ class DiskUsage:
     def reserve(
         self, size: int, fits: Callable[[int], bool], on_reserve: Callable[[], None], budget: int | None = None
     ) -> UsageCount | None:
-        """Add ``size`` bytes and return the new count; return None if ``fits`` rejects the new total.
+        """Add ``size`` bytes and return the new count. Returns None if ``fits`` rejects the new total.
 
         ``on_reserve`` is called under the lock and must make the bytes visible to a count of the folder. ``budget`` is the writer's budget.
         """
@@ -178,7 +178,7 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file; None if it is invalid, from another boot, or for a folder whose inode is not ``node``.
+    """Return the count in an open file, or None if it is invalid, from another boot, or for a folder whose inode is not ``node``.
 
     With ``any_boot``, the folder and the boot do not matter.
     """

@@ -70,13 +70,13 @@ def check_size(where: str, size: int, max_bytes: int) -> None:
 
 
 def encrypted_version(first_bytes: bytes | memoryview) -> int | None:
-    """Return the encryption version at the beginning of an entry; None if it is not encrypted."""
+    """Return the encryption version at the beginning of an entry, or None if it is not encrypted."""
     match = _ENCRYPTED.match(bytes(first_bytes[:FRONT_BYTES]))
     return int(match[1]) if match else None
 
 
 def key_id(first_bytes: bytes | memoryview) -> bytes | None:
-    """Return the id of the key that encrypts an entry; None if it is not an entry encrypted in version 1, or is truncated."""
+    """Return the id of the key that encrypts an entry, or None if it is not an entry encrypted in version 1, or is truncated."""
     front = bytes(first_bytes[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None

@@ -79,7 +79,7 @@ class EntryTemplate:
         return cls(HeaderTemplate.of(file, feature), header.recipe, MappingProxyType(dict(header.model)), tuple(plans))  # type: ignore[arg-type]
 
     def feature(self, data: memoryview, start: int) -> bytes | None:
-        """Return the feature of a matching entry whose first token is ``start``; None if ``data`` does not match."""
+        """Return the feature of a matching entry whose first token is ``start``, or None if ``data`` does not match."""
         found = self.front.match(data)
         return found[1] if found is not None and found[0] == start else None
 

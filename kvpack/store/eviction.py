@@ -188,7 +188,7 @@ class Evictor:
         return self._min_free + unwritten + size - disk.f_bavail * disk.f_frsize
 
     def _try_round(self, size: int, protected: set[bytes], *, recount: bool = False) -> EvictionResult | None:
-        """Sweep, count, and evict until ``size`` more bytes fit; return None if another process is evicting.
+        """Sweep, count, and evict until ``size`` more bytes fit. Returns None if another process is evicting.
 
         With an index, the folder is counted again only with ``recount``, or if the count does not match the index.
         """
@@ -251,7 +251,7 @@ class Evictor:
         return EvictionResult(freed < excess, len(pending)), total - freed, len(entries)
 
     def _evict_indexed(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
-        """Evict like ``_evict``, using the index and the count ``usage_before``; return None if they do not match the folder.
+        """Evict like ``_evict``, using the index and the count ``usage_before``. Returns None if they do not match the folder.
 
         Rows that are out of date are nearly always good enough. Folders that have changed without the index are listed after there is room,
         because other writers wait for it.
@@ -266,7 +266,7 @@ class Evictor:
         return result
 
     def _evict_rows(self, size: int, protected: set[bytes], budget: int | None, usage_before: UsageCount) -> EvictionResult | None:
-        """Evict entries that the index has rows for; return None if the rows account for much less than the count."""
+        """Evict entries that the index has rows for. Returns None if the rows account for much less than the count."""
         pending, overhead, totals = self._pending_bytes(), self.folder.overhead(), self._index.totals()
         if totals is None:
             return None
@@ -304,7 +304,7 @@ class Evictor:
         max_entries: int | None = None,
         usage_before: UsageCount | None = None,
     ) -> int:
-        """Remove entries in ``order`` until ``excess`` bytes are freed, then up to ``extra`` more; return the number of bytes freed.
+        """Remove entries in ``order`` until ``excess`` bytes are freed, then up to ``extra`` more. Returns the number of bytes freed.
 
         ``order`` yields keys and sizes. Pinned and ``protected`` entries stay, and at most ``max_entries`` are removed. The bytes of each
         page are subtracted from the count ``usage_before`` right away, so that other writers need not wait for the end of the round.

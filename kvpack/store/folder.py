@@ -117,7 +117,7 @@ class Folder:
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
     def remove(self, path: str) -> int | None:
-        """Unlink an entry and return its size in bytes; None if it does not exist or cannot be removed, which is counted as a fault."""
+        """Unlink an entry and return its size in bytes, or None if it does not exist or cannot be removed, which is counted as a fault."""
         try:
             status = os.stat(path, follow_symlinks=False)
             os.unlink(path)

@@ -61,7 +61,7 @@ class HeaderTemplate:
         return cls(file.size, file.front.text, number, fixed, len(packed), start_place, feature_place, payload)
 
     def match(self, data: memoryview) -> tuple[int, bytes] | None:
-        """Return the start and the feature of a matching file, whose bytes before the payload are checked; None if it does not match."""
+        """Return the start and the feature of a matching file, whose bytes before the payload are checked, or None if it does not match."""
         if len(data) != self.size:
             return None
         header_end = len(self.text) + self.header_bytes
@@ -89,7 +89,8 @@ class HeaderTemplates(Generic[Known]):
             self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), known))
 
     def match(self, data: memoryview) -> tuple[Known, int, bytes] | None:
-        """Return the information stored for files like ``data``, and the start and the feature of ``data``; None if no template matches."""
+        """Return the information stored for files like ``data``, and the start and the feature of ``data``, or None if no template matches.
+        """
         text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
         for template, known in self._templates.get(_layout(len(data), text), ()):
             if (found := template.match(data)) is not None:
@@ -108,7 +109,7 @@ def _start_place(header: Header, packed: bytes) -> slice:
 
 
 def _unpack(packed: bytes) -> int | None:
-    """Return a non-negative integer in its only valid encoding; None for other bytes."""
+    """Return a non-negative integer in its only valid encoding, or None for other bytes."""
     try:
         start = msgpack.unpackb(packed)
     except (ValueError, msgpack.UnpackException):

@@ -69,7 +69,7 @@ def parse_pin(name: str, data: bytes) -> Pin:
 
 
 def parse_old_pin(data: bytes) -> Pin | None:
-    """Parse a pin of an earlier version, which consists of keys only; return None if it has no key."""
+    """Parse a pin of an earlier version, which consists of keys only. Returns None if it has no key."""
     chain = split_keys(data)
     return Pin(chain, "", None) if chain else None
 

@@ -160,7 +160,7 @@ class Index:
         return result
 
     def refresh(self, seconds: float | None = None) -> bool:
-        """List the subfolders that have changed since they were indexed; return True if the index now matches the folder.
+        """List the subfolders that have changed since they were indexed. Returns True if the index now matches the folder.
 
         With a time limit of ``seconds``, subfolders that keep changing are skipped. Without one, their writers are made to wait.
         """
@@ -282,7 +282,7 @@ class Index:
                 os.unlink(os.path.join(self._folder.root, name))
 
     def _open(self, *, new: bool = False) -> sqlite3.Connection | None:
-        """Return a connection to the current index file; None if it does not exist or cannot be trusted. Raises sqlite3.Error."""
+        """Return a connection to the current index file, or None if it does not exist or cannot be trusted. Raises sqlite3.Error."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
             if self._connection is not None and (self._node, self._pid) == (status.st_ino, os.getpid()):
@@ -344,7 +344,7 @@ class Index:
             raise
 
     def _try_begin(self, connection: sqlite3.Connection) -> bool:
-        """Begin a write transaction; return False if other processes kept the index locked for too long."""
+        """Begin a write transaction. Returns False if other processes kept the index locked for too long."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:

@@ -51,7 +51,7 @@ def rows_of(connection: sqlite3.Connection, folder: int) -> dict[int, tuple[byte
 def write_listing(
     connection: sqlite3.Connection, folder: int, listing: FolderListing, rows: dict[int, tuple[bytes, int, int]], block: int
 ) -> bool:
-    """Write the differences between a listing and the ``rows`` of its subfolder; return False if the rows have changed meanwhile.
+    """Write the differences between a listing and the ``rows`` of its subfolder. Returns False if the rows have changed meanwhile.
 
     Files take multiples of ``block`` bytes of disk space.
     """
@@ -97,7 +97,7 @@ def _count(connection: sqlite3.Connection, folder: int, *changes: int) -> None:
 
 
 def note(connection: sqlite3.Connection, name: str) -> int:
-    """Return the number stored under ``name``; 0 if there is none."""
+    """Return the number stored under ``name``, or 0 if there is none."""
     row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
     return 0 if row is None else int(row[0])
 

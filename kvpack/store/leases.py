@@ -97,7 +97,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _acquire(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """Acquire the lease of ``key``, waiting until ``deadline``; return it, or None, and the number of attempts."""
+        """Acquire the lease of ``key``, waiting until ``deadline``. Returns it, or None, and the number of attempts."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -123,7 +123,7 @@ class FileLease:
 
 
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
-    """Acquire the lease of ``key`` in a folder; None if another has held it for less than ``seconds``. Raises OSError or KvpackError."""
+    """Acquire the lease of ``key`` in a folder, or None if another has held it for less than ``seconds``. Raises OSError or KvpackError."""
     if not folder.trust.may_write:
         return NoLease()
     folder.make_folders()

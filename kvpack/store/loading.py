@@ -56,7 +56,7 @@ class Loader:
         self._readable_keys, self._suspect_keys = KeySet(), KeySet()
 
     def load(self, keys: Sequence[bytes], states_entry: tuple[bytes, FoundEntry] | None = None) -> Cache | None:
-        """Return the cache of the longest stored prefix of a chain, with every digest checked; None if there is none.
+        """Return the cache of the longest stored prefix of a chain, with every digest checked, or None if there is none.
 
         ``states_entry`` is the key and the entry of the states after the chain. Its use is recorded together with the chain's.
         """
@@ -231,7 +231,7 @@ class Loader:
 
 
 def refuse(backend: Backend, counters: Counters, key: bytes, entry: FoundEntry, error: Exception) -> bool:
-    """Count a bad entry as a miss; return True if it is damaged.
+    """Count a bad entry as a miss. Returns True if it is damaged.
 
     Only damaged entries are removed, because other stores may be able to read entries that this one cannot.
     """

@@ -140,7 +140,7 @@ class Memory(SingleTierBackend):
         return True
 
     def _remove(self, key: bytes) -> int:
-        """Remove an entry and return its size in bytes; 0 if there was none."""
+        """Remove an entry and return its size in bytes, or 0 if there was none."""
         data, _ = self._entries.pop(key, (b"", 0))
         self._total -= len(data)
         return len(data)

@@ -157,7 +157,7 @@ class ObjectStore(SingleTierBackend):
         return stored
 
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
-        """Put an entry whose bytes are reserved; return True if a readable one exists now."""
+        """Put an entry whose bytes are reserved. Returns True if a readable one exists now."""
         name, data = _name(key), b"".join(pieces)
         new: bool | None = self._guard.request("put", lambda: self._objects.put_new(name, data), None)
         kind = Kind.READABLE
@@ -272,12 +272,12 @@ class ObjectStore(SingleTierBackend):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object ``name``, judging by its first bytes and size; None if it is missing or after a fault."""
+        """Return the kind of the object ``name``, judging by its first bytes and size, or None if it is missing or after a fault."""
         kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` and reserve their bytes; return the number of leading ones that fit."""
+        """Make room for entries of ``sizes`` and reserve their bytes. Returns the number of leading ones that fit."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
@@ -392,7 +392,7 @@ class ObjectStore(SingleTierBackend):
         return last_uses_in([(used_ns, name, bytes(record)) for (name, _, used_ns), record in records if record])
 
     def _entries(self) -> ListedEntries | None:
-        """List all entries; return None if the store does not answer."""
+        """List all entries. Returns None if the store does not answer."""
         result: ListedEntries = []
         for names in in_parallel(lambda first: self._names("list", f"{first}/"), "0123456789abcdef", MAX_CONCURRENT_REQUESTS):
             if names is None:

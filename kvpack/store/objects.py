@@ -100,7 +100,7 @@ class Objects:
         ]
 
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
-        """Return an object's bytes; None if it is missing.
+        """Return an object's bytes, or None if it is missing.
 
         Raises LimitExceeded, before fetching it, if it is larger than ``max_bytes`` (default: the client's limit).
         """
@@ -120,7 +120,7 @@ class Objects:
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
-        """Return an object's bytes, or the first ``max_bytes`` + 1 if it is larger; None if it is missing."""
+        """Return an object's bytes, or the first ``max_bytes`` + 1 if it is larger, or None if it is missing."""
         data = self._read_beginning(name, max_bytes + 1)
         return None if data is None else data[0]
 
@@ -140,12 +140,12 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def read_prefix(self, name: str) -> tuple[bytes, int] | None:
-        """Return an object's first bytes, which are enough to determine its kind, and its size; None if it does not exist."""
+        """Return an object's first bytes, which are enough to determine its kind, and its size, or None if it does not exist."""
         data = self._read_beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
 
     def _read_beginning(self, name: str, count: int) -> tuple[bytes, int, str | None] | None:
-        """Return the first ``count`` bytes of an object, its size and its entity tag; None if it does not exist."""
+        """Return the first ``count`` bytes of an object, its size and its entity tag, or None if it does not exist."""
         self._check_process()
         try:
             answer = self._obstore.get(self._store, name, options={"range": (0, count)})
@@ -162,7 +162,7 @@ class Objects:
             raise
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Put an object unless one exists; return True if it was put."""
+        """Put an object unless one exists. Returns True if it was put."""
         self._check_process()
         try:
             self._obstore.put(self._store, name, data, mode="create", use_multipart=False)
@@ -177,7 +177,7 @@ class Objects:
         return True
 
     def remove(self, name: str) -> bool:
-        """Remove an object; return False if the store reports that it did not exist, which S3 does not."""
+        """Remove an object. Returns False if the store reports that it did not exist, which S3 does not."""
         self._check_process()
         try:
             self._obstore.delete(self._store, name)
@@ -186,7 +186,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch an object's bytes from ``start`` on into the same range of ``data``; return False if the object has changed meanwhile."""
+        """Fetch an object's bytes from ``start`` on into the same range of ``data``. Returns False if the object has changed meanwhile."""
         condition = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:

@@ -235,7 +235,7 @@ class PageStore:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove the entries of ``keys``; return the number removed. Raises InvalidParameter."""
+        """Remove the entries of ``keys``. Returns the number removed. Raises InvalidParameter."""
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:

@@ -34,7 +34,7 @@ class Pins:
         self._folder, self._counters = folder, counters
 
     def add(self, chain: Sequence[bytes], hold: Hold) -> bool:
-        """Pin a chain for an owner; return True if it is pinned now."""
+        """Pin a chain for an owner. Returns True if it is pinned now."""
         pieces = [memoryview(encode_pin(chain, hold))]
         try:
             self._folder.make_folders(self._folder.holds_folder)
@@ -49,7 +49,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
-        """Remove the pins of a chain by ``owner`` (None: by all); return True if there were any."""
+        """Remove the pins of a chain by ``owner`` (None: by all). Returns True if there were any."""
         try:
             removed = [path for pin, path in self._active_pins(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in removed:
@@ -96,7 +96,7 @@ class Pins:
                 yield name, os.path.join(folder, name)
 
     def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
-        """Return the pin in a file, which may have ended; None if the file is missing, is not a pin, or cannot be trusted.
+        """Return the pin in a file, which may have ended, or None if the file is missing, is not a pin, or cannot be trusted.
 
         A file that is not a valid pin is counted as a fault, unless ``quiet``.
         """

@@ -45,7 +45,7 @@ class PrefixStates:
         return []
 
     def load(self, keys: Sequence[bytes]) -> Cache | None:
-        """Return the cache of the longest stored prefix that has states at its end; None if there is none."""
+        """Return the cache of the longest stored prefix that has states at its end, or None if there is none."""
         from kvpack.cache.states import with_states
 
         while keys := self.resumable_prefix(keys[: self._backend.count_present(keys)]):
@@ -67,7 +67,7 @@ class PrefixStates:
         return None
 
     def save(self, states: StatesAt, chain: Sequence[bytes], places: Mapping[int, int], now_ns: int) -> int:
-        """Store ``states`` (by position) after chunks that are stored; return the last position whose states are stored now.
+        """Store ``states`` (by position) after chunks that are stored. Returns the last position whose states are stored now.
 
         ``places`` maps positions, ascending, to the places of their states in ``chain``, each after the place of its chunk.
         """
@@ -79,7 +79,7 @@ class PrefixStates:
         return last
 
     def _put(self, states: States, chain: Sequence[bytes], position: int, now_ns: int) -> bool:
-        """Store the states whose key is the last of ``chain``, after the key of their chunk; return True if they are stored now."""
+        """Store the states whose key is the last of ``chain``, after the key of their chunk. Returns True if they are stored now."""
         chunk, key = chain[-2:]
         try:
             pieces = state_entries.to_pieces(states, chunk, position, self._reader.model, self._reader.recipe)

@@ -90,7 +90,7 @@ def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher
 
 
 def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) -> str | None:
-    """Return the SHA-256 of a basis in hexadecimal digits, as recipes name it; None if the basis is damaged or cannot be read."""
+    """Return the SHA-256 of a basis in hexadecimal digits, as recipes name it, or None if the basis is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
         return None if data is None else check_basis(stored.key, decrypt_entry(stored.key, data, cipher), cipher).hex()

@@ -346,7 +346,7 @@ class Redis(SingleTierBackend):
         replaced: set[int],
         is_counted: bool,
     ) -> tuple[Sequence[Any], float]:
-        """Send the entries of ``groups``; return the replies, and when the use of the entries before them was last noted."""
+        """Send the entries of ``groups``. Returns the replies, and when the use of the entries before them was last noted."""
         # The script gives an entry a use no later than that of the one before it, so that is noted first.
         before = groups[0][0]
         key, noted = self._noted
@@ -372,7 +372,7 @@ class Redis(SingleTierBackend):
         return ("put", b"".join(chain[: group[-1] + 1]), _argument(self._max_bytes), _argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict page by page until entries of ``sizes`` fit, or those that the budget allows; return True if they do."""
+        """Evict page by page until entries of ``sizes`` fit, or those that the budget allows. Returns True if they do."""
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:
@@ -475,7 +475,7 @@ def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
 
 
 def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """Return ``size`` bytes that begin with ``parts``, which have ``end`` bytes; None if these are incomplete.
+    """Return ``size`` bytes that begin with ``parts``, which have ``end`` bytes, or None if these are incomplete.
 
     The remaining bytes are zeros, which take no memory until they are read.
     """

@@ -38,7 +38,8 @@ class RedisAbouts:
         self._client = client
 
     def read(self, also: str | None) -> Described | None:
-        """Return the totals by text, and the entries without a text or with the text ``also``; None if the server has no valid counts."""
+        """Return the totals by text, and the entries without a text or with the text ``also``, or None if the server has no valid counts.
+        """
         missing: list[StoredEntry] | None = None
         for _ in range(_MAX_TRIES):
             reply = self._client.call("totals")
@@ -72,7 +73,7 @@ class RedisAbouts:
 
 
 def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] | None:
-    """Return (text, entries, bytes) for each text in the hash ``fields``; None if another program has changed it."""
+    """Return (text, entries, bytes) for each text in the hash ``fields``, or None if another program has changed it."""
     result: list[tuple[str, int, int]] = []
     try:
         for field, value in fields.items():

@@ -71,14 +71,14 @@ class EntryCount:
                     self._step(self._recount)
 
     def sum_again(self) -> bool:
-        """Sum the sizes again, unless that was done in the last ``MIN_RECOUNT_SECONDS``; return True if they have been summed now."""
+        """Sum the sizes again, unless that was done in the last ``MIN_RECOUNT_SECONDS``. Returns True if they have been summed now."""
         with self._lock:
             if self._summed is None or time.monotonic() - self._summed < MIN_RECOUNT_SECONDS:
                 return False
             return self._step(self._sum)
 
     def recount(self) -> bool:
-        """Count the entries by scanning the server's keys, because their sum was lost; return True if it is known now.
+        """Count the entries by scanning the server's keys, because their sum was lost. Returns True if it is known now.
 
         Otherwise the server does not answer, or the time is up, and later puts continue.
         """
@@ -93,7 +93,7 @@ class EntryCount:
             return self._recount(float("inf"))
 
     def _step(self, count: Callable[[float], bool]) -> bool:
-        """Call ``count`` with a deadline and return its result, which is True for a complete count; return False if it is too early."""
+        """Call ``count`` with a deadline and return its result, which is True for a complete count. Returns False if it is too early."""
         begun = time.monotonic()
         if begun < self._due:
             return False

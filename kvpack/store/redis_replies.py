@@ -94,13 +94,13 @@ def sum_progress(reply: Any) -> int:
 
 
 def count_page(reply: Any) -> tuple[bytes, int]:
-    """Check the reply of the script that counts entries; return its cursor, as text, and a number."""
+    """Check the reply of the script that counts entries. Returns its cursor, as text, and a number."""
     result = _check_list(reply, "a cursor and a number", 2)
     return _cursor(result[0]), integer(result[1])
 
 
 def was_set(reply: Any) -> bool:
-    """Check the reply to SET NX; return True if the key was set."""
+    """Check the reply to SET NX. Returns True if the key was set."""
     if reply is not None and reply is not True and reply != b"OK":
         raise _unexpected_reply(reply, "OK or nothing")
     return reply is not None
@@ -129,7 +129,7 @@ def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
 
 
 def entry_page(reply: Any) -> tuple[bytes, bytes]:
-    """Check the reply of a script that lists a page of entries; return its cursor, as text, and the entries."""
+    """Check the reply of a script that lists a page of entries. Returns its cursor, as text, and the entries."""
     result = _check_list(reply, "a cursor and entries", 2)
     entries = bytes_up_to(_PAGE_BYTES)(result[1])
     if len(entries) % LISTED_BYTES:
@@ -138,7 +138,7 @@ def entry_page(reply: Any) -> tuple[bytes, bytes]:
 
 
 def totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
-    """Check the reply of the script that returns totals: three numbers, and a hash; None for an empty reply."""
+    """Check the reply of the script that returns totals: three numbers, and a hash, or None for an empty reply."""
     found = _check_list(reply, "numbers, and fields with values")
     if not found:
         return None

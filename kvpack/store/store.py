@@ -262,7 +262,7 @@ class Store:
             )
 
     def _save(self, cache: Cache, ids: bytes, digests: Sequence[bytes], states: StatesAt) -> int:
-        """Store the whole chunks of ``ids``, and the ``states`` after some of them; return the number of tokens now stored."""
+        """Store the whole chunks of ``ids``, and the ``states`` after some of them. Returns the number of tokens now stored."""
         if states:
             from kvpack.cache.cache import without_states
 
@@ -340,7 +340,7 @@ class Store:
         return pieces
 
     def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None, seconds: int = PIN_SECONDS) -> int:
-        """Protect the longest stored prefix from eviction, in every process; return its length in tokens.
+        """Protect the longest stored prefix from eviction, in every process. Returns its length in tokens.
 
         The pin lasts until ``unpin``, ``delete`` or ``seconds`` from now (default: a day). It belongs to ``owner`` (default: the host and
         the process) and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
@@ -352,7 +352,7 @@ class Store:
         return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], hold) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
-        """Undo ``pin`` of the same prefix, by ``owner`` or by all; return True if it was pinned. Raises InvalidParameter."""
+        """Undo ``pin`` of the same prefix, by ``owner`` or by all. Returns True if it was pinned. Raises InvalidParameter."""
         keys, owner = self.keys(token_ids, inputs=inputs), validate_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
         chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
@@ -390,7 +390,7 @@ class Store:
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
-        """Return the recipe's basis, from the identity or from the store; None if the recipe needs none, or neither has it."""
+        """Return the recipe's basis, from the identity or from the store, or None if the recipe needs none, or neither has it."""
         return None if self._stored_basis is None else self._stored_basis.get()
 
     def collect(self) -> None:

@@ -265,5 +265,5 @@ def prometheus_text(counters: Counters, backend: Backend, gauges: Mapping[str, t
 
 
 def _call_each(backends: Sequence[Backend], ask: Callable[[Backend], bool]) -> bool:
-    """Call every backend; return True if any call returned True."""
+    """Call every backend. Returns True if any call returned True."""
     return True in [ask(backend) for backend in backends]

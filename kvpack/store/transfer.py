@@ -65,7 +65,7 @@ def export_prefix(
     basis: Basis | None = None,
     states: StatesEntry | None = None,
 ) -> int:
-    """Write a prefix to ``path`` as one unencrypted kvpack file with its token ids; return the size in bytes.
+    """Write a prefix to ``path`` as one unencrypted kvpack file with its token ids. Returns the size in bytes.
 
     ``states`` is the entry of the states after its last chunk, for a model that keeps states. The file names the ``basis`` that its entries
     need but does not contain it. Raises InvalidParameter for a prefix whose beginning is missing, WriteFailed, and the errors of reading
@@ -152,7 +152,7 @@ def read_exported(path: str | os.PathLike[str], tokens: str | None, tenant: str,
 
 
 def chunk_at(location: Any, exported: ExportedPrefix, options: StoreOptions) -> int | None:
-    """Return the tokens per chunk in which a location has the beginning of a prefix; None if it does not have it. Changes nothing there.
+    """Return the tokens per chunk in which a location has the beginning of a prefix, or None if it does not have it. Changes nothing there.
 
     Raises the errors of opening the location.
     """

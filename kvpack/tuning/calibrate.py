@@ -73,12 +73,12 @@ class Settings:
         tokens: Tokens per window.
         scored_tokens: Number of tokens per window that are predicted. They are not in the window's cache.
         windows: Number of windows.
-        twin: Factor of the twin with outlier channels; None for the model itself.
+        twin: Factor of the twin with outlier channels, or None for the model itself.
         seed: Seed of the windows.
         scope: Scope of frames: "head", "layer" or, for a basis without frames, "none".
         balanced_only: Omit everything for klt and transform. Windows are then read once, and nothing is predicted.
         widths: Number of windows that are read again for each layer's keys and values, for the widths of kvpack's own presets.
-        positions: Number of positions of a context for which keys are described (``spread``); None for ``POSITIONS`` and
+        positions: Number of positions of a context for which keys are described (``spread``), or None for ``POSITIONS`` and
             ``ROWS_POSITIONS``.
     """
 
@@ -241,7 +241,7 @@ def _framing(model: Any, text: Text, scope: str | None, tokens: int, longest: in
 
 
 def _ropes(model: Any, text: Text, tokens: int, longest: int | None) -> Sequence[Rope | None] | None:
-    """Return the RoPE of each layer's keys in windows of ``tokens`` tokens; None if it is unknown or differs from shorter windows."""
+    """Return the RoPE of each layer's keys in windows of ``tokens`` tokens, or None if it is unknown or differs from shorter windows."""
     if longest is not None and tokens > longest:
         return None
     try:

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 
 
 def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
-    """Return the RoPE of each layer; None for keys that do not depend on their position. ``tokens`` is ``[1, token]`` from a text.
+    """Return the RoPE of each layer, or None for keys that do not depend on their position. ``tokens`` is ``[1, token]`` from a text.
 
     A sequence of one token attends only to itself, so its keys at two positions differ only by RoPE. RoPE of any type (default, linear,
     llama3, yarn, ...) is described by its frequencies; if they depend on the length of the sequence, they are those of sequences of up to

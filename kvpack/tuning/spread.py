@@ -32,7 +32,7 @@ def window_positions(tokens: int, positions: int) -> list[int]:
 
 
 def spread_moments(statistics: KeyMoments, rope: Rope | None, starts: Sequence[int]) -> KeyMoments:
-    """Average a layer's moments over windows that start at ``starts``; return them unchanged without ``rope``."""
+    """Average a layer's moments over windows that start at ``starts``. Returns them unchanged without ``rope``."""
     if rope is None:
         return statistics
     rotations = _rotations(rope, statistics.keys.shape[-1], starts)

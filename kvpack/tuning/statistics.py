@@ -120,7 +120,7 @@ class QueryMoments:
         self.rows[layer] = q.shape[1]
 
     def of_layer(self, layer: int, heads: int) -> tuple[torch.Tensor, int] | None:
-        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and the number of queries in each; None if there are none."""
+        """Return the sums ``[kv_head, dim, dim]`` for ``heads`` KV heads, and the number of queries in each, or None if there are none."""
         result = self._heads.get(layer)
         if result is None or len(result) % heads:
             return None
@@ -190,7 +190,7 @@ class Statistics:
                 _add(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
-        """Return the moments of both halves of the windows, by layer; None if there are none, and zeros for a half without windows."""
+        """Return the moments of both halves of the windows, by layer, or None if there are none, and zeros for a half without windows."""
         if not self.moments:
             return None
         layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)

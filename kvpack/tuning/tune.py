@@ -110,8 +110,8 @@ def run(
     """Search for a recipe of at most ``bits`` bits per value, counting all bytes of a window's file, and return a report as JSON values.
 
     Args:
-        model: Folder or hub name of the model; None for the demo's.
-        text: File with the text; None for the demo's.
+        model: Folder or hub name of the model, or None for the demo's.
+        text: File with the text, or None for the demo's.
         bits: Budget in bits per value.
         settings: Sizes of the search.
         quick: Use the fast search with three to five recipes.

@@ -271,7 +271,7 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return the quantized types in which the keys and the values are written back; None for a side that is not quantized.
+    """Return the quantized types in which the keys and the values are written back, or None for a side that is not quantized.
 
     Raises InvalidParameter for another dtype.
     """

@@ -259,12 +259,12 @@ class Pool:
         self._calls: dict[str, deque[tuple[int, float]]] = {kind: deque(maxlen=MAX_RECENT) for kind in ("load", "save")}
 
     def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages into the pool; return True for each key whose page was loaded."""
+        """Load pages into the pool. Returns True for each key whose page was loaded."""
         with self._time_operation("load", len(keys)):
             return self._get(keys, host_indices)
 
     def set(self, keys: Sequence[str], host_indices: torch.Tensor, ancestors: Sequence[bytes]) -> list[bool]:
-        """Store pages of the pool; return True for each key whose page is stored now."""
+        """Store pages of the pool. Returns True for each key whose page is stored now."""
         with self._time_operation("save", len(keys)):
             return self._set(keys, host_indices, ancestors)
 

@@ -427,7 +427,7 @@ def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Rec
 
 
 def check_model(cache: Cache, model: Any, model_properties: Model) -> NamedModel:
-    """Raise InvalidParameter unless ``cache`` belongs to ``model``, described by ``model_properties``; return the names of the model."""
+    """Raise InvalidParameter unless ``cache`` belongs to ``model``, described by ``model_properties``. Returns the names of the model."""
     model_properties.check(cache)
     return check_identity(cache, model)
 

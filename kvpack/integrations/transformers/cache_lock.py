@@ -28,7 +28,7 @@ class CacheLock:
         return type(self)()
 
     def acquire(self) -> bool:
-        """Acquire the lock; return False if the calling thread already has it."""
+        """Acquire the lock. Returns False if the calling thread already has it."""
         thread = threading.get_ident()
         if self._owner == thread:
             return False

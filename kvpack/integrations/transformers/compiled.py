@@ -174,7 +174,7 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
     "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] values, SymInt module, str names) -> Tensor"
 )
 def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
-    """Run ``Tracking.enter`` for the arguments ``values``, and others given only by name; return the next ticket of all layers."""
+    """Run ``Tracking.enter`` for the arguments ``values``, and others given only by name. Returns the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
     cache.passes.enter(cache.watched(module), {**dict.fromkeys(names.split(), True), **tensors})
@@ -183,7 +183,7 @@ def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | 
 
 @torch.library.custom_op("kvpack::end_pass", mutates_args=(), schema="(Tensor[] tickets, SymInt module) -> Tensor")
 def end_pass(tickets: Sequence[torch.Tensor], module: int) -> torch.Tensor:
-    """Run ``Tracking.leave`` after a call with a result; return the next ticket of all layers."""
+    """Run ``Tracking.leave`` after a call with a result. Returns the next ticket of all layers."""
     cache = _calls(tickets[0]).cache
     cache.passes.leave(cache.watched(module), {}, True)
     return tickets[0].clone()

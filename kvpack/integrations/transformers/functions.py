@@ -28,7 +28,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention over a packed layer (``key``), or pass tensors to the model's own attention.
 
-    This is transformers' attention function. ``query`` is ``[batch, q_head, q_len, dim]``; returns ``[batch, q_len, q_head, dim]``. A mask
+    This is transformers' attention function. ``query`` is ``[batch, q_head, q_len, dim]``. Returns ``[batch, q_len, q_head, dim]``. A mask
     ``[batch, 1, 1, 1]`` of int32 contains the first token that each sequence sees (``masks.mask``); with any other mask, the layer of a
     KvpackCache is decoded for the call. Raises InvalidParameter for options that ``attend`` does not support (a mask over any other layer,
     dropout, a position bias, no window over a layer that keeps one), for a layer without tokens that the model attends to, and for a mask

@@ -72,7 +72,7 @@ class StepGraphs:
         self.refused: str | None = None
         """Reason why there are no graphs; None as long as they are possible."""
         self.captured: CapturedStep | None = None
-        """The step that is being captured; None if there is none."""
+        """The step that is being captured, or None if there is none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(memo[id(self._cache())], self._number, self._requested)

@@ -97,7 +97,7 @@ class _HooksReference:
             hooks.encoder_calls.ended(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
-        """Return the digests of an encoder's input for a decoder's call; None for any other call."""
+        """Return the digests of an encoder's input for a decoder's call, or None for any other call."""
         hooks = self._hooks()
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
@@ -171,7 +171,7 @@ class PassStack:
         return len(self._inside) == 1 and self._inside[0] is module
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
-        """Record the beginning of a call over a cache of ``start`` tokens; return the previous pass if it never ended."""
+        """Record the beginning of a call over a cache of ``start`` tokens. Returns the previous pass if it never ended."""
         # A failed or interrupted compiled call never reports its end.
         if module in self._inside:
             del self._inside[self._inside.index(module) :]
@@ -186,7 +186,7 @@ class PassStack:
         return unfinished
 
     def leave(self, module: torch.nn.Module) -> Pass | None:
-        """Record the end of a call; return the pass if the call was the outermost."""
+        """Record the end of a call. Returns the pass if the call was the outermost."""
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
         if self._inside:
@@ -302,7 +302,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
-    """Return the ``CompiledCalls`` of a pass's only KvpackCache; None if the pass is not supported in compiled code."""
+    """Return the ``CompiledCalls`` of a pass's only KvpackCache, or None if the pass is not supported in compiled code."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None

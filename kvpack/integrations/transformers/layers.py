@@ -65,7 +65,7 @@ class EmptyLayer(DummyLayer):  # type: ignore[misc]
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A transformers cache layer over layer ``number`` of a live cache. With a sliding window, it may contain only its newest tokens.
 
-    ``window`` is the model's sliding window for the layer; None if it has none or the model is unknown. ``decoding`` is notified when
+    ``window`` is the model's sliding window for the layer, or None if it has none or the model is unknown. ``decoding`` is notified when
     ``keys`` or ``values`` are decoded for a model that reads them as tensors.
     """
 

@@ -75,7 +75,7 @@ def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:
 class Padding(NamedTuple):
     """The tokens that a mask hides. ``on_the_left`` is True if these are only the first tokens of sequences.
 
-    ``starts``, int32 ``[batch]``, are the first tokens that are not hidden; None if the mask hides none.
+    ``starts``, int32 ``[batch]``, are the first tokens that are not hidden, or None if the mask hides none.
     """
 
     on_the_left: bool

@@ -35,16 +35,16 @@ class RotaryPositions:
         self._end = tokens if bool(deltas.any()) else 0
         """Number of tokens after which the deltas apply."""
         self._largest: torch.Tensor | None = None
-        """The largest position up to each token of the first pass, int64 ``[row, token]``; None if there was no first pass."""
+        """The largest position up to each token of the first pass, int64 ``[row, token]``, or None if there was no first pass."""
         self._cut: int | None = None
         """The number of tokens that a crop left, if the deltas after them are unknown; otherwise None."""
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
-        """Return the positions after ``cache``; None for a model with one-dimensional positions.
+        """Return the positions after ``cache``, or None for a model with one-dimensional positions.
 
-        A ``cache`` of None means an empty one. Raises InvalidParameter if the positions are not known: a file need not record them,
-        and the model may have those of another prompt.
+        A ``cache`` of None means an empty one. Raises InvalidParameter if the positions are not known: a file need not record them, and the
+        model may have those of another prompt.
         """
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
@@ -75,7 +75,7 @@ class RotaryPositions:
         return cls(deltas, tokens, model)
 
     def offsets(self, rows: int, tokens: int) -> tuple[int, ...] | None:
-        """Return the delta of each of ``rows`` sequences after ``tokens`` tokens; None if it is unknown."""
+        """Return the delta of each of ``rows`` sequences after ``tokens`` tokens, or None if it is unknown."""
         if not tokens or self._cut is not None:
             return None
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())

@@ -140,7 +140,7 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs; None if none does."""
+        """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs, or None if none does."""
         self._settle()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
@@ -162,7 +162,7 @@ class Record:
 
     @property
     def inputs(self) -> Inputs | None:
-        """The recorded inputs; None if nothing is known about the first tokens and no tokens have been added."""
+        """The recorded inputs, or None if nothing is known about the first tokens and no tokens have been added."""
         self._settle()
         if not self._known:
             return None
@@ -290,7 +290,7 @@ def ids_of(inputs: Inputs) -> torch.Tensor:
 
 
 def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Return which of the first ``tokens`` tokens are visible, bool ``[batch, token]``; None if no token is hidden."""
+    """Return which of the first ``tokens`` tokens are visible, bool ``[batch, token]``, or None if no token is hidden."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

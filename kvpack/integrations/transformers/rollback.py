@@ -77,7 +77,7 @@ class Rollback:
             self._states = {position: position_states for position, position_states in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
-        """Return the states to restore after the first ``tokens`` tokens; None if no layer keeps any, or all are current."""
+        """Return the states to restore after the first ``tokens`` tokens, or None if no layer keeps any, or all are current."""
         if not self._passes.states or (not tokens_to_remove and not (self._passes.has_failed and tokens in self._states)):
             return None
         if not tokens:

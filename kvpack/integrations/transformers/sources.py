@@ -64,7 +64,7 @@ class EncoderCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sources(self, hidden: Any) -> Sources | None:
-        """Return the sources of the encoder's output ``hidden`` ``[batch, token, dim]``; None if it has no values."""
+        """Return the sources of the encoder's output ``hidden`` ``[batch, token, dim]``, or None if it has no values."""
         sources = tuple(Source(self._inputs.get(output, ""), output) for output in self._outputs(hidden))
         return (sources[:1] if len(set(sources)) == 1 else sources) or None
 

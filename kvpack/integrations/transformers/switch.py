@@ -41,7 +41,7 @@ class Switch:
 
     @staticmethod
     def of(model: Any) -> Switch | None:
-        """Return the switch of ``model``, created if needed; None for a model whose owner has set its attention to "kvpack"."""
+        """Return the switch of ``model``, created if needed, or None for a model whose owner has set its attention to "kvpack"."""
         outer = outermost_model(model)
         switch = _SWITCHES.get(id(outer))
         # The model of this switch may have been deleted and its id reused.

@@ -200,7 +200,7 @@ class Tracking:
             )
 
     def name(self) -> dict[str, str] | None:
-        """Return the fields by which the cache names its model; None if they are those of the cache that it continues.
+        """Return the fields by which the cache names its model, or None if they are those of the cache that it continues.
 
         If weights changed unnoticed since the last call, this is recorded for the tokens since then.
         """

@@ -77,7 +77,7 @@ class Codec:
     scope: str = ""
     """Scope of the basis's frames, for a codec that needs frames instead of rows."""
     heads: int = 0
-    """The only number of heads that the codec accepts; 0 for any number."""
+    """The only number of heads that the codec accepts, or 0 for any number."""
     check_sizes: Callable[[Any, str], None] = lambda side, prefix: None
     """Checks the rules that need neither the basis nor decoded values."""
 

@@ -41,7 +41,7 @@ def _add_fidelity(kinds: Any) -> None:
 
 
 def run_fidelity(arguments: argparse.Namespace) -> int:
-    """Measure and print the tables; return 1 if a figure differs without a known reason."""
+    """Measure and print the tables. Returns 1 if a figure differs without a known reason."""
     from . import fidelity
 
     settings = fidelity.Settings(arguments.seed, arguments.quick)
@@ -254,7 +254,7 @@ def _add_viewer(kinds: Any) -> None:
 
 
 def run_viewer(arguments: argparse.Namespace) -> int:
-    """Measure and print the table; return 1 if a side takes too long."""
+    """Measure and print the table. Returns 1 if a side takes too long."""
     from . import viewer
 
     with progress("viewer", arguments) as callback:

@@ -137,7 +137,7 @@ def _resumed(
     folder: str | None,
     logits: Callable[[Any, torch.Tensor], None],
 ) -> dict[str, Any]:
-    """Store the first ``tokens`` of ``ids`` and resume after a load; return times and sizes."""
+    """Store the first ``tokens`` of ``ids`` and resume after a load. Returns times and sizes."""
     from kvpack.integrations.transformers import KvpackCache
 
     prompt = ids[0, :tokens].tolist()

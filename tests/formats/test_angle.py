@@ -265,7 +265,7 @@ def test_worked_example_of_the_specification() -> None:
 
 
 def check_round_trip(codec: Angle, x: torch.Tensor) -> bool:
-    """Check the layout, parameters and error of one round trip; return False if the input was refused as too large."""
+    """Check the layout, parameters and error of one round trip. Returns False if the input was refused as too large."""
     try:
         streams = codec.encode(x)
     except OutOfRange:

@@ -25,7 +25,7 @@ MAX_FUNCTIONS = 60
 
 
 def path_of(file: str) -> str | None:
-    """Return the README's name of a file of the package; None for other files."""
+    """Return the README's name of a file of the package, or None for other files."""
     path = Path(file)
     if path.is_relative_to(KERNELS):
         return str(path.relative_to(KERNELS))

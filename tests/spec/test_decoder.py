@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def verdict(data: bytes) -> tuple[str | None, str | None]:
-    """Return the rule by which the decoder refuses ``data``, and the class of the library's error; None for whichever accepts it."""
+    """Return the rule by which the decoder refuses ``data``, and the class of the library's error, or None for whichever accepts it."""
     rule = error = None
     try:
         # A decompressor that takes everything: the decoder has to refuse frames by itself.

@@ -24,7 +24,7 @@ def rows_of(codec_id: str) -> list[tuple[str, str, str]]:
 
 
 def range_in(text: str) -> tuple[int, int] | None:
-    """Return the smallest and largest integer that a text names; None if they depend on other parameters."""
+    """Return the smallest and largest integer that a text names, or None if they depend on other parameters."""
     match = re.match(r"(\d+) to (\d+)( - 1|\^64 - 1)?(?:; (\d+) when)?", text)
     if match is None:
         return None

@@ -90,7 +90,7 @@ USES = {"whole": use, "damaged": use_damaged}
 
 
 def check(folder: Path, *, damaged: bool = False) -> int:
-    """Check that no entry lacks its basis (unless it was ``damaged`` outside the store) and the store works; return the chunks found."""
+    """Check that no entry lacks its basis (unless it was ``damaged`` outside the store) and the store works. Returns the chunks found."""
     bases, dependents = held(folder)
     assert bases or not dependents or damaged, f"{dependents} entries are left without their basis"
     with without_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:

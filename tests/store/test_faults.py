@@ -71,7 +71,7 @@ def folder() -> Iterator[Path]:
 
 
 def run_with_fault(folder: Path, fault: FaultyOs, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Use a store with one fault and check it; return True if the fault occurred."""
+    """Use a store with one fault and check it. Returns True if the fault occurred."""
     shutil.rmtree(folder, ignore_errors=True)
     before = open_files()
     with monkeypatch.context() as patch:

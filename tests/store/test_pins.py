@@ -34,7 +34,7 @@ def size(tmp_path: Path) -> int:
 
 
 def fill(folder: Path, size: int) -> bool:
-    """Store more than fits in addition to the prompt; return True if the prompt is still stored."""
+    """Store more than fits in addition to the prompt. Returns True if the prompt is still stored."""
     store = open_store(folder, max_bytes=4 * size)
     for seed in range(1, 7):
         store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5))
@@ -166,7 +166,7 @@ class Remote:
         return self.open()
 
     def fill(self) -> bool:
-        """Store more than fits in addition to the prompt; return True if the prompt is still stored."""
+        """Store more than fits in addition to the prompt. Returns True if the prompt is still stored."""
         with self.open() as store:
             size = max(stored.size for stored in store._backend.list())
         with self.open(max_bytes=4 * size) as store:

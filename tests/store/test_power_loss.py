@@ -59,7 +59,7 @@ def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) ->
 
 
 def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> tuple[int, int]:
-    """Lose power at many moments in several ways, and check the store; return the numbers of crashes and of refused entries."""
+    """Lose power at many moments in several ways, and check the store. Returns the numbers of crashes and of refused entries."""
     system, promised = recorded(folder, monkeypatch, durable=durable)
     deletion = next(at for at, step in enumerate(system.steps) if step.operation == "unlink" and "pins" not in step.path)
     count = refused = 0

@@ -96,7 +96,7 @@ class Reading:
     frames: set[tuple[str, int]] = field(default_factory=set)
 
     def outcome(self) -> str | None:
-        """Return the outcome of reading: the section of the broken rule or the name of an error; None if the file is accepted."""
+        """Return the outcome of reading: the section of the broken rule or the name of an error, or None if the file is accepted."""
         self.frames = set()
 
         def stop(*_: object) -> None:

@@ -21,7 +21,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def lossless_streams(
     codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int], *, finite: bool = False
 ) -> dict[str, torch.Tensor] | None:
-    """Return the streams of values with 16 bits from ``draw``, including NaN and infinities unless ``finite``; None for another codec."""
+    """Return the streams of values with 16 bits from ``draw``, including NaN and infinities unless ``finite``, or None for another codec.
+    """
     if not isinstance(codec, Lossless):
         return None
     form = FLOAT_FORMATS[codec.dtype]

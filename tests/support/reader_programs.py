@@ -72,7 +72,7 @@ class Reader:
 
 
 def missing(name: str) -> str | None:
-    """Return the reason why a reader cannot run here; None if it can."""
+    """Return the reason why a reader cannot run here, or None if it can."""
     program = READERS[name][0]
     return None if shutil.which(program) else f"{program} is not installed"
 

@@ -121,7 +121,7 @@ def check_sidecars(
 
 
 def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """Check that the vectors are the means of the pages of ``u`` to within half a step of their codes; return each token's vector."""
+    """Check that the vectors are the means of the pages of ``u`` to within half a step of their codes. Returns each token's vector."""
     vectors = key_mean.vectors(streams)
     for page, vector in enumerate(vectors.unbind(2)):
         mean = u[:, :, page * key_mean.tokens : (page + 1) * key_mean.tokens].double().mean(2)
@@ -136,7 +136,7 @@ def _check_key_mean(key_mean: KeyMean, u: torch.Tensor, streams: Streams) -> tor
 def _check_raw_tokens(
     codec: CodecWithSidecars, raw_tokens: RawTokens, x: torch.Tensor, raw: torch.Tensor, decoded: torch.Tensor
 ) -> torch.Tensor:
-    """Check that raw tokens are exact and as many as requested; return the values with those that replace them for the encoder."""
+    """Check that raw tokens are exact and as many as requested. Returns the values with those that replace them for the encoder."""
     tokens = x.shape[2]
     assert raw[:, :, : raw_tokens.first].all()
     least = max(min(raw_tokens.first, tokens), min(raw_tokens.low_norm, tokens))

@@ -100,7 +100,7 @@ def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> s
 
 
 def library_accepts(data: bytes, bases: Sequence[bytes]) -> bool | None:
-    """Return True if the library accepts a file; None for one too large to compare."""
+    """Return True if the library accepts a file, or None for one too large to compare."""
     try:
         opened = container.open_bytes(data)
         if sum(map(layout_bytes, opened.header.layouts.values())) > MAX_COMPARED_BYTES:

@@ -33,7 +33,7 @@ def counts() -> dict[bool, dict[str, int]]:
 
 
 def main() -> int:
-    """Print all counts; return 1 if a sum is above its limit."""
+    """Print all counts. Returns 1 if a sum is above its limit."""
     within = True
     for informative, limit in ((False, MAX_NORMATIVE), (True, MAX_INFORMATIVE)):
         found = counts()[informative]

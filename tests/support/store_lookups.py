@@ -63,7 +63,8 @@ def lookups(
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Make ``count`` lookups by users other than the owners, and one by each owner, in the stores that ``opened`` returns for
-    ``identities``; return their counts."""
+    ``identities``. Returns their counts.
+    """
     choice = random.Random(seed)
     stores = [opened(identity) for identity in identities]
     texts = [prompt(number) for number in range(prompts)]

@@ -303,7 +303,7 @@ def codecs(draw: DrawFn, codec_id: str | None = None, side: str | None = None, b
 
 
 def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
-    """Encode ``x``, check its streams and layout, decode it, and compare; return False if the encoder refused a value as too large."""
+    """Encode ``x``, check its streams and layout, decode it, and compare. Returns False if the encoder refused a value as too large."""
     batch, heads, tokens, _ = x.shape
     try:
         streams = codec.encode(poisoned(x))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def transform_streams(codec: Codec, batch: int, heads: int, tokens: int, draw: Callable[[], int]) -> dict[str, torch.Tensor] | None:
-    """Return streams of random levels at random positions, whose last columns are often 0; None for another codec."""
+    """Return streams of random levels at random positions, whose last columns are often 0, or None for another codec."""
     if not isinstance(codec, Transform):
         return None
 

@@ -31,7 +31,7 @@ class Row:
 
     @property
     def deviation(self) -> float | None:
-        """Relative deviation of the measured from the published value; None for a relation."""
+        """Relative deviation of the measured from the published value, or None for a relation."""
         return self.measured / self.published - 1 if self.relation == "=" else None
 
     @property

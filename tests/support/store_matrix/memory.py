@@ -73,7 +73,7 @@ def _under_limits(place: Place, count: int, note: Note) -> None:
 
 
 def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
-    """Save and load with ``room`` bytes more address space than in use; returns which of ``KEPT`` were found, and the chunks saved."""
+    """Save and load with ``room`` bytes more address space than in use. Returns which of ``KEPT`` were found, and the chunks saved."""
     other = OTHERS[number % len(OTHERS)]
     whole, loaded = packed(0, other), []
     stores = [place.open(who) for who in range(3)]

@@ -308,7 +308,7 @@ def _largest_bytes() -> int:
 
 
 def _file_bytes() -> int:
-    """Return the number of bytes of mapped files that are in this process's memory; 0 if the system does not report it."""
+    """Return the number of bytes of mapped files that are in this process's memory, or 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         found = re.search(rb"^RssFile:\s+(\d+) kB", Path("/proc/self/status").read_bytes(), re.MULTILINE)
         if found is not None:

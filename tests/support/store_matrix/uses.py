@@ -32,7 +32,7 @@ def keep(place: Place) -> None:
 
 
 def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
-    """Perform one random operation on one identity's store; return the numbers of chunks found and compared.
+    """Perform one random operation on one identity's store. Returns the numbers of chunks found and compared.
 
     ``loaded`` contains caches whose entries may be evicted meanwhile.
     """

@@ -40,6 +40,7 @@ ALONE = {"runtime": {"formats"}, "file": {"formats", "runtime"}, "kernels": {"fo
 
 KERNEL_LEVELS = (
     "triton_internals",
+    "gpu",
     "bitpack",
     "tables",
     "loaders",

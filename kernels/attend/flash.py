@@ -17,7 +17,7 @@ import triton
 from triton import language as tl
 
 from kvpack.formats.columns import next_power_of_two
-from kvpack.kernels.tiles.shared_memory import shared_memory
+from kvpack.kernels.gpu import gpu
 from kvpack.kernels.triton_internals import CachedLaunch
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -107,7 +107,7 @@ def _attend_launch(
     batch, heads, queries, dim = shape
     kv_heads, count, v_dim = kv_shape
     pads = max(16, next_power_of_two(dim)), max(16, next_power_of_two(v_dim))
-    block = block_shape(max(pads), shared_memory(str(device)))
+    block = block_shape(max(pads), gpu(device).shared_bytes)
     rows = min(block.rows, max(16, next_power_of_two(queries)))
     return CachedLaunch(
         _attend,
@@ -119,7 +119,7 @@ def _attend_launch(
         {
             "CAUSAL": causal, "WINDOW": sliding_window is not None, "SOFTCAP": softcap is not None, "LENGTHS": lengths is not None,
             "DIM": dim, "V_DIM": v_dim, "PAD": pads[0], "V_PAD": pads[1], "ROWS": rows, "TOKENS": block.tokens,
-            "WIDE": device.type == "cpu",
+            "WIDE": gpu(device).interpreted,
         },
         {"num_warps": block.warps, "num_stages": block.stages},
     )  # fmt: skip

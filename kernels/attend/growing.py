@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tiles.layers import keys_and_values
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
@@ -122,7 +123,7 @@ class AppendCall:
         self._tails = k_tail, v_tail
         shapes = [torch.Size((*tail.shape[:2], tokens, tail.shape[3])) for tail in self._tails]
         self._expected = [(shape, tail.dtype, tail.device) for shape, tail in zip(shapes, self._tails, strict=True)]
-        dependent = plan.supports_launch_overlap(k_tail.device)
+        dependent = gpu(k_tail.device).overlaps_launches
         launch = CachedLaunch(
             append.append_tokens,
             (k_tail.shape[0], 1, 1),

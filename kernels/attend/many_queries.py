@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tiles import addresses
 from kvpack.kernels.tiles.layers import keys_and_values
 
@@ -348,15 +348,10 @@ def _decoded_tokens(part: _TokenBlock, memory: torch.Tensor, start: int, stop: i
     return part.keys.tokens(memory, 0, start, stop, splits), part.values.tokens(memory, part.keys.elements, start, stop, splits)
 
 
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _split_count(programs: int, tokens: int, device: torch.device) -> int:
     """Return the number of splits of a block, a power of two that yields about one program per multiprocessor."""
     most = max(1, tokens // MIN_SPLIT_TOKENS)
-    return min(next_power_of_two(max(1, _multiprocessors(device) // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
+    return min(next_power_of_two(max(1, gpu(device).multiprocessors // programs)), 1 << (most.bit_length() - 1), MAX_SPLITS)
 
 
 def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -410,6 +405,6 @@ def _library_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: boo
 
 def _find_library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-    if torch.cuda.get_device_capability(q.device) >= (9, 0) and torch.backends.cuda.can_use_cudnn_attention(parameters):
+    if gpu(q.device).capability >= (9, 0) and torch.backends.cuda.can_use_cudnn_attention(parameters):
         return "cudnn"
     return "flash" if torch.backends.cuda.can_use_flash_attention(parameters) else None

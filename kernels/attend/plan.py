@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,6 +15,7 @@ import numpy
 import torch
 
 from kvpack.formats.columns import next_power_of_two
+from kvpack.kernels.gpu import gpu
 from kvpack.kernels.loaders.tiles import NEIGHBORS
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns, loaders
 from kvpack.kernels.tiles.addresses import describe_streams
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Layer, Side
 
     from .segments import Frame, Segment, SideSegment
-
-INTERPRETED_MULTIPROCESSORS = 2
-"""Number of multiprocessors assumed in Triton's interpreter."""
 
 PREFETCHED_WITH_SIGNS = 1500
 """Minimum number of tokens per multiprocessor at which prefetching pays off for keys with QJL signs."""
@@ -109,12 +106,6 @@ def _choose_loaders(k: Codec, v: Codec, dual: bool) -> tuple[Tiles, Tiles]:
     return result
 
 
-@lru_cache(maxsize=16)
-def supports_launch_overlap(device: torch.device) -> bool:
-    """Return True if a kernel can start while the previous kernel finishes (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def launches(k: Side, v: Side, layer: Layer, begin: int, end: int, whole: tuple[int, int], row_blocks: int, dual: bool) -> list[Launch]:
     """Return the launches that attend to tokens ``[begin, end)``. The result is cached with the layer.
 
@@ -168,10 +159,11 @@ def _launch(
     shared, tables, table_offsets = device_tables.load_tables(k_tiles, v_tiles, device, fast, table_budget(k_tiles, v_tiles))
     tokens = sum(segment.tokens for segment in segments)
     alignment = math.gcd(*(segment.first - side.first for segment in segments for side in (segment.k, segment.v)))
-    share = tokens * sequences // _multiprocessors(device)
+    properties = gpu(device)
+    share = tokens * sequences // properties.multiprocessors
     shape = choose_shape(k_tiles, v_tiles, shared.nbytes, share, alignment, fast)
     tile_tokens = shape.warps * shape.tiles * shape.tokens * (2 if k_tiles.dual or v_tiles.dual else 1)
-    programs = choose_programs(shape, tokens, tile_tokens, sequences, _multiprocessors(device))
+    programs = choose_programs(shape, tokens, tile_tokens, sequences, properties.multiprocessors)
     if segments[0].k.page is segments[0].v.page is None and tokens <= programs * tile_tokens:
         # Each program has one tile of raw tokens: there is nothing to load ahead.
         shape = shape._replace(stages=1)
@@ -203,7 +195,7 @@ def _launch(
         "STAGES": shape.stages,
         "LOADS_AHEAD": k_tiles.loads_ahead and v_tiles.loads_ahead,
         "LATE": late,
-        "PREFETCH": late and supports_launch_overlap(device) and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
+        "PREFETCH": late and properties.overlaps_launches and (k_tiles.signs is None or share >= PREFETCHED_WITH_SIGNS),
         "FAST": fast,
     }
     work = torch.from_numpy(rows)
@@ -269,10 +261,6 @@ def build_work(
         rows[:, FIRST_ADDRESS.value :] = stream_addresses
         work.append(rows)
     return numpy.concatenate(work)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
 
 
 def _cuts_words(segment: SideSegment, tiles: Tiles) -> bool:

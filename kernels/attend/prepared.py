@@ -15,11 +15,12 @@ import torch
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.qjl import Qjl
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tiles import device_tables, frame_columns
 from kvpack.kernels.triton_internals import CachedLaunch, LaunchChain
 
-from . import means, merge, plan, rotation, split
+from . import means, merge, rotation, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,7 +131,7 @@ class PreparedCall:
     ) -> None:
         device = launches[0].work.device
         self.launches, self.shape, self.dtype, self.options, self.dim_v = launches, shape, dtype, options, dim_v
-        self._dual, self._device, self._dependent = dual, device, plan.supports_launch_overlap(device)
+        self._dual, self._device, self._dependent = dual, device, gpu(device).overlaps_launches
         self._overlap = {"launch_pdl": True} if self._dependent else {}
         parts = sum(launch.parts for launch in launches)
         self._parts, self._columns = parts, max(launch.constants["V"].columns for launch in launches)

@@ -22,12 +22,12 @@ from kvpack.formats.quaternion import Quaternion
 from kvpack.formats.scalar import Scalar
 from kvpack.kernels.bitpack.bitfields import load_column_fields
 from kvpack.kernels.bitpack.columns import check_shape
+from kvpack.kernels.gpu import gpu
 from kvpack.kernels.tables import shared_table
 from kvpack.kernels.tables.table_assembly import MAX_STATIC_BYTES
 from kvpack.kernels.tiles import addresses, device_tables, frame_columns
 from kvpack.kernels.tiles.bound_loader import bind
 from kvpack.kernels.tiles.kept_tables import begin_tables, fill_tables
-from kvpack.kernels.tiles.shared_memory import shared_memory
 from kvpack.kernels.tiles.work import STREAM_INTEGERS, Rows, load_tiles
 from kvpack.kernels.triton_internals import CachedLaunch
 
@@ -139,7 +139,7 @@ def _required_shape(codec: Codec, device: str) -> UnpackShape:
 @lru_cache(maxsize=256)
 def _find_shape(codec: Codec, device: str) -> UnpackShape | None:
     """Return the first of ``SHAPES`` whose tiles, matrix and tables fit in a program's shared memory, or None if none of them fit."""
-    loader, available_bytes = _required_loader(codec), shared_memory(device) - MAX_STATIC_BYTES
+    loader, available_bytes = _required_loader(codec), gpu(device).shared_bytes - MAX_STATIC_BYTES
     tokens, count, width = tiles.tokens_per_tile(loader), next_power_of_two(len(loader.channels)), len(loader.channels[0])
     for shape in SHAPES:
         channels = min(shape.channels, _padded_dim(codec.dim))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kvpack.kernels import codecs
+from kvpack.kernels.gpu import gpu
 
 from .kernel import create_output
 from .rows import MAX_ROW_BYTES
@@ -48,11 +49,6 @@ def encode(
     return encoding.streams
 
 
-def supports_bf16_products(device: torch.device) -> bool:
-    """Return True if ``device`` has bfloat16 matrix products (Ampere or later), or if kernels are interpreted."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def prepare(
     codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, errors: torch.Tensor | None = None
 ) -> Encoding | None:
@@ -62,7 +58,7 @@ def prepare(
     """
     encoder = codecs.codec_kernels(codec).encode
     batch, heads, tokens, dim = x.shape
-    if encoder is None or dim * x.element_size() > MAX_ROW_BYTES or not x.numel() or not supports_bf16_products(x.device):
+    if encoder is None or dim * x.element_size() > MAX_ROW_BYTES or not x.numel() or not gpu(x.device).multiplies_bf16:
         return None
     streams = {}
     for name, layout in codec.layout(batch, heads, tokens).items():

@@ -17,6 +17,7 @@ from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.polar import angle_directions, uniform_directions
 from kvpack.formats.tables import cache_per_device
+from kvpack.kernels.gpu import gpu
 
 from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, angle_and_norm
 from .columns import MIN_AXIS, Term
@@ -60,7 +61,7 @@ def encode(codec: Polar, x: torch.Tensor, output: Output) -> bool:
     ((name, layout),) = codec.scales(1, 1, 1).items()
     bits = tuple(level.bits for level in codec.levels)
     constants = PolarConstants(
-        bits, codec.radii, norm_limit(layout.dtype), norm_rule_limit(codec.norm_rule, layout.dtype), x.device.type == "cuda"
+        bits, codec.radii, norm_limit(layout.dtype), norm_rule_limit(codec.norm_rule, layout.dtype), not gpu(x.device).interpreted
     )
     return encode_rows(
         codec, x, output, Quantizer(_quantize, constants, end=_store_radii, above=_quantize_level, levels=len(bits)), _digit_terms,

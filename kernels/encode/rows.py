@@ -22,6 +22,7 @@ from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.tables import cache_per_device
 from kvpack.formats.token_norms import LARGEST_STORED, LIMITS, LOG8, log8_bounds
 from kvpack.kernels.bitpack.columns import launch
+from kvpack.kernels.gpu import gpu
 
 from .columns import MIN_AXIS
 
@@ -91,7 +92,7 @@ class BatchOffsets(NamedTuple):
 
 def operand_type(x: torch.Tensor) -> Any:
     """Return the Triton type in which rows of ``x`` are multiplied. The interpreter cannot multiply bfloat16."""
-    return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if x.device.type == "cuda" else tl.float32
+    return {torch.float16: tl.float16}.get(x.dtype, tl.bfloat16) if not gpu(x.device).interpreted else tl.float32
 
 
 def input_arguments(x: torch.Tensor, origins: BatchOffsets | None = None) -> InputArguments:

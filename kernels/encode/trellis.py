@@ -16,6 +16,7 @@ from triton import language as tl
 
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.kernels.bitpack.columns import launch
+from kvpack.kernels.gpu import gpu
 
 if TYPE_CHECKING:
     from kvpack.formats.trellis import Trellis
@@ -54,7 +55,7 @@ def nearest_path(x: torch.Tensor, table: torch.Tensor, bits: int) -> torch.Tenso
     rows, dim = x.shape
     windows = torch.empty(rows, dim, dtype=torch.int32, device=x.device)
     shared_windows = table.numel() >> bits
-    cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.device.type == "cuda" else 1
+    cores = gpu(x.device).multiprocessors
     programs = max(1, min(rows, cores * PROGRAMS_PER_CORE, BACK_BYTES // (dim * shared_windows)))
     back = torch.empty(programs, dim, shared_windows, dtype=torch.uint8, device=x.device)
     launch(

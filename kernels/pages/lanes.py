@@ -18,9 +18,9 @@ from kvpack.formats.raw import Raw
 from kvpack.kernels import codecs
 from kvpack.kernels.decode import decode as decoding
 from kvpack.kernels.decode.rows import EnginePages, PackedPart, common_alignment, copy_to_device
-from kvpack.kernels.encode.encode import supports_bf16_products
 from kvpack.kernels.encode.kernel import create_output
 from kvpack.kernels.encode.rows import MAX_ROW_BYTES, STREAM_ALIGNMENT, BatchOffsets
+from kvpack.kernels.gpu import gpu
 
 from .copy import copy
 from .norms import token_norms
@@ -117,7 +117,7 @@ def encode(lane: PageSide, job: PageJob, errors: torch.Tensor | None = None) -> 
         return True
     encoder = codecs.codec_kernels(codec).encode
     row = first.shape[3] * first.element_size()
-    if encoder is None or row > MAX_ROW_BYTES or first.dtype not in DTYPES.values() or not supports_bf16_products(first.device):
+    if encoder is None or row > MAX_ROW_BYTES or first.dtype not in DTYPES.values() or not gpu(first.device).multiplies_bf16:
         return False
     return encoder(codec, x, create_output(codec, streams, job.status, origins, errors))
 

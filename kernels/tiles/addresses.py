@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from kvpack.kernels.bitpack.streams import has_dense_rows
+from kvpack.kernels.gpu import gpu
 
 from .bound_loader import RowStream
 from .work import STREAM_INTEGERS
@@ -23,7 +24,7 @@ VARIABLE = "KVPACK_INLINE_ASSEMBLY"
 
 def uses_assembly(device: torch.device) -> bool:
     """Return True if kernels on ``device`` use inline PTX."""
-    return device.type == "cuda" and os.environ.get(VARIABLE, "") != "0"
+    return not gpu(device).interpreted and os.environ.get(VARIABLE, "") != "0"
 
 
 def stream_addresses(streams: Mapping[str, torch.Tensor], streams_wanted: Sequence[Stream], keep_alive: list[torch.Tensor]) -> list[int]:

@@ -260,12 +260,11 @@ def test_unsupported_options_are_left_to_formats(codec_id: str, dim: int, words:
 
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
 def test_devices_without_bfloat16_products_are_left_to_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpack.kernels.encode.encode import supports_bf16_products
+    from kvpack.kernels import gpu
 
-    for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert supports_bf16_products(torch.device("cuda:0")) == expected
-        assert supports_bf16_products(torch.device("cpu"))
+    for capability, supported in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(gpu, "_without_device", gpu.INTERPRETER._replace(capability=capability))
+        assert (encoded(codec_of("scalar", 64, "k", "b=3"), values(64, "float32")) is not None) == supported
 
 
 RECIPES = (

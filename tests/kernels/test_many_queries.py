@@ -158,8 +158,10 @@ def test_attend_uses_the_kernel_for_many_queries(recipe: str, monkeypatch: pytes
 
 @pytest.mark.kernels
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpack.kernels import gpu
     from kvpack.kernels.attend import many_queries
 
+    monkeypatch.setattr(gpu, "_without_device", gpu.INTERPRETER._replace(multiprocessors=4))
     cpu = torch.device("cpu")
     assert [many_queries._split_count(programs, 8192, cpu) for programs in (1, 2, 3, 8)] == [4, 2, 1, 1]
     assert [many_queries._split_count(1, tokens, cpu) for tokens in (1, 2047, 2048, 5000)] == [1, 1, 2, 4]

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-from triton import language
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
@@ -32,12 +31,11 @@ from triton.runtime.jit import JITFunction
 from kvpack.bench import synthetic_basis
 from kvpack.coding import dispatch
 from kvpack.formats.errors import InvalidPayload
-from kvpack.kernels import triton_internals
-from kvpack.kernels.attend import attention, growing, many_queries, plan
+from kvpack.kernels import gpu, triton_internals
+from kvpack.kernels.attend import attention, growing, many_queries
 from kvpack.kernels.attend.prepared import Options
 from kvpack.kernels.decode import decode, sides
-from kvpack.kernels.encode import encode, rows
-from kvpack.kernels.tiles import addresses, shared_memory
+from kvpack.kernels.encode import encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,9 +55,6 @@ CHIPS = {
     120: ("RTX 50", 99 << 10),
 }
 """GPUs of each compute capability, and the maximum shared memory of a program in bytes (CUDA C++ Programming Guide, 16.2)."""
-
-OVERLAPS_FROM = 90
-"""First compute capability with programmatic dependent launch."""
 
 MAX_REGISTERS = 255
 """Maximum number of registers per thread."""
@@ -196,12 +191,7 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
     CUDABackend.add_stages = stages_now
     triton_internals.CachedLaunch.__call__ = launch  # type: ignore[method-assign]
     driver.set_active(NoDevice(capability))
-    shared_memory.shared_memory.cache_clear()
-    shared_memory.INTERPRETER_SHARED_BYTES = CHIPS[capability][1]
-    addresses.uses_assembly = lambda device: True  # type: ignore[assignment]
-    plan.supports_launch_overlap = lambda device: capability >= OVERLAPS_FROM  # type: ignore[assignment]
-    plan._multiprocessors = lambda device: 132
-    rows.operand_type = lambda x: language.float16 if x.dtype == torch.float16 else language.bfloat16  # type: ignore[assignment]
+    gpu.assume(gpu.Gpu(divmod(capability, 10), 132, CHIPS[capability][1]))
     # Outlier entries depend on decoded values, which no kernel computes here.
     decode.decode_frame = lambda codec, streams: codec.decode_frame(streams)
 

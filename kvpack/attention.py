@@ -1,4 +1,4 @@
-"""Attention over packed layers (``attend``), tile by tile, in bounded memory, on any device."""
+"""Attention over packed layers (``attend``), computed tile by tile in bounded memory on any device."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ QUERIES_AT_A_TIME = 1024
 """Maximum number of queries per head in one pass over the layer. Longer chunks take several passes."""
 
 MAX_RUNS = 1 << 14
-"""Maximum number of runs in keys or values for which kernels are planned, because a plan takes about 1 kB per run."""
+"""Maximum number of runs in keys or values for which kernels are planned. A plan takes about 1 kB per run."""
 
 MAX_KINDS = 64
 """Maximum number of entries in ``_checked_options``."""
 
 _checked_options: dict[Any, Any] = {}
-"""Checked options of calls with many queries, by everything on which the checks depend. Layers of the same kind share an entry."""
+"""Checked options of calls with many queries. The key contains everything on which the checks depend; layers of one kind share entries."""
 
 _prepared_calls: WeakKeyDictionary[Layer, dict[Any, Callable[..., torch.Tensor]]] = WeakKeyDictionary()
-"""Prepared calls of each layer, by everything on which their checks depend."""
+"""Prepared calls of each layer. The key contains everything on which their checks depend."""
 
 _cpu_calls: WeakKeyDictionary[Layer, PreparedAttention | None] = WeakKeyDictionary()
 """Prepared C kernel calls by layer, or None if the C kernels do not support the layer."""
@@ -66,19 +66,19 @@ def attend(
     Args:
         q: Queries ``[batch, q_head, q_len, dim_k]``; q_head is a multiple of kv_head (grouped-query attention).
         layer: A packed layer.
-        scale: Factor of the scores; default: ``1 / sqrt(dim_k)``.
-        causal: Query i sees only tokens 0 to ``tokens - q_len + i`` (inclusive).
-        softcap: Replace each score s by ``softcap * tanh(s / softcap)``.
+        scale: Factor of the scores. Defaults to ``1 / sqrt(dim_k)``.
+        causal: If True, query i sees only tokens 0 to ``tokens - q_len + i`` (inclusive).
+        softcap: If given, each score s is replaced by ``softcap * tanh(s / softcap)``.
         sliding_window: Number of tokens, up to its own, that each query sees. Required if the layer has skipped tokens.
         sink_logits: Floating-point logits of attention sinks ``[q_head]``, which get softmax weight but have no value. ``softcap`` does not
             apply to them.
-        lengths: Number of tokens of each sequence, if fewer than the layer has; the queries belong to the last of these.
+        lengths: Number of tokens of each sequence, if fewer than the layer has. The queries belong to the last of these tokens.
         starts: First token of each sequence that queries see, for left-padded batches. Tokens before it are not read.
 
     Returns:
-        Attention outputs ``[batch, q_head, q_len, dim_v]`` in the dtype of ``q``. For few queries, Triton kernels compute on packed
-        bytes with float16 products, within 2e-3 of the exact result. For many 16-bit queries, and for codecs without kernels, blocks
-        are decoded to the dtype of ``q``. Everything else is computed in float32.
+        Attention outputs ``[batch, q_head, q_len, dim_v]`` in the dtype of ``q``. For few queries, Triton kernels compute on packed bytes
+        with float16 products, within 2e-3 of the exact result. For many 16-bit queries, and for codecs without kernels, blocks are decoded
+        to the dtype of ``q``. Everything else is computed in float32.
 
     Raises:
         InvalidParameter: A shape or an option does not match the layer or is out of range.
@@ -181,7 +181,7 @@ def check_call(
 
 
 def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """Return ``kvpack.kernels.attend.attention`` if it supports ``q`` and ``layer``; otherwise None.
+    """Return ``kvpack.kernels.attend.attention`` if it supports ``q`` and ``layer``, otherwise None.
 
     Raises the errors of ``uses_triton``.
     """
@@ -195,9 +195,9 @@ def attention_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
 
 
 def many_queries_kernels(q: torch.Tensor, layer: Layer) -> ModuleType | None:
-    """Return ``kvpack.kernels.attend.many_queries`` if it supports ``q`` and ``layer``; otherwise None.
+    """Return ``kvpack.kernels.attend.many_queries`` if it supports ``q`` and ``layer``, otherwise None.
 
-    It is for calls that ``attention_kernels`` does not support. Raises the errors of ``uses_triton``.
+    These kernels are for calls that ``attention_kernels`` does not support. Raises the errors of ``uses_triton``.
     """
     if not dispatch.uses_triton(q.device) or q.requires_grad:
         return None
@@ -287,9 +287,9 @@ def _check_sink_logits(sink_logits: torch.Tensor | None, q: torch.Tensor) -> Non
 
 
 def checked_tokens(name: str, numbers: torch.Tensor | Sequence[int] | None, batch: int, skipped: int, tokens: int) -> torch.Tensor | None:
-    """Return ``lengths`` or ``starts`` as a tensor of numbers from 0 to ``tokens``, clamping tensors on a device.
+    """Convert ``lengths`` or ``starts`` to a tensor of numbers from 0 to ``tokens``. Tensors on a device are clamped.
 
-    The numbers of the caller include the ``skipped`` tokens of the layer; those of the result do not.
+    The caller's ``numbers`` include the ``skipped`` tokens of the layer; the numbers in the result do not.
     """
     if numbers is None:
         return None

@@ -19,7 +19,7 @@ def cache_argument(model: Callable[..., Any], cache: Any) -> dict[str, Any]:
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among a call's ``arguments``, or None if there is none."""
+    """Return the cache among a call's ``arguments``, or None if they contain none."""
     for name in NAMES:
         if (cache := arguments.get(name)) is not None:
             return cache

@@ -1,6 +1,6 @@
 """kvpack bench attend: time one query over packed layers on the CPU, compared with attention over dense layers in the same run.
 
-Times are process times in one thread, which other load on the machine disturbs least. All measurements are interleaved.
+Times are process times in one thread, because other load on the machine affects these least. All measurements are interleaved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RECIPES = (
     "bf16", "lossless", "kivi-2", "kivi-4", "turboquant-3", "oscar-2", "octopus-3", "turboangle-k8v4", "hqmq-s24-r3", "polarquant-3",
 )  # fmt: skip
-"""One preset per family, and presets with few bits, which are fast."""
+"""Default recipes: one preset per family, and presets with few bits, which are fast."""
 
 TOKENS = (1024, 16384, 65536)
 Q_HEADS, HEADS, DIM = 32, 8, 128
@@ -51,7 +51,7 @@ class _AttentionMethod(NamedTuple):
 def run(
     tokens: Sequence[int] = TOKENS, recipes: Sequence[str] = RECIPES, *, repeats: int = 5, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Time one query of 32 heads over 8 KV heads of dim 128, for each number of ``tokens``, and return a report as JSON values.
+    """Time one query of 32 heads over 8 KV heads of dim 128 for each number of ``tokens``. Returns a report as JSON values.
 
     ``seconds`` is the median over ``repeats`` rounds, each of which calls all methods once. Raises InvalidParameter.
     """
@@ -109,7 +109,7 @@ def _rows(tokens: int, recipes: Sequence[str], repeats: int) -> list[dict[str, A
 
 
 def _read_speed() -> float:
-    """Return the bytes per second that one thread reads from memory while adding integers."""
+    """Return the speed, in bytes per second, at which one thread reads memory while adding integers."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64)
     return _READ_BYTES / time_interleaved([source.sum], 3, _CALLS)[0].process
 

@@ -1,4 +1,4 @@
-"""Baselines without kvpack on a CPU: files of dense bfloat16 values, and attention over dense values."""
+"""Baselines without kvpack on the CPU: files of dense bfloat16 values, and attention over dense values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def matmul_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one query in bf16."""
+    """Compute attention of queries ``[batch, q_head, 1, dim]`` by matrix products, PyTorch's fastest method for one bf16 query."""
     batch, heads, _, dim = k.shape
     scores = q.view(batch, heads, -1, dim) @ k.transpose(-1, -2)
     return torch.softmax(scores.float() * dim**-0.5, -1).to(k.dtype) @ v
@@ -52,7 +52,7 @@ def _undump(path: str) -> Tensors:
 
 
 def _compress(tensors: Tensors, path: str) -> None:
-    """Write one zstd frame per tensor, each to its own file."""
+    """Write each tensor as one zstd frame to its own file."""
     os.makedirs(path, exist_ok=True)
     for name, x in tensors.items():
         with open(os.path.join(path, name), "wb") as file:
@@ -60,7 +60,7 @@ def _compress(tensors: Tensors, path: str) -> None:
 
 
 def _decompress(path: str) -> Tensors:
-    """Return the tensors of ``_compress``, flattened."""
+    """Return the tensors that ``_compress`` wrote, flattened."""
     result = {}
     for name in os.listdir(path):
         with open(os.path.join(path, name), "rb") as file:

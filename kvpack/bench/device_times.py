@@ -1,4 +1,4 @@
-"""Time calls until the device has finished: process time on a CPU, wall time on other devices."""
+"""Timing of calls until the device has finished: process time on a CPU, wall time on other devices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""kvpack bench kernels: time encoding on a CUDA device, compared with a copy and with the papers' times, and pack and unpack.
+"""kvpack bench kernels: time encoding on a CUDA device, compared with a copy and with published times, and pack and unpack.
 
-Inputs are keys or values of the LLM row in OCTOPUS Table 7. Encoding times cover only the kernels, in CUDA graphs that cycle over inputs
-that together exceed the L2 cache. Packing and unpacking are the library's calls, including allocation and checks.
+Inputs are keys or values with the shape in the LLM row of OCTOPUS Table 7. Encoding times cover only the kernels, in CUDA graphs that cycle
+over inputs that together exceed the L2 cache. Packing and unpacking are the library's calls, including allocation and checks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run(recipes: Sequence[str], shape: StateShape = SHAPE) -> dict[str, Any]:
 
 
 def codecs_of(recipe: str, heads: int, dim: int) -> Iterator[tuple[str, Codec]]:
-    """Yield (side, codec) for ``recipe``, which may name a synthetic basis, skipping duplicates and exact codecs."""
+    """Yield (side, codec) for ``recipe``, which may name a synthetic basis. Duplicates and exact codecs are skipped."""
     named, basis = synthetic_basis.resolve_recipe(recipe, heads, (dim, dim))
     parsed = kvpack.Recipe(named, basis)
     result: list[Codec] = []

@@ -1,4 +1,4 @@
-"""Measure the cost of recipes for a model in memory (``evaluate``), as a table that notebooks can show."""
+"""Measurement of what recipes cost a model in memory (``evaluate``), as a table for notebooks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Evaluation", "evaluate"]
 class Evaluation:
     """The results of ``evaluate``. Notebooks, consoles and ``print`` show a table and a verdict; ``report`` has all numbers as JSON values.
 
-    Lower bits per value and lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's top
+    Fewer bits per value and a lower divergence (KL, in nats) are better. "Same choice" is the share of tokens for which the model's top
     choice stays the same.
     """
 
@@ -86,7 +86,7 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measure how much recipes cost a transformers model on texts.
+    """Measure how much recipes degrade a transformers model's predictions on texts.
 
     In each window of the texts, all tokens except the last ``scored_tokens`` are packed, saved and loaded, and the model's predictions of
     the last ones are compared with its predictions over the uncompressed cache. The model and its attention are unchanged afterwards. Two
@@ -94,13 +94,13 @@ def evaluate(
 
     Args:
         model: A transformers model in evaluation mode.
-        tokenizer: The model's tokenizer, or None if its tokens are bytes.
+        tokenizer: The model's tokenizer, or None if the model's tokens are bytes.
         texts: A text or a list of texts, which should not have been used for calibration.
         recipes: A recipe or a list of recipes. A recipe such as "klt-1.75" needs a basis: ``Recipe("klt-1.75", basis)``.
-        reference: Recipe with which the others are compared (``of_reference`` in the report); None to omit it.
-        tokens: Tokens per window; default: 1,024, or as many as the model supports.
-        scored_tokens: Scored tokens per window; default: 256.
-        windows: Number of windows; default: 4, or as many as the texts have.
+        reference: Recipe with which the others are compared (``of_reference`` in the report), or None for no comparison.
+        tokens: Tokens per window. Defaults to 1,024, or as many as the model supports.
+        scored_tokens: Scored tokens per window. Defaults to 256.
+        windows: Number of windows. Defaults to 4, or as many as the texts have.
         step: Maximum number of scored tokens per forward pass.
         seed: Seed for the choice of windows.
         progress: Called as ``progress(done, total)``, both in steps.
@@ -114,7 +114,7 @@ def evaluate(
             and values.
         MissingBasis: A recipe needs a basis.
 
-    >>> text = "the quick brown fox jumps from_cache the lazy dog. " * 20
+    >>> text = "the quick brown fox jumps over the lazy dog. " * 20
     >>> result = kvpack.evaluate(model, None, text, ["octopus-4"], tokens=64, scored_tokens=16, windows=1)
     >>> [row["recipe"] for row in result.rows]
     ['fp8', 'octopus-4']

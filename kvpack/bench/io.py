@@ -1,4 +1,4 @@
-"""kvpack bench io: time a KV cache to a file and back, compared with files of dense values and a memory copy in the same run.
+"""kvpack bench io: time saving and loading a KV cache, compared with files of dense values and a memory copy in the same run.
 
 Speeds are in GB/s of the dense bf16 cache, regardless of its packed size. Files are in the page cache. Times are process times in one
 thread, and all measurements are interleaved.
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 DEFAULT_SYNTHETIC = "4x1x8x4096x128"
-"""Default shape: 64 MiB in bf16, large enough that neither processor caches nor call overhead dominate."""
+"""Default shape: 64 MiB in bf16, so that neither processor caches nor call overhead dominate."""
 
 RECIPES = ("bf16", "lossless", "fp8", "kivi-2", "turboquant-3", "octopus-3", "polarquant-3", "turboangle-k8v4", "hqmq-s24-r3")
-"""One preset per family of codecs."""
+"""Default recipes: one preset per family of codecs."""
 DEFAULT_TOKENS = 4096
 
 Q_HEADS = 4
 """Number of query heads per KV head."""
 
 WRITE, READ, ATTEND = "write", "read", "read, attend"
-"""Complete operations: dense values to a file, a file to dense values in new memory, and a file to the attention of one query."""
+"""Complete operations: write dense values to a file, read a file to dense values in new memory, and attend to a file with one query."""
 COPY = "copy into memory in use"
 PARTS = ("encode", "save", "load", "unpack")
 
@@ -129,10 +129,10 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``cache`` and return a report as JSON values, with one row per operation.
 
-    If ``device`` is a CUDA device, only ``device_rows`` with the rows of ``io_device.run`` are measured. In a row, ``of_copy`` is the speed
-    relative to a copy of the bf16 cache into memory that is already in use (above 1 is faster), and ``of_safetensors`` is the time relative
-    to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and attention.
-    Raises InvalidParameter.
+    If ``device`` is a CUDA device, the report contains only ``device_rows``, the rows of ``io_device.run``. In a row, ``of_copy`` is the
+    speed relative to a copy of the bf16 cache into memory that is already in use (above 1 is faster), and ``of_safetensors`` is the time
+    relative to the same operation with safetensors (below 1 is faster): save_file, load_file and a clone of its tensors, or load_file and
+    attention. Raises InvalidParameter.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")

@@ -42,9 +42,9 @@ def run(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure files of ``cache`` and return a report with one row per recipe and method of loading; ``of_fio`` above 1 is faster than fio.
+    """Measure files of ``cache`` and return a report with one row per recipe and method of loading.
 
-    Raises InvalidParameter if files stay in memory, as in a tmpfs.
+    ``of_fio`` is the speed relative to fio (above 1 is faster). Raises InvalidParameter if files stay in memory, as in a tmpfs.
     """
     if repeats < 1:
         raise InvalidParameter(f"--repeats is {repeats}, expected a positive integer")
@@ -125,7 +125,7 @@ def _read_staged(path: str) -> None:
 
 
 def _fio(path: str) -> float:
-    """Return the time in seconds in which fio reads a file. Raises InvalidParameter with fio's message if it fails."""
+    """Return the time in seconds that fio takes to read a file. Raises InvalidParameter with fio's message if it fails."""
     done = subprocess.run(["fio", "--name=cold", f"--filename={path}", *FIO, "--output-format=json"], capture_output=True, text=True)
     if done.returncode:
         raise InvalidParameter(f"fio cannot read {path}: {done.stderr.strip() or done.stdout.strip()}")

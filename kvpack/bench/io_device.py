@@ -1,4 +1,4 @@
-"""kvpack bench io --device: time loading to and saving from a CUDA device, compared with a pinned copy and a write of the same bytes."""
+"""kvpack bench io --device: time loads to and saves from a CUDA device, compared with a pinned copy (and a write) of the same bytes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def run(
 ) -> dict[str, Any]:
     """Return ``device``, its ``device_name``, and ``device_rows`` with one row per recipe and direction.
 
-    A row has the median times ``seconds`` of kvpack's call and ``of_bus_seconds`` of the bus: a pinned copy of the file's bytes, for a save
-    followed by a write. ``of_bus`` is their ratio (above 1: faster than the bus), and ``first_seconds`` is the time of the first
-    call, which allocates pinned memory. Times end when the device is done. Raises InvalidParameter if the device is not a CUDA device of
-    this machine.
+    In a row, ``seconds`` is the median time of kvpack's call. ``of_bus_seconds`` is that of the bus: a pinned copy of the file's bytes,
+    followed by a write in the case of a save. ``of_bus`` is the ratio of the two (above 1: faster than the bus), and ``first_seconds`` is
+    the time of the first call, which allocates pinned memory. Times end when the device is done. Raises InvalidParameter if the device is
+    not a CUDA device of this machine.
     """
     target = checked_device(device)
     if target.type != "cuda" or (target.index or 0) >= torch.cuda.device_count():
@@ -82,7 +82,7 @@ def _rows(
 
 
 def _time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Return the times of ``1 + repeats`` calls in seconds, each until the device has finished."""
+    """Return the times of ``1 + repeats`` calls in seconds. A call ends when the device has finished."""
     seconds = []
     for _ in range(1 + repeats):
         torch.cuda.synchronize(device)
@@ -96,7 +96,7 @@ def _time_calls(call: Callable[[], object], device: torch.device, repeats: int) 
 
 
 def _write(path: str, data: memoryview) -> None:
-    """Write ``data`` to ``path`` as saving does: to a new file that is renamed."""
+    """Write ``data`` to ``path`` as saving does: to a new file, which is then renamed."""
     descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         done = 0

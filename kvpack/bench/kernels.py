@@ -1,8 +1,8 @@
 """kvpack bench kernels: time attention over packed layers on a CUDA device, compared with the best bf16 attention in the same run.
 
-Times are of CUDA graphs that cycle over buffers that together exceed the L2 cache: of the main kernel and merge, and of all of ``attend``,
-which may first rotate the query. Ratios to bf16 use the latter, because that is the time for which a caller waits. Calls are also timed
-without graphs.
+Calls are timed in CUDA graphs that cycle over buffers that together exceed the L2 cache. One time covers the main kernel and the merge,
+another one all of ``attend``, which may first rotate the query. Ratios to bf16 use the latter, because callers wait for all of it. Calls
+are also timed without graphs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SWEEP = QueryShape(1, 32, 8, 128, 0)
 SWEEP_TOKENS = tuple(1 << power for power in range(10, 19))
 
 PARTS = ("attention", "encode", "unpack", "queries")
-"""Parts of the measurement: attention for each shape, and the others for one shape each."""
+"""Parts of the benchmark: attention for each shape, and the others for one shape each."""
 
 QUERIES_SHAPE = QueryShape(1, 32, 8, 128, 65536)
 """Default shape for the part with many queries."""
@@ -105,10 +105,10 @@ def run(
     out: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure recipes (None: the defaults of each part) and return a report as JSON values.
+    """Measure ``recipes`` (by default, those of each part) and return a report as JSON values.
 
-    ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. Raises InvalidParameter, also if there is no CUDA device, and
-    WriteFailed.
+    ``sweep`` adds contexts of many lengths and, with ``out``, a plot of them. Raises WriteFailed, or InvalidParameter, for example if there
+    is no CUDA device.
     """
     named = [(text, parse_shape(text)) for text in shapes]
     for recipe in recipes or ():
@@ -143,7 +143,7 @@ def run(
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes per second that a kernel reads and writes while inverting all bits."""
+    """Return the bandwidth, in bytes per second, of a kernel that reads values and writes them with all bits inverted."""
     source = torch.empty(_COPIED_BYTES // 4, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
     # On an H200, a plain copy of this size in a graph had only two thirds of this speed.
@@ -220,7 +220,7 @@ def _after_rotation(q: torch.Tensor, layer: Layer) -> Callable[[], object]:
 
 
 def _copies(size: int) -> int:
-    """Return the number of buffers that together exceed the L2 cache."""
+    """Return the number of buffers of ``size`` bytes that together exceed the L2 cache."""
     return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / size)))
 
 

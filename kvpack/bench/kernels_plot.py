@@ -1,4 +1,4 @@
-"""Plot a sweep of kvpack bench kernels: times of whole calls by context length, and ratios to bf16."""
+"""Plots of a sweep of kvpack bench kernels: times of whole calls by context length, and ratios to bf16."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 _SIZE = (11.0, 4.8)
 _LINES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 3)), (0, (3, 3)))
 _MAX_WHITE = 0.45
-"""Share of white in the color of a codec's last recipe."""
+"""Share of white in the color of each codec's last recipe."""
 
 OWN_BF16 = "bf16"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the plot to ``path`` with the suffixes .png and .svg. Raises OSError, or MissingPackage without matplotlib."""
+    """Write the plot to ``path`` with the suffixes .png and .svg. Raises OSError, or MissingPackage if matplotlib is not installed."""
     figure = quality_plot.library().Figure(figsize=_SIZE, dpi=200, layout="constrained")
     sweep = report["sweep"]
     tokens = [table["tokens"] for table in sweep]

@@ -1,8 +1,8 @@
-"""Measure needle recall: facts are inserted into a text, and the model is asked for them after it.
+"""Measurement of needle recall: facts are inserted into a text, and the model is then asked for them.
 
-A byte-level model gets LINES key lines per prompt, ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters of A-Z and 0-9. A model
-with a tokenizer gets one pass key of 5 digits at a given depth. An answer is right if all of its tokens are the model's top choice, given
-the true tokens before them.
+A prompt for a byte-level model contains LINES key lines, such as ``[[key QWERTY = 8J2K9XPL]]``, with 6 and 8 random characters from A-Z and
+0-9. A prompt for a model with a tokenizer contains one pass key of 5 digits at a given depth. An answer is right if all of its tokens are
+the model's top choice, given the true tokens before them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpack.evaluation.models import Text
 
 LINES = 5
-"""Number of key lines in a prompt; the model is asked for each."""
+"""Number of key lines in a prompt. The model is asked for each of them."""
 
 LINE_BYTES = len(b"\n[[key QWERTY = 8J2K9XPL]]\n")
 
@@ -29,7 +29,7 @@ QUESTION_TOKENS = 32
 """Number of tokens reserved in a prompt for a question and its answer."""
 
 LENGTHS = (1024, 2048)
-"""Lengths in tokens of the prompts with a pass key."""
+"""Lengths, in tokens, of the prompts with a pass key."""
 
 _CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _DIGITS = "0123456789"
@@ -48,7 +48,7 @@ class Prompt:
 
 
 def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Prompt:
-    """Insert LINES key lines at random positions into ``ids`` of ``text``, which are bytes, and truncate the result to the same length.
+    """Insert LINES key lines at random positions into the bytes ``ids`` of ``text``, and truncate the result to the original length.
 
     ``ids`` must be longer than all lines together.
     """
@@ -59,7 +59,7 @@ def key_lines(text: Text, ids: Sequence[int], generator: torch.Generator) -> Pro
 
 
 def pass_key(text: Text, ids: Sequence[int], depth: float, generator: torch.Generator) -> Prompt:
-    """Insert one pass key into ``ids`` of ``text`` at ``depth``, a share of the prompt, and truncate the result to the same length."""
+    """Insert a pass key into ``ids`` of ``text`` at ``depth``, a share of the prompt, and truncate the result to the original length."""
     key = _random_word(5, _DIGITS, generator)
     line = text.encode(f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
     question = text.encode("\nWhat is the pass key? The pass key is")
@@ -80,7 +80,7 @@ def _insert_lines(
 
 
 def check_answers(model: Any, prompt: Prompt, cache: Callable[[], Any]) -> list[bool]:
-    """Return, for each question, True if the answer is right. ``cache`` returns a new cache of the prompt for each question."""
+    """Return, for each question, whether the answer is right. ``cache`` returns a new cache of the prompt for each question."""
     right = []
     with torch.inference_mode():
         for question, value in prompt.questions:

@@ -1,4 +1,4 @@
-"""Measure process time and wall time. With one thread (``modes.one_thread``), other load disturbs process time least."""
+"""Measurement of process time and wall time. With one thread (``modes.one_thread``), other load affects process time least."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Seconds(NamedTuple):
-    """The average times of one call: process time over all threads, and wall time."""
+    """The average times of one call: process time summed over all threads, and wall time."""
 
     process: float
     wall: float
@@ -32,10 +32,10 @@ def time_interleaved(
 ) -> list[Seconds]:
     """Return the times per call of each function: the median over ``repeats`` rounds, each with ``at_once`` calls of each function.
 
-    A warm-up round comes first. ``average`` replaces the median, for calls that occasionally do work for later calls. ``before`` has
-    functions that are called before the timing of each call (or None); the result of the last call is freed after the timing. With
-    ``new_memory``, free memory is first returned to the system; otherwise, a call may or may not reuse pages of the previous one, which
-    makes times erratic.
+    The first round is a warm-up. Use ``average`` instead of the median for calls that occasionally do work for later calls. ``before``
+    contains a function (or None) for each call, which is called before the timing. The result of the last call is freed after the timing.
+    With ``new_memory``, free memory is first returned to the system; otherwise, a call may or may not reuse pages of the previous one,
+    which makes times erratic.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if new_memory else None
     times: list[list[Seconds]] = [[] for _ in calls]

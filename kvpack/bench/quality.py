@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["RECIPES", "Settings", "run", "show"]
 
 RECIPES = ("fp8", "nvfp4", "kvpack-4", "octopus-3", "kvpack-3", "kvpack-2")
-"""Default recipes: those of engines, kvpack's own, and one from a paper. With CALIBRATED, two cores measure them in 15 minutes."""
+"""Default recipes: those of engines, kvpack's own, and one from a paper. Together with CALIBRATED, they take 15 minutes on two cores."""
 
 CALIBRATED = ("klt-2.5", "klt-1.75", "klt-1.25", "transform-1", "transform-0.6")
 """Additional default recipes if a basis is passed."""
@@ -64,9 +64,9 @@ DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 8
 DEFAULT_NEEDLES = 8
 LONG_TOKENS = 4096
-"""Number of tokens in the single window of the long text."""
+"""Number of tokens in the long text's single window."""
 REFERENCE = "fp8"
-"""Recipe of serving engines with which the divergences of other recipes are compared."""
+"""Recipe of serving engines with which other recipes' divergences are compared."""
 
 TEXT, LONG_TEXT = "prose", "long"
 OTHERS = ("code", LONG_TEXT)
@@ -77,26 +77,26 @@ _DIGITS = 5
 """Number of significant digits in a report's numbers."""
 
 _MIN_BYTES = needles.LINES * needles.LINE_BYTES * 2 + needles.QUESTION_TOKENS
-"""Minimum number of tokens in a prompt of bytes with key lines."""
+"""Minimum number of tokens in a byte-level prompt with key lines."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a measurement; None selects the default, or the limit of the model and the text if that is smaller.
+    """Settings of a measurement. None selects the default, or the limit of the model and the text if that is smaller.
 
     Attributes:
         tokens: Tokens per window.
         scored_tokens: Number of tokens scored at the end of each window.
         windows: Number of windows of the text.
         needles: Number of needle prompts of each length.
-        twin: Factor of the twin with outlier channels, or None for the model itself.
+        twin: Factor of the outlier channels in the model's twin, or None for the model itself.
         seed: Seed of windows, needles, twins and generated text.
         step: Maximum number of scored tokens per forward pass.
         offset: Factor of the constant that is added to some channels of keys, or None for none.
         generated: Number of tokens to generate after a prompt, or None for none.
         device: "cpu" (in float32) or "cuda" (in bfloat16).
         inserted: Text of one token, such as "<|endoftext|>", that replaces the middle token of the packed part of each window.
-        others: Further texts of kvpack that are read; the last of them is a long document.
+        others: Additional texts that kvpack includes. The last one is a long document.
     """
 
     tokens: int | None = None
@@ -138,8 +138,8 @@ def run(
     """Measure recipes on the model in folder ``model`` and the file ``text``, and return a report as JSON values.
 
     Args:
-        model: Folder or hub name of the model, or None for the demo's.
-        text: File with the text. By default, the demo's model reads the demo's text, and other models read kvpack's texts.
+        model: Folder or hub name of the model, or None for the demo's model.
+        text: Text file. By default, the demo's model reads the demo's text, and other models read the texts that kvpack includes.
         recipes: Recipes to measure.
         settings: Settings of the measurement.
         basis: Basis file for recipes such as klt-2.
@@ -200,7 +200,7 @@ def run(
 
 
 def _check(settings: Settings, basis: Basis | None) -> None:
-    """Raise InvalidParameter for options that exclude each other, and for a missing device."""
+    """Raise InvalidParameter for mutually exclusive options, and for a missing device."""
     if settings.offset is not None and basis is not None:
         raise InvalidParameter("--offset changes the keys, but the basis was calibrated without it: omit --offset or --basis")
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -264,7 +264,7 @@ def _lengths(tokens: int, text: Text, max_positions: int | None) -> tuple[int, .
 
 @dataclass(frozen=True)
 class _TextWindows:
-    """A text with the sizes of its windows."""
+    """A text and the sizes of its windows."""
 
     text: Text
     sizes: _Sizes
@@ -272,9 +272,9 @@ class _TextWindows:
 
 @dataclass
 class _Measurement:
-    """One measurement over all windows, prompts and a generated text.
+    """A measurement over all windows, prompts and a generated text.
 
-    Exact results of a window are kept only while the recipes are measured on it.
+    The exact results of a window are kept only while recipes are measured on it.
     """
 
     model: Any

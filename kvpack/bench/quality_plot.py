@@ -1,4 +1,4 @@
-"""Plot a quality report: KL divergence by bits per value, for print or screen."""
+"""Plots of a quality report: KL divergence by bits per value, for print or screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STYLES = {
     "transform": ("#999933", "8"),
     "trellis": ("#332288", "H"),
 }
-"""Color and first marker by the codec of keys. Colors are from Okabe and Ito's palette, except for the last five codecs."""
+"""Color and first marker by the codec of keys. Colors are from Okabe and Ito's palette, except those of the last five codecs."""
 
 OTHER = ("#666666", "p")
 
@@ -39,7 +39,7 @@ SIZE = (8.4, 4.6)
 """Size of the plot in inches."""
 
 SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack"}
-"""matplotlib settings with which text stays text in the SVG, and its ids do not depend on the time."""
+"""matplotlib settings that keep text as text in the SVG, and that make its ids independent of the time."""
 
 _BITS = (0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 _NARROW_BITS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 16, 32)
@@ -61,7 +61,7 @@ def library() -> Any:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the plot to ``path`` with the suffixes .png and .svg. The same report results in the same files. Raises OSError."""
+    """Write the plot to ``path`` with the suffixes .png and .svg. The same report always yields the same files. Raises OSError."""
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):
@@ -136,7 +136,7 @@ def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def _label_point(axes: Any, name: str, x: float, y: float, *, left: bool) -> None:
-    """Write ``name`` next to a point."""
+    """Write ``name`` next to the point."""
     place = {"xytext": (-6 if left else 6, 5), "textcoords": "offset points", "ha": "right" if left else "left", "fontsize": 8}
     axes.annotate(name, (x, y), **place, zorder=5)
 

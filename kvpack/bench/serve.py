@@ -1,8 +1,8 @@
 """kvpack bench serve: time decode steps, ``generate`` and the first token after a stored prefix, and measure memory.
 
-The model has random weights, and a built-in shape or one from a configuration; keys and values are random. All results are compared with
-transformers' own caches, or recomputation, in the same run. On a CPU, times are process times in one thread, and each round measures all
-caches.
+The model has random weights and either a built-in shape or one from a configuration. Keys and values are random. All results are compared
+with transformers' own caches, or with recomputation, in the same run. On a CPU, times are process times in one thread, and each round
+measures all caches.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
 
 RECIPES = ("kv=group:b=4,g=32", "oscar-2", "octopus-3")
 CONTEXTS = {"cuda": ((1, 32768), (1, 131072), (8, 16384), (24, 16384)), "cpu": ((1, 1024),)}
-"""Batch and number of tokens of decode steps, by device."""
+"""Batch size and number of tokens of decode steps, by device."""
 PREFIXES = {"cuda": (8192, 32768), "cpu": (1024,)}
 SUFFIX = {"cuda": 512, "cpu": 32}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARM_STEPS, TIMED_STEPS, GRAPH_STEPS = 6, 12, 24
 GENERATED = 64
-"""Number of tokens that ``generate`` adds on a device."""
+"""Number of tokens that ``generate`` adds on a GPU."""
 _WITHOUT_GRAPHS = "without graphs"
 DENSE_FILE = "dense safetensors"
 """Name of the file with keys and values in the model's dtype."""
@@ -82,9 +82,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure a model, and return the report that ``show`` prints.
 
-    ``shape`` is a name in SHAPES or on the hub, or the path of a config.json or of its folder. ``dtype``, a name in DTYPES, is the dtype of
-    weights, keys and values; None selects the configuration's dtype, or bf16. Raises InvalidParameter for an unknown shape or dtype, for
-    float32 on a CUDA device, and for layers without full or sliding attention.
+    ``shape`` is a name in SHAPES, a name on the hub, or the path of a config.json or of its folder. ``dtype``, a name in DTYPES, is the
+    dtype of weights, keys and values; None selects the configuration's dtype, or bf16 if it has none. Raises InvalidParameter for an
+    unknown shape or dtype, for float32 on a CUDA device, and for layers without full or sliding attention.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
@@ -182,7 +182,7 @@ def _config(shape: str, layers: int | None) -> Any:
 
 
 def _tokens_in_layers(config: Any, tokens: int) -> list[int]:
-    """Return the number of tokens in each layer's cache after ``tokens`` tokens; sliding windows have dropped the other tokens."""
+    """Return the number of tokens in each layer's cache after ``tokens`` tokens. Sliding windows have dropped the others."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [tokens if kind == "full_attention" else min(tokens, config.sliding_window - 1) for kind in types]
 
@@ -246,7 +246,7 @@ def _decode_rows(
 
 
 def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[str, Any]]:
-    """Return rows for transformers' own caches: DynamicCache with PyTorch's choice of attention and with FlashAttention, and others."""
+    """Return rows for transformers' own caches: DynamicCache with PyTorch's choice of attention, with FlashAttention, and others."""
     try:
         states = _states(model, batch, tokens, device)
     except torch.OutOfMemoryError:
@@ -286,7 +286,10 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
 
 
 def _alternating_step_seconds(model: Any, batch: int, tokens: int, recipe: str, device: str) -> dict[str, float]:
-    """Return the times of steps by cache: DynamicCache, also with FlashAttention; ``recipe``, also without graphs; and no cache."""
+    """Return the times of steps by cache, measured in alternation.
+
+    The caches are DynamicCache, also with FlashAttention; ``recipe``, also without graphs; and no cache.
+    """
     from kvpack.integrations.transformers import KvpackCache
 
     plain = with_plain_attention(model)
@@ -349,7 +352,7 @@ def _generate_seconds(model: Any, past: Any, batch: int, device: str, **options:
 
 
 def _step_seconds(model: Any, past: Any, batch: int, device: str) -> float:
-    """Return the time of one decode step in seconds: the mean of several, after steps that compile."""
+    """Return the time of one decode step in seconds: the mean of several steps, after steps that trigger compilation."""
     token, over = torch.full((batch, 1), 5, device=device), cache_names.cache_argument(model, past)
     begin = 0.0
     for step in range(TIMED_STEPS + WARM_STEPS):
@@ -366,7 +369,7 @@ def _first_token_rows(
 ) -> list[dict[str, Any]]:
     """Return rows with the time to the first logits of a prompt of ``tokens`` tokens plus a suffix.
 
-    The prompt's first ``tokens`` tokens come from a file in the page cache, or the whole prompt is computed.
+    The prompt's first ``tokens`` tokens are loaded from a file in the page cache, or the whole prompt is computed.
     """
     from safetensors.torch import load_file, save_file
 

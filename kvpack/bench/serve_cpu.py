@@ -1,4 +1,4 @@
-"""Time decode steps and ``generate`` on the CPU: each round measures all caches, in process time of one thread."""
+"""Timing of decode steps and ``generate`` on the CPU. Each round measures all caches, in process time of one thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, ROUNDS = 16, 16
 
 
 def with_plain_attention(model: Any) -> Any:
-    """Return a copy of ``model`` with the same weights, which no hooks or attention of a KvpackCache slow down."""
+    """Return a copy of ``model`` that shares its weights but has no hooks or attention of a KvpackCache, which would slow it down."""
     return copy.deepcopy(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
 
 
@@ -38,7 +38,7 @@ def spare_tokens() -> int:
 def step_rows(
     model: Any, plain: Any, dense: Any, others: Mapping[str, Callable[[], Any]], packed: Mapping[str, kvpack.Cache], ids: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Return one row per cache: ``dense``, a DynamicCache, and ``others`` with the model ``plain``, and ``packed`` with ``model``.
+    """Return one row per cache: ``dense``, a DynamicCache and ``others`` are used with the model ``plain``, ``packed`` with ``model``.
 
     All caches contain the tokens of ``ids`` ``[batch, token]`` except the last. Times are seconds per step and per generated token. A cache
     that cannot be created has a row with the ``error``.
@@ -74,7 +74,7 @@ def step_rows(
 
 
 class _Generation:
-    """A call that adds STEPS tokens to ``past`` with ``generate``."""
+    """A ``generate`` call that adds STEPS tokens to ``past``."""
 
     def __init__(self, model: Any, past: Any, ids: torch.Tensor) -> None:
         self._model, self._over, self._ids = model, cache_names.cache_argument(model, past), ids

@@ -1,4 +1,4 @@
-"""Time decode steps in CUDA graphs, over caches whose steps consist only of kernels, compared with preallocated bf16 states."""
+"""Timing of decode steps in CUDA graphs, for caches whose steps consist only of kernels, compared with preallocated bf16 states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM = 256
 def flash_attention() -> AbstractContextManager[None]:
     """Return a context in which SDPA uses FlashAttention.
 
-    Otherwise PyTorch chooses; on an H100 it chooses cuDNN's kernel, which makes a new plan for each length.
+    Otherwise, PyTorch chooses. On an H100, it chooses cuDNN's kernel, which creates a new plan for each length.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,8 +32,8 @@ def flash_attention() -> AbstractContextManager[None]:
 class StaticStates:
     """Preallocated bf16 keys and values. Steps write at a position stored on the device, and attend with cuDNN or FlashAttention.
 
-    As a context manager, it replaces the model's attention, and ``cache`` is passed to the model. ``states`` of a layer may be those that a
-    sliding window has kept of ``tokens`` tokens.
+    As a context manager, it replaces the model's attention; ``cache`` is passed to the model. If a layer has a sliding window, its
+    ``states`` are those that the window has kept of ``tokens`` tokens.
     """
 
     def __init__(self, model: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
@@ -107,7 +107,7 @@ def cache_of_length(tokens: int, layers: int) -> Any:
 
 
 def graph_step(model: Any, past: Any, batch: int, tokens: int, steps: int) -> float:
-    """Return the time in seconds of one replay of a graph with a decode step after ``tokens`` tokens: the mean of ``steps``."""
+    """Return the time in seconds of one replay of a graph with a decode step after ``tokens`` tokens, averaged over ``steps`` replays."""
     device = model.device
     token = torch.full((batch, 1), 5, device=device)
     position = torch.full((batch, 1), tokens, device=device)

@@ -1,4 +1,4 @@
-"""Other caches of transformers in bench serve: StaticCache, and QuantizedCache with each of its backends."""
+"""Other transformers caches in bench serve: StaticCache, and QuantizedCache with each of its backends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DYNAMIC, FLASH, STATIC = "DynamicCache", "DynamicCache, flash", "StaticCache"
 NO_ROOM = "does not fit"
-"""Error of a cache that does not fit into memory."""
+"""Error of a cache that does not fit in memory."""
 BACKENDS = ("fp8", "quanto", "hqq")
 """Backends of QuantizedCache. The last two are packages that quantize to 4 bits."""
 TIMES = ("step_seconds", "eager_seconds", "generate_seconds", "graph_seconds", "cache_bytes", "peak_bytes")
@@ -49,7 +49,8 @@ def _fill(cache: Any, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> An
 
 
 def row_of(name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the row that ``measure`` returns for the cache ``name``, or a row with its ``error``, so that others are still measured."""
+    """Return the row that ``measure`` returns for the cache ``name``, or a row with its ``error`` so that other caches are still measured.
+    """
     result, error = try_measure(measure)
     row: dict[str, Any] = {"cache": name, **dict.fromkeys(TIMES), **(result or {})}
     return row if error is None else {**row, "error": error}

@@ -1,4 +1,4 @@
-"""Print the tables of ``kvpack bench serve``: decode steps, and times to the first token."""
+"""Tables of ``kvpack bench serve``: decode steps, and times to the first token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""kvpack bench store: time match, load, put and get on a prefix store, compared with reads and a bf16 safetensors store in the same run.
+"""kvpack bench store: time match, load, put and get on a prefix store, compared with plain reads and a bf16 safetensors store.
 
-Files are in the page cache. Speeds in GB/s count stored bytes.
+All are measured in the same run. Files are in the page cache. Speeds in GB/s count stored bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 FLAT_TARGET = 1.5
-"""Maximum ratio of a chunk's cost with the most entries to that with the fewest at which the cost counts as constant."""
+"""Maximum ratio of a chunk's cost with the most entries to its cost with the fewest entries for the cost to count as constant."""
 
 
 def show(report: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ CHUNK = 256
 MATCHED_TOKENS = 131_072
 HEADS, DIM = 8, 128
 LAYERS = 32
-"""Number of layers of Llama 3.1 8B, which has 8 KV heads of dim 128."""
+"""Number of layers of Llama 3.1 8B, whose layers have 8 KV heads of dim 128."""
 LOADED_CHUNKS = 16
 PROCESSES = (1, 2, 4, 8)
 ENTRIES = (1_000, 10_000, 100_000)
@@ -94,7 +94,7 @@ OPERATIONS = 64
 """Number of entries, of 4 layers each, that each process puts and gets."""
 _FILLER = bytes(64)
 _MATCHES = 41
-"""Number of matches that are timed together, because one is too short."""
+"""Number of matches that are timed together, because a single one is too short."""
 _AT_EACH_SIZE = 100
 
 MATCH_TARGET_MS = 5.0
@@ -280,7 +280,7 @@ def _put_and_get(folder: str, identity: Identity, cache: kvpack.Cache, number: i
 
 
 def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
-    """Return the cost of a chunk in a store with ``count`` entries, after adding small ones up to this number."""
+    """Return the cost of a chunk in a store with ``count`` entries. Small entries are first added up to this number."""
     backend = Directory(folder, Counters())
     present = backend.size()[0]
     now = time.time_ns()

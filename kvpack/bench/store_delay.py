@@ -1,7 +1,7 @@
-"""kvpack bench store --location, the row round-trips: time a store and an engine's pages on a distant server.
+"""kvpack bench store --location, row round-trips: time a store and an engine's pages on a distant server.
 
-A relay on this machine delays every request, so that a nearby server behaves like a distant server. It adds no time for bytes, and counts
-the requests: everything that a client sends before it reads a reply is one request.
+A relay on this machine delays every request, so that a nearby server behaves like a distant one. The delay does not depend on the number of
+bytes. The relay also counts requests: everything that a client sends before it reads a reply is one request.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ENDPOINT = "AWS_ENDPOINT_URL"
 _PORTS = {"redis": 6379, "http": 80}
 _PIECE = 2**20
 PAGES = {"s3": 64, "redis": 256}
-"""Number of chunks, and of pages, by the location's scheme."""
+"""Number of chunks (and pages), by the location's scheme."""
 DELAYS_MS = {"s3": 20.0, "redis": 5.0}
 """Default delay by the location's scheme."""
 COUNTERPARTS = {"contains": "match", "get_into": "load", "touch": "match", "put of stored pages": "save of stored chunks", "put": "save"}
-"""The ``Store`` call that each ``PageStore`` call is compared with; a page call may send twice the requests."""
+"""The ``Store`` call that each ``PageStore`` call is compared with. A page call may send twice as many requests."""
 
 
 def check(location: str, delay_ms: float | None) -> None:
@@ -72,7 +72,7 @@ def run(location: str, delay_ms: float | None = None) -> dict[str, Any]:
 def _measure(
     relay: _Relay, location: str, options: dict[str, Any], count: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, int]]]:
-    """Return the time of each call in milliseconds, and its number of requests."""
+    """Return the time of each call in milliseconds, and the number of requests that it sends."""
     identity = Identity("bench", "bf16", weights=f"delay {os.urandom(8).hex()}")
     ids = list(range(CHUNK * count))
     x = torch.randn(2, 1, 1, CHUNK * count, DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -125,7 +125,7 @@ def show(report: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _delayed_store(location: str, kind: str, seconds: float) -> Iterator[tuple[_Relay, str, dict[str, Any]]]:
-    """Run a relay inside the context; yields the relay, the relayed location, and the options of a store there."""
+    """Run a relay within the context. Yields the relay, the relayed location, and the options of a store there."""
     address = _server_address(location)
     assert address is not None
     assert address.hostname is not None
@@ -146,7 +146,7 @@ def _server_address(location: str) -> SplitResult | None:
 
 
 class _Relay:
-    """A server between clients and ``address`` that delays requests by ``seconds``, and counts them in ``requests``."""
+    """A server between clients and ``address`` that delays requests by ``seconds`` and counts them in ``requests``."""
 
     def __init__(self, address: tuple[str, int], seconds: float) -> None:
         self._address, self._seconds = address, seconds
@@ -209,7 +209,7 @@ def _send_delayed(late: queue.SimpleQueue[tuple[float, bytes]], server: socket.s
 
 
 def _relay_replies(server: socket.socket, client: socket.socket, waiting: threading.Event) -> None:
-    """Forward replies to the client. Bytes that the client sends after a reply are another request."""
+    """Forward replies to the client. Bytes that the client sends after a reply count as another request."""
     with contextlib.suppress(OSError):
         while data := server.recv(_PIECE):
             waiting.clear()

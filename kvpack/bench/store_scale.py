@@ -1,8 +1,8 @@
-"""kvpack bench store --location: measure the cost of a store with many entries, at a location that keeps them.
+"""kvpack bench store --location: measure the cost of a store with many entries, which stay at the location.
 
 Entries are chunks of 16 tokens of one layer with one head, in prefixes of 100 chunks. A location with fewer entries than requested is
-filled first. The measurements then store some more, with the location's present size as the budget. On a server, calls are also timed
-with every request delayed (store_delay.py).
+filled first. The measurements then store some more, with the location's current size as the budget. On a server, calls are also timed with
+every request delayed (store_delay.py).
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def run(
 ) -> dict[str, Any]:
     """Fill ``location`` up to ``entries``, measure ``rows`` there, and return a report as JSON values. ``progress`` counts new entries.
 
-    The default is to measure all rows that the location supports, and only the round trips of s3://. ``delay_ms`` is the delay of each
-    request in these. Raises InvalidParameter for fewer entries than two prefixes have, for rows that are unknown or that the location does
-    not support, for an invalid delay, and for a recipe that does not encode chunks of this size.
+    By default, all rows that the location supports are measured, except that only round trips are measured for s3://. ``delay_ms`` is the
+    delay of each request in round trips. Raises InvalidParameter for fewer entries than two prefixes have, for rows that are unknown or
+    that the location does not support, for an invalid delay, and for a recipe that does not encode chunks of this size.
     """
     if entries < 2 * CHUNKS:
         raise InvalidParameter(f"--entries is {entries}, expected an integer of at least {2 * CHUNKS}")
@@ -129,7 +129,7 @@ def _check_recipe(recipe: str) -> None:
 
 
 class _EntryTemplate:
-    """A chunk whose values are stored under any key, because encoding a million chunks would take half an hour."""
+    """A chunk whose values are stored under every key, because encoding a million chunks would take half an hour."""
 
     def __init__(self, chunk: kvpack.Cache) -> None:
         key, parent, ids = (bytes([value]) * size for value, size in ((1, KEY_BYTES), (2, KEY_BYTES), (3, CHUNK * ID_BYTES)))
@@ -311,7 +311,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the rows next to their targets, and the table of round trips."""
+    """Print the rows next to their targets, followed by the table of round trips."""
     rows = []
     for name, value in report["rows"].items():
         target, unit = TARGETS.get(name, (None, "ms"))

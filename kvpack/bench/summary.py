@@ -1,4 +1,4 @@
-"""Compute the report of a measurement from its windows, and print the report's table."""
+"""Computation of a measurement's report from its windows, and printing of the report's table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ DEPTHS = 4
 
 @dataclass(frozen=True)
 class NeedleAnswer:
-    """The answer to a question about a needle at ``depth``, a share of a prompt of ``tokens`` tokens; ``right`` is True if it is right."""
+    """The answer to a question about a needle. ``depth`` is a share of a prompt of ``tokens`` tokens; ``right`` is True if it is correct.
+    """
 
     tokens: int
     depth: float
@@ -51,7 +52,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return the report's results as JSON values, with recipes in descending order of bits.
 
-    Differences and ratios to the recipe ``reference`` are paired by window. Intervals are Student's t over the windows.
+    Differences and ratios to the recipe ``reference`` are paired by window. Intervals are Student's t intervals over the windows.
     """
     exact_loss = fmean(exact_losses)
     rows = [_row(recipe, measured, exact_losses, recalled) for recipe, measured, recalled in recipes]
@@ -82,7 +83,7 @@ def text_summary(
     names: Sequence[str],
     reference: str | None,
 ) -> dict[str, Any]:
-    """Return results on another text as JSON values: only predictions, without the errors of layers."""
+    """Return the results on another text as JSON values. They contain only predictions, without the errors of layers."""
     rows = [_short_row(name, windows, exact_losses) for name, windows in zip(names, measured, strict=True)]
     compare(rows, reference)
     return {
@@ -233,11 +234,11 @@ def _size_cells(row: dict[str, Any]) -> list[str]:
 
 
 _LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test your own task first"))
-"""Upper limits of the KL divergence, and what they mean. About sqrt(KL / 2) of the sampled tokens change, by Pinsker's inequality."""
+"""Upper limits of KL divergences, and their meaning. About sqrt(KL / 2) of the sampled tokens change, by Pinsker's inequality."""
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """Return sentences that rate the recipes by the upper end of their KL on the worst text, and by needles, and that name one to take."""
+    """Return sentences that rate recipes by the upper end of their KL on the worst text and by needles, and that recommend one."""
     worst: dict[str, float] = {}
     for row in (row for part in (report, *report["others"]) for row in part["recipes"]):
         worst[row["recipe"]] = max(worst.get(row["recipe"], 0.0), (row["kl_divergence_interval"] or [row["kl_divergence"]])[-1])
@@ -265,7 +266,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one table and explain its columns, and end with the verdict."""
+    """Print one table, explain its columns, and print the verdict."""
     exact, settings, reference = report["uncompressed"], report["settings"], report["reference"]
     print_table(*table(report))
     print("The tokens before the scored ones are packed, saved and loaded; the scored ones are appended and packed by the cache,")

@@ -1,4 +1,4 @@
-"""Create random bases, because the cost of the kernels of klt and transform depends on widths and bits, not on the model.
+"""Random bases for benchmarks. The cost of the kernels of klt and transform depends on widths and bits, but not on the model.
 
 ``klt=63211000:53100000`` selects these widths for the runs of keys and of values, and ``transform=0.6:head`` selects the bits per value and
 the scope of frames. For transform, the packed values are scaled so that columns are distributed as widely as a model's.
@@ -35,7 +35,7 @@ LAYERS = {
     "klt=63221110:53200000": "an average layer: 1.62 bits per value, the average of klt-1.64",
     "klt=75543221:65310000": "a heavy layer: 2.75 bits per value, like the heaviest of klt-1.75, whose average is 1.73",
 }
-"""Widths to measure, by the layer from which they come, from calibrations of bytelm on the first half of its text."""
+"""Widths to measure, and a description of the layer that they come from, in calibrations of bytelm on the first half of its text."""
 
 _SLOPE = 1.0
 _NORMAL = 1 << 14
@@ -44,7 +44,7 @@ _OCTAVES = 8
 """Range of the columns' standard deviations, in powers of 2. At 0.6 bits, two fifths of the columns have symbols."""
 _FIRST_DEVIATION = 2.0**-4
 _MIN_TABLE, _TABLES, _REACH = -4, 41, 63
-"""Smallest standard deviation of the tables in steps (2^-4), number of tables (four per octave), and their largest level."""
+"""Constants of the tables: smallest standard deviation in steps (2^-4), number of tables (four per octave), and their largest level."""
 
 
 def check(recipe: str) -> None:
@@ -93,7 +93,7 @@ def _widths(recipe: str) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=4)
 def _basis(recipe: str, heads: int, dims: tuple[int, int]) -> tuple[Basis, float]:
-    """Return the basis of ``recipe`` for one layer, and the bits per value at which its runs have their widths.
+    """Return the basis of ``recipe`` for one layer, and the bits per value that give its runs their widths.
 
     A head with fewer runs uses the first of the widths, and additional runs have no codes.
     """
@@ -120,7 +120,7 @@ def _rows(widths: list[int], dim: int, seed: int) -> torch.Tensor:
 
 
 def _weight(width: int) -> float:
-    """Return a weight for which a run gets exactly ``width`` bits if each bit must lower the error by more than ``_SLOPE``."""
+    """Return a weight with which a run gets exactly ``width`` bits if each bit must reduce the error by more than ``_SLOPE``."""
     last = DISTORTIONS[width - 1] - DISTORTIONS[width] if width else 4 * (DISTORTIONS[0] - DISTORTIONS[1])
     following = DISTORTIONS[width] - DISTORTIONS[width + 1] if width < MAX_WIDTH else last / 4
     return _SLOPE / math.sqrt(last * following)
@@ -156,7 +156,7 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
 
 
 def _normal_tables() -> SymbolTables:
-    """Return tables for normal columns. Table k is for 2^(k / 4) times the smallest standard deviation, in steps."""
+    """Return tables for normally distributed columns. Table k is for 2^(k / 4) times the smallest standard deviation, in steps."""
     # A positive level l begins half a step above l - 1.
     edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])
@@ -170,7 +170,8 @@ def _normal_tables() -> SymbolTables:
 
 
 def _values_from_columns(x: torch.Tensor, frames: Frames) -> torch.Tensor:
-    """Return keys or values whose columns are ``x`` ``[batch, kv_head, token, dim]`` times the deviations that the scales imply."""
+    """Return keys or values whose columns are ``x`` ``[batch, kv_head, token, dim]`` times the standard deviations that the scales imply.
+    """
     batch, heads, tokens, dim = x.shape
     wide = x.float() if frames.count == heads else x.float().transpose(1, 2).reshape(batch, 1, tokens, heads * dim)
     deviations = torch.from_numpy(_FIRST_DEVIATION * numpy.exp2(-frames.scales / SCALES_PER_OCTAVE)).to(x.device, torch.float32)

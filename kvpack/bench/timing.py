@@ -1,4 +1,4 @@
-"""Time work on a CUDA device."""
+"""Timing of work on a CUDA device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _EAGER_CALLS = 100
 _REPLAYS = 7
 _CALLS_IN_A_ROW = 10
 _GRAPH_SLEEP = 1 << 20
-"""Cycles for which a device is kept busy while the host launches a graph: half a millisecond."""
+"""Number of cycles, half a millisecond, for which a device is kept busy while the host launches a graph."""
 _FIRST_SLEEP, _LAST_SLEEP = 1 << 24, 1 << 30
-"""Range of the cycles for which a device is kept busy, from some milliseconds to half a second."""
+"""Range of the number of cycles for which a device is kept busy, from some milliseconds to half a second."""
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
     """Return the time of one call in seconds: the median over replays of a CUDA graph with all ``calls`` in turn.
 
-    The device is kept busy until a replay is queued, because launching a graph with many kernels takes the host longer than some of them.
+    The device is kept busy until a replay is queued, because launching a graph with many kernels can take longer than running them.
     """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -79,7 +79,8 @@ def median_seconds(call: Callable[[], object]) -> float:
 
 
 def repeated_seconds(call: Callable[[], object]) -> float:
-    """Return the time in seconds of one of several calls in a row, on the device or, if slower, on the host: the median of three runs."""
+    """Return the time in seconds of one of several calls in a row: device time, or host time if that is longer; the median of three runs.
+    """
 
     def run() -> None:
         for _ in range(_CALLS_IN_A_ROW):

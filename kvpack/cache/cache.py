@@ -1,7 +1,7 @@
-"""Packed caches (``Cache``), with one ``Layer`` per model layer, and ``concat``, which joins caches of consecutive tokens.
+"""Packed caches (``Cache``) with one ``Layer`` per model layer, and ``concat``, which joins caches of consecutive tokens.
 
 Caches, layers, sides and packed runs are immutable. Slicing, appending and joining return new objects that share the packed bytes; copying
-returns the same object. Equality is identity.
+returns the same object. Objects are equal only if they are identical.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Cache(PackedObject):
         model: Fields that identify the model.
         start: Position of the first token.
         inputs: The inputs from which the values were computed, or None if unknown.
-        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them; ``concat`` keeps those of the first
+        metadata: Texts and numbers that the caller attached, by name. Slices and conversions keep them. ``concat`` keeps those of the first
             cache.
 
     Raises:
@@ -85,10 +85,10 @@ class Cache(PackedObject):
     position_offsets: tuple[int, ...] | None = None
     """Difference between the rotary position and the token index after the last token, for each sequence, or None if unknown.
 
-    It is not 0 with multidimensional positions, where an image takes fewer positions than it has tokens.
+    It is nonzero for multidimensional positions, with which an image has fewer positions than tokens.
     """
     states_at: StatesAt = field(default_factory=partial(MappingProxyType, {}))
-    """States of all layers at earlier positions, by position. A slice may end at these positions, and stores save these states.
+    """States of all layers at earlier positions, by position. Slices may end at these positions, and stores save these states.
 
     Files contain only the states after the last token.
     """
@@ -147,7 +147,7 @@ class Cache(PackedObject):
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU; ``[batch, 0]`` if none are known.
+        """Known ids of the first tokens of each sequence, int64 ``[batch, token]`` on the CPU, or ``[batch, 0]`` if none are known.
 
         If layers differ in their number of sequences, ``batch`` is the smallest; it is 0 for a cache without keys, values and states.
         """
@@ -163,7 +163,7 @@ class Cache(PackedObject):
 
     @property
     def stop(self) -> int:
-        """Position of the next token, after the last one."""
+        """Position after the last token."""
         return self.start + self.tokens
 
     def positions(self, number: int) -> tuple[int, int]:
@@ -204,14 +204,14 @@ class Cache(PackedObject):
 
     @property
     def nominal_bits(self) -> float:
-        """Average bits per value as counted in the codecs' papers, which omit file overhead."""
+        """Average bits per value as counted in the codecs' papers, which do not count file overhead."""
         sides = [side for layer in self.layers for side in layer.sides.values()]
         weights = [side.batch * side.heads * side.tokens * side.dim for side in sides]
         total = sum(weights)
         return sum(side.codec.nominal_bits * weight for side, weight in zip(sides, weights, strict=True)) / total if total else 0.0
 
     def _slice(self, start: int, stop: int) -> Cache:
-        """Return tokens ``[start, stop)`` of every layer, counted from the cache's first token; packed bytes are shared.
+        """Return tokens ``[start, stop)`` of every layer, counted from the cache's first token. Packed bytes are shared.
 
         Raises OutOfBounds if a layer lacks some of the tokens, if ``start`` is inside a group of tokens encoded together, or if layers have
         states that are unknown at ``stop`` (see ``states_at``). The whole range can always be sliced.
@@ -241,7 +241,7 @@ class Cache(PackedObject):
         )
 
     def select(self, indices: Rows) -> Cache:
-        """Return the sequences ``indices`` of the batch, in that order; an index may repeat. Codes are copied, not decoded.
+        """Return the sequences ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
         ``indices`` is a list of integers or an integer tensor ``[row]``. Raises OutOfBounds for a sequence that a layer does not have, and
         InvalidParameter if ``indices`` is anything else.
@@ -285,9 +285,9 @@ class Cache(PackedObject):
     ) -> Cache:
         """Return the cache encoded with a different recipe, which is given as for ``pack``.
 
-        Packed keys and values that already have the right codec are shared; a raw tail is encoded as ``pack`` encodes it. Raises
-        InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a recipe
-        file that does not exist, and MissingBasis.
+        Packed keys and values that already have the right codec are shared. A raw tail is encoded as ``pack`` would encode it. Raises
+        InvalidParameter if a codec does not support a layer's head dim or the basis belongs to another model, MissingFile for a recipe file
+        that does not exist, and MissingBasis.
         """
         check_callback(progress)
         parsed = parse_recipe(recipe)
@@ -320,7 +320,7 @@ def all_states(cache: Cache) -> dict[int, States]:
 
 
 def concat(caches: Sequence[Cache]) -> Cache:
-    """Join caches of consecutive tokens. The result shares the packed bytes; nothing is encoded again.
+    """Join caches of consecutive tokens. The result shares the packed bytes, and nothing is encoded again.
 
     Args:
         caches: At least one cache, in order of position.

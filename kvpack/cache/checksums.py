@@ -1,4 +1,4 @@
-"""Compute checksums of each token's keys and values, to detect whether recorded inputs belong to them."""
+"""Checksums of each token's keys and values, which show whether recorded inputs belong to them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WORD_BYTES = 8
 """Size in bytes of the integers that are summed modulo 2^64. Each combines several elements if the size of a head is a multiple."""
 
 _WORDS_AT_ONCE = 1 << 20
-"""Maximum number of integers that are summed at once."""
+"""Maximum number of integers that are summed at a time."""
 
 _FACTOR = 0x9E3779B1
-"""Odd number that is multiplied by odd indices to get the weights of heads and integers."""
+"""Odd number by which odd indices are multiplied to obtain the weights of heads and integers."""
 
 
 def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
@@ -27,7 +27,7 @@ def has_checksums(x: Any) -> TypeGuard[torch.Tensor]:
 def checksums(x: torch.Tensor) -> torch.Tensor:
     """Return a weighted sum of each token's bit patterns, int64 ``[batch, token]``.
 
-    ``x`` is ``[batch, kv_head, token, dim]``; the weights depend on head and channel.
+    ``x`` is ``[batch, kv_head, token, dim]``. The weights depend on head and channel.
     """
     batch, heads, tokens, dim = x.shape
     whole = dim * x.element_size() % _WORD_BYTES == 0

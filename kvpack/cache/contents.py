@@ -1,4 +1,4 @@
-"""Describe a cache's layers as the contents of a file's header."""
+"""Description of a cache's layers as the contents of a file's header."""
 
 from __future__ import annotations
 

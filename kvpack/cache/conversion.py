@@ -1,4 +1,4 @@
-"""Convert a cache's layers to a different recipe."""
+"""Conversion of a cache's layers to a different recipe."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def convert_layers(layers: Sequence[Layer], recipe: Recipe, start: int, progress
 
 
 def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
-    """Return ``layers``, whose first token is at position ``start``, with their raw tails encoded, except those that a window leaves."""
+    """Encode the raw tails of ``layers``, except the tokens that a window keeps raw. The first token is at position ``start``."""
     result = []
     for number, layer in enumerate(layers):
         first, norms = start + layer.skipped, _cached_norms(layer)
@@ -78,7 +78,7 @@ def pack_tails(layers: Sequence[Layer], start: int) -> tuple[Layer, ...]:
 
 
 def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
-    """Return a function that computes the norms by which a codec selects raw tokens, from those of a layer's keys and values."""
+    """Return a function that computes the norms by which a codec selects raw tokens, from the norms of a layer's keys and values."""
     get_norms = {name: cache(side.norms) for name, side in layer.sides.items()}
 
     def norms(codec: Codec) -> torch.Tensor | None:
@@ -93,7 +93,7 @@ def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
 def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, norms: torch.Tensor | None) -> Side:
     """Encode the values of ``side``, which begins at position ``first``, with ``codec``.
 
-    Encodes block by block if no stream depends on more than one block.
+    The values are encoded block by block if no stream depends on more than one block.
     """
     # Another dtype would change the bits of NaN.
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens

@@ -1,4 +1,4 @@
-"""Extract keys, values, token counts and states from a model's own cache, and reject caches that contain anything else.
+"""Extraction of keys, values, token counts and states from a model's own cache. Caches that contain anything else are rejected.
 
 Known transformers classes are accepted by name, so that transformers need not be imported. For any other class, every attribute is
 examined.
@@ -37,7 +37,7 @@ _LINEAR = {
 }
 _LAYERS = {"CacheLayerMixin", "DynamicLayer", "DummyLayer", *_SLIDING, *_STATIC, *_LINEAR}
 _STATES = {"conv": "conv_states", "recurrent": "recurrent_states"}
-"""Attributes of layers with states. Each maps a state's number to its tensor, or None."""
+"""Attributes of layers with states. Each attribute maps a state's number to its tensor, or to None."""
 _LAYER_TENSORS = {"keys", "values", "cumulative_length", "_sliding_window_tensor"}
 """Tensor attributes of known layers: keys, values, token counts and the window."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, type, FunctionType, MethodType)
@@ -108,7 +108,7 @@ def _layer(layer: Any, where: str) -> DenseLayer:
 
 
 def read_states(layer: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the states of a recurrent or convolution layer by name; empty before its first token."""
+    """Return the states of a recurrent or convolution layer by name, or an empty dict before its first token."""
     result = {}
     for name, attribute in _STATES.items():
         for number, state in getattr(layer, attribute).items():
@@ -152,7 +152,7 @@ def _classes(value: Any) -> set[str]:
 
 
 def _refuse_other_contents(value: Any, where: str, known_classes: set[str], expected: set[str]) -> None:
-    """Raise InvalidParameter for a transformers class not in ``known_classes``, and for state in attributes other than ``expected``."""
+    """Raise InvalidParameter for transformers classes not in ``known_classes``, and for contents in attributes other than ``expected``."""
     states = [name for name, state in _attributes(value) if name not in expected and not _is_plain(state)]
     if known_classes is _LAYERS and not (hasattr(value, "keys") and hasattr(value, "values")) and not _classes(value) & _LINEAR:
         states = states or ["state"]

@@ -1,4 +1,4 @@
-"""Copy between pinned host memory and a CUDA device on a separate stream (``StreamBus``), or within host memory (``HostBus``).
+"""Copies between pinned host memory and a CUDA device on a separate stream (``StreamBus``), or within host memory (``HostBus``).
 
 Copies run while the host reads, checks or writes other data. All loads and saves of a device share one copy stream. The "caller's stream"
 is the one that is current when the bus is created. Device memory allocated outside ``work`` belongs to the caller's stream, which may still
@@ -35,14 +35,14 @@ class StreamBus:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy ``source`` to ``target``, which has the same shape and dtype; one of them must be staging memory.
+        """Start copying ``source`` to ``target``, which has the same shape and dtype. One of them must be staging memory.
 
         Must be called within ``work``.
         """
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
-        """Return a mark for ``wait``, which then waits for all copies started so far."""
+        """Return a mark of the current point. ``wait`` with this mark waits for all copies started so far."""
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
@@ -69,7 +69,7 @@ class StreamBus:
 
 @cache
 def _copy_stream(number: int) -> Any:
-    """Return the copy stream of a device. It is always the same, because memory freed on a stream is reused only on that stream."""
+    """Return the copy stream of a device. It never changes, because memory freed on a stream is reused only on that stream."""
     return torch.cuda.Stream(number)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Write caches to kvpack files, and read them as views of the mapped file or on a device."""
+"""Writing of caches to kvpack files, and reading of files as views of the mapped file or on a device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def save(
         path: Path of the file.
         compress: Compress tensors with zstd if that saves 3% or more. Such a file is decompressed when it is loaded, not mapped.
         durable: Return only when the file and its folder are on disk.
-        metadata: Texts, integers and finite floats to store in the file, by name; default: the cache's metadata.
+        metadata: Texts, integers and finite floats to store in the file, by name. Defaults to the cache's metadata.
         progress: Called as ``progress(done, total)``, both in bytes.
 
     Returns:
@@ -114,16 +114,16 @@ def load(
 
     Args:
         path: The file.
-        device: Device of the buffers. For a CUDA device, threads read the file into pinned memory, and layers are checked on the device
-            if kernels support their codecs. The current stream waits for the last copies.
+        device: Device of the buffers. For a CUDA device, threads read the file into pinned memory, and layers are checked on the device if
+            kernels support their codecs. The current stream waits for the last copies.
         layers: A layer, a list of layers, or a slice. The other layers stay in the cache, but without keys and values.
-        tokens: A number of tokens, or (start, stop), to load only ``cache[:, start:stop]``. Whole tensors are read even so, because a
-            digest covers a whole tensor.
+        tokens: A number of tokens, or (start, stop), to load only ``cache[:, start:stop]``. Whole tensors are still read, because a digest
+            covers a whole tensor.
         memory_limit: Maximum number of bytes for the file and for its contents in memory.
         copy: Read the file into memory before the checks instead of mapping it.
         basis: Where to find the file's basis by its digest: a Basis, its path, a folder of bases, or a list of these.
-        recipe: Recipe to convert the layers to, as ``Cache.convert`` does: for example, a small ``transform`` file must be converted to
-            attend without unpacking.
+        recipe: Recipe to convert the layers to, as ``Cache.convert`` does. For example, a small ``transform`` file must be converted before
+            attention can use it without unpacking.
         progress: Called as ``progress(done, total)``, both in layers, or in blocks of the file for a CUDA device.
 
     Returns:
@@ -172,7 +172,7 @@ def _convert(cache: Cache, recipe: str | os.PathLike[str] | Recipe, bases: Bases
 
 
 def _bind_header_bases(file: container.File, basis: Bases | None) -> Header:
-    """Add the needed bases to the header of an open cache file, and return the header."""
+    """Add the bases that an open cache file needs to its header, and return the header."""
     if file.header.is_basis:
         raise InvalidParameter(f"{file.where} is a basis, not a cache: load it with kvpack.Basis.load")
     if basis is not None or any(map(_bases_needed, file.header.codecs)):
@@ -229,7 +229,7 @@ def read(
 ) -> Cache:
     """Return the cache in an open file as views of the file's bytes, after checking them (``File.read_side``).
 
-    Only the layers ``numbers`` (default: all) have keys, values and states. Raises DigestMismatch, InvalidPayload and, for ``basis``, the
+    Only the layers ``numbers`` (by default, all) get keys, values and states. Raises DigestMismatch, InvalidPayload and, for ``basis``, the
     errors of ``load``.
     """
     header = _bind_header_bases(file, basis)

@@ -28,7 +28,7 @@ Pair = tuple["torch.Tensor | None", "torch.Tensor | None"]
 @explain_errors
 @dataclass(frozen=True, eq=False)
 class Layer(PackedObject):
-    """The packed keys and values of one model layer; either may be absent.
+    """The packed keys and values of one model layer. Either may be absent.
 
     ``layer[a:b]`` contains tokens ``[a, b)``.
 
@@ -68,18 +68,18 @@ class Layer(PackedObject):
 
     @property
     def seen_tokens(self) -> int:
-        """Number of tokens in the layer plus the skipped ones before them."""
+        """Number of tokens in the layer, including the skipped ones before them."""
         return self.skipped + self.tokens
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Pair:
-        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``, or None if the layer lacks them."""
+        """Decode to dense k and v ``[batch, kv_head, token, dim]`` of ``dtype``. Each is None if the layer lacks it."""
         return (self.k.unpack(dtype) if self.k else None, self.v.unpack(dtype) if self.v else None)
 
     def __getitem__(self, tokens: slice) -> Layer:
-        """Return tokens ``[start, stop)``, counted from the cache's first token; packed bytes are shared.
+        """Return tokens ``[start, stop)``, counted from the cache's first token. Packed bytes are shared.
 
-        If the layer skipped tokens, only the whole layer can be requested, because the first tokens of any other slice would lack their
-        window. Raises OutOfBounds for tokens that the layer lacks, for a step, and for negative positions.
+        If the layer skipped tokens, only the whole layer can be requested, because the first tokens of any other slice would lack part of
+        their sliding window. Raises OutOfBounds for tokens that the layer lacks, for a step, and for negative positions.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise OutOfBounds(f"layer[{describe(tokens)}]: index a layer by tokens, as layer[start:stop]")
@@ -163,7 +163,7 @@ class Layer(PackedObject):
 
 
 def _norms_between(side: Side, appended: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return the norms of tokens ``[start, stop)``, ``[batch, kv_head, token]``, of ``side`` with the tokens ``appended``."""
+    """Return the norms of tokens ``[start, stop)`` of ``side`` followed by the tokens ``appended``: ``[batch, kv_head, token]``."""
     older = side.norms(start) if start < side.tokens else appended.new_zeros(*appended.shape[:2], 0, dtype=torch.float32)
     return torch.cat([older, dispatch.norms(appended)], 2)[:, :, : stop - start]
 
@@ -173,7 +173,7 @@ def _names(layer: Layer) -> str:
 
 
 def slice_layer(layer: Layer, number: int, tokens: tuple[int, int], first: int, count: int) -> Layer:
-    """Return layer ``number`` of ``cache[:, start:stop]``, for a cache of ``count`` tokens from position ``first`` on.
+    """Return layer ``number`` of ``cache[:, start:stop]``, for a cache of ``count`` tokens that starts at position ``first``.
 
     ``tokens`` is ``(start, stop)``. Raises OutOfBounds, naming the layer, if it lacks some of the tokens or if ``start`` is inside a token
     group.

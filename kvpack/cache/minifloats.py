@@ -43,7 +43,7 @@ class Minifloats:
       token if ``[batch, kv_head, token]``. If the shape is ambiguous, ``granularity`` ("tensor", "head" or "token") resolves it.
     - float8_e8m0fnu (or uint8) ``[batch, kv_head, token, dim / 32]``: mxfp8 and mxfp4.
     - float8_e4m3fn (or uint8) ``[batch, kv_head, token, dim / 16]`` with ``global_scale``, one float32 number or
-      ``[batch, 1, 1]``: nvfp4. Rows are in the order of tokens and blocks, not swizzled for matrix units.
+      ``[batch, 1, 1]``: nvfp4. Rows are ordered by token and block, not swizzled for matrix units.
 
     Raises InvalidType or InvalidParameter if an argument does not fit, or if an element, a scale or a product of both is not finite.
     Source: spec/codecs/minifloat.md.
@@ -117,7 +117,7 @@ class Minifloats:
         )
 
     def _block_scales(self) -> tuple[str, str] | None:
-        """Return the granularity and dtype of block scales, or None if the scales are not block scales."""
+        """Return the granularity and dtype of block scales, or None if there are none."""
         dtype = self.scales.dtype
         if dtype in _SCALES:
             if self.global_scale is not None:
@@ -163,7 +163,7 @@ class Minifloats:
         return self.elements.contiguous().view(torch.uint8)
 
     def _scale_rows(self, scales: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return scales as one row per run, ``[batch, heads, 1]``."""
+        """Return the scales with one row per run, ``[batch, heads, 1]``."""
         return scales.reshape(-1 if scales.dim() == 3 else 1, heads, 1).expand(self.shape[0], heads, 1).contiguous()
 
     @cached_property
@@ -193,7 +193,7 @@ class Minifloats:
         return scale
 
     def _check_values(self) -> None:
-        """Raise InvalidParameter about the first element, scale or product that is not finite."""
+        """Raise InvalidParameter, naming the first element, scale or product that is not finite."""
         form, streams = ELEMENTS[self._element], self.streams
         if form.finite < 1 << form.bits - 1:
             _raise_if_any((self._bytes & 0x7F) >= form.finite, f"the {self._element} element", self._bytes)

@@ -1,4 +1,4 @@
-"""Check that an argument is a packed cache."""
+"""Check of arguments that must be packed caches."""
 
 from __future__ import annotations
 

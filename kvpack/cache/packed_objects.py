@@ -1,4 +1,4 @@
-"""Errors for packed caches and layers that are used as transformers caches, or pickled."""
+"""Errors for packed caches and layers that are used as transformers caches or pickled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CACHE_ATTRIBUTES = {"get_seq_length", "get_mask_sizes", "get_max_length", "upda
 
 
 class _NotATransformersCache(InvalidParameter, FrozenInstanceError):
-    """An error about access to an attribute that only transformers caches have."""
+    """Error for access to an attribute that only transformers caches have."""
 
 
 def explain_errors(cls: type[Class]) -> type[Class]:
-    """Decorate the frozen dataclass ``cls`` so that its errors name the object that transformers users must pass to a model."""
+    """Return a decorator for the frozen dataclass ``cls``. Errors then name the object that transformers users must pass to a model."""
     set_attribute: Any = cls.__setattr__
 
     def refuse_access(self: object, name: str) -> NoReturn:
@@ -43,7 +43,7 @@ _MESSAGE = (
 
 
 class PackedObject:
-    """Base class of immutable caches and their parts, whose copies are the same object, and which cannot be pickled."""
+    """Base class of immutable caches and their parts. Copying returns the same object, and pickling is not supported."""
 
     def __copy__(self) -> Self:
         return self

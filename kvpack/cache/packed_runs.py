@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Ends = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 _TOKENS_COUNTED = 1 << 12
-"""Number of tokens per sequence and head whose entries are counted at once."""
+"""Number of tokens per sequence and head whose entries are counted at a time."""
 
 
 _MAX_SHOWN_RUNS = 4
@@ -39,7 +39,10 @@ _MAX_SHOWN_RUNS = 4
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stretch:
-    """A sequence of consecutive runs, which end at tokens ``ends``. Each stream is one array with the rows of all runs in order."""
+    """A sequence of consecutive runs. ``ends`` are the tokens at which they end.
+
+    Each stream is one array with the rows of all runs in order.
+    """
 
     codec: Codec
     ends: Ends
@@ -55,21 +58,21 @@ class Stretch:
         return self.codec.row_layouts
 
     def run(self, number: int) -> tuple[int, int]:
-        """Return the first token of a run, and the token after its last."""
+        """Return the first token of run ``number``, and the token after its last."""
         return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     @cached_property
     def _first_rows(self) -> dict[int, Ends]:
-        """First row of each run, and the total, by the number of tokens per row."""
+        """First row of each run, and the total number of rows, by the number of tokens per row."""
         steps = {layout.tokens_per_row for layout in self.layout.values() if layout.per == "token" and layout.tokens_per_row > 1}
         tokens = numpy.diff(self.ends, prepend=0)
         return {step: numpy.concatenate([[0], numpy.cumsum(-(-tokens // step))]) for step in steps}
 
     @cached_property
     def _first_entries(self) -> dict[str, torch.Tensor]:
-        """First row of each token, and the total, for each stream with one row per entry.
+        """First row of each token, and the total number of rows, for each stream with one row per entry.
 
-        int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if the counts of entries are stored per row of tokens.
+        The tensors are int64 ``[token + 1]`` on the CPU, or ``[row + 1]`` if entries are counted per row of tokens.
         """
         entries = [name for name, layout in self.layout.items() if layout.per == "entry" and name not in self._entry_tokens]
         counted = {name: [torch.zeros(1, dtype=torch.int64, device="cpu")] for name in entries}
@@ -90,7 +93,7 @@ class Stretch:
         return {name: token.cpu() for name, token in self.codec.entry_tokens(self.streams).items()}
 
     def rows(self, start: int, stop: int, entries: bool = True) -> dict[str, torch.Tensor]:
-        """Return the streams of tokens ``[start, stop)``. They are views, except where entries store token numbers.
+        """Return the streams of tokens ``[start, stop)``. They are views, except streams whose entries store token numbers.
 
         ``start`` must be the first token of a token group. Without ``entries``, streams whose entries store token numbers are omitted.
         """
@@ -168,7 +171,7 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedRun:
-    """A run of ``tokens`` packed tokens, which were encoded together: streams as laid out by ``Codec.layout``."""
+    """A run of ``tokens`` packed tokens, which were encoded together, as streams with the layout ``Codec.layout``."""
 
     codec: Codec
     tokens: int
@@ -193,7 +196,7 @@ class PackedRun:
         return decode_frame(self.codec, self.rows(aligned, stop))[:, :, start - aligned : stop - aligned]
 
     def slice(self, start: int, stop: int) -> PackedRun:
-        """Return tokens ``[start, stop)``, at least one; ``start`` must be a multiple of the codec's token group."""
+        """Return tokens ``[start, stop)``, at least one. ``start`` must be a multiple of the codec's token group."""
         return self.stretch.slice(start, stop).packed_run(0)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
@@ -229,7 +232,7 @@ class PackedRun:
 
     @staticmethod
     def joined(runs: Sequence[PackedRun]) -> PackedRun:
-        """Join consecutive runs, each ``is_continued_by`` the next. Joining two or more copies their streams."""
+        """Join consecutive runs, each of which ``is_continued_by`` the next. Joining two or more copies their streams."""
         first = runs[0]
         if len(runs) == 1:
             return first
@@ -240,7 +243,7 @@ class PackedRun:
 
 
 def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[str, torch.Tensor]:
-    """Return the streams of consecutive ``parts``, each with its tokens, as one array per stream.
+    """Join the streams of consecutive ``parts``, pairs of streams and number of tokens, into one array per stream.
 
     Token numbers in entries are counted from the first part's first token.
     """
@@ -256,7 +259,7 @@ def _joined_streams(codec: Codec, parts: Sequence[tuple[int, Streams]]) -> dict[
 
 @dataclass(eq=False, repr=False)
 class PackedRuns(Sequence[PackedRun]):
-    """The runs of packed keys or values, in order. Runs of a stretch with several runs are created on request and not cached."""
+    """The runs of packed keys or values, in order. Runs in a stretch of several runs are created on request and not cached."""
 
     stretches: tuple[Stretch, ...] = ()
     _last: tuple[int, PackedRun] | None = field(default=None, init=False)
@@ -299,12 +302,12 @@ class PackedRuns(Sequence[PackedRun]):
 
     @cached_property
     def _first_runs(self) -> Ends:
-        """Number of the first run of each stretch."""
+        """Number of the first run in each stretch."""
         return numpy.cumsum([0, *(len(stretch.ends) for stretch in self.stretches)])[:-1]
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """First token of each stretch, and the total."""
+        """First token of each stretch, and the total number of tokens."""
         return [0, *accumulate(stretch.tokens for stretch in self.stretches)]
 
     @property
@@ -318,7 +321,7 @@ class PackedRuns(Sequence[PackedRun]):
         return numpy.concatenate([numpy.empty(0, numpy.int64), *parts])
 
     def slice(self, start: int, stop: int) -> PackedRuns:
-        """Return tokens ``[start, stop)``; streams are shared. Raises OutOfBounds if ``start`` is inside a token group."""
+        """Return tokens ``[start, stop)``. Streams are shared. Raises OutOfBounds if ``start`` is inside a token group."""
         result = []
         for stretch, first in zip(self.stretches, self._first_tokens, strict=False):
             begin, end = max(start - first, 0), min(stop - first, stretch.tokens)
@@ -355,7 +358,7 @@ class PackedRuns(Sequence[PackedRun]):
         return tuple(numpy.diff(self.ends[last], prepend=0).tolist())
 
     def merged(self) -> PackedRuns:
-        """Return the same tokens in as few runs as possible and one stretch. More than one stretch is copied."""
+        """Return the same tokens in as few runs as possible and in one stretch. Several stretches are copied."""
         if not self.stretches or (len(self.stretches) == 1 and (len(self) == 1 or not self._joinable.any())):
             return self
         first, last = numpy.append(True, ~self._joinable), numpy.append(~self._joinable, True)
@@ -368,7 +371,7 @@ class PackedRuns(Sequence[PackedRun]):
         return PackedRuns((Stretch(template.codec, self.ends[last], streams),))
 
     def append(self, run: PackedRun) -> PackedRuns:
-        """Return the runs with ``run`` appended, joined with the preceding runs as long as these are not longer."""
+        """Append ``run``, and join it with preceding runs as long as these are not longer."""
         number, tokens, after = len(self), run.tokens, run
         while number:
             before = self[number - 1]

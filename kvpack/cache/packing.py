@@ -59,12 +59,12 @@ class EngineEncoded(Protocol):
 
 
 MAX_CHANNEL_RATIO = 64.0
-"""Maximum size of a key channel relative to its head's median channel. In SmolLM2-135M-Instruct the ratio is at most 14."""
+"""Maximum size of a key channel relative to the median channel of its head. In SmolLM2-135M-Instruct, the ratio is at most 14."""
 
 SAMPLED_TOKENS = 128
 
 BATCHED_VALUES, DEVICE_BATCHED_VALUES = 1 << 19, 1 << 26
-"""Maximum number of keys of layers that are encoded together, on the CPU and on other devices."""
+"""Maximum number of keys in layers that are encoded together, on the CPU and on other devices."""
 
 
 class OutlierChannel(NamedTuple):
@@ -92,14 +92,14 @@ def pack(
         past_key_values: A transformers Cache, a list with one (k, v) per layer, or one (k, v). k and v are ``[batch, kv_head, token, dim]``
             in bfloat16, float16 or float32; either may be None. A layer may also be (k, v, skipped), where ``skipped`` is the number of
             earlier tokens that a sliding window has dropped. Pass values that an engine stores in fp8, mxfp8, mxfp4 or nvfp4 as
-            ``kvpack.pages.Minifloats``; a recipe of the same format stores them bit for bit. States of recurrent and convolution layers
-            are stored bit for bit.
+            ``kvpack.pages.Minifloats``; a recipe of the same format stores them bit for bit. States of recurrent and convolution layers are
+            stored bit for bit.
         recipe: A preset, a recipe, a Recipe, or the path of a recipe file (as a Path or ``"@path"``). Recipes such as ``"klt-2"`` need a
             basis: ``Recipe("klt-2", basis)``.
         model: The model that computed the values: a transformers model, an Identity, a name, or a mapping of fields.
         start: Position of the first token.
-        inputs: The inputs from which the values were computed, if known. Recorded inputs must match the values. Inputs that you create
-            yourself cannot be checked, because keys and values do not contain token ids.
+        inputs: The inputs from which the values were computed, if known. Recorded inputs must match the values. Inputs that were not
+            recorded cannot be checked, because keys and values do not contain token ids.
         progress: Called as ``progress(done, total)`` after each layer.
         states_at: States of all layers at earlier positions, by position, for use in a store (see ``recording``).
 
@@ -158,7 +158,7 @@ def pack(
 
 
 def dense_states(past: Any) -> list[DenseLayer]:
-    """Return the layers of a cache in any of the forms that ``pack`` accepts.
+    """Return the layers of a cache, which may have any form that ``pack`` accepts.
 
     Raises InvalidType if ``past`` is not a cache, and InvalidParameter if the cache is empty, contains more than keys, values and states,
     or has layers with different tokens.
@@ -189,7 +189,7 @@ def dense_states(past: Any) -> list[DenseLayer]:
 
 
 def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
-    """Return the items of ``states_at`` whose positions are between the start and the end of ``cache``.
+    """Return the items of ``states_at`` whose positions are within ``cache``.
 
     Raises InvalidParameter unless their layers, names and shapes match the cache's own states.
     """
@@ -210,7 +210,8 @@ def _checked_states(states_at: StatesAt, cache: Cache) -> StatesAt:
 
 
 def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
-    """Return ``inputs`` as inputs of ``layers`` from position ``start``. Raises InvalidParameter if they were recorded for other tokens."""
+    """Return ``inputs`` as inputs of ``layers`` that start at position ``start``. Raises InvalidParameter if they belong to other tokens.
+    """
     first = start if inputs.first is None else inputs.first
     tokens = max((layer.seen_tokens for layer in layers), default=0)
     count = tokens if inputs.count is None else inputs.count
@@ -232,9 +233,9 @@ def _bind_inputs(inputs: Inputs, layers: Sequence[Layer], start: int) -> Inputs:
 
 
 def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> None:
-    """Raise InvalidParameter if keys or values are not those for which ``inputs`` were recorded.
+    """Raise InvalidParameter if keys or values differ from those for which ``inputs`` were recorded.
 
-    Only checks caches for which all keys and values are tensors and were recorded.
+    Caches are checked only if all keys and values are tensors and were recorded.
     """
     tensors = {
         (number, name): (x, start + layer.skipped) for number, layer in enumerate(states) for name, x in (("k", layer.k), ("v", layer.v))
@@ -255,7 +256,7 @@ def _check_values(inputs: Inputs, states: Sequence[DenseLayer], start: int) -> N
 
 
 def _layers_together(states: Sequence[DenseLayer], recipe: Recipe) -> Iterator[tuple[range, Codecs]]:
-    """Yield ranges of layers to encode together, with equal shapes, and their codecs.
+    """Yield ranges of layers that have equal shapes and are encoded together, and their codecs.
 
     Raises the errors of ``pack`` about shapes and codecs.
     """

@@ -1,4 +1,4 @@
-"""Check the sequence numbers that callers select from a batch."""
+"""Checks of the sequence numbers that callers select from a batch."""
 
 from __future__ import annotations
 

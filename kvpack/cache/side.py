@@ -1,7 +1,7 @@
 """The packed keys or values of one layer (``Side``): runs of tokens that were encoded together, followed by a raw tail.
 
-A side is immutable: slice, append and concat return a new side that shares the packed bytes. Streams are arrays ``[batch, kv_head, row,
-...]``, so runs are cut and joined without decoding.
+A side is immutable: slicing, appending and concatenating return a new side that shares the packed bytes. Streams are arrays ``[batch,
+kv_head, row, ...]``, so runs are cut and joined without decoding.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Side:
         codec: Codec of the packed tokens.
         runs: Runs of packed tokens, in order. The tokens of a run were encoded together.
         tail: Raw tokens ``[batch, kv_head, token, dim]``, which follow the runs.
-        window: Number of raw tokens that are encoded together; 0 to encode them as soon as they fill the codec's token group.
+        window: Number of raw tokens that are encoded together, or 0 to encode tokens as soon as they fill the codec's token group.
 
     >>> side = kvpack.pack(past, "octopus-3;window=32")[0].k
     >>> side.unpack(torch.float32).shape
@@ -109,7 +109,7 @@ class Side:
         return [0, *self._runs.ends.tolist(), self.tokens]
 
     def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
-        """Return the run that contains tokens ``[start, stop)``, and the run's first token; None instead of a run for the tail.
+        """Return the run that contains tokens ``[start, stop)`` (None for the tail), and the run's first token.
 
         Raises OutOfBounds if the range extends beyond one run.
         """
@@ -143,7 +143,7 @@ class Side:
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Decode all tokens to ``[batch, kv_head, token, dim]`` of ``dtype``, as they were before packing.
 
-        Triton kernels decode all runs of a codec in one launch; if ``dtype`` has 16 bits, they reverse rotations with binary16 products,
+        Triton kernels decode all runs of a codec in one launch. If ``dtype`` has 16 bits, they reverse rotations with binary16 products,
         with an error below 2^-11 of each token's norm. C kernels use float32. Other codecs are decoded tile by tile. Raises InvalidType
         unless ``dtype`` is a floating-point dtype.
         """
@@ -206,11 +206,11 @@ class Side:
         return torch.cat(result, 2)
 
     def prefix(self, tokens: int) -> Side:
-        """Return the first ``tokens`` tokens; packed bytes are shared."""
+        """Return the first ``tokens`` tokens. Packed bytes are shared."""
         return self.slice(0, tokens)
 
     def slice(self, start: int, stop: int) -> Side:
-        """Return tokens ``[start, stop)``; packed bytes are shared, and nothing is decoded.
+        """Return tokens ``[start, stop)``. Packed bytes are shared, and nothing is decoded.
 
         Raises OutOfBounds if the side lacks some of the tokens, or if ``start`` is inside a group of tokens encoded together.
         """
@@ -225,7 +225,7 @@ class Side:
         return replace(self, runs=runs, tail=self.tail[:, :, tail_start:tail_stop])
 
     def select(self, indices: Rows) -> Side:
-        """Return the sequences ``indices`` of the batch, in that order; an index may repeat. Codes are copied, not decoded.
+        """Return the sequences ``indices`` of the batch, in that order. Indices may repeat. Codes are copied, not decoded.
 
         Raises OutOfBounds for a sequence that the batch does not have, and InvalidParameter if ``indices`` is not a list of integers.
         """
@@ -263,7 +263,8 @@ class Side:
             x: New tokens.
             where: Name for error messages.
             first: Position of the side's first token, if known. Some codecs need fewer bits if it is.
-            unit: Number of tokens that are encoded together if ``window`` is 0: a multiple of the codec's token group (default: one group).
+            unit: Number of tokens that are encoded together if ``window`` is 0: a multiple of the codec's token group. Defaults to one
+                group.
             norms: ``norms(start, stop)`` returns the norms of the keys of tokens ``[start, stop)``, if known.
 
         Raises InvalidParameter or InvalidType if ``x`` does not fit this side, and OutOfRange.
@@ -333,7 +334,7 @@ class Side:
         return self._runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
-        """Return the streams of each stretch of consecutive runs; a ``merged()`` side has at most one."""
+        """Return the streams of each stretch of consecutive runs. A ``merged()`` side has at most one stretch."""
         return [stretch.streams for stretch in self._runs.stretches]
 
     def repack(self, codec: Codec) -> Side:
@@ -356,7 +357,7 @@ class Side:
 
 
 def _codec_difference(codec: Codec, other: Codec) -> str:
-    """Describe the parameters in which two codecs differ; only their ids if they are of different families."""
+    """Describe the parameters in which two codecs differ, or only their ids if they belong to different families."""
     params, other_params = codec.params(), other.params()
     if params["id"] != other_params["id"]:
         return f"{params['id']} is followed by {other_params['id']}"
@@ -394,7 +395,7 @@ def check_tensor(x: Any, where: str) -> None:
 
 
 def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int | None = None, norms: torch.Tensor | None = None) -> Side:
-    """Encode ``x``, whose first token is at position ``first``, with ``codec``, and keep the tail that ``window`` leaves raw.
+    """Encode ``x`` with ``codec``, except for the tail that ``window`` keeps raw. The first token is at position ``first``.
 
     ``norms`` ``[batch, kv_head, token]`` are the norms of the layer's keys, if known.
     """
@@ -403,7 +404,7 @@ def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int
 
 
 def packed_tokens(tokens: int, window: int) -> int:
-    """Return how many of ``tokens`` new tokens are packed."""
+    """Return the number of tokens that are packed when ``tokens`` new tokens are added."""
     # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.
     return tokens - tokens % window if window else tokens
 
@@ -418,7 +419,7 @@ def pack_sides(
     norms: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
 ) -> list[Side]:
-    """Encode as ``pack_side`` does, and return the sides of ``layers`` layers, whose sequences are in ``x`` one after another.
+    """Encode ``layers`` layers as ``pack_side`` does, and return their sides. ``x`` contains the layers' sequences one after another.
 
     ``chosen`` are the raw tokens, as in ``encode``.
     """

@@ -1,6 +1,6 @@
-"""Load layers of a file to a device: threads read into staging memory, from which the bytes are checked and copied.
+"""Loading of a file's layers to a device: threads read into staging memory, from which the bytes are checked and copied.
 
-The checked bytes are therefore the ones that are used, even if the file changes meanwhile.
+Therefore, the bytes that are used are the ones that were checked, even if the file changes meanwhile.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class _LoadGroup:
 def load_layers(
     file: File, part: CachePart, bus: Bus, *, staging_bytes: int = STAGING_BYTES, progress: Progress | None = None
 ) -> dict[int, Layer]:
-    """Return the layers of ``part`` by number, on the device of ``bus``, whose caller's stream waits for the copies.
+    """Return the layers of ``part`` by number, on the device of ``bus``. The caller's stream waits for the copies.
 
-    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer, and the device checks as much as its
-    kernels support after everything has arrived: digests, the codec's rules, and errors visible only after full decoding. The host waits
-    for these checks; its own checks come before the copies. ``progress`` counts copies. Raises the first error of ``File.read_side`` in
+    Copying overlaps with reading. If all tokens are loaded, a layer's streams are views of one buffer. After everything has arrived, the
+    device checks as much as its kernels support: digests, the codec's rules, and errors visible only after full decoding. The host waits
+    for these checks; it makes its own checks before the copies. ``progress`` counts copies. Raises the first error of ``File.read_side`` in
     file order, then errors found on the device, digests first, and OutOfBounds as ``Cache.slice`` does.
     """
     header = file.header
@@ -149,7 +149,7 @@ def _check(
 def _group_sides(
     file: File, layers: Iterable[Sequence[SidePlaces]], value_codecs: AbstractSet[int], device: torch.device
 ) -> list[_LoadGroup]:
-    """Group the keys and values of ``layers`` in order, combining consecutive ones that the device checks up to the size of a copy."""
+    """Group the keys and values of ``layers`` in order. Consecutive ones that the device checks are combined up to the size of a copy."""
     groups: list[_LoadGroup] = []
     for sides in layers:
         starts = list(accumulate((side.nbytes for side in sides), initial=0))
@@ -166,7 +166,7 @@ def _group_sides(
 
 
 def _span(file: File, sides: Sequence[SidePlaces], value_codecs: AbstractSet[int], device: torch.device) -> Span | None:
-    """Return the byte range of a layer's keys and values if the device can check all of them, including their digests; otherwise None."""
+    """Return the byte range of a layer's keys and values, or None unless the device can check all of them, including their digests."""
     if not sides or any(file.side(side.layer, side.side).codec not in value_codecs for side in sides):
         return None
     stored = any(side.nbytes for side in sides)
@@ -214,7 +214,7 @@ def _states(file: File, number: int, part: CachePart, bus: Bus) -> dict[str, tor
 
 
 def _copy_tokens(file: File, places: SidePlaces, memory: torch.Tensor, part: CachePart, bus: Bus) -> Side:
-    """Copy the tokens of ``part`` from ``memory``, which has a whole side, to the device. Raises OutOfBounds."""
+    """Copy the tokens of ``part`` from ``memory``, which contains a whole side, to the device. Raises OutOfBounds."""
     skipped = file.header.starts[places.layer] - file.header.start
     layer = Layer(_side(file, places, memory, 0, {}), None, skipped=skipped)
     side = slice_layer(layer, places.layer, (part.start, part.stop), file.header.start, part.tokens).k

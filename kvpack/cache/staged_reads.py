@@ -1,4 +1,4 @@
-"""Read bytes of a file into staging memory, ahead of the consumer that copies them to a device."""
+"""Reads of a file's bytes into staging memory, ahead of the consumer that copies them to a device."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 STAGING_BYTES = 1 << 29
 """Maximum staging memory of one load in bytes, unless two copies need more."""
 COPY_BYTES = 1 << 23
-"""Maximum size of a copy in bytes, unless the host checks its keys or values as a whole. Small layers are copied together."""
+"""Maximum size of a copy in bytes. Small layers are copied together; a side that the host checks as a whole may be larger."""
 PIECE_BYTES = 1 << 20
 """Maximum number of bytes that a C thread reads at once. Threads share the reads of a copy, so that it can start soon."""
 READ_BYTES = 1 << 22
-"""Maximum number of bytes that a Python thread reads at once; more than in C, because each read needs the interpreter."""
+"""Maximum number of bytes that a Python thread reads at once. It is larger than in C, because each read needs the interpreter."""
 _MAX_STAGED_COPIES = 5
-"""Number of copies that have staging memory at the same time if C threads read; few enough for the processor's cache."""
+"""Number of copies that have staging memory at the same time if C threads read, so that they fit in the processor's cache."""
 _MAX_UNFINISHED_COPIES = 2
 """Number of copies that may be unfinished while the next one is read."""
 _MAX_READERS = 14
 """Maximum number of threads that only read."""
 _MIN_DIRECT_READERS = 8
-"""Minimum number of threads that read past the page cache, because a disk is fastest with many requests."""
+"""Minimum number of threads for reads that bypass the page cache, because a disk is fastest with many requests."""
 _MAX_CHECKERS = 16
 """Maximum number of threads that also check the bytes that they read."""
 _MAX_WAITING_READS = 2
@@ -49,7 +49,7 @@ _MAX_WAITING_READS = 2
 
 @dataclass(frozen=True)
 class StagedCopy:
-    """A copy of bytes ``[begin, end)`` of the memory of group ``number``; ``span`` is None if the host checks the bytes as ``side``."""
+    """A copy of bytes ``[begin, end)`` of the memory of group ``number``. ``span`` is None if the host checks the bytes as ``side``."""
 
     number: int
     begin: int
@@ -70,8 +70,8 @@ def staged(
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the bytes of each copy in staging memory, which is reused after the caller's copies from it have finished.
 
-    Skips the checks that the device makes: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
-    ``chunk_codecs`` (numbers of codecs in the header).
+    Checks that the device makes are skipped: digests of spans, the rules of codecs in ``value_codecs``, and the chunks of codecs in
+    ``chunk_codecs``. Both arguments contain the codecs' numbers in the header.
     """
     if copies and all(copy.span for copy in copies) and file.descriptor is not None and (reader_library := library()) is not None:
         with contextlib.suppress(MemoryError):

@@ -1,4 +1,4 @@
-"""Save a cache from a device. Copying to staging memory, computing digests and writing overlap."""
+"""Saving of a cache from a device. Copies to staging memory, computation of digests, and writes overlap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .device_copy import Bus
 
 _COPIES_AHEAD = 2
-"""Number of pieces that are copied ahead of the one being written."""
+"""Number of pieces that are copied ahead of the piece being written."""
 
 
 def save_from(
@@ -38,7 +38,7 @@ def save_from(
     progress: Progress | None = None,
     piece_bytes: int = PIECE_BYTES,
 ) -> int:
-    """Write ``cache``, on the device of ``bus``, to ``path`` as ``save`` does, and return the number of bytes.
+    """Write ``cache``, which is on the device of ``bus``, to ``path`` as ``save`` does. Returns the number of bytes.
 
     Raises the errors of ``save``.
     """
@@ -47,7 +47,7 @@ def save_from(
 
 
 def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, None]:
-    """Yield the pieces of all tensors in order, each as soon as it is copied; ``_COPIES_AHEAD`` further copies are under way."""
+    """Yield the pieces of all tensors in order, each as soon as it is copied. ``_COPIES_AHEAD`` further copies are in progress."""
     count = WRITES_AT_ONCE + _COPIES_AHEAD + 1
     memory = bus.staging(count * piece_bytes)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -72,7 +72,7 @@ def _pieces(bus: Bus, cache: Cache, piece_bytes: int) -> Generator[Piece, None, 
 
 
 def _tensors(bus: Bus, cache: Cache) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the bytes, uint8 ``[byte]`` on the device, of each tensor in the file."""
+    """Yield the name of each tensor in the file, and its bytes on the device, uint8 ``[byte]``."""
     for number, layer in enumerate(cache.layers):
         for side_name, side in layer.sides.items():
             with bus.work():

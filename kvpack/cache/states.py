@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 States = tuple[Mapping[str, torch.Tensor], ...]
-"""The states of each layer, by name; empty for a layer without states."""
+"""The states of each layer, by name. The mapping of a layer without states is empty."""
 StatesAt = Mapping[int, States]
 """States of all layers by position: the states at position p result from the tokens before p."""
 
@@ -31,13 +31,16 @@ def with_states(layers: Sequence[Layer], states: States) -> tuple[Layer, ...]:
 
 
 def select_states(states: States, rows: Sequence[int]) -> States:
-    """Return the states of only the sequences ``rows``, in that order."""
+    """Return the states of the sequences ``rows`` only, in that order."""
     return tuple({name: state[list(rows)] for name, state in layer.items()} for layer in states)
 
 
 @dataclass(frozen=True)
 class SelectedStates:
-    """States with a pending selection of sequences (None: all), which is lazy because states are large and beams change at every step."""
+    """States with a pending selection of sequences (None selects all).
+
+    The selection is lazy, because states are large and beams change at every step.
+    """
 
     states: States
     rows: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Convert caches to and from the tensors in a file."""
+"""Conversion of caches to and from the tensors in a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def stored_streams(side: Side) -> dict[str, torch.Tensor]:
-    """Return the streams of a merged side as a file stores them, with the raw tail as a stream."""
+    """Return the streams of a merged side as they are stored in a file, including the raw tail as a stream."""
     names = side.codec.layout(side.batch, side.heads, 0)
     if not side.runs:
         # Without a run, a stream with one row per run has no rows.
@@ -50,7 +50,7 @@ def build_side(header: Header, number: int, name: str, entry: SideEntry, tensors
 
 
 def build_layer(header: Header, number: int, sides: Mapping[str, Side], states: Mapping[str, torch.Tensor]) -> Layer:
-    """Create layer ``number`` from keys, values and states by name: either everything that the header lists for it, or nothing."""
+    """Create layer ``number`` from its keys, values and states by name. These must be all or none of those that the header lists."""
     skipped = header.starts[number] - header.start if sides else 0
     return Layer(sides.get("k"), sides.get("v"), skipped=skipped, states=MappingProxyType(dict(states)))
 

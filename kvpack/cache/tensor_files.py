@@ -1,6 +1,6 @@
-"""Read and write safetensors files from other programs, with limits and without copying tensors on writing.
+"""Reading and writing of other programs' safetensors files, with limits, and without copying the tensors to write.
 
-The reader of the safetensors package maps the file, so another process could kill this one by truncating it.
+The reader in the safetensors package maps files, so another process could kill this one by truncating a file.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 MAX_VALUES = 2**63 - 1
-"""Maximum product of a tensor's nonzero sizes, because PyTorch's strides have 64 bits."""
+"""Maximum product of a tensor's nonzero sizes. PyTorch's strides have 64 bits."""
 
 MAX_HEADER_BYTES = 2**22
-"""Maximum size of a header in bytes; parsed JSON can take 24 times its size in memory."""
+"""Maximum size of a header in bytes. Parsed JSON can take up 24 times as much memory."""
 
 _MAX_DIMS = 16
 
@@ -69,7 +69,7 @@ class _TensorEntry(NamedTuple):
 def read(
     path: str, check: Callable[[list[str], dict[str, str]], Result], max_header_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[dict[str, torch.Tensor], Result]:
-    """Read all tensors of a safetensors file; also return the result of ``check(names, metadata)``.
+    """Read all tensors of a safetensors file. Also returns the result of ``check(names, metadata)``.
 
     ``check`` is called before any tensor is read. The tensors are copies, so the file may change afterwards. Raises MissingFile, Truncated
     if the file becomes shorter during the read, InvalidParameter if it is not a safetensors file or has a tensor that PyTorch cannot
@@ -85,7 +85,7 @@ def read(
 
 
 def pieces(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return a safetensors file of ``tensors`` on the CPU as byte pieces.
+    """Return the contents of a safetensors file of CPU ``tensors``, as byte pieces.
 
     The pieces share the tensors' memory, which the safetensors package would copy.
     """

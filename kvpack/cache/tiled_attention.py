@@ -1,4 +1,4 @@
-"""Attention with PyTorch operations: packed tokens are decoded tile by tile, with FlashAttention's online softmax."""
+"""Attention with PyTorch operations. Packed tokens are decoded tile by tile, with FlashAttention's online softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .side import Side
 
 TILES_AT_A_TIME = 8
-"""Number of tiles in a part that one thread attends. Independent of the number of threads, so that results are, too."""
+"""Number of tiles in the part that one thread processes. It does not depend on the number of threads, so neither do results."""
 
 
 def attend_chunk(
@@ -34,9 +34,9 @@ def attend_chunk(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from scaled float32 queries ``[batch, q_head, q_len, dim]``, of which the first is at ``position``.
+    """Compute attention for scaled float32 queries ``[batch, q_head, q_len, dim]``, the first of which is at ``position``.
 
-    The other arguments are as for ``kvpack.attend``. On the CPU, threads attend different parts of the tokens.
+    The other arguments are as for ``kvpack.attend``. On the CPU, threads process different parts of the tokens.
     """
     batch, q_heads, q_len, _ = q.shape
     if (at_once := sequences_at_once(k, v)) < batch:
@@ -100,7 +100,7 @@ class _PartialSum(NamedTuple):
 
 
 def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Combine partial sums and divide by the total weights; rows that see no token are zero."""
+    """Combine partial sums and divide by the total weights. Rows that see no token are zero."""
     if not parts:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     largest = torch.stack([part.largest for part in parts]).amax(0)
@@ -112,7 +112,7 @@ def _combine(parts: Sequence[_PartialSum], shape: tuple[int, ...], device: torch
 
 
 def _finite_shift(largest: torch.Tensor) -> torch.Tensor:
-    """Return the amount to subtract from scores before exp: ``largest``, or 0 where it is -inf.
+    """Return the amount to subtract from scores before exp: ``largest``, or 0 if that is -inf.
 
     A row without tokens then has weights of 0 instead of NaN.
     """
@@ -176,7 +176,7 @@ def _hide_tokens(
     lengths: torch.Tensor | None,
     starts: torch.Tensor | None,
 ) -> None:
-    """Set the scores of tokens ``[start, stop)`` to -inf, in place, for the queries at ``positions`` to which they are invisible."""
+    """Set the scores of tokens ``[start, stop)`` to -inf, in place, for queries at ``positions`` that do not see them."""
     if starts is not None:
         scores.masked_fill_(torch.arange(start, stop, device=scores.device) < starts, -torch.inf)
     if lengths is None:

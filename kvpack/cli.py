@@ -1,4 +1,4 @@
-"""The kvpack command line: the list of commands, which kvpack/commands/ implements, and the handling of errors."""
+"""The kvpack command line: the list of commands, which kvpack/commands/ implements, and error handling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 COMMANDS = (cache, generate, inspect, view, verify, convert, dense, exchange, recipes, doctor, demo, bench, calibrate, tune, store)
-"""Command modules in the order of the help text; each has a function ``add``."""
+"""Command modules in the order of the help text. Each has a function ``add``."""
 EXIT_CODES = {
     0: "done",
     1: "a file was rejected, or a check failed",
@@ -50,7 +50,7 @@ class _Version(argparse.Action):
 
 
 class _Import(argparse.Action):
-    """The option ``--import MODULE``, which registers the codecs of a module of the user's."""
+    """The option ``--import MODULE``, which registers the codecs of a user's module."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option_string: str | None = None) -> None:
         if value.endswith(".py") or not all(map(str.isidentifier, value.split("."))):
@@ -148,7 +148,7 @@ def _show_warning(show: Callable[..., None], message: Warning | str, category: t
 
 
 def _discard_output(*streams: TextIO) -> None:
-    """Discard buffered output that cannot be written, so that the interpreter does not try again at exit and report it."""
+    """Discard buffered output that cannot be written, so that the interpreter does not try to write it again at exit."""
     for stream in streams:
         with contextlib.suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)

@@ -18,14 +18,14 @@ _VALUE = re.compile(r"[^\s:;,=]+")
 
 
 class CodecChoice:
-    """A codec with options; ``str`` returns it as in a recipe. Raises InvalidParameter for values that a recipe cannot contain.
+    """A codec with its options. ``str`` returns it as written in a recipe.
 
-    An option is text, a number, or several integers.
+    An option is text, a number, or several integers. Raises InvalidParameter for values that a recipe cannot contain.
     """
 
     id: ClassVar[str]
     long_names: ClassVar[dict[str, str]] = {}
-    """Alternative names of options, mapped to their names in a recipe."""
+    """Alternative names of options, mapped to the names used in recipes."""
 
     def __init__(self, **options: str | float | tuple[int, ...]) -> None:
         self.options: dict[str, str] = {}

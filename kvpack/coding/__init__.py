@@ -1,1 +1,1 @@
-"""Recipes, encoding and decoding: which codec encodes which values, and which code runs the codec."""
+"""Recipes, encoding and decoding: the selection of the codec for each value, and of the implementation that runs it."""

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 LOSSES = "losses.{side}"
-"""Metadata key of the loss measured per layer for the keys (side "k") or values ("v"): comma-separated numbers, first layer first."""
+"""Metadata key of the loss measured per layer for keys (side "k") or values ("v"): comma-separated numbers, from the first layer on."""
 
 MIN_BITS, MAX_BITS = 0.25, 8.0
 
 MIN_TRANSFORM_BITS = 0.05
 
 CHUNK_BITS = 1024
-"""Bits of entropy-coder state in a chunk of the codec transform, not counting its symbols."""
+"""Number of bits of entropy-coder state in a chunk of the codec transform, not counting its symbols."""
 
 FILE_TOKENS = 4096
-"""Tokens in the file for which bits per value are computed from all of its bytes; shorter files take more bits per value."""
+"""Number of tokens in the file for which bits per value are computed from all bytes. Shorter files need more bits per value."""
 
 STREAM_BYTES = {"klt": 200, "transform": 330}
 """File overhead per stream, in bytes, by codec: header entries, padding and chunk offsets."""
@@ -57,13 +57,16 @@ RAW_SHARE = 0.003
 """Minimum share of tokens that recipes such as transform-0.6 keep raw. Measured with SmolLM2-135M: 0.3% to 0.7% of the tokens."""
 
 UNSEEN_TEXT_FACTOR = 1.04
-"""Symbol bits of text outside the calibration set, relative to the tables' estimate. Measured with SmolLM2-135M on a novel."""
+"""Ratio of symbol bits for text outside the calibration set to the tables' estimate, measured with SmolLM2-135M on a novel."""
 
 RAW_BITS, RAW_POSITION_BITS = 16, 64
 """Bits per value and per position of a raw token. Keys and values each store the positions."""
 
 DISTORTIONS = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.000642, 0.000163, 0.0000412)
-"""Mean squared error of a unit-variance normal value quantized to 0 to 8 bits. Source: Max 1960, Table I; above 5 bits Panter-Dite."""
+"""Mean squared error of a normally distributed value with unit variance, quantized to 0 to 8 bits.
+
+Sources: Max 1960, Table I; Panter and Dite above 5 bits.
+"""
 
 _GAINS = tuple(before - after for before, after in pairwise(DISTORTIONS))
 """Reduction of a column's error by each additional bit."""
@@ -110,14 +113,14 @@ class Basis:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read and check the basis file at ``path``.
 
-        Raises InvalidParameter if the file is a cache, and the errors of ``kvpack.load`` for a file that is missing or damaged.
+        Raises InvalidParameter if the file is a cache, and the errors of ``kvpack.load`` if the file is missing or damaged.
         """
         with open_basis(path) as source:
             return cls(source.read_all(), source.where)
 
     @classmethod
     def of_bytes(cls, data: bytes, *, where: str = "basis") -> Self:
-        """Create the basis whose file has the bytes ``data``; ``where`` names it in error messages. Raises the errors of ``load``."""
+        """Create a basis from the bytes ``data`` of its file. ``where`` names it in error messages. Raises the errors of ``load``."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidType(f"data is {describe(data)}, expected the bytes of a basis file: to read a path, use Basis.load")
         return cls(bytearray(data), where)
@@ -134,7 +137,7 @@ class Basis:
 
     @property
     def layers_described(self) -> int:
-        """Number of layers up to the last one with rows or balanced frames."""
+        """Number of layers up to the last one that has rows or balanced frames."""
         return 1 + max((layer for layer, _ in (*self._rows, *self._balanced)), default=-1)
 
     @property
@@ -158,7 +161,7 @@ class Basis:
         return cached
 
     def balanced(self, layer: int, frame: str) -> CalibratedFrames:
-        """Return the frames of each key head of ``layer``; ``frame`` is "balanced" or "centered", as in recipes. Raises OutOfBounds."""
+        """Return the frames of each key head of ``layer``. ``frame`` is "balanced" or "centered", as in recipes. Raises OutOfBounds."""
         cached = self._balanced.get((layer, frame))
         if cached is None:
             raise OutOfBounds(
@@ -185,7 +188,7 @@ class Basis:
 
     @cached_property
     def losses(self) -> Mapping[tuple[int, str], float]:
-        """Loss measured at one width, by (layer, "k" or "v"); empty if it was not measured. Raises InvalidHeader."""
+        """Measured loss at one width, by (layer, "k" or "v"). Empty if it was not measured. Raises InvalidHeader."""
         return MappingProxyType({(layer, side): loss for side in SIDES for layer, loss in enumerate(_losses(self, side))})
 
     def _key_statistics(self, arrays: Mapping[int, torch.Tensor], layer: int, description: str) -> torch.Tensor:
@@ -207,8 +210,8 @@ class Basis:
     def step(self, bits: float, raw: bool = False) -> int:
         """Return the finest step of the codec transform whose expected average is at most ``bits`` bits per value.
 
-        With ``raw``, the average includes the tokens that are kept raw. All errors have the same unit, so one step is best for all layers.
-        Raises InvalidParameter if ``bits`` is out of range or too few for the coarsest step.
+        With ``raw``, the average includes the tokens that are kept raw. All errors are in the same unit, so one step is best for all
+        layers. Raises InvalidParameter if ``bits`` is out of range or too few for the coarsest step.
         """
         _check_bits(bits, MIN_TRANSFORM_BITS)
         if (bits, raw) not in self._steps:
@@ -269,10 +272,10 @@ class Basis:
     def widths(self, bits: float, gain: str | None = None, per_head: bool = False) -> Mapping[tuple[int, str], bytes]:
         """Return the width in bits of every run of columns, by (layer, "k" or "v"), with the lowest loss at ``bits`` bits per value.
 
-        With ``per_head``, each head has its own widths for runs of 8 columns; otherwise all heads share the widths of runs of 16. Each bit
-        goes to the column where it lowers the weighted error most (Shoham and Gersho 1988). ``gain`` is the codec's option ("none" or
-        "fp16"; None: ``default_gain``). The result exceeds ``bits`` if the gains and one bit each for keys and values already do, as with
-        small head dims. Raises InvalidParameter for bits out of range.
+        With ``per_head``, each head has its own widths for runs of 8 columns; otherwise, all heads share the widths of runs of 16. Each bit
+        is assigned to the column whose weighted error it reduces most (Shoham and Gersho 1988). ``gain`` is the codec's option, "none" or
+        "fp16"; None selects ``default_gain``. The result exceeds ``bits`` if the gains and one bit each for keys and values already do, as
+        with small head dims. Raises InvalidParameter for bits out of range.
         """
         _check_bits(bits, MIN_BITS)
         key = bits, gain, per_head
@@ -291,7 +294,7 @@ class Basis:
         return {}
 
     def _widths_at_slope(self, slope: float, per_head: bool) -> dict[tuple[int, str], bytes]:
-        """Return the widths at which one more bit for any column lowers the weighted error by at most ``slope``."""
+        """Return the widths with which an additional bit for any column would reduce the weighted error by at most ``slope``."""
         result = {}
         for place in self._rows:
             weights = self._run_weights[*place, per_head]
@@ -302,10 +305,7 @@ class Basis:
         return result
 
     def average_bits(self, widths: Mapping[tuple[int, str], bytes], gain: str | None = None, per_head: bool = False) -> float:
-        """Return the bits per value of files whose runs of columns have ``widths``, as returned by ``widths``.
-
-        ``gain`` and ``per_head`` are as for ``widths``.
-        """
+        """Return the bits per value of files whose runs of columns have the given ``widths``."""
         bits, values = 0.0, 0
         for place, run_widths in widths.items():
             rows = self._rows[place]
@@ -323,8 +323,8 @@ class Basis:
     def check_model(self, model: Mapping[str, str], digests: Sequence[str] = ()) -> None:
         """Raise InvalidParameter if ``model``, the identity of a cache's model, differs from the basis's model.
 
-        If both identities have the same kind of weights digest for the cache's dtype, weights and RoPE settings are compared. Otherwise the
-        names are, which may be paths. ``digests`` are further digests of the weights of the cache's model.
+        If both identities have the same kind of weights digest for the cache's dtype, weights and RoPE settings are compared. Otherwise,
+        the names are compared, which may be paths. ``digests`` are additional digests of the weights of the cache's model.
         """
         # The digest of the same weights differs by dtype.
         weights = self.model.get(weights_key(model.get("dtype", "")), self.model.get("weights"))
@@ -371,7 +371,7 @@ class BalancedKeys(NamedTuple):
 
 
 def weights_key(dtype: str) -> str:
-    """Return the metadata key for the digest of the model's weights loaded in ``dtype``, a dtype other than the checkpoint's."""
+    """Return the metadata key of the digest of the model's weights loaded in ``dtype``, which differs from the checkpoint's dtype."""
     return f"weights.{dtype}"
 
 
@@ -416,7 +416,7 @@ def basis_bytes(
 
 
 def _states(frames: Mapping[tuple[int, str], Frames], balanced: Mapping[int, BalancedKeys], dtype: str) -> dict[StateEntry, Any]:
-    """Return the state entries for ``frames`` and ``balanced`` frames, each with its array."""
+    """Return the state entries for ``frames`` and ``balanced`` frames, with the array of each."""
     result: dict[StateEntry, Any] = {}
 
     def add(layer: int, name: str, stored: str, array: Any) -> None:

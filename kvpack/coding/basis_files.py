@@ -1,4 +1,4 @@
-"""Read basis files (spec/basis.md), whole or in part, and the rows, frames and other states in them."""
+"""Reading of basis files (spec/basis.md), whole or in part, and of the rows, frames and other states in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvpack.file.user_files import Source
 
 LONGEST_ROPE = "rope_same_up_to"
-"""Metadata key of the longest sequence, in tokens, for which the model's RoPE uses the frequencies in the basis."""
+"""Metadata key of the length, in tokens, of the longest sequence for which the model's RoPE uses the frequencies in the basis."""
 
 MAX_FILE_BYTES = 1 << 32
 """Maximum number of bytes of a basis file."""
@@ -36,7 +36,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class BasisFile:
-    """A basis file opened from the path ``where``, of which only the header has been read."""
+    """A basis file opened from the path ``where``. Only its header has been read."""
 
     def __init__(self, source: Source, where: str) -> None:
         self._source, self.where = source, where
@@ -63,7 +63,7 @@ class BasisFile:
 
 @contextlib.contextmanager
 def open_basis(path: str | os.PathLike[str]) -> Iterator[BasisFile]:
-    """Open the basis file ``path``, and check its size and header before anything else is read."""
+    """Open the basis file ``path``. Its size and header are checked before anything else is read."""
     where = path_text(path)
     source = DiskFile(open_regular(where, "a basis"))
     try:
@@ -81,7 +81,7 @@ def check_is_basis(file: container.File) -> None:
 
 
 def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
-    """Return the frames in the basis, by (layer, "k" or "v"); empty if it has none."""
+    """Return the frames in the basis by (layer, "k" or "v"), or an empty dict if it has none."""
     states = {(state.layer, state.name): state for state in file.header.states}
 
     def array(layer: int, name: str) -> Any:
@@ -104,7 +104,7 @@ def read_frames(file: container.File) -> dict[tuple[int, str], Frames]:
 
 
 def read_balanced_frames(file: container.File) -> dict[tuple[int, str], BalancedFrames]:
-    """Return the frames for keys by (layer, "balanced" or "centered"); empty if the basis has none."""
+    """Return the frames for keys by (layer, "balanced" or "centered"), or an empty dict if the basis has none."""
     named = {frame: states_named(file, name) for frame, name in KEY_FRAMES.items()}
     return {(state.layer, frame): BalancedFrames(array) for frame, entries in named.items() for state, array in entries}
 

@@ -1,4 +1,4 @@
-"""Find the basis of a cache by its SHA-256, among the objects, files and folders that the caller passes.
+"""Search for a cache's basis, by its SHA-256, among the objects, files and folders that the caller passes.
 
 A cache names its basis by digest, not by path, so that no file makes kvpack open another file.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
-    """Return ``source``, a basis for packing, and load it if it is a path. Raises the errors of ``Basis.load``."""
+    """Return ``source``, a basis for packing. If it is a path, the basis is loaded. Raises the errors of ``Basis.load``."""
     untyped: Any = source
     if isinstance(untyped, Basis):
         return untyped
@@ -43,8 +43,8 @@ def load_basis(source: Basis | str | os.PathLike[str]) -> Basis:
 def find(source: Basis | str | os.PathLike[str] | Sequence[Basis | str | os.PathLike[str]], digest: bytes) -> Basis:
     """Find the basis with SHA-256 ``digest`` in ``source``: bases, paths of bases, or folders of ``*.kvbasis`` files.
 
-    Files in a folder are tried smallest first; a KvpackWarning names the ones that cannot be read as a basis. Raises MissingBasis, and the
-    errors of reading a file or listing a folder.
+    Files in a folder are tried in ascending order of size; a KvpackWarning names those that cannot be read as a basis. Raises MissingBasis,
+    and the errors of reading a file or listing a folder.
     """
     for location in source if isinstance(source, list | tuple) else [source]:
         for candidate in _candidates(location, digest):
@@ -75,7 +75,7 @@ def _candidates(source: Any, digest: bytes) -> Iterator[Basis]:
 
 
 def _basis_files(folder: str) -> list[str]:
-    """Return the paths of the ``*.kvbasis`` files in a folder, smallest file first. Raises MissingFile."""
+    """Return the paths of the ``*.kvbasis`` files in a folder in ascending order of size. Raises MissingFile."""
     try:
         with os.scandir(folder) as entries:
             result = [(_size(entry), entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
@@ -93,9 +93,9 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def with_bases(header: Header, source: Any = None) -> Header:
-    """Return ``header`` with the bases that its codecs need, from ``source`` as for ``find``.
+    """Return ``header`` with the bases that its codecs need, found in ``source`` as ``find`` does.
 
-    A codec whose rows are in the file needs no basis to decode; it gets the one in ``source``, if any, to encode new tokens. Raises
+    A codec whose rows are in the file needs no basis to decode. To encode new tokens, it gets the basis in ``source``, if any. Raises
     MissingBasis, and InvalidHeader if a layer's keys or values do not fit the basis that their codec names.
     """
     used = {side.codec for layer in header.layers for _, side in layer.sides()}
@@ -125,7 +125,7 @@ def with_bases(header: Header, source: Any = None) -> Header:
 
 
 def _parts(codec: Codec) -> tuple[Klt | Transform | Balanced, ...]:
-    """Return the parts of ``codec`` that name a basis: its family, its balanced keys, or neither."""
+    """Return the parts of ``codec`` that name a basis: its family, its balanced keys, both, or neither."""
     parts = (codec.family, codec.sidecar(Balanced))
     return tuple(part for part in parts if isinstance(part, Klt | Transform | Balanced))
 
@@ -173,6 +173,6 @@ def _with_rows(number: int, codec: Codec, family: Klt | Transform, basis: Basis)
 
 
 def bind_bases(where: str, header: Header, source: Any) -> Header:
-    """Return ``with_bases(header, source)``, and prefix its error messages with ``where``."""
+    """Return ``with_bases(header, source)``. Error messages are prefixed with ``where``."""
     with prefix_errors(where):
         return with_bases(header, source)

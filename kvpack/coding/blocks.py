@@ -1,8 +1,8 @@
-"""Process blocks of tokens in parallel on all cores.
+"""Parallel processing of blocks of tokens on all cores.
 
-PyTorch splits each operation over its threads and waits for all of them before the next one. With many short operations, waiting
-costs more than a second thread saves, especially on a busy machine. Here each thread processes whole blocks instead, and PyTorch uses a
-single thread within each.
+PyTorch splits each operation over its threads and waits for all of them before the next operation. With many short operations, waiting
+costs more than a second thread saves, especially on a busy machine. Here, each thread processes whole blocks, and PyTorch uses a single
+thread within each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Make ``for_each_block`` run in the calling thread within this context, and leave PyTorch's thread settings unchanged."""
+    """Make ``for_each_block`` run in the calling thread within this context, without changing PyTorch's thread settings."""
     before = getattr(_state, "single_threaded", False)
     _state.single_threaded = True
     try:
@@ -39,7 +39,7 @@ def single_threaded() -> Iterator[None]:
 def for_each_block(work: Callable[[int, int], None], blocks: Sequence[Block], device: torch.device) -> None:
     """Call ``work(start, stop)`` for every block. On the CPU, the blocks are distributed over PyTorch's number of threads.
 
-    The caller must be in ``float32_no_grad``; the threads enter it too, because modes are per thread. Raises the first error.
+    The caller must be in ``float32_no_grad``. The threads enter it as well, because modes are per thread. Raises the first error.
     """
     threads = 1 if getattr(_state, "single_threaded", False) else torch.get_num_threads()
     if len(blocks) < 2 or device.type != "cpu" or threads < 2:

@@ -23,12 +23,13 @@ MAX_WIDTH = 8
 ADDED_LOSS = 0.1
 """Share of the mean loss that is added to the loss of every tensor.
 
-Measured losses are noisy, and the smallest are not meaningful. Without this, tensors that matter for other texts would get only one bit.
+Measured losses are noisy, and the smallest ones are not meaningful. Without this addition, tensors that matter for other texts would get
+only one bit.
 """
 
 
 def calibrated_presets(basis: Basis) -> dict[str, str]:
-    """Return kvpack's own presets as recipe clauses for ``basis``, by name; empty if the basis has no frames for keys."""
+    """Return kvpack's own presets as recipe clauses for ``basis``, by name, or an empty dict if the basis has no frames for keys."""
     if not basis.has_balanced_frames:
         return {}
     return {name: clauses(basis, preset.bits, trellis=preset.trellis) for name, preset in KVPACK_PRESETS.items()}
@@ -52,10 +53,10 @@ def _clause(layers: str, side: str, bits: int, average_bits: int, trellis: bool,
 
 
 def widths(losses: Mapping[Place, float], average: float) -> dict[Place, int]:
-    """Return a width in bits for each tensor: at least 1, and at most ``average`` on average.
+    """Return a width in bits for each tensor. Widths are at least 1, and at most ``average`` on average.
 
-    Each bit goes to the tensor where it lowers the loss most (Shoham and Gersho 1988), starting from ``losses``, which were all measured at
-    the same width. A bit divides the loss of a tensor by about 4.
+    Each bit is assigned to the tensor whose loss it reduces most (Shoham and Gersho 1988), starting from ``losses``, which were all
+    measured at the same width. A bit divides a tensor's loss by about 4.
     """
     result, raised = dict.fromkeys(losses, 1), increase_losses(losses)
     for _ in range(int((average - 1) * len(losses))):

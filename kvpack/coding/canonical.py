@@ -1,4 +1,4 @@
-"""Write recipes canonically: recipes that select the same codecs get the same text (spec/store.md, Recipes).
+"""The canonical text of recipes, which is equal for recipes that select the same codecs (spec/store.md, Recipes).
 
 For the keys and for the values, the rules of a recipe are reduced to one codec for all layers, and exceptions for ranges of layers. Ranges
 that count from the first layer are compared only with each other, and so are ranges that count from the last layer: whether one of each
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 FIRST, LAST, BOTH = range(3)
-"""Ways to number the layers of a range: from the first layer, from the last layer, or one end from each."""
+"""Ways to number the layers of a range: from the first layer, from the last layer, or with one end from each."""
 
 
 class Range(NamedTuple):
@@ -30,7 +30,7 @@ class Range(NamedTuple):
 
     @classmethod
     def of_item(cls, first: int, last: int) -> Range | None:
-        """Return the range for ``first``-``last`` in a recipe, or None for all layers."""
+        """Return the range for ``first``-``last`` in a recipe, or None if it means all layers."""
         if first >= 0 and last >= -1:
             result = cls(FIRST, first, last if last >= 0 else math.inf)
             return None if result.is_all else result
@@ -46,11 +46,11 @@ class Range(NamedTuple):
         return (self.begin, self.end) in ((0, math.inf), (-math.inf, -1))
 
     def may_overlap(self, other: Range) -> bool:
-        """Return True if some number of layers makes both ranges cover the same layer."""
+        """Return True if, for some number of layers, both ranges cover the same layer."""
         return self.counts != other.counts or self.counts == BOTH or (self.begin <= other.end and other.begin <= self.end)
 
     def without(self, other: Range) -> list[Range]:
-        """Return the parts of the range that ``other`` leaves uncovered for every number of layers."""
+        """Return the parts of the range that ``other`` does not cover, whatever the number of layers."""
         if self.counts != other.counts:
             return [self]
         if self.counts == BOTH:
@@ -60,9 +60,10 @@ class Range(NamedTuple):
 
 
 class CodecText(NamedTuple):
-    """The canonical text of a codec: ``text`` with all of its options, ``plain`` without the options for raw tokens.
+    """The canonical text of a codec: ``text`` includes all options, and ``plain`` omits the options for raw tokens.
 
-    ``raw`` is the value of a ``raw=`` clause with the options for raw tokens: empty if no token is kept raw, None for a lossless codec.
+    ``raw`` is the value of a ``raw=`` clause with the options for raw tokens. It is empty if no token is kept raw, and None for a lossless
+    codec.
     """
 
     text: str
@@ -71,7 +72,7 @@ class CodecText(NamedTuple):
 
 
 class LayerException(NamedTuple):
-    """Ranges of layers with the same ``codec``, which differs from the one for all layers."""
+    """Ranges of layers that have the same ``codec``, different from the one for all layers."""
 
     ranges: tuple[Range, ...]
     codec: CodecText
@@ -83,7 +84,7 @@ class LayerException(NamedTuple):
 
 
 LayerRanges = tuple[tuple[int, int], ...] | None
-"""Layers of a rule, as (first, last) pairs, or None for all layers."""
+"""Layers of a rule as (first, last) pairs, or None for all layers."""
 
 
 def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]], window: int) -> str:
@@ -102,7 +103,7 @@ def canonical_text(rules: Sequence[tuple[str, LayerRanges, dict[str, CodecText]]
 
 
 def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, list[LayerException]]:
-    """Return the default codec and the exceptions of layers, in order, given the rules for the keys or for the values."""
+    """Return the default codec and the exceptions, in order, given the rules for the keys or for the values."""
     ranges: list[tuple[Range | None, CodecText]] = []
     for items, codec in rules:
         ranges += [(Range.of_item(*item), codec) for item in items or ((0, -1),)]
@@ -119,7 +120,7 @@ def _reduce(rules: Sequence[tuple[LayerRanges, CodecText]]) -> tuple[CodecText, 
 
 
 def _exceptions(rules: Sequence[tuple[Range, CodecText]], base: CodecText) -> list[LayerException]:
-    """Drop rules that later rules replace or that repeat ``base``, and sort the others so that the order depends only on their effect."""
+    """Drop rules that later rules replace or that repeat ``base``, and sort the others into an order that depends only on their effect."""
     remaining: list[tuple[Range, CodecText]] = []
     for items, codec in reversed(rules):
         parts = [items]
@@ -170,7 +171,7 @@ def _join(ranges: Sequence[Range]) -> list[Range]:
 
 
 def _merge_sides(k: Sequence[LayerException], v: Sequence[LayerException]) -> list[tuple[str, LayerException]]:
-    """Return (sides, exception) pairs, with equal exceptions of keys and values combined into "kv" if their order allows it."""
+    """Return (sides, exception) pairs. Equal exceptions of keys and values are combined into "kv" if their order allows it."""
     result: list[tuple[str, LayerException]] = []
     remaining = list(v)
     for exception in k:

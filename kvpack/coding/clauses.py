@@ -1,4 +1,4 @@
-"""Parse the clauses of a recipe that select codecs, and report invalid clauses."""
+"""Parsing of the clauses of a recipe that select codecs, and errors for invalid clauses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _CLAUSES = ("k", "v", "kv", "layers", "raw", "window", "tail")
-"""Words before the first "=" of a clause."""
+"""Keywords before the first "=" of a clause."""
 
 
 class InvalidClause(InvalidParameter):
-    """An error about one clause of a recipe; the message gives the ``reason`` and points at the invalid ``word``."""
+    """Error for one clause of a recipe. The message contains the ``reason`` and points at the invalid ``word``."""
 
     def __init__(self, text: str, clause: str, word: str, reason: str) -> None:
         super().__init__(f"recipe {text!r}: {reason}{pointer(text, word, max(0, text.find(clause)))}")
@@ -29,15 +29,15 @@ class InvalidClause(InvalidParameter):
 
 
 def pointer(text: str, word: str, start: int = 0) -> str:
-    """Return ``text`` and a line below it that underlines ``word``; an empty string if ``text`` does not contain ``word``."""
+    """Return ``text`` and a line that underlines ``word`` in it, or an empty string if ``text`` does not contain ``word``."""
     column = text.find(word, start)
     return f"\n  {text}\n  {' ' * column}{'^' * len(word)}" if word and column >= 0 else ""
 
 
 def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str]) -> Rule:
-    """Parse ``clause``, which the recipe ``text`` spells ``written``, into a rule. Raises InvalidClause.
+    """Parse ``clause`` into a rule. The recipe ``text`` contains it as ``written``. Raises InvalidClause.
 
-    ``presets`` has the recipe texts of presets and additions by name.
+    ``presets`` maps the names of presets and additions to recipe texts.
     """
     items, body = None, clause
     if clause.startswith("layers="):

@@ -1,8 +1,8 @@
-"""Choose the implementation that encodes, decodes and attends: PyTorch operations, Triton kernels or C kernels.
+"""Selection of the implementation that encodes, decodes and attends: PyTorch operations, Triton kernels or C kernels.
 
-The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". By default, tensors on a CUDA device use the Triton
-kernels if Triton is installed (``triton_version.OLDEST`` or newer), and tensors on the CPU use the C kernels if they were built.
-Otherwise kvpack uses PyTorch operations and warns once. On the CPU, Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". By default, tensors on a CUDA device use the Triton kernels if
+Triton is installed (``triton_version.OLDEST`` or newer), and tensors on the CPU use the C kernels if they were built. Otherwise kvpack uses
+PyTorch operations and warns once. On the CPU, Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from kvpack.kernels.tiles.layers import Side as _TritonSide
 
     class Side(_CSide, _TritonSide, Protocol):
-        """The keys or the values of a layer, with all attributes that the C and the Triton kernels need."""
+        """The keys or the values of a layer, with all attributes that both the C kernels and the Triton kernels need."""
 
 
 VARIABLE = "KVPACK_KERNELS"
 BACKENDS = ("torch", "triton", "cpu")
 
 ASSEMBLY_VARIABLE = "KVPACK_INLINE_ASSEMBLY"
-"""Environment variable that disables inline PTX in the kernels if it is 0."""
+"""Environment variable that disables inline PTX in the kernels if its value is 0."""
 
 
 class TokenSizes(NamedTuple):
-    """Tensors for the sizes of tokens that encoders measure in the coded frame: contiguous float32 ``[batch, kv_head, token]``, or None.
+    """Output tensors for sizes of tokens that encoders measure in the coded frame: contiguous float32 ``[batch, kv_head, token]``, or None.
 
-    ``norms`` are ``codec.coded_norms``. ``errors``, only for codecs with ``direction_spread``, are the norms of the tokens' errors relative
-    to ``norms``. ``errors`` may ignore the rounding of stored norms.
+    ``norms`` are ``codec.coded_norms``. ``errors``, which exist only for codecs with ``direction_spread``, are the norms of the tokens'
+    errors relative to ``norms``. They may ignore the rounding of stored norms.
     """
 
     norms: torch.Tensor | None = None
@@ -67,8 +67,8 @@ def encode(
     """Encode ``x`` ``[batch, kv_head, token, dim]`` with a kernel and return the streams.
 
     Returns None if the codec itself must encode: if no kernels run, if they do not support the codec, or if ``x`` has values that the codec
-    may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. Unless the result is None, the tensors in
-    ``sizes`` are filled. Raises the errors of ``uses_triton`` and ``uses_c``.
+    may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. Unless the result is None, sizes are written
+    to the tensors in ``sizes``. Raises the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -90,9 +90,9 @@ def encode(
 def encode_without(
     codec: Codec, x: torch.Tensor, skipped: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor] | None:
-    """Encode like ``encode``, but as if the tokens ``skipped``, contiguous bool ``[batch, token]``, were zeros.
+    """Encode like ``encode``, but treat the tokens ``skipped``, contiguous bool ``[batch, token]``, as zeros.
 
-    Returns None also if the kernels cannot skip tokens.
+    Also returns None if the kernels cannot skip tokens.
     """
     if not uses_c(x.device):
         return None
@@ -104,8 +104,8 @@ def encode_without(
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Decode to float32 ``[batch, kv_head, token, dim]`` in the codec's rotated frame, like ``codec.decode_frame``.
 
-    Triton kernels decode if ``uses_triton``. Raises InvalidParameter if a stream does not have the codec's layout, and the errors of
-    ``uses_triton``.
+    Triton kernels are used if ``uses_triton`` is True. Raises InvalidParameter if a stream does not have the codec's layout, and the errors
+    of ``uses_triton``.
     """
     if isinstance(codec, CodecWithSidecars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
@@ -117,7 +117,7 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype or else float32."""
+    """Decode to the original values, ``[batch, kv_head, token, dim]``, in the codec's exact dtype if it has one, otherwise in float32."""
     if codec.exact_dtype is not None:
         return codec.stored_values(streams)
     if isinstance(codec, CodecWithSidecars):
@@ -139,11 +139,11 @@ def supports_value_checks(codec: Codec, device: torch.device) -> bool:
 
 
 def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequence[int], str]]) -> Callable[[], None]:
-    """Start to check stored keys and values on a device for which ``supports_value_checks`` is True.
+    """Start checking stored keys and values on a device for which ``supports_value_checks`` is True.
 
     Each element of ``sides`` is ``(codec, streams, runs, where)``: contiguous streams, the token counts of the encoded runs, and a name for
-    messages. Streams of sidecars are small, and are copied to the host and checked there. Returns a function that waits for the
-    device and raises InvalidPayload about the first element that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
+    messages. Streams of sidecars are small, and are copied to the host and checked there. Returns a function that waits for the device and
+    raises InvalidPayload about the first element that breaks a rule, as ``codec.check`` and ``codec.check_runs`` do.
     """
     if not sides:
         return lambda: None
@@ -173,7 +173,7 @@ def check_values(sides: Sequence[tuple[Codec, Mapping[str, torch.Tensor], Sequen
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[numpy.ndarray[Any, Any]]]:
-    """Start to copy ``tensors``, all on one device, to host memory in a single transfer.
+    """Start copying ``tensors``, all on one device, to host memory in a single transfer.
 
     Returns a function that waits for the copy and returns numpy arrays of the same shapes, with bfloat16 as uint16 bit patterns.
     """
@@ -220,7 +220,7 @@ def supports_digests(device: torch.device) -> bool:
 
 
 def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], list[bytes]]:
-    """Start to compute the XXH3-128 digests of ``(memory, begin, end)`` ranges of uint8 tensors on a device.
+    """Start computing the XXH3-128 digests of ``(memory, begin, end)`` ranges of uint8 tensors on a device.
 
     ``supports_digests`` must be True for the device. Returns a function that waits for the digests and returns them in order.
     """
@@ -262,7 +262,7 @@ def environment_key() -> tuple[str | None, str | None]:
 
 
 def unpack_into(side: Side, out: torch.Tensor) -> list[tuple[int, int]]:
-    """Decode ``side`` with kernels into ``out`` ``[batch, kv_head, token, dim]``, as far as they support it.
+    """Decode the tokens of ``side`` that kernels support into ``out`` ``[batch, kv_head, token, dim]``.
 
     Returns the half-open ranges of tokens that the caller still has to write: all tokens if no kernels run. Raises InvalidParameter if a
     stream does not have the codec's layout, and the errors of ``uses_triton`` and ``uses_c``.
@@ -328,10 +328,10 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
-    """Return True if ``head_norms.has_large_size`` is true of ``codec.error_sizes(streams)``; the C kernels read the sizes from the streams
-    if they can.
+    """Return True if ``head_norms.has_large_size`` is True for ``codec.error_sizes(streams)``.
 
-    ``device`` is that of the streams. The result may also be True for a size that reaches ``ratio`` only after rounding.
+    The C kernels read the sizes directly from the streams if they can. ``device`` is that of the streams. The result may also be True for a
+    size that reaches ``ratio`` only after rounding.
     """
     if uses_c(device):
         from kvpack.kernels.cpu import encode as c_encode
@@ -372,7 +372,7 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def uses_c(device: torch.device) -> bool:
-    """Return True if the C kernels process tensors on ``device`` with the codecs that they support.
+    """Return True if the C kernels process tensors on ``device`` for the codecs that they support.
 
     Issues a KvpackWarning, once, if ``device`` is the CPU and the C kernels are missing. Raises InvalidParameter if KVPACK_KERNELS has an
     unknown value, or is "cpu" although the C kernels were not built.
@@ -390,7 +390,7 @@ def uses_c(device: torch.device) -> bool:
 
 @cache
 def c_is_built() -> bool:
-    """Return True if the C kernels were built and run on this machine. Without a C compiler, kvpack installs without them."""
+    """Return True if the C kernels were built and run on this machine. Without a C compiler, kvpack is installed without them."""
     from kvpack.kernels.cpu.library import library
 
     return library() is not None

@@ -1,7 +1,7 @@
-"""Find encoder options, such as norm_rule, in the recipe text of a loaded cache, which needs them to encode more tokens.
+"""Lookup of encoder options, such as norm_rule, in the recipe text of a loaded cache, which needs them to encode more tokens.
 
-The header's codecs do not store these options. The text is searched and not parsed, because parsing an untrusted text would create
-every codec in it.
+The header's codecs do not store these options. The text is searched instead of parsed, because parsing an untrusted text would create every
+codec in it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _WORDS = (raw_clause.PREFIX, *(f"{name}=" for name in sorted(frozenset(RawPositi
 def with_encoder_options(codec: Codec, recipe: str, layer: int, layers: int, side: str) -> Codec:
     """Return a header's ``codec`` with the encoder options from the header's ``recipe`` for one layer's keys or values.
 
-    ``side`` is "k" or "v". The codec is returned unchanged if the text is not a valid recipe or selects another codec; files may contain
-    both.
+    ``side`` is "k" or "v". The codec is returned unchanged if the text is not a valid recipe or selects another codec, both of which a file
+    may contain.
     """
     key = recipe, layer, layers, side
     if key not in codec.derived_values:
@@ -74,7 +74,7 @@ def _apply_options(codec: Codec, recipe: str, layer: int, layers: int, side: str
 
 @lru_cache(maxsize=1024)
 def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> dict[str, str]:
-    """Return the options in the last clause that covers the layer and side; empty if it selects another codec."""
+    """Return the options in the last clause that covers the layer and side, or an empty dict if it selects another codec."""
     result: dict[str, str] = {}
     for rule in _rules(recipe):
         if side in rule.sides and rule.covers(layer, layers):
@@ -84,7 +84,7 @@ def _options(recipe: str, layer: int, layers: int, side: str, codec_id: str) -> 
 
 @lru_cache(maxsize=16)
 def _rules(recipe: str) -> tuple[Rule, ...]:
-    """Return the rule of every clause, with presets expanded; none if no clause has encoder options. Invalid words are kept."""
+    """Return the rule of every clause, with presets expanded, or no rules if no clause has encoder options. Invalid words are kept."""
     clauses: list[str] = []
     for text in recipe.split(";"):
         clauses += _NAMED.get(text.strip(), text.strip()).split(";")
@@ -101,7 +101,7 @@ def _rules(recipe: str) -> tuple[Rule, ...]:
 
 
 def _raw_options(clause: str) -> str:
-    """Return the codec options that a ``raw=`` clause sets; empty if the clause is invalid."""
+    """Return the codec options that a ``raw=`` clause sets, or an empty string if the clause is invalid."""
     try:
         return ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_clause(clause).items())
     except InvalidParameter:

@@ -1,4 +1,4 @@
-"""Encode a whole tensor with a codec, in blocks, into the arrays of the codec's layout."""
+"""Encoding of a whole tensor with a codec, in blocks, into the arrays of the codec's layout."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ RAW_NAMES = {dtype: name for name, dtype in RAW_DTYPES.items()}
 """Names in headers by torch dtype of raw tails."""
 
 BLOCK_VALUES = 1 << 19
-"""Number of values encoded at once on the CPU: few enough to stay in its cache, and enough to hide the overhead of a call."""
+"""Number of values encoded at once on the CPU. A block fits in the cache, but is large enough to hide the overhead of a call."""
 
 _GROUP_MULTIPLE = 128
 
 
 class Progress(Protocol):
-    """Called with the completed and the total work, in the same unit."""
+    """Callback that receives the completed and the total work, in the same unit."""
 
     def __call__(self, done: int, total: int) -> None: ...
 
@@ -75,16 +75,16 @@ def encode(
         where: The location to name in messages.
         before: Streams of the run that this one continues, if there is one.
         position: Position of the first token, if known.
-        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``head_norms.norms_per_head``), if known. Default: those of ``x``.
+        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``head_norms.norms_per_head``), if known. Defaults to those of ``x``.
         layers: Number of layers whose sequences are in ``x``. An error may then be due to another layer's tokens.
-        chosen: Raw tokens, bool ``[batch, token]``, if they have been chosen by norms. Default: those that ``norms`` select.
+        chosen: Raw tokens, bool ``[batch, token]``, if they have been chosen by norms. Defaults to those that ``norms`` select.
 
     Raises:
         InvalidParameter: A value is NaN or infinite (raw and lossless store these too), or ``uses_triton`` raises it.
         OutOfRange: A norm is too large for its width.
 
-    Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype, and a KvpackWarning about tokens that
-    lose precision, because of a shared scale or because the codec's maps and means fit them badly.
+    Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype. Issues a KvpackWarning about tokens
+    that lose precision, because they share a scale or because the codec's maps and means do not fit them well.
     """
     raw, plain = codec.sidecar(RawPositions), codec.without_raw_positions
     with float32_no_grad(x.device):
@@ -146,9 +146,9 @@ def encode_all(
     position: int | None = None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode as ``encode`` does, but with a codec that stores no tokens raw by position, and without warnings about tokens.
+    """Encode like ``encode``, but with a codec that stores no tokens raw by position, and without warnings about tokens.
 
-    The tensors in ``sizes`` are filled.
+    Sizes are written to the tensors in ``sizes``.
     """
     with float32_no_grad(x.device):
         streams = dispatch.encode(codec, x, before, sizes)
@@ -171,7 +171,7 @@ def _encode_others(
     position: int | None,
     sizes: TokenSizes = UNMEASURED,
 ) -> dict[str, torch.Tensor]:
-    """Encode ``x`` with the tokens ``chosen``, bool ``[batch, token]``, stored raw, and fill ``sizes`` as ``encode_all`` does.
+    """Encode ``x``, but store the tokens ``chosen``, bool ``[batch, token]``, raw. Fills ``sizes`` as ``encode_all`` does.
 
     Raises the errors of ``encode``.
     """
@@ -202,7 +202,7 @@ def _encode_groups_again(
     before: Mapping[str, torch.Tensor] | None,
     sizes: TokenSizes,
 ) -> None:
-    """Encode again the token groups with ``chosen`` tokens, bool ``[batch, token]``, but without these, into ``streams`` and ``sizes``."""
+    """Re-encode the token groups that have ``chosen`` tokens, bool ``[batch, token]``, without these, into ``streams`` and ``sizes``."""
     group, tokens = codec.summary.token_group, x.shape[2]
     groups = torch.unique(chosen.any(0).nonzero()[:, 0] // group)
     if not len(groups):
@@ -281,7 +281,7 @@ def _encode_in_blocks(
 
 
 def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the ranges of tokens to encode in one block each."""
+    """Return the token ranges of the blocks to encode."""
     batch, heads, tokens, _ = x.shape
     row = max(1, batch * heads * codec.dim)
     multiple = max(_GROUP_MULTIPLE, codec.summary.token_group)
@@ -293,7 +293,7 @@ def _blocks(codec: Codec, x: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of ``x`` in the dtype that the codec encodes.
+    """Return tokens ``[start, stop)`` of ``x`` in the dtype in which the codec encodes.
 
     Raises InvalidParameter if a lossy codec gets values that are not finite.
     """
@@ -305,7 +305,7 @@ def _values(codec: Codec, x: torch.Tensor, start: int, stop: int, where: str) ->
 
 
 def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return True if a value of ``x`` ``[batch, kv_head, token, dim]`` differs in ``values``, which is ``x`` in another dtype."""
+    """Return True if conversion to another dtype, ``values``, changed any value of ``x`` ``[batch, kv_head, token, dim]``."""
     if RAW_NAMES[x.dtype] in EXACT_DTYPES[RAW_NAMES[values.dtype]]:
         return False
     size = max(1, BLOCK_VALUES // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
@@ -318,7 +318,7 @@ def is_rounded(x: torch.Tensor, values: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def rounding_is_shown() -> Iterator[None]:
-    """Suppress RoundedWarning in all threads, for measurements that report the cost of rounding themselves."""
+    """Suppress RoundedWarning in all threads, for measurements that already include the cost of rounding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RoundedWarning)
         yield

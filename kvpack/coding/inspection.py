@@ -1,4 +1,4 @@
-"""Inspect a file's header, and verify every byte of a file."""
+"""Inspection of a file's header, and verification of all of its bytes."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def verify(
         progress: Called as ``progress(done, total)``, both in tensors.
 
     Returns:
-        A dict with the keys ``file``, ``bytes``, ``layers`` (their number), and ``needs_basis``: True if some codes could not be checked
-        without the file's basis.
+        A dict with the keys ``file``, ``bytes``, ``layers`` (the number of layers), and ``needs_basis``, which is True if some codes could
+        not be checked without the file's basis.
 
     Raises:
         InvalidPayload: A stored tensor breaks a rule of its codec.

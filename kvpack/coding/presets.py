@@ -11,24 +11,27 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 RAW_CLAUSE = "raw=4,0.6,4"
-"""Tokens that lossy presets keep raw: the first of a sequence, and tokens with key norms far from their page's median.
+"""Clause for the tokens that lossy presets keep raw: the first of a sequence, and those with key norms far from their page's median.
 
 Tokens with low norms are attention sinks. A token with a high norm would raise the scales that it shares with other tokens or heads.
 """
 
 HQMQ_RAW_CLAUSE = "raw=4,0.5,4"
-"""Tokens that HQMQ's presets keep raw. With 0.6, files take 0.013 bits more per value, and the model loses as much."""
+"""Clause for the tokens that HQMQ's presets keep raw. With 0.6, files need 0.013 bits more per value, without a gain in quality."""
 
 CALIBRATED_RAW_CLAUSE = "raw=1,0.6,4"
-"""Tokens that klt and transform keep raw: fewer first ones, which are costly at so few bits; later attention sinks have low norms."""
+"""Clause for the tokens that klt and transform keep raw. Fewer first tokens are raw, because they are costly at so few bits.
+
+Later attention sinks are found by their low norms.
+"""
 
 EXACT = ("raw", "bf16", "fp16", "fp32", "lossless")
-"""Presets with only lossless or raw codecs, which need no raw tokens."""
+"""Presets with only lossless or raw codecs, which do not need raw tokens."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe and its ``source``. ``layers`` and ``dim`` are the layers and head dim of its model, or None if it fits any model."""
+    """A named recipe and its ``source``. If it fits only one model, ``layers`` and ``dim`` are the layers and head dim of that model."""
 
     recipe: str
     source: str
@@ -37,7 +40,7 @@ class Preset:
 
 
 class KvpackPreset(NamedTuple):
-    """Settings of one of kvpack's own presets: ``bits`` per code, and ``trellis``, True if the codes are paths through a trellis."""
+    """Settings of one of kvpack's own presets: ``bits`` per code. ``trellis`` is True if codes are paths through a trellis."""
 
     bits: int
     trellis: bool
@@ -54,19 +57,20 @@ MAX_TRELLIS_BITS = 4
 MAX_LOG8_BITS = 3
 """Maximum number of bits per key value with which presets use 8-bit norms.
 
-An 8-bit norm is off by 1.3% on average, which scales all scores of its key. The codes' random errors change a score by 1.2% at 4 bits and
-head dim 64, where the error of the norm would therefore be larger.
+An 8-bit norm is off by 1.3% on average, which scales all scores of its key. At 4 bits and head dim 64, random errors of the codes change a
+score by 1.2%, less than the error of the norm.
 """
 
 FEW_STATES_BITS = 2
-"""Maximum number of bits, rounded down, up to which presets use trellises of 256 states instead of 1,024.
+"""Maximum number of bits, rounded down, with which presets use trellises of 256 states instead of 1,024.
 
 With 256 states, encoding is eight times as fast on a CPU, and each codec in a file has a table of 512 bytes instead of 2,048. The squared
-error is 4% larger at 2 bits, but 8% at 3 and 13% at 4, where scalar codes with ``rounding=scaled`` would then be as good.
+error is 4% larger at 2 bits, 8% larger at 3 bits, and 13% larger at 4 bits. At 4 bits, scalar codes with ``rounding=scaled`` would then be
+as good.
 """
 
 _MEANS = "mean=32,mean_bits=4"
-"""Options that store key means separately in presets from papers; they take 0.07 bits per value at head dim 64."""
+"""Options that make presets from papers store key means separately. The means take 0.07 bits per value at head dim 64."""
 
 _MIXED_KV = {
     # model: (layers, head dim, boosted layers, bins of K, bins of V)
@@ -78,7 +82,7 @@ _MIXED_KV = {
     "starcoder2-3b": (40, 64, "0-15", 256, 128),
     "olmo-1b": (32, 64, "0-3", 256, 64),
 }
-"""Bins of the boosted layers, from TurboAngle Tables 2, 3 and 5; all other layers have 128 bins for keys and 64 for values."""
+"""Numbers of bins in the boosted layers, from TurboAngle Tables 2, 3 and 5. All other layers have 128 bins for keys and 64 for values."""
 
 
 def _turboangle_clauses(k_bins: int, v_bins: int) -> tuple[str, str]:
@@ -97,7 +101,7 @@ def kvpack_codec(side: str, bits: int, trellis: bool) -> str:
 def calibrated_codec(side: str, bits: int, trellis: bool, average_bits: int | None = None) -> str:
     """Return ``kvpack_codec`` for use with a basis that has frames for keys.
 
-    ``average_bits`` is the average width of the recipe, rounded down (default: ``bits``).
+    ``average_bits`` is the average width of the recipe, rounded down. Defaults to ``bits``.
     """
     words = _kvpack_words(side, bits, trellis and bits <= MAX_TRELLIS_BITS, bits if average_bits is None else average_bits)
     return f"{words}{',mean=128,frame=centered' if side == 'k' else ''}"
@@ -111,12 +115,12 @@ def _kvpack_words(side: str, bits: int, trellis: bool, average_bits: int) -> str
 
 
 def _paper_keys(codec: str, bits: int) -> str:
-    """Return ``codec``, from a paper, with separate key means, and with 8-bit norms if their error is smaller than that of the codes."""
+    """Return ``codec``, from a paper, with separate key means. Norms have 8 bits if their error is smaller than that of the codes."""
     return f"{codec}{_norm('k', bits)},{_MEANS}"
 
 
 def _norm(side: str, bits: int) -> str:
-    """Return the option for 8-bit norms if their error is smaller than that of the codes; otherwise an empty string."""
+    """Return the option for 8-bit norms, or an empty string if their error is larger than that of the codes."""
     return ",norm=log8" if side == "v" or bits <= MAX_LOG8_BITS else ""
 
 
@@ -210,7 +214,7 @@ def _direction_presets() -> dict[str, Preset]:
 
 
 def _hqmq_recipe(words: str) -> str:
-    """Return a recipe with HQMQ's codec and separate key means. It has no token norms that could use 8 bits, only norms of quadruples."""
+    """Return a recipe with HQMQ's codec and separate key means. It has only norms of quadruples, and no token norms to store in 8 bits."""
     return f"k=quaternion:{words},mean=128;v=quaternion:{words}"
 
 

@@ -1,6 +1,6 @@
-"""Parse and write ``raw=<first>,<low norm>,<high norm>,<dtype>``, the clause that keeps tokens raw in all lossy codecs of a recipe.
+"""Parsing and writing of ``raw=<first>,<low norm>,<high norm>,<dtype>``, which keeps tokens raw in all lossy codecs of a recipe.
 
-The values set the options of ``RawPositions`` in order. A value that is 0 or missing leaves its option unset.
+The values set the options of ``RawPositions`` in this order. A value that is 0 or missing leaves its option unset.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFIX = "raw="
 
 
 def parse_raw_clause(clause: str) -> dict[str, str]:
-    """Return the options that ``clause`` sets for a codec; empty for ``raw=0``. Raises InvalidParameter."""
+    """Return the options that ``clause`` sets for a codec, or an empty dict for ``raw=0``. Raises InvalidParameter."""
     values = clause.removeprefix(PREFIX).split(",")
     if len(values) > len(RawPositions.words):
         raise InvalidParameter(f"{clause!r} has {len(values)} values, expected up to {len(RawPositions.words)}: {_SYNTAX}")
@@ -31,12 +31,12 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
 
 
 def raw_positions_of(words: Mapping[str, str]) -> RawPositions | None:
-    """Return the rule that selects raw tokens, from codec options, or None if no tokens stay raw. Raises InvalidParameter."""
+    """Return the rule that selects raw tokens, given codec options, or None if no tokens stay raw. Raises InvalidParameter."""
     return RawPositions.from_options(1, "k", Options("raw", words))
 
 
 def raw_clause_value(words: Mapping[str, str]) -> str:
-    """Return the canonical value of the clause for codec options; empty if they keep no token raw."""
+    """Return the canonical value of the clause for codec options, or an empty string if they keep no tokens raw."""
     chosen = raw_positions_of(words)
     if chosen is None:
         return ""

@@ -1,4 +1,4 @@
-"""Read recipe files: recipes as text, with one or more clauses per line; ``#`` begins a comment.
+"""Reading of recipe files, which contain recipes as text, with one or more clauses per line. ``#`` begins a comment.
 
     # keys of the first layers are the sensitive ones
     k=octahedral:b=3
@@ -6,7 +6,7 @@
     layers=0-3:k=octahedral:b=4
 
 A recipe refers to a file as ``@path``, optionally followed by more clauses: ``@tuned.txt;window=32``. The ``@`` is optional if the text
-cannot be a recipe: it contains a ``/``, ends in ``.txt`` or is the path of an existing file. A preset's name always means the preset.
+contains a ``/``, ends in ``.txt`` or is the path of an existing file, and so cannot be a recipe. A preset's name always means the preset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 1 << 16
 
 
 def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple[str, str] | None:
-    """Split ``recipe`` into the path of a recipe file and the clauses after it, or None if it is not a path but the recipe itself."""
+    """Split ``recipe`` into the path of a recipe file and the clauses after it. Returns None if it is a recipe and not a path."""
     if not isinstance(recipe, str):
         return os.fsdecode(recipe), ""
     if recipe.startswith("@"):
@@ -39,7 +39,7 @@ def split_path(recipe: str | os.PathLike[str], presets: Container[str]) -> tuple
 
 
 def read_clauses(path: str) -> list[tuple[int, str]]:
-    """Read the clauses of a recipe file, each with its line number, starting at 1.
+    """Read the clauses of a recipe file. Each is preceded by its line number, starting at 1.
 
     Raises MissingFile, or InvalidParameter for a file that is too large, not UTF-8 or without a clause.
     """

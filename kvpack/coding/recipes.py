@@ -68,20 +68,20 @@ SIDES = ("k", "v")
 MAX_WINDOW = 1 << 20
 
 _ALIAS_WORDS = {"klt": f",widths=heads;{CALIBRATED_RAW_CLAUSE}", "transform": f";{CALIBRATED_RAW_CLAUSE}"}
-"""Text that ``klt-<bits>`` and ``transform-<bits>`` add after the bits. Clauses written out in full are not affected by a change."""
+"""Text that ``klt-<bits>`` and ``transform-<bits>`` add after the bits. Changing it does not affect clauses that are written out."""
 _ALIAS = re.compile(rf"({'|'.join(CALIBRATED)})-([0-9]+(?:\.[0-9]+)?)")
 _CODEC = re.compile(r"(?:^|[;:])(?:k|v|kv)=([a-z]+)")
-"""A codec's id in a recipe."""
+"""Pattern of a codec id in a recipe."""
 _WINDOW = ("window=", "tail=")
-"""Prefixes of a window clause. The canonical text, on which store keys depend, uses the second."""
+"""Prefixes of a window clause. The canonical text, which store keys depend on, uses the second one."""
 
 
 @dataclass(frozen=True, init=False)
 class Recipe:
     """A parsed recipe, which selects the codec of each layer's keys and values.
 
-    ``text`` is the canonical text: it is the same for every spelling of the recipe, has no preset names, and includes the SHA-256 of the
-    basis. Recipes with the same canonical text are equal.
+    ``text`` is the canonical text. It is the same for every spelling of the recipe, contains no preset names, and includes the SHA-256 of
+    the basis. Recipes with the same canonical text are equal.
 
     Args:
         text: A preset, a recipe, another Recipe, or the path of a recipe file (as a Path or ``"@path"``). Omit it to pass codecs instead.
@@ -89,9 +89,9 @@ class Recipe:
         k: Codec of all layers' keys, from ``kvpack.codecs``.
         v: Codec of all layers' values.
         kv: Codec of all layers' keys and values.
-        layers: Codecs of some layers, keyed by a list of layers such as ``"0,-1"``: one codec for keys and values, or a mapping from
-            "k" and "v" to codecs.
-        window: Number of tokens kept raw at the end; once there are that many, they are encoded together.
+        layers: Codecs of some layers, keyed by a list of layers such as ``"0,-1"``: one codec for keys and values, or a mapping from "k"
+            and "v" to codecs.
+        window: Number of raw tokens at the end. Once there are that many, they are encoded together.
 
     Raises:
         InvalidParameter: The recipe is invalid. The message points at the invalid word and lists the valid ones.
@@ -139,9 +139,9 @@ class Recipe:
 
     @classmethod
     def from_recorded(cls, text: str, basis: Basis | None = None) -> Self:
-        """Parse the recipe text recorded in a file, a store entry or a page; presets keep the meaning that they had when it was recorded.
+        """Parse the recipe text recorded in a file, store entry or page. Presets have the meaning that they had when it was recorded.
 
-        ``text`` stays as recorded, for comparison with pages; ``canonical`` is the text that would be recorded today. Raises
+        ``text`` stays as recorded, for comparison with pages, and ``canonical`` is the text that would be recorded today. Raises
         InvalidParameter if the text is not a recipe, which the file format allows.
         """
         recipe = cls.__new__(cls)
@@ -151,7 +151,7 @@ class Recipe:
         return recipe
 
     def _parse(self, named: Mapping[str, str]) -> None:
-        """Parse ``text`` and set all other attributes; ``named`` maps preset and addition names to texts."""
+        """Parse ``text`` and set all other attributes. ``named`` maps the names of presets and additions to texts."""
         if not isinstance(self.text, str):
             raise InvalidType(f"a recipe must be text, such as 'kvpack-3', but got a {type(self.text).__name__}")
         object.__setattr__(self, "_named", named)
@@ -171,7 +171,7 @@ class Recipe:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Rules in the order of the text. The last one that covers a layer's keys or values applies to them."""
+        """Rules in the order of the text. If several rules cover a layer's keys or values, the last one applies."""
         result: list[Rule] = []
         words: dict[str, str] = {}
         for clause, written in self._clauses():
@@ -186,12 +186,12 @@ class Recipe:
 
     @property
     def needs_basis(self) -> bool:
-        """True if a clause needs a basis."""
+        """True if a clause requires a basis."""
         return any(rule.needs_basis for rule in self.rules)
 
     @property
     def uses_basis(self) -> bool:
-        """True if the recipe uses a basis: a clause needs one, or a preset changes if one is passed."""
+        """True if the recipe can use a basis: if a clause requires one, or if a preset changes when one is passed."""
         return self.needs_basis or self._has_own_preset
 
     @property
@@ -271,7 +271,7 @@ class Recipe:
             raise InvalidParameter(f"{error}{_presets_for(dim, dtype)}") from None
 
     def _get_basis(self, rule: Rule, layers: int) -> Basis:
-        """Return the basis that ``rule`` needs. Raises MissingBasis, or InvalidParameter if its number of layers is not ``layers``."""
+        """Return the basis that ``rule`` requires. Raises MissingBasis, or InvalidParameter if it does not have ``layers`` layers."""
         if self.basis is None:
             wanted = dict(rule.words).get("basis")
             named = f"the basis {wanted}" if wanted else "a basis"
@@ -289,7 +289,8 @@ class Recipe:
         return self.basis
 
     def _with_basis(self) -> str:
-        """Return the text with the basis's SHA-256 in every clause that needs a basis. Raises InvalidParameter if it names another."""
+        """Return the text with the basis's SHA-256 in every clause that needs a basis. Raises InvalidParameter if a clause names another.
+        """
         assert self.basis is not None
         digest, clauses = self.basis.digest.hex(), []
         for clause in (part for text in self._written.split(";") for part in _expand_alias(text.strip()).split(";")):
@@ -332,7 +333,7 @@ class Recipe:
                     raise OutOfBounds(f"recipe {self._written!r} names layer {item}, but the cache has only {layers} layers")
 
     def _check_order(self) -> None:
-        """Refuse a clause for some layers if later clauses for all layers make it ineffective."""
+        """Raise InvalidParameter if later clauses for all layers override a clause for some layers."""
         covered: set[str] = set()
         for rule in reversed(self.rules):
             if rule.items is None:
@@ -342,7 +343,7 @@ class Recipe:
                 refuse(self._written, rule.written, rule.written, message)
 
     def _clauses(self) -> Iterator[tuple[str, str]]:
-        """Yield (clause, as written) pairs, with presets, additions and aliases expanded in the first."""
+        """Yield (clause, as written) pairs. In the first element, presets, additions and aliases are expanded."""
         for text in self._written.split(";"):
             written = text.strip()
             for clause in self._named.get(written, _expand_alias(written)).split(";"):
@@ -350,7 +351,7 @@ class Recipe:
 
 
 def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice | Mapping[str, CodecChoice]], window: int | None) -> str:
-    """Return the recipe text for codec objects. Raises InvalidType if one is not a codec of ``kvpack.codecs``."""
+    """Return the recipe text for codec objects. Raises InvalidType for an object that is not from ``kvpack.codecs``."""
     clauses = [("", side, codec) for side, codec in codecs.items()]
     for items, choice in layers.items():
         sides = choice if isinstance(choice, Mapping) else {"kv": choice}
@@ -362,7 +363,7 @@ def _text_of(codecs: Mapping[str, CodecChoice], layers: Mapping[str, CodecChoice
 
 
 def _expand_alias(clause: str) -> str:
-    """Expand ``klt-<bits>`` and ``transform-<bits>``. Returns any other clause unchanged."""
+    """Expand ``klt-<bits>`` and ``transform-<bits>``. Any other clause is returned unchanged."""
     match = _ALIAS.fullmatch(clause)
     return f"kv={match[1]}:bits={match[2]}{_ALIAS_WORDS[match[1]]}" if match else clause
 
@@ -421,7 +422,7 @@ def _names_file(text: str | os.PathLike[str]) -> bool:
 
 
 def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
-    """Parse a recipe's text, a preset's name or a recipe file. Returns a Recipe unchanged.
+    """Parse a recipe's text, a preset's name or a recipe file. A Recipe is returned unchanged.
 
     Raises MissingFile, or InvalidParameter, naming the line if the recipe is a file.
     """
@@ -445,5 +446,5 @@ def parse_recipe(recipe: str | os.PathLike[str] | Recipe) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _parse_cached(text: str, classes: tuple[type, ...]) -> Recipe:
-    """Parse ``text``, and reuse the result, because consecutive caches often have the same recipe and can share its codecs."""
+    """Parse ``text`` and cache the result, because consecutive caches often have the same recipe and can share its codecs."""
     return Recipe(text)

@@ -1,4 +1,4 @@
-"""Recipes of the preset names recorded by older versions of kvpack. They never change, even if the presets of these names do."""
+"""Recipes behind the preset names that older versions of kvpack recorded. They never change, even if the presets do."""
 
 from __future__ import annotations
 
@@ -93,4 +93,4 @@ RECORDED: dict[str, str] = {
     "v=group:b=2,g=32,rotation=hadamard,scales=u8",
     "boundary-1": "layers=0,-1:k=raw",
 }
-"""Recipe text by preset or addition name."""
+"""Recipe text by name of the preset or addition."""

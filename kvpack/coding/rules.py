@@ -1,4 +1,4 @@
-"""Rules of a recipe; each one selects the codec of some layers' keys, values or both."""
+"""Rules of a recipe. Each rule selects the codec for the keys, the values, or both, of some layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPES = {"raw": tuple(DTYPES), "lossless": tuple(FLOAT_FORMATS)}
 
 _BALANCED_SCALE = ("channel_scale", BALANCED)
 BASIS_OPTIONS = (f"{OPTION}=", "=".join(_BALANCED_SCALE))
-"""Prefixes of the options that need a basis even if their codec does not."""
+"""Prefixes of the options that require a basis even if their codec does not."""
 
 CALIBRATED = {"klt": ("2", MIN_BITS), "transform": ("0.6", MIN_TRANSFORM_BITS)}
 """Codecs that need a basis, each with its default (as text) and its minimum bits per value."""
@@ -47,8 +47,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class Rule:
     """A rule that selects a codec for ``sides`` ("k", "v" or "kv") of some layers.
 
-    ``words`` are the codec's options, ``items`` the layers as (first, last) pairs (None: all layers), and ``written`` is the clause as
-    written in the recipe.
+    ``words`` are the codec's options, ``items`` are the layers as (first, last) pairs (None for all layers), and ``written`` is the clause
+    as written in the recipe.
     """
 
     sides: str
@@ -72,7 +72,7 @@ class Rule:
         calibrated: CalibratedRows | None = None,
         balanced: CalibratedFrames | None = None,
     ) -> Codec:
-        """Return the codec for ``side``, values of head dim ``dim`` and ``dtype``.
+        """Return the codec for ``side``, for values with head dim ``dim`` and dtype ``dtype``.
 
         ``calibrated`` and ``balanced`` are parameters from a basis, which only some codecs need.
 
@@ -116,12 +116,12 @@ class Rule:
 
     @property
     def frame(self) -> str:
-        """Value of the option ``frame``, which names the basis's frames for keys; empty if unset."""
+        """Value of the option ``frame``, which selects the basis's frames for keys, or an empty string if it is unset."""
         return dict(self.words).get(OPTION, "")
 
     @property
     def needs_basis(self) -> bool:
-        """True if the rule's codec or its encoder needs a basis."""
+        """True if the rule's codec or its encoder requires a basis."""
         return self.codec_id in CALIBRATED or bool(self.frame) or self.balances_channels
 
     @property

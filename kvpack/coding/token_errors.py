@@ -1,7 +1,7 @@
-"""Find tokens that lose precision or make other tokens lose precision, and warn about them.
+"""Detection of tokens that lose precision or make other tokens lose precision, and warnings about them.
 
-A cheap test of the stored streams finds candidates. Only their pages are decoded, and the measured errors decide. Each call of kvpack
-issues at most one warning, for all sides together.
+A cheap test of the stored streams finds candidates. Only their pages are decoded to measure their errors. Each call of kvpack issues at
+most one warning, for all sides together.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
 
 CODED_SPREAD = 1.4
-"""After value maps and page means are applied, norms of ordinary tokens are less than this many times the typical norm."""
+"""Maximum ratio of an ordinary token's norm to the typical norm, after value maps and page means are applied."""
 
 _DIRECTION_MARGIN = 0.9
 """Margin for errors in the coded frame, which channel scales may enlarge or reduce."""
 
 _SAMPLED, _LEAST_SAMPLES = 32, 4
-"""One in ``_SAMPLED`` tokens is enough to estimate the typical size of values, but short runs use at least ``_LEAST_SAMPLES``."""
+"""Sampling rate and minimum number of samples for estimating the typical size of values: one in ``_SAMPLED`` tokens."""
 
 
 MANY_RATIO = 4.0
-"""In a page with many large tokens, a warning counts only tokens that are more than this many times as large as is typical in a head."""
+"""In a page with many large tokens, a warning counts only tokens that are more than this many times the typical size of a head."""
 
 OWN_RATIO = 1.75
 """A token is stored raw if its error in a head, both absolute and relative to its norm, is more than this many times the typical error.
 """
 
 OWN_WARNING_RATIO = 2.0
-"""A token is counted in a warning if its own error is more than this many times the typical error."""
+"""A warning counts tokens whose own error is more than this many times the typical error."""
 
 MANY_OWN_RATIO = 3.0
 """In a page with many tokens that have large errors themselves, only those above this many times the typical error count.
 
-In prose and code that SmolLM2 reads, up to ten tokens of a page have 1.8 to 2.5 times the typical error, so such pages are ordinary.
+In prose and code read by SmolLM2, up to ten tokens per page have 1.8 to 2.5 times the typical error, so such pages are ordinary.
 """
 
 _OWN, _RUN = "own", "run"
@@ -82,7 +82,7 @@ class PoorFit:
         shared: What is affected, a key of ``_EFFECTS``.
         count: Number of such tokens, over all sequences.
         tokens: Number of all tokens, over all sequences.
-        factor: How many times the error or the scale is too large, for the worst token.
+        factor: Factor by which the worst token's error or scale is too large.
         sequence: Sequence of the worst token.
         token: Number of the worst token in the run.
         head: Head of the worst token that causes the poor fit.
@@ -120,29 +120,20 @@ _EFFECTS = {
     _OWN: ("its own values, which the codec fits badly", "has {:.3g} times the typical error"),
     _RUN: ("other tokens, which share a scale of the run with it", "makes the scale {:.3g} times too large for another"),
 }
-"""For each kind of poor fit, a text that names what loses precision, and one about the worst token."""
+"""For each kind of poor fit, a phrase that names what loses precision, and a phrase about the worst token."""
 
 _REMEDIES = dict.fromkeys((HEADS, TOKENS), f"write token_scale=fp16{PER_HEAD} in the recipe, which gives every head a scale") | {
     _OWN: "use a codec with a rotation, such as octahedral, and omit mean=, channel_scale= and frame= from the recipe",
     _RUN: "give each token its own scale (per=token for minifloat, scales=fp16 for group)",
 }
-"""For each kind of poor fit, the advice on avoiding it, by whether tokens can be raw."""
+"""Advice on how to avoid each kind of poor fit, by whether tokens can be stored raw."""
 
 _poor_fits: ContextVar[list[PoorFit] | None] = ContextVar("poor_fits", default=None)
 
 
 @dataclass(frozen=True)
 class EncodedRun:
-    """Values of a run with their encoded streams, for measuring errors.
-
-    Args:
-        codec: Codec of the streams, without raw tokens.
-        x: The values, ``[batch, kv_head, token, dim]``.
-        streams: The encoded streams.
-        norms: Returns the norms of ``x``, ``[batch, kv_head, token]``.
-        sizes: Sizes of the tokens that the encoder measured.
-        kept: Raw tokens, bool ``[batch, token]``, which are not measured.
-    """
+    """A run's values and their encoded streams, for measuring errors."""
 
     codec: Codec
     x: torch.Tensor
@@ -161,7 +152,7 @@ def allocate_sizes(codec: Codec, x: torch.Tensor) -> TokenSizes:
 
 
 def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
-    """Return the losses of precision that tokens of ``run`` suffer themselves, and that they cause to others that share a scale.
+    """Return the losses of precision of tokens of ``run`` themselves, and those that they cause to others that share a scale.
 
     Without ``of_scales``, scales that heads or tokens share are omitted, but not those of the run.
     """
@@ -184,9 +175,9 @@ def losses_of(run: EncodedRun, *, of_scales: bool = True) -> list[Loss]:
 
 
 def excess_losses(run: EncodedRun) -> torch.Tensor | None:
-    """Return by how much the losses of tokens that are not raw exceed their limits, or None if no token can lose anything.
+    """Return the factors by which losses of tokens that are not raw exceed their limits, or None if no token can lose precision.
 
-    Float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
+    The result is float32 ``[2, batch, token]``: ``Loss.factors`` divided by ``Loss.ratio``, and divided by ``Loss.warned``.
     """
     losses = losses_of(run, of_scales=False)
     if not losses:
@@ -201,9 +192,9 @@ def excess_losses(run: EncodedRun) -> torch.Tensor | None:
 def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | None = None, keeps_large: bool = False) -> None:
     """Report the largest of ``losses`` over tokens that are not ``kept``, bool ``[batch, token]``, if anything is lost.
 
-    It is added to the list of a surrounding ``collect_poor_fits``; if there is none, its warning is issued. ``keeps_large`` is True if
-    ``kept`` includes tokens of high norm. A page with many large tokens in a head causes no warning unless they are more than
-    ``MANY_RATIO`` times as large as is typical.
+    Within ``collect_poor_fits``, it is added to the list; otherwise, a warning is issued. ``keeps_large`` is True if ``kept`` includes
+    tokens of high norm. A page with many large tokens in a head causes no warning unless they are more than ``MANY_RATIO`` times as large
+    as is typical.
     """
     result = []
     for name, factors, _, ratio, sizes in losses:
@@ -230,7 +221,7 @@ def report_poor_fit(losses: Sequence[Loss], where: str, kept: torch.Tensor | Non
 
 @contextlib.contextmanager
 def collect_poor_fits() -> Iterator[list[PoorFit]]:
-    """Collect the poor fit reported in the block, for ``warn_of_poor_fits``."""
+    """Collect all poor fits that are reported within this context, for ``warn_of_poor_fits``."""
     result: list[PoorFit] = []
     before = _poor_fits.set(result)
     try:
@@ -240,7 +231,7 @@ def collect_poor_fits() -> Iterator[list[PoorFit]]:
 
 
 def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None:
-    """Issue one KvpackWarning about all of ``poor_fits``; none if it is empty."""
+    """Issue one KvpackWarning about all of ``poor_fits``, unless the list is empty."""
     if not poor_fits:
         return
     worst = max(poor_fits, key=lambda one: one.factor)
@@ -258,11 +249,10 @@ def warn_of_poor_fits(poor_fits: Sequence[PoorFit], stacklevel: int = 2) -> None
 
 
 def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
-    """Return each token's own error as a multiple of the typical error, float32 ``[batch, kv_head, token]``, or None if no token can exceed
-    it.
+    """Return each token's own error as a multiple of the typical error, float32 ``[batch, kv_head, token]``.
 
-    The result is the smaller of two factors, of the absolute error and of the error relative to the token's norm, so that tokens are not
-    reported only because their norm is large or small.
+    Returns None if no token's error can be too large. The result is the smaller of two factors, of the absolute error and of the error
+    relative to the token's norm, so that tokens are not reported only because their norm is large or small.
     """
     codec, x, streams, kept = run.codec, run.x, run.streams, run.kept
     # With only two tokens, neither is an outlier.
@@ -290,7 +280,7 @@ def relative_token_errors(run: EncodedRun) -> torch.Tensor | None:
 
 
 def may_lose_precision(codec: Codec, streams: Streams, sizes: TokenSizes, device: torch.device) -> bool:
-    """Return False if ``relative_token_errors`` is None for a run of these streams, which are on ``device``, and these sizes."""
+    """Return False if ``relative_token_errors`` is None for a run with these streams, which are on ``device``, and these sizes."""
     summary = codec.summary
     if sizes.errors is not None:
         errors = sizes.errors.clamp_min(summary.min_error)
@@ -324,10 +314,7 @@ def _suspects_by_size(run: EncodedRun) -> torch.Tensor | None:
 
 
 def _suspects_by_direction(run: EncodedRun) -> torch.Tensor | None:
-    """Return a mask, bool ``[batch, kv_head, token]``, of tokens whose directions the codec may approximate badly.
-
-    The result is None if there are none.
-    """
+    """Return the distance, in tokens, between the samples that ``scale_inflation`` uses to estimate the typical size in a run."""
     if run.sizes.errors is None:
         return None
     errors = run.sizes.errors.clamp_min(run.codec.summary.min_error)
@@ -385,7 +372,7 @@ def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:
 
 
 def _measured_ranges(codec: Codec, suspects: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of tokens ``[start, stop)`` whose errors are measured: the pages with ``suspects``."""
+    """Yield the ranges of tokens ``[start, stop)`` whose errors are measured, which are the pages with ``suspects``."""
     tokens = suspects.shape[2]
     if codec.summary.entries:
         yield 0, tokens

@@ -1,4 +1,4 @@
-"""Check the version of Triton. It is not a requirement of the kvpack package, because PyTorch installs its own Triton."""
+"""Check of Triton's version. It is not a requirement of the kvpack package, because PyTorch installs its own Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from kvpack.formats.errors import KvpackWarning
 
 OLDEST = (3, 6)
-"""Oldest Triton version that the kernels support; older versions launch kernels and compile inline assembly differently."""
+"""Oldest Triton version that the kernels support. Older versions launch kernels and compile inline assembly differently."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""kvpack bench: run measurements on this machine."""
+"""kvpack bench: run benchmarks on this machine."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _add_quality(kinds: Any) -> None:
 
 
 def _add_model_options(quality: Any) -> None:
-    """Add the options that modify the model or the comparison."""
+    """Add the options of bench quality that modify the model or the comparison."""
     quality.add_argument(
         "--twin",
         type=float,

@@ -1,4 +1,4 @@
-"""Parse numbers with units on the command line: sizes such as 10GB, and times such as 7d."""
+"""Parsing of numbers with units on the command line: sizes such as 10GB, and times such as 7d."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpack calibrate: make the basis of a model."""
+"""kvpack calibrate: create the basis of a model."""
 
 from __future__ import annotations
 

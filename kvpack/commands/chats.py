@@ -18,12 +18,12 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compact(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--compact``, as of ``Chat.save``."""
+    """Add the option ``--compact``, which has the same meaning as in ``Chat.save``."""
     parser.add_argument("--compact", action="store_true", help="pack also the newest keys, which otherwise stay raw, and compress tensors")
 
 
 def load_chat_model(model: str | None, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load a model, in the dtype of its weights, and its tokenizer; None selects the demo's model.
+    """Load a model in the dtype of its weights, and its tokenizer. None selects the demo's model.
 
     Raises the errors of ``kvpack.models.load_model``.
     """

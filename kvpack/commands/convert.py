@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all commands for writing kvpack files have."""
+    """Add the options that all commands that write kvpack files have."""
     parser.add_argument(
         "--compress",
         action=argparse.BooleanOptionalAction,
@@ -56,7 +56,7 @@ def add_basis(parser: argparse.ArgumentParser) -> None:
 def parse_recipe_option(arguments: argparse.Namespace, *, reads_cache: bool = True) -> Recipe:
     """Return the recipe to write, with the basis if it needs one.
 
-    Raises InvalidParameter for a basis that neither the recipe nor, if ``reads_cache``, the input can need.
+    Raises InvalidParameter for a basis that neither the recipe nor, if ``reads_cache``, the input can use.
     """
     from kvpack.coding.recipes import Recipe, parse_recipe
 

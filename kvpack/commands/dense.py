@@ -1,11 +1,12 @@
 """kvpack unpack and kvpack pack: convert kvpack files to and from safetensors files of dense keys and values.
 
 A dense file contains the tensors ``{layer}.k`` and ``{layer}.v``, ``[batch, kv_head, token, dim]``, with layers from 0, and states of
-recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. Known token ids are ``token_ids``, int64 ``[row, token]``,
-with a single row if all sequences have the same ids. The metadata ``kvpack.unpacked`` is JSON with the model's identity as ``model`` and
-the position of the first token as ``start``; if layers start elsewhere or have no tensors, ``start`` is ``{"range": position, "layers":
-[position of each]}``. Optional entries are the user's ``metadata``, ``position_offsets``, ``undetermined`` with the inputs that token ids
-do not determine, each as ``[text, position]``, and ``hidden`` with the tokens hidden by an attention mask, as ``[row, start, stop]``.
+recurrent and convolution layers as ``{layer}.state.{name}``, ``[batch, ...]``. Known token ids are in ``token_ids``, int64 ``[row,
+token]``, with a single row if all sequences have the same ids. The metadata ``kvpack.unpacked`` is JSON with the model's identity as
+``model`` and the position of the first token as ``start``; if layers start elsewhere or have no tensors, ``start`` is ``{"range": position,
+"layers": [position of each]}``. Optional entries are the user's ``metadata``, ``position_offsets``, ``undetermined`` with the inputs that
+token ids do not determine, each as ``[text, position]``, and ``hidden`` with the tokens hidden by an attention mask, as ``[row, start,
+stop]``.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _inputs(path: str, ids: torch.Tensor | None, note: _UnpackedInfo) -> Inputs 
 
 
 def _check_names(path: str, names: list[str], note: _UnpackedInfo) -> int:
-    """Return the number of layers. Raises InvalidParameter if the tensors and the metadata disagree about it."""
+    """Return the number of layers. Raises InvalidParameter if the tensors and the metadata disagree on it."""
     if "kvpack.header" in names:
         raise InvalidParameter(f"{path} is a kvpack file, not dense K and V: use kvpack convert, or kvpack unpack first")
     names = [name for name in names if name != IDS]
@@ -255,7 +256,7 @@ def _parse_unpacked_info(path: str, text: str) -> _UnpackedInfo:
 
 
 def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
-    """Return the position offsets in the metadata. Raises InvalidParameter if they have another form."""
+    """Return the position offsets in the metadata. Raises InvalidParameter if they are malformed."""
     if listed is None:
         return None
     if not isinstance(listed, list) or not all(type(offset) is int and abs(offset) <= MAX_TOKENS for offset in listed) or not listed:
@@ -264,7 +265,7 @@ def _offsets(path: str, listed: Any) -> tuple[int, ...] | None:
 
 
 def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
-    """Return the (text, position) pairs in the metadata. Raises InvalidParameter if they have another form."""
+    """Return the (text, position) pairs in the metadata. Raises InvalidParameter if they are malformed."""
     if listed is None:
         return None
     pairs = []
@@ -278,7 +279,7 @@ def _parse_undetermined(path: str, listed: Any) -> list[tuple[str, int]] | None:
 
 
 def _parse_hidden(path: str, listed: Any) -> tuple[HiddenRange, ...]:
-    """Return the ranges of hidden tokens in the metadata. Raises InvalidParameter if they have another form."""
+    """Return the ranges of hidden tokens in the metadata. Raises InvalidParameter if they are malformed."""
     for token_range in listed if isinstance(listed, list) else [listed]:
         match token_range:
             case [int(), int(), int()] if all(type(number) is int and 0 <= number <= MAX_TOKENS for number in token_range):

@@ -96,9 +96,9 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def hub_name(path: str) -> str:
-    """Return the hub name of the model in the file at ``path``. Raises InvalidParameter unless the file has one with an owner.
+    """Return the hub name of the model recorded in the file at ``path``. Raises InvalidParameter unless it has an owner.
 
-    A name without an owner may be the last part of a folder, and belong to another model on the hub.
+    A name without an owner may be that of a local folder, and belong to another model on the hub.
     """
     from kvpack.file.container import open_file
 

@@ -138,7 +138,7 @@ def _print_layers(summary: dict[str, Any]) -> None:
 
 
 def _group_layers(layers: list[dict[str, Any]]) -> Iterator[tuple[int, int, str, dict[str, Any], int]]:
-    """Yield (first layer, last layer, "k" or "v", side, bytes) for each sequence of layers that differ at most in bytes."""
+    """Yield (first layer, last layer, "k" or "v", side, bytes) for each range of layers that differ at most in bytes."""
     for _, run in groupby(enumerate(layers), key=lambda numbered: {name: _shape(side) for name, side in numbered[1].items()}):
         numbered = list(run)
         for name, side in numbered[0][1].items():

@@ -1,4 +1,4 @@
-"""The store that a command uses, with its keys, its catalog, and reporting of faults."""
+"""The store that a command uses, with its keys and catalog, and reporting of its faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SYSTEM_REFUSED = 3
 
 
 class CommandStore:
-    """The store that ``arguments`` name. With ``skip_sweep``, opening changes nothing in it.
+    """The store that ``arguments`` name. With ``skip_sweep``, opening it does not change its contents.
 
     Raises the errors of opening it and of reading its key file.
     """
@@ -49,7 +49,7 @@ class CommandStore:
         return shown_location(self.arguments.store)
 
     def silent(self, entries: int) -> bool:
-        """Return True if the store had faults and none of its entries was returned; ``entries`` is the number returned."""
+        """Return True if the store had faults and none of its entries was returned. ``entries`` is the number of entries returned."""
         return not entries and bool(self.faults)
 
     def catalog(self) -> Catalog:
@@ -60,7 +60,7 @@ class CommandStore:
     def basis(self, entry: ChunkEntry) -> Basis | None:
         """Return the basis that an entry's recipe needs, from the store, or None if it needs none or the store does not have it.
 
-        Raises DigestMismatch, and the errors of decryption and ``Basis``. Changes nothing in the store.
+        Raises DigestMismatch, and the errors of decryption and ``Basis``. The store is not changed.
         """
         from kvpack.coding.recipes import Recipe, basis_digest
         from kvpack.store.bases import basis_in
@@ -72,7 +72,7 @@ class CommandStore:
         return next((basis_in(key, data, digest, self.cipher) for key, data in result if digest is not None), None)
 
     def exit_code(self, *codes: int) -> int:
-        """Print the first of the store's faults, if any, and return the worst exit code of the faults and ``codes``."""
+        """Print the first of the store's faults, if any. Returns the worst exit code of the faults and ``codes``."""
         if not self.faults:
             return worst_exit_code(codes)
         operation, error = self.faults[0]

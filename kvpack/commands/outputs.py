@@ -1,4 +1,4 @@
-"""Check output files of commands: they must not be inputs, and existing ones are replaced only with ``--force``."""
+"""Checks of commands' output files. They must not be inputs, and existing ones are replaced only with ``--force``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".py", "merges.txt", "vocab.txt")
-"""Endings of file names that belong to a model or its tokenizer."""
+"""File name suffixes that belong to a model or its tokenizer."""
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--force``, which all commands for writing files have."""
+    """Add the option ``--force``, which all commands that write files have."""
     parser.add_argument("--force", action="store_true", help="replace the output file if it exists")
 
 
@@ -25,7 +25,7 @@ def check_output(arguments: argparse.Namespace, output: str, *inputs: str | None
 
     Inputs may be folders, such as a store, and recipes may be files (``@FILE`` or ``FILE``). Raises InvalidParameter if the output is an
     input or a file in one, also through a link, or if it exists and ``--force`` is not set. In a model's folder (``arguments.model``), only
-    the model's own files count.
+    the model's own files count as inputs.
     """
     # Writing rejects folders, devices and pipes.
     if not os.path.isfile(output):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Parser(argparse.ArgumentParser):
     """A command-line parser without abbreviations, whose errors name the unknown word and a similar known word.
 
-    ``hints`` has, for options of other commands or programs, what to write instead.
+    ``hints`` maps options of other commands or programs to what to write instead.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""kvpack recipes: list presets, and compute the bits per value of any recipe."""
+"""kvpack recipes: list presets, and show the bits per value of any recipe."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ RECOMMENDED = {
     "transform-1": "smallest; needs a basis",
     "transform-0.6": "smallest; needs a basis",
 }
-"""The recipes that are listed without ``--all``, and a note on each."""
+"""The recipes that are listed without ``--all``, with a note on each."""
 
 _KLT, _TRANSFORM = "calibrated for the model", "calibrated for the model, entropy-coded"
 CALIBRATED = dict.fromkeys(("klt-2.5", "klt-1.75", "klt-1.25"), _KLT) | dict.fromkeys(
     ("transform-1.5", "transform-1", "transform-0.6"), _TRANSFORM
 )
-"""Measured recipes that need a basis, and their sources. Their codecs take other numbers of bits too."""
+"""Measured recipes that need a basis, and their sources. Their codecs also support other numbers of bits."""
 
 DEFAULTS = {"layers": 32, "heads": 8, "tokens": 4096, "dim": 128}
-"""Default shape of the cache. Presets for one model have their own layers and head dim."""
+"""Default shape of the cache. Presets for one model have that model's layers and head dim."""
 
 MEASURED_MODEL = "SmolLM2-135M-Instruct"
 """Model of the published measurement."""
@@ -169,7 +169,7 @@ def _show(
 
 
 def _print_table(title: str, rows: Sequence[dict[str, Any]], without_basis: Sequence[dict[str, Any]], *, notes: bool) -> None:
-    """Print the columns that fit in 80 characters; if ``notes``, the note on each recipe, and otherwise the keys that it breaks on."""
+    """Print the columns that fit in 80 characters. With ``notes``, this includes a note on each recipe, otherwise unsuitable keys."""
     print_table(
         title,
         ["recipe", "note" if notes else "breaks on", "bits in\nthe file", "bytes", "KL"],
@@ -226,7 +226,7 @@ def _print_all_columns(title: str, rows: Sequence[dict[str, Any]], without_basis
 
 
 def _with_measured_bits(error: MissingBasis, published: _PublishedMeasurement | None) -> MissingBasis:
-    """Return ``error``, with the bits per value in its message that a published measurement found."""
+    """Return ``error`` with the bits per value of a published measurement added to its message."""
     if published is None:
         return error
     result = MissingBasis(f"{error}; files of 1,024 tokens of {MEASURED_MODEL} took {published.bits:.2f} bits per value")
@@ -350,7 +350,7 @@ def _published() -> dict[str, _PublishedMeasurement]:
 
 
 def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
-    """Return which kinds of keys the recipe is not suited for."""
+    """Return the kinds of keys that the recipe is not suitable for."""
     try:
         codecs = {recipe.codec(layer, shape["layers"], "k", shape["dim"]) for layer in range(shape["layers"])}
     except (InvalidParameter, MissingBasis):
@@ -359,7 +359,7 @@ def _unsuitable_keys(recipe: Recipe, shape: dict[str, int]) -> list[str]:
 
 
 class _PricedLayer(NamedTuple):
-    """The shape of a cache's layer, for computing its size."""
+    """The shape of a cache's layer, from which its size is computed."""
 
     heads: int
     dim_k: int
@@ -372,20 +372,20 @@ def _equal_layers(layers: int, heads: int, tokens: int, dim: int) -> list[_Price
 
 
 def _layer_after(layer: LayerShape | None, tokens: int) -> _PricedLayer | None:
-    """Return the shape of a model's layer after ``tokens`` tokens, of which a sliding window keeps fewer."""
+    """Return the shape of a model's layer after ``tokens`` tokens. A sliding window keeps fewer of them."""
     return None if layer is None else _PricedLayer(*layer[:3], tokens if layer.window is None else min(tokens, layer.window))
 
 
 def rates(recipe: Recipe, layers: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
-    """Return nominal and stored bits per value (see ``recipe_sizes``) for equal layers."""
+    """Return nominal and actual bits per value (see ``recipe_sizes``) for equal layers."""
     return recipe_sizes(recipe, _equal_layers(layers, heads, tokens, dim))[:2]
 
 
 def recipe_sizes(recipe: Recipe, layers: Sequence[_PricedLayer | None]) -> tuple[float, float, int]:
     """Return the nominal bits per value, and the bits per value and the size in bytes of a file with one sequence.
 
-    Sizes that depend on the values are estimated: no outliers, no raw tokens of low norm, and normally distributed values for the codec
-    lossless. Raises OutOfBounds if the recipe names other layers, InvalidParameter if a codec does not support a head dim, and
+    Sizes that depend on the values are estimated, assuming no outliers, no raw tokens of low norm, and, for the codec lossless, normally
+    distributed values. Raises OutOfBounds if the recipe names other layers, InvalidParameter if a codec does not support a head dim, and
     InvalidHeader or LimitExceeded if a file cannot have the size.
     """
     from kvpack.file.container import file_size

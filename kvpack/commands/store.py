@@ -144,7 +144,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def _recipe(row: dict[str, Any]) -> str:
-    """Return the recipe of a row by the name of its preset, if it has one."""
+    """Return the recipe of a row, as the name of a preset if it has one."""
     from kvpack.coding.recipes import preset_name
 
     return printable(preset_name(row["recipe"]) or row["recipe"])
@@ -417,7 +417,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 def run_import(arguments: argparse.Namespace) -> int:
-    """Store the prefix in a file. Returns 3 if the store reports faults."""
+    """Store the prefix that a file contains. Returns 3 if the store reports faults."""
     from kvpack import Store
     from kvpack.formats.errors import InvalidParameter
     from kvpack.store.backend import MAX_ENTRY_BYTES

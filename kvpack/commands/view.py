@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 ADDRESS = "127.0.0.1"
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS = {"viewer": PACKAGE / "viewer", "readers/javascript": PACKAGE / "javascript"}
-"""Folders with the page and the reader, by the URL paths that the page uses."""
+"""URL paths that the page uses, and the folders that are served there."""
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 PIECE = 1 << 20
 IDLE_SECONDS = 60
-"""Time in seconds without a request after which a connection is closed."""
+"""Number of seconds without a request after which a connection is closed."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; worker-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         return "kvpack"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because requests contain the token."""
+        """Log nothing, because request URLs contain the secret token."""
 
     def parse_request(self) -> bool:
         if not super().parse_request():

@@ -2,12 +2,11 @@
 
 All errors are subclasses of ``KvpackError``. Its ``exit_code`` is that of the command line:
 
-3. the system refused: a file is missing or cannot be read or written, the disk is full, or there is too little memory
-2. the request is invalid: an unknown recipe, or a shape or dtype that is not supported
-1. a file was rejected: it is damaged, truncated, of another kind, or from a newer version
-0. no error
+3. the system refused: a file is missing or cannot be read or written, the disk is full, or there is too little memory 2. the request is
+invalid: an unknown recipe, or a shape or dtype that is not supported 1. a file was rejected: it is damaged, truncated, of another kind, or
+from a newer version 0. no error
 
-A command that checks several files exits with the worst code, in this order; 3 is the worst, because the file was not checked at all.
+A command that checks several files exits with the worst code, in this order. 3 is the worst, because the file was not checked at all.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WORST_FIRST = (3, 2, 1, 0)
-"""Exit codes from worst to best; a command with several results exits with the first that occurs."""
+"""Exit codes from worst to best. A command with several results exits with the first one that occurs."""
 
 __all__ = [
     "WORST_FIRST",
@@ -67,7 +66,7 @@ __all__ = [
 
 
 class RoundedWarning(UserWarning):
-    """Values were rounded to the dtype that the recipe sets for a raw codec."""
+    """Warning that values were rounded to the dtype that the recipe sets for a raw codec."""
 
 
 def worst_exit_code(codes: Iterable[int]) -> int:

@@ -1,8 +1,8 @@
 """The file demo: pack a small model's KV cache with several recipes, and continue each file in its own process.
 
-The writing process prefills 2,000 tokens of real text that contains five lines with keys, packs and saves. Each reading process has only
-the file: it attends over the packed layers, looks up the five keys, continues the text, and scores the 500 bytes that really follow. Tokens
-are bytes.
+The writing process prefills 2,000 tokens of real text that contains five lines with keys, and packs and saves the cache. Each reading
+process has only the file. It attends over the packed layers, looks up the five keys, continues the text, and scores the 500 bytes that
+actually follow. Tokens are bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 RECIPES = ("bf16", "turboangle-k8v4", "octopus-4", "hqmq-s96-r4", "octopus-3", "hqmq-s24-r3", "oscar-2")
-"""The uncompressed baseline, then one recipe of each family of codecs, in descending order of bits."""
+"""The uncompressed baseline, and one recipe of each family of codecs, in descending order of bits."""
 
 PROMPT_BYTES = 2000
 SAMPLE_BYTES = 60
@@ -53,7 +53,7 @@ _KEY_LINE = re.compile(rb"\[\[key (\w{6}) = (\w{8})\]\]")
 def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | None = None) -> dict[str, Any]:
     """Write one file per recipe, read each in a new process, and return sizes, errors, answers and times as JSON values.
 
-    ``out`` is a folder that keeps the files. ``progress`` counts files written and read. Raises InvalidParameter, or KvpackError if
+    ``out`` is a folder in which the files are kept. ``progress`` counts files written and read. Raises InvalidParameter, or KvpackError if
     transformers is not installed or a reader fails.
     """
     for recipe in recipes:
@@ -82,7 +82,7 @@ def run(recipes: Sequence[str], out: str | None = None, *, progress: Progress | 
 
 
 def prefill(prompt: bytes) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the (k, v) of each layer after BOS and ``prompt``, each ``[1, kv_head, token, dim]`` float32."""
+    """Return the (k, v) pair of each layer after BOS and ``prompt``: float32 ``[1, kv_head, token, dim]`` each."""
     transformers = transformers_library()
     model, cache = load_model(), transformers.DynamicCache()
     with torch.inference_mode():
@@ -115,7 +115,7 @@ def write(pairs: list[tuple[torch.Tensor, torch.Tensor]], recipe: str, path: Pat
 
 
 def read(path: str) -> dict[str, Any]:
-    """In the process that reads the file: load and verify it, then continue the text without unpacking the cache."""
+    """Load and verify the file, and continue the text without unpacking the cache. Runs in the process that reads the file."""
     load = kvpack.load
     # Collect garbage from imports now, so that it does not count as loading time.
     gc.collect()
@@ -202,7 +202,7 @@ def _read_in_process(path: str) -> dict[str, Any]:
 
 
 def _greedy(model: Any, cache: Any, prompt: bytes, count: int) -> str:
-    """Generate ``count`` bytes after ``prompt``, always the most likely byte."""
+    """Generate ``count`` bytes after ``prompt``, choosing the most likely byte each time."""
     tokens, result = torch.tensor([[*prompt]]), []
     for _ in range(count):
         token = int(model(tokens, **cache_names.cache_argument(model, cache)).logits[0, -1, :BOS].argmax())

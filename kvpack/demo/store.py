@@ -1,4 +1,4 @@
-"""The store demo: process A prefills a prompt and saves it; processes B and C load the prefix and produce the same tokens.
+"""The store demo. Process A prefills a prompt and saves it, and processes B and C load the prefix and produce the same tokens.
 
 Each process has the model, the prompt and the store's location, and does not communicate with the other processes.
 """
@@ -54,7 +54,7 @@ def run(location: str, recipe: str = RECIPE, *, progress: Progress | None = None
 
 
 def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
-    """Run one process's part: load the longest stored prefix, or prefill and save it if there is none, and continue from it."""
+    """Do the work of one process: load the longest stored prefix, or prefill and save it if there is none, and continue from it."""
     from kvpack.integrations.transformers import KvpackCache
 
     model = load_model(attention="kvpack")
@@ -82,7 +82,7 @@ def load_or_prefill(location: str, recipe: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print one row per process with the text that it produced."""
+    """Print one row per process, with the text that it generated."""
     rows = [
         [
             row["process"],

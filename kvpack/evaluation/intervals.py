@@ -1,4 +1,4 @@
-"""Compute 95% confidence intervals."""
+"""95% confidence intervals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def student_t(values: Sequence[float]) -> tuple[float, float] | None:
 def significantly_less(values: Sequence[float], others: Sequence[float]) -> bool:
     """Return True if the mean of ``values`` is significantly below that of the paired ``others``.
 
-    For a single pair, the difference decides.
+    A single pair is compared directly.
     """
     differences = [value - other for value, other in zip(values, others, strict=True)]
     interval = student_t(differences)

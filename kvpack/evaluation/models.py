@@ -40,7 +40,7 @@ def vocabulary(model: Any) -> int:
 
 
 def read_text(path: str | None, folder: Path, ids_below: int) -> Text:
-    """Read the file ``path``, or the demo's text, as token ids of the model in ``folder``, whose ids are below ``ids_below``.
+    """Read the file ``path``, or the demo's text, as token ids of the model in ``folder``, all of which are below ``ids_below``.
 
     Raises MissingFile, LimitExceeded, or InvalidParameter if the folder has no tokenizer and the model does not support bytes.
     """

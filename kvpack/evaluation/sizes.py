@@ -1,4 +1,4 @@
-"""Choose the number, size and positions of windows within the limits of a model and a text."""
+"""Selection of the number, size and positions of windows within the limits of a model and a text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 LONGER_TEXT = "give a longer text or a smaller --tokens"
-"""Advice for a text that is too short, at the end of messages."""
+"""Advice at the end of messages about a text that is too short."""
 
 
 def positions(model: Any) -> int | None:
-    """Return the number of positions that the model supports, or None if its configuration does not have it."""
+    """Return the number of positions that the model supports, or None if its configuration does not specify it."""
     config = model.config.get_text_config()
     # MPT uses another name.
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
@@ -25,7 +25,7 @@ def positions(model: Any) -> int | None:
 
 
 def window_tokens(requested: int | None, default: int, text: Text, max_positions: int | None) -> int:
-    """Return the tokens of a window: ``requested``, or ``default`` within the limits of the model and the text.
+    """Return the number of tokens in a window: ``requested``, or ``default`` within the limits of the model and the text.
 
     Raises InvalidParameter if ``requested`` exceeds the limits.
     """
@@ -40,7 +40,7 @@ def window_tokens(requested: int | None, default: int, text: Text, max_positions
 
 
 def check_size(option: str, value: int, low: int, high: int, reason: str) -> None:
-    """Raise InvalidParameter about ``option`` unless ``low <= value <= high``; ``reason`` ends the message."""
+    """Raise InvalidParameter about ``option`` unless ``low <= value <= high``. The message ends with ``reason``."""
     if not low <= value <= high:
         raise InvalidParameter(f"--{option} is {value}, expected an integer from {low} to {high} {reason}")
 
@@ -51,7 +51,7 @@ def window_ids(tokens: int, text: Text) -> int:
 
 
 def starts(ids: int, size: int, count: int, seed: int) -> list[int]:
-    """Return the starts of ``count`` windows of ``size`` ids, each at a random position in one of ``count`` equal parts of the text."""
+    """Return the starts of ``count`` windows of ``size`` ids. Each is at a random position in one of ``count`` equal parts of the text."""
     generator = torch.Generator().manual_seed(seed)
     part = ids // count
     return [number * part + int(torch.randint(part - size + 1, (), generator=generator)) for number in range(count)]

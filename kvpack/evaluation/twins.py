@@ -1,4 +1,4 @@
-"""Modify models so that they compute the same function with other statistics of keys ("twins")."""
+"""Modification of models so that they compute the same function with different statistics of keys ("twins")."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def make_twin(model: Any, factor: float, sample: torch.Tensor, seed: int) -> flo
     """Multiply the key weights of two RoPE pairs per KV head by ``factor``, and divide the query weights by it.
 
     The model computes the same function, but its keys get outlier channels, as in some larger models. ``sample`` is token ids ``[batch,
-    token]``. Returns the largest difference of a logit on it, relative to the largest logit. Raises InvalidParameter for a factor that is
-    not above 0, a model without q_proj and k_proj, and a model whose logits change by more than TWIN_TOLERANCE (for example, because it
+    token]``. Returns the largest change of a logit on the sample, relative to the largest logit. Raises InvalidParameter for a factor that
+    is not above 0, a model without q_proj and k_proj, and a model whose logits change by more than TWIN_TOLERANCE (for example, because it
     normalizes keys).
     """
     layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
@@ -65,11 +65,12 @@ def _scale(layer: Any, factor: float, generator: torch.Generator) -> None:
 
 
 def offset_keys(model: Any, factor: float, sample: torch.Tensor, seed: int) -> float:
-    """Add a constant to all keys in an eighth of the channels of each KV head: ``factor`` times the channel's standard deviation.
+    """Add a constant to all keys in an eighth of each KV head's channels: ``factor`` times the channel's standard deviation.
 
     All scores of a query change by the same amount, so the model computes the same function, but its keys get offsets like those that
-    biases cause in some models. ``sample`` is token ids ``[batch, token]``. Returns the largest difference of a logit on it, relative to
-    the largest logit. Raises InvalidParameter for a factor that is not finite, and a model whose logits change by more than TWIN_TOLERANCE.
+    biases cause in some models. ``sample`` is token ids ``[batch, token]``. Returns the largest change of a logit on the sample, relative
+    to the largest logit. Raises InvalidParameter for a factor that is not finite, and a model whose logits change by more than
+    TWIN_TOLERANCE.
     """
     if not abs(factor) < float("inf"):
         raise InvalidParameter(f"--offset is {factor}, expected a finite number")

@@ -1,4 +1,4 @@
-"""Compare the predictions of the uncompressed model in a window of text with those over packed files."""
+"""Comparison of the uncompressed model's predictions in a window of text with those over packed files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 QUERIES = 128
-"""Number of newest queries of a window on which the error of attention is measured."""
+"""Number of queries at the end of a window for which the error of attention is measured."""
 
 SINK_TOKENS = 4
 """Number of first tokens that stay visible if the past is dropped, because models use them as attention sinks."""
@@ -36,7 +36,7 @@ PASS = 32
 """Maximum number of scored tokens per forward pass. A pass attends to its own tokens without compression."""
 
 _ROWS = 64
-"""Number of positions whose distributions are compared at once."""
+"""Number of positions whose distributions are compared at a time."""
 
 _RECORDED = "kvpack-recorded"
 _OBSERVED = "kvpack-observed"
@@ -97,7 +97,7 @@ AttentionMaskInterface.register(_RECORDED, mask)
 
 @dataclass(frozen=True)
 class UncompressedResult:
-    """The uncompressed model's results in a window, in float32 on the model's device; keys and values are in the model's dtype.
+    """The uncompressed model's results in a window, in float32 on the model's device. Keys and values are in the model's dtype.
 
     ``tokens`` is ``[1, prefix + score + 1]``, ``pairs`` has one (k, v) of prefix + score tokens per layer, ``log_probabilities`` is
     ``[score, vocabulary]``, and ``loss`` is the mean negative log-probability of the next tokens.
@@ -120,8 +120,8 @@ class UncompressedResult:
 class Predictions:
     """The model's predictions over packed layers.
 
-    ``same_choices`` is the share of positions at which the top choice is the same as the uncompressed model's. ``whole`` is the cache after
-    the scored tokens were appended.
+    ``same_choices`` is the share of positions at which the top choice equals the uncompressed model's. ``whole`` is the cache after the
+    scored tokens were appended.
     """
 
     log_perplexity: float
@@ -165,9 +165,9 @@ def prefill(
 ) -> Pairs:
     """Return the (k, v) of each layer ``[batch, kv_head, token, dim]``, in the model's dtype, after ``tokens`` ``[batch, token]``.
 
-    ``positions``, of the same shape, are the tokens' positions (default: from 0 on). ``observe(layer, queries)`` is called with the queries
-    ``[batch, q_head, token, dim]`` that attention receives, unless the model implements attention itself. Raises InvalidParameter for a
-    model with layers that have other states.
+    ``positions``, of the same shape, are the tokens' positions; by default, they start at 0. ``observe(layer, queries)`` is called with the
+    queries ``[batch, q_head, token, dim]`` that attention receives, unless the model implements attention itself. Raises InvalidParameter
+    if the model has layers with other states.
     """
     known = Model(model)
     if any(known.states(known.config.num_hidden_layers)):
@@ -206,7 +206,8 @@ def attention_shares(model: Any, tokens: torch.Tensor, pairs: Pairs, chosen: Seq
     """Return each layer's share of attention weight on the ``chosen`` tokens, averaged over heads and the newest queries.
 
     ``tokens`` is ``[1, token]``; the first of them have ``pairs``. ``chosen``, bool ``[token]`` per layer, covers the tokens in ``pairs``.
-    Empty for models that implement attention themselves, or whose attention weights have other terms, such as position biases.
+    The result is empty for models that implement attention themselves, or whose attention weights have other terms, such as position
+    biases.
     """
     known = pairs[0][0].shape[2]
     cache = uncompressed_cache(model, [(k.clone(), v.clone()) for k, v in pairs])
@@ -242,7 +243,7 @@ def _weights(seen: RecordedAttention, keys: torch.Tensor) -> torch.Tensor:
 
 
 def read_forgotten(model: Any, exact: UncompressedResult, visible_tokens: int = SINK_TOKENS) -> NoContextResult:
-    """Evaluate a window's scored tokens, at their own positions, over only its first ``visible_tokens`` tokens."""
+    """Evaluate a window's scored tokens, at their original positions, over only its first ``visible_tokens`` tokens."""
     cache = uncompressed_cache(model, [(k[:, :, :visible_tokens].clone(), v[:, :, :visible_tokens].clone()) for k, v in exact.first])
     tokens = exact.tokens[:, exact.prefix : -1]
     positions = torch.arange(exact.prefix, exact.prefix + tokens.shape[1], device=tokens.device)[None]
@@ -316,7 +317,10 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
 
 
 def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS) -> Predictions:
-    """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time. They are appended and packed."""
+    """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time.
+
+    The tokens are appended to the cache and packed.
+    """
     over = Bf16Cache.from_cache(model, cache)
     model.set_attn_implementation("kvpack")
     read = []

@@ -1,1 +1,1 @@
-"""Read and write kvpack files as arrays and bytes, without PyTorch."""
+"""Reading and writing of kvpack files as arrays and bytes, without PyTorch."""

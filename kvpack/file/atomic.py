@@ -1,4 +1,4 @@
-"""Write files atomically: a file always contains either the old bytes or the new bytes, never a mixture (spec/container.md, Writing)."""
+"""Atomic writing of files: a file always contains either the old or the new bytes, never a mixture (spec/container.md, Writing)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TEMPORARY_PREFIX = ".kvpack-"
 TEMPORARY_SUFFIX = ".tmp"
 """Prefix and suffix of an unfinished file's name."""
 LOCKED_SUFFIX = "-locked.tmp"
-"""Suffix of an unfinished file on which its writer has an exclusive ``flock``. If it is not locked, the writer has died."""
+"""Suffix of an unfinished file on which its writer holds an exclusive ``flock``. If it is not locked, the writer has died."""
 
 _ATTEMPTS = 100
-"""Maximum number of attempts of a writer to create its file: a sweep may remove the new file before it is locked."""
+"""Maximum number of attempts to create a file. A sweep may remove a new file before its writer has locked it."""
 _PIECES_AT_ONCE = 64
 _PIECE_BYTES = 4 * 2**20
 _RESERVED_BYTES = 2**20
-"""Minimum size in bytes of a file for which blocks are reserved before it is written."""
+"""Minimum size in bytes of a file whose blocks are reserved before it is written."""
 _LOCAL_FILE_SYSTEMS = {
     0xEF53: "ext4",
     0x58465342: "xfs",
@@ -61,10 +61,11 @@ def write_file(
     complete: Callable[[int], None] | None = None,
     rename: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Replace ``path`` with the bytes of ``pieces`` and return their number; see ``replace_file``.
+    """Replace ``path`` with the bytes of ``pieces``, as ``replace_file`` does, and return their number.
 
-    ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written and ``complete(descriptor)``
-    after the last; then ``rename(unfinished, path)``, if set, renames the file. An exception from any of them aborts the write.
+    ``progress(done, total)`` counts bytes. ``begin(descriptor)`` is called before the first byte is written, and ``complete(descriptor)``
+    after the last. If ``rename`` is set, ``rename(unfinished, path)`` then renames the file. An exception from any of them aborts the
+    write.
     """
 
     # If a file replaces another, some file systems flush it before the rename, but only if its blocks were not reserved.
@@ -94,14 +95,14 @@ def replace_file(
     """Replace ``path`` with a new file that ``write(descriptor)`` fills, and return the result of ``write``.
 
     The new file has mode 0600 and is locked until it is renamed to ``path``, so that ``sweep`` can recognize the files of dead writers. By
-    default it is created in the folder of ``path``, from which files of dead writers are removed first; as with ``open``, symbolic links
+    default, it is created in the folder of ``path``, from which files of dead writers are removed first. As with ``open``, symbolic links
     are followed, and the file gets the mode of the file that it replaces, or the umask's.
 
     If ``unfinished`` is set, ``path`` is an entry of a store: the file is created in the folder ``unfinished`` of the same file system,
     keeps mode 0600, and replaces a symbolic link. With ``durable``, the bytes and then the rename are forced to disk before the function
     returns.
 
-    Raises WriteFailed, with the path and the system's reason, and removes the new file; the old file is untouched.
+    On failure, the new file is removed, the old file is unchanged, and WriteFailed is raised with the path and the system's reason.
     """
     where = os.fsdecode(path)
     if "\0" in where:
@@ -161,9 +162,9 @@ class UnfinishedFiles(NamedTuple):
 def remove_dead(folder: str) -> UnfinishedFiles:
     """Remove the unfinished files of dead writers from ``folder``.
 
-    A file is kept if its writer may be alive: while it is locked, if it was never locked (earlier versions did not lock), if it belongs to
-    another user, and on network file systems, which may hide other hosts' locks. Raises nothing; a folder that cannot be listed is left
-    alone.
+    A file is kept if its writer may be alive: while it is locked, if it was never locked (earlier versions did not lock files), if it
+    belongs to another user, and on network file systems, where other hosts' locks may be invisible. Never raises. A folder that cannot be
+    listed is not changed.
     """
     result = UnfinishedFiles([], [])
     try:
@@ -190,7 +191,8 @@ def _is_unfinished(entry: os.DirEntry[str]) -> bool:
 
 
 def _link_target(path: str | os.PathLike[str]) -> str:
-    """Return the target of a symbolic link, even if it does not exist, or any other path unchanged. Raises WriteFailed for a loop."""
+    """Return the target of a symbolic link, even if it does not exist. Other paths are returned unchanged. Raises WriteFailed for a loop.
+    """
     where = os.fsdecode(path)
     if "\0" in where or not os.path.islink(where):
         return where
@@ -242,7 +244,7 @@ def _set_mode(descriptor: int, target: str, folder: str) -> None:
 def _new_mode(folder: str) -> int:
     """Return the mode that the umask gives a new file in ``folder``. Raises OSError.
 
-    Creates and removes a file, because reading the umask would briefly change it for every thread.
+    A file is created and removed for this, because reading the umask would briefly change it for every thread.
     """
     descriptor, path = _create(folder, mode=0o666)
     try:
@@ -262,7 +264,7 @@ def _create(folder: str, *, mode: int = 0o600) -> tuple[int, str]:
 
 
 def _create_locked(folder: str) -> tuple[int, str]:
-    """Create and lock a new file, repeating if a sweep removes it before it is locked. Raises OSError."""
+    """Create and lock a new file. If a sweep removes it before it is locked, try again. Raises OSError."""
     for _ in range(_ATTEMPTS):
         descriptor, path = _create(folder)
         try:
@@ -280,8 +282,8 @@ def _create_locked(folder: str) -> tuple[int, str]:
 def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
     """Remove an unfinished file unless its writer holds its lock. Returns True if it was removed. Raises OSError.
 
-    A file that cannot be locked, or whose name marks it as never locked, is removed only if ``old``. With ``local_only``, a file on a
-    network file system is kept, because other hosts' locks may be invisible there.
+    A file that cannot be locked, or that was never locked according to its name, is removed only if ``old`` is True. With ``local_only``,
+    files on network file systems are kept, because other hosts' locks may be invisible there.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -299,7 +301,7 @@ def sweep(path: str, *, old: bool, local_only: bool = False) -> bool:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Lock a file until its descriptor is closed. Returns False if another has the lock, and None if files cannot be locked."""
+    """Lock a file until its descriptor is closed. Returns False if another process holds the lock, and None if files cannot be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -319,7 +321,7 @@ def _is_local(descriptor: int) -> bool:
 
 
 def is_on_one_host(path: str) -> bool:
-    """Return True if ``path`` is on a local file system, to which no other host writes. Raises OSError."""
+    """Return True if ``path`` is on a local file system, to which no other host can write. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _is_local(descriptor)
@@ -336,7 +338,7 @@ def _is_path_of(path: str, descriptor: int) -> bool:
 
 
 def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress | None) -> int:
-    """Write ``pieces`` with as few system calls as possible; one call per small piece would take twice as long."""
+    """Write ``pieces`` with as few system calls as possible. One call per small piece would take twice as long."""
     waiting = deque(piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES))
     total, done = sum(map(len, waiting)), 0
     while waiting:
@@ -354,7 +356,7 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview], progress: Progress
 def _reserve(descriptor: int, nbytes: int) -> None:
     """Reserve all blocks of a new file, if the file system supports it.
 
-    Reserving them page by page takes 1.5x as long as the write.
+    Without this, blocks are allocated page by page, which takes 1.5x as long as the write.
     """
     if _FALLOCATE is not None and nbytes >= _RESERVED_BYTES:
         # If this fails, writing reports the reason.

@@ -30,7 +30,7 @@ DTYPES = ("fp16", "fp32")
 FREQUENCIES, VALUES = "table.frequencies", "table.values"
 """Names of the first layer's states with the coding tables for the frames of all layers."""
 KEY_FRAMES = {frame: f"k.{frame}" for frame in FRAMES}
-"""Names of the states with a layer's frames for keys: one for the keys themselves, one for keys minus their mean."""
+"""Names of the states with a layer's frames for keys: one for whole keys, and one for keys minus their mean."""
 MEAN, QUERIES = "k.mean", "k.queries"
 """Names of the states with the mean of a layer's keys before RoPE, and with the second moments of its queries."""
 _KEYS = (*KEY_FRAMES.values(), MEAN, QUERIES)
@@ -39,7 +39,7 @@ ROPE = {f"rope.{pairing}": pairing for pairing in PAIRINGS}
 
 
 class BasisSide(Protocol):
-    """The keys or values in a basis file: the fields to which rules of basis files apply."""
+    """The keys or values in a basis file, with the fields to which the rules for basis files apply."""
 
     @property
     def codec(self) -> int: ...
@@ -66,7 +66,7 @@ class HasSides(Protocol):
 
 
 def check_basis(layers: Sequence[HasSides], codecs: Sequence[Codec]) -> None:
-    """Raise InvalidHeader, naming the position, unless all keys and values are rows of a basis."""
+    """Raise InvalidHeader, naming the position, unless all keys and values in the file are rows of a basis."""
     for number, layer in enumerate(layers):
         for name, side in layer.sides():
             where, codec = f"layers[{number}].{name}", codecs[side.codec]

@@ -1,6 +1,6 @@
-"""Check the fields of a header against tables with one rule per field.
+"""Checks of a header's fields against tables with one rule per field.
 
-Error messages name the position (``where``), the rule and the value.
+Error messages contain the position (``where``), the rule and the value.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """A rule for a value of exactly the type ``kind``; a bool is not an integer.
+    """A rule for a value of exactly the type ``kind``. A bool does not count as an integer.
 
     An integer must be from ``low`` to ``high``. For other types, ``high`` limits the number of UTF-8 bytes, bytes or entries. If there are
-    ``choices``, text must be one of them. The entries of a list or tuple, and the values of a dict with text keys, must follow the rule
+    ``choices``, text must be one of them. The entries of a list or tuple, and the values of a dict with text keys, must satisfy the rule
     ``each``.
     """
 
@@ -43,9 +43,10 @@ def check_fields(holder: object, rules: Mapping[str, Rule]) -> None:
 
 
 def check(where: str, value: Any, rule: Rule) -> None:
-    """Check ``value`` against ``rule``; ``where`` is its position for messages.
+    """Check ``value`` against ``rule``. ``where`` is its position for messages.
 
-    Raises InvalidHeader for a wrong type, an integer below the minimum or a text that is not a choice, and LimitExceeded above the maximum.
+    Raises InvalidHeader for a wrong type, an integer below the minimum, or text that is not one of the choices, and LimitExceeded above the
+    maximum.
     """
     kind, high, low, choices, each = rule
     if type(value) is not kind:
@@ -90,5 +91,5 @@ def check_keys(where: str, value: Any, expected: tuple[str, ...]) -> None:
 
 
 def _escaped_name(name: Any) -> str:
-    """Return a name from a file with control characters escaped for the terminal."""
+    """Return a name from a file, with control characters escaped for the terminal."""
     return name if isinstance(name, str) and name.isprintable() else repr(name)

@@ -92,12 +92,7 @@ def pieces(contents: Contents, arrays: Mapping[str, Any], *, compress: bool = Fa
 
 
 def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, copy: bool = False) -> File:
-    """Open a file and check its size, version and headers. Tensors are mapped and checked when they are first used.
-
-    With ``copy``, the file is read into memory once, so that later changes to the file cannot affect checked data. ``memory_limit`` bounds
-    the file's size and the memory for its contents (see ``footprint``). The order of the checks is in spec/container.md, Reading. Raises
-    MissingFile, NotKvpack, Truncated, DigestMismatch, UnsupportedVersion, UnknownCodec, InvalidHeader and LimitExceeded.
-    """
+    """Open a file, and check its size, version and headers. Tensors are mapped, and checked when they are first used."""
     where = path_text(path)
     source: Source = (disk := DiskFile(open_regular(where)))
     try:
@@ -113,7 +108,7 @@ def open_file(path: str | os.PathLike[str], *, memory_limit: int | None = None, 
 
 
 def open_bytes(data: bytes | bytearray | memoryview, *, where: str = "bytes", memory_limit: int | None = None) -> File:
-    """Open a file whose bytes ``data`` are in memory; tensors are views of ``data``.
+    """Open a file whose bytes ``data`` are in memory. Tensors are views of ``data``.
 
     Raises the errors of ``open_file``, with ``where`` as the file's name.
     """
@@ -138,9 +133,9 @@ class SidePlaces:
 
 
 class File:
-    """An open kvpack file, with its ``header``, ``front``, ``size`` in bytes, and ``tensors`` by name; also a context manager.
+    """An open kvpack file with its ``header``, ``front``, ``size`` in bytes, and ``tensors`` by name. It is also a context manager.
 
-    ``open_file`` and ``open_bytes`` create it. Error messages begin with ``where``.
+    It is created by ``open_file`` and ``open_bytes``. Error messages begin with ``where``.
     """
 
     def __init__(self, source: Source, where: str, memory_limit: int | None) -> None:
@@ -190,8 +185,8 @@ class File:
     def read_side(self, layer: int, side: str, *, check_values: bool = True) -> dict[str, memoryview]:
         """Return the decoded bytes of all tensors of a layer's keys ("k") or values ("v") by stream name.
 
-        Checks digests, padding and the codec's rules. ``check_values=False`` skips the rules, for bytes from a writer that is known to
-        follow them. Raises DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
+        Digests, padding and the codec's rules are checked. ``check_values=False`` skips the rules, for bytes from a trusted writer. Raises
+        DigestMismatch, InvalidPayload, or OutOfBounds if the file does not have these keys or values.
         """
         data, arrays = {}, {}
         entry = self.side(layer, side)
@@ -205,7 +200,7 @@ class File:
         return data
 
     def read_ahead(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Yield the layers ``numbers`` as soon as their bytes are in memory, while the next ones are read from disk.
+        """Yield the layers ``numbers`` as soon as their bytes are in memory, while the next layers are read from disk.
 
         Raises MissingFile or Truncated.
         """
@@ -244,7 +239,7 @@ class File:
             read_checked(self._source, self.front, self.tensors[state.where], state.layout, memory, checksums=self._checksums)
 
     def side_places(self, layer: int, side: str) -> SidePlaces:
-        """Return where ``read_side_into`` puts the tensors of a layer's keys or values.
+        """Return the offsets at which ``read_side_into`` stores the tensors of a layer's keys or values.
 
         Raises OutOfBounds if the file does not have them.
         """
@@ -261,9 +256,9 @@ class File:
     def read_side_into(self, places: SidePlaces, memory: memoryview, *, check_values: bool = True, check_chunks: bool = True) -> None:
         """Copy the decoded tensors of a layer's keys or values into ``memory``, of at least ``places.nbytes`` bytes, and check the copies.
 
-        The checks and their order are as in ``read_side``. Without ``check_values``, the caller has to check all rules of the codec, and
-        without ``check_chunks``, ``Codec.check_chunks``. Different threads may call it for different keys or values. Raises DigestMismatch,
-        InvalidPayload, MissingFile and Truncated.
+        The checks and their order are as in ``read_side``. Without ``check_values``, the caller must check all rules of the codec, and
+        without ``check_chunks``, those of ``Codec.check_chunks``. Several threads may call this for different keys or values. Raises
+        DigestMismatch, InvalidPayload, MissingFile and Truncated.
         """
         entry, arrays, prefix = self.side(places.layer, places.side), {}, f"{places.layer}.{places.side}"
         layouts, tensors = self.header.streams[entry], self._tensors_at(places)
@@ -284,7 +279,7 @@ class File:
             self._check(entry, arrays, prefix, check_chunks)
 
     def span(self, sides: Sequence[SidePlaces]) -> Span | None:
-        """Return the file range with the same layout as ``sides`` one after another in memory, or None if there is none."""
+        """Return the file range with the same layout as ``sides`` stored one after another in memory, or None if there is none."""
         tensors, start = [], 0
         for places in sides:
             tensors += [(tensor, start + begin, start + end) for tensor, begin, end in self._tensors_at(places)]
@@ -292,17 +287,17 @@ class File:
         return span_of(self.front, tensors)
 
     def read_span_into(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Copy bytes ``[first, last)`` of ``span`` into ``memory``, which has their size, with ``payload.read_span``."""
+        """Copy bytes ``[first, last)`` of ``span`` into ``memory``, which has the same size, with ``payload.read_span``."""
         with prefix_errors(self.where):
             read_span(self._source, span, first, last, memory)
 
     @property
     def descriptor(self) -> int | None:
-        """File descriptor from which bytes of a span may be read before ``check_pads``, or None if the file is in memory."""
+        """File descriptor for reading bytes of a span before ``check_pads``, or None if the file is in memory."""
         return self._source.descriptor
 
     def check_pads(self, span: Span, first: int, last: int, memory: memoryview) -> None:
-        """Check the padding within bytes ``[first, last)`` of ``span``, which are in ``memory``, with ``payload.check_pads``."""
+        """Check the padding in bytes ``[first, last)`` of ``span`` with ``payload.check_pads``. The bytes are in ``memory``."""
         with prefix_errors(self.where):
             check_pads(self._source, span, first, last, memory)
 
@@ -313,7 +308,7 @@ class File:
                 check_hash(name, self.tensors[name].stored_bytes, digest, self.tensors[name].digest)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Check all bytes that opening the file did not check: keys, values and states.
+        """Check all bytes that were not checked when the file was opened: keys, values and states.
 
         ``progress(done, total)`` counts stored bytes. A file on disk is read in pieces and not mapped, so that truncation raises Truncated.
         Raises DigestMismatch, InvalidPayload or Truncated.

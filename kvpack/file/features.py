@@ -1,4 +1,4 @@
-"""Store ignorable features that are too large for one entry as ``name.0``, ``name.1`` and so on."""
+"""Storage of ignorable features that are too large for one entry, as ``name.0``, ``name.1`` and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def split(name: str, data: bytes) -> dict[str, bytes]:
-    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes each; empty if there is no data."""
+    """Split ``data`` into features of at most ``MAX_BINARY_BYTES`` bytes each. The result is empty if there is no data."""
     return {f"{name}.{number}": data[at : at + MAX_BINARY_BYTES] for number, at in enumerate(range(0, len(data), MAX_BINARY_BYTES))}
 
 

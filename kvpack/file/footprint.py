@@ -1,4 +1,4 @@
-"""Compute an upper bound on the memory that reading a file takes, to compare it with ``memory_limit``.
+"""Upper bound of the memory for reading a file, which is compared with ``memory_limit``.
 
 ``memory_limit`` covers the file's bytes, its decoded tensors, and everything else that opening, verifying, attending, unpacking and slicing
 allocate (tables, copies, Python objects), except the tensors that they return. Allocations of up to ``FREE_BYTES`` are not counted. In
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from .header import Header, SideEntry
 
 FREE_BYTES = 1 << 24
-"""Allocations up to this number of bytes are not counted, because ordinary files need less."""
+"""Allocations up to this number of bytes are not counted. Ordinary files need less."""
 CONSTANT_BYTES = 1 << 26
-"""Maximum memory in bytes that reading takes in addition to ``memory_limit``, including ``FREE_BYTES``."""
+"""Maximum memory in bytes for reading in addition to ``memory_limit``, including ``FREE_BYTES``."""
 THREAD_BYTES = 1 << 25
 """Additional memory in bytes per PyTorch thread after the first, for the tile that it decodes."""
 
 HEADER_FACTOR = 48
-"""Maximum memory in bytes of Python objects per byte of kvpack.header."""
+"""Maximum memory, in bytes, of Python objects per byte of kvpack.header."""
 JSON_FACTOR = 4
-"""Number of copies of the JSON header in memory: as stored, as rebuilt, and the strings from which it is rebuilt."""
+"""Number of copies of the JSON header in memory: as stored, as rebuilt, and as the strings from which it is rebuilt."""
 RUN_BYTES = 1024
 TENSOR_BYTES = 3072
 SIDE_BYTES = 8192
@@ -76,7 +76,7 @@ def check_header(header: Header, size: int, json_bytes: int, header_bytes: int, 
 
 
 def _values_at_once(header: Header, side: SideEntry) -> int:
-    """Return the number of values per head that are decoded together: those of a token group and of rows stored once per run."""
+    """Return the number of values per head that are decoded together: those of a token group, and of rows stored once per run."""
     codec, longest = header.codecs[side.codec], max(side.runs, default=0)
     return codec.dim * min(codec.token_group, longest) + (codec.family.run_values if longest else 0)
 

@@ -1,4 +1,4 @@
-"""The front of a kvpack file: length, JSON header and the tensor ``kvpack.header``, from which both follow (spec/container.md).
+"""The front of a kvpack file: length, JSON header and the tensor ``kvpack.header``, which determines both (spec/container.md).
 
 ``kvpack.header`` is a Header as canonical msgpack. Readers never parse the JSON. They find ``kvpack.header`` by the fixed first bytes of
 the JSON, check its digest, rebuild the whole front from it, and compare.
@@ -60,14 +60,14 @@ if TYPE_CHECKING:
     from .user_files import Source
 
 DATA_ALIGNMENT = 4096
-"""The data section of a file starts at a multiple of this number of bytes."""
+"""Alignment, in bytes, of the start of a file's data section."""
 TENSOR_ALIGNMENT = 64
-"""Each payload tensor starts at a multiple of this number of bytes in the data section."""
+"""Alignment, in bytes, of each payload tensor within the data section."""
 LENGTH_BYTES = 8
 
 _PREFIX = b'{"__metadata__":{"format":"kvpack","kvpack":"'
 DIGEST_SLICE = slice(LENGTH_BYTES + len(_PREFIX) + 2, LENGTH_BYTES + len(_PREFIX) + 34)
-"""Position in a file of the digest of kvpack.header, as hexadecimal digits."""
+"""Position in a file of the digest of kvpack.header, stored as hexadecimal digits."""
 _VERSION = re.compile(re.escape(_PREFIX) + rb"([1-9][0-9]{0,8})[ \"]")
 _HEADER_TENSOR = re.compile(
     re.escape(_PREFIX) + rb'1 ([0-9a-f]{32})"},"kvpack\.header":\{"dtype":"U8","shape":\[([1-9][0-9]{0,6})\],"data_offsets":\[0,\2\]\}'
@@ -91,12 +91,12 @@ _BYTES_PER_CONTAINER = 16
 """Minimum size in bytes per array or map of a valid header, not counting the top-level keys and empty layers."""
 _MAX_KEPT, _MAX_KEPT_BYTES = 256, 1 << 12
 _codecs: dict[tuple[bytes, tuple[type, ...]], Codec] = {}
-"""Cache of codecs by their packed parameters and the registered codec classes, because files often have the same codecs."""
+"""Cache of codecs, keyed by packed parameters and registered codec classes, because files often have the same codecs."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Position of a payload tensor in the data section: its padding starts at ``pad``, and its bytes are ``[begin, end)``."""
+    """Position of a payload tensor in the data section. Its padding starts at ``pad``, and its bytes are ``[begin, end)``."""
 
     pad: int
     begin: int
@@ -126,7 +126,7 @@ def make_front(header: Header) -> Front:
 
 
 def _front_of(header: Header, tensor: bytes) -> Front:
-    """Return the front of the file with ``header``, whose bytes as ``kvpack.header`` are ``tensor``."""
+    """Return the front of the file with ``header``, which is serialized as ``tensor``."""
     digest = xxhash.xxh3_128_hexdigest(tensor)
     rows = [
         f'"__metadata__":{{"format":"kvpack","kvpack":"{FORMAT} {digest}"}}',
@@ -152,7 +152,7 @@ def _front_of(header: Header, tensor: bytes) -> Front:
 
 
 def undigested_front(contents: Contents) -> Front:
-    """Return the front of an uncompressed file of ``contents`` with zeros as digests. Its positions and sizes are final.
+    """Return the front of an uncompressed file of ``contents``, with zeros as digests. Positions and sizes are already final.
 
     Raises LimitExceeded.
     """
@@ -226,7 +226,7 @@ def front_bytes(first_bytes: bytes | memoryview) -> int:
 
 
 def _first_difference(a: bytes, b: bytes) -> int:
-    """Return the index of the first difference between two byte strings of equal length. Integers avoid a step per byte."""
+    """Return the index of the first difference between two byte strings of equal length. Comparing integers avoids a loop over bytes."""
     return len(a) + (int.from_bytes(a) ^ int.from_bytes(b)).bit_length() // -8
 
 
@@ -247,7 +247,7 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
 
 
 def other_format_name(first: bytes) -> str:
-    """Return the name of another known format whose files begin with ``first``; empty if there is none."""
+    """Return the name of another known format whose files begin with ``first``, or an empty string if there is none."""
     return next((name for magic, name in _OTHERS.items() if first.startswith(magic)), "")
 
 
@@ -262,7 +262,7 @@ def _not_kvpack(first: bytes, size: int, length: int) -> str:
 
 
 def pack_header(header: Contents) -> bytes:
-    """Return the bytes of kvpack.header. Contents without tensors result in the map that describes a page in a row.
+    """Return the bytes of kvpack.header. If the contents have no tensors, the result is the map that describes a page in a row.
 
     Raises LimitExceeded if there are more bytes than the format allows.
     """
@@ -287,10 +287,10 @@ def pack_header(header: Contents) -> bytes:
 
 
 def parse_header(data: bytes) -> Header:
-    """Parse bytes that ``pack_header`` created, and reject all others.
+    """Parse bytes that ``pack_header`` created. Other bytes are rejected.
 
     Raises UnsupportedVersion, UnknownCodec, InvalidHeader or LimitExceeded, naming the position. Unknown versions, features and codecs are
-    reported first, whatever else the header contains.
+    reported first, regardless of the rest of the header.
     """
     try:
         return _parse(data)
@@ -304,7 +304,7 @@ def parse_header(data: bytes) -> Header:
 
 
 def _refuse_unknown(data: bytes) -> None:
-    """Raise UnsupportedVersion for a later format or an unknown required feature, and UnknownCodec for an unknown codec."""
+    """Raise UnsupportedVersion for a later format version or an unknown required feature, and UnknownCodec for an unknown codec."""
     unknown = unknown_features(data, FEATURES, CODECS)
     if unknown.format is not None and unknown.format > FORMAT:
         raise UnsupportedVersion(newer_format_message(unknown.format))
@@ -406,7 +406,7 @@ def check_header_size(size: int) -> None:
 
 
 def _codec(where: str, params: Any) -> tuple[Codec, bool]:
-    """Return the codec with ``params``, and True if ``params`` are exactly what the codec stores."""
+    """Return the codec with ``params``, and True if ``params`` are exactly the map that the codec stores."""
     check(where, params, Rule(dict))
     try:
         packed = msgpack.packb(params)

@@ -1,7 +1,7 @@
 """The header of a kvpack file as frozen dataclasses (spec/container.md, Fields).
 
-Constructors check all rules, so that every Header object is valid, whether read or about to be written. Error messages name the position as
-the header does, such as ``layers[3].k.codec``.
+Constructors check all rules, so every Header object is valid, whether it was read or will be written. Error messages name the position in
+the header, such as ``layers[3].k.codec``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _features = attrgetter("summary.features")
 
 @dataclass(frozen=True)
 class SideEntry:
-    """The header entry for the keys or the values of one layer: ``runs`` of packed tokens, then ``tail`` raw tokens.
+    """The header entry for the keys or the values of one layer: ``runs`` of packed tokens, followed by ``tail`` raw tokens.
 
     ``codec`` is an index into the codec list, ``runs`` are token counts, and ``window`` is the number of raw tokens that are encoded
     together. ``entries`` maps the name of each stream with one row per entry to its number of rows. Raises InvalidHeader or LimitExceeded,
@@ -106,7 +106,7 @@ class SideEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """The header entry for one layer; absent keys or values are None.
+    """The header entry for one layer. Absent keys or values are None.
 
     Raises InvalidHeader if the batch or tokens of keys and values differ.
     """
@@ -171,8 +171,8 @@ class TensorEntry:
 class Contents:
     """The contents of a file, before its tensors are stored.
 
-    ``model`` is the identity of the model, ``recipe`` is informative, and ``start`` is the first position of the range that all layers
-    share; ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them; an unknown
+    ``model`` is the identity of the model, ``recipe`` is informative, ``start`` is the first position of the range that all layers share,
+    and ``starts`` are the first positions of the layers. Readers ignore unknown ``ignorable`` features but keep them. An unknown
     ``required`` feature raises UnsupportedVersion. Raises InvalidHeader or LimitExceeded, naming the position.
     """
 
@@ -239,7 +239,7 @@ class Contents:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens from the file's first position to its last one, or 0 if no layer has keys or values."""
+        """Number of tokens from the file's first position to its last, or 0 if no layer has keys or values."""
         ends = (first + side.tokens for first, layer in zip(self.starts, self.layers, strict=True) for _, side in layer.sides())
         return max(ends, default=self.start) - self.start
 
@@ -270,7 +270,7 @@ class Contents:
 
     @cached_property
     def _first_uses(self) -> dict[tuple[int, str], SideEntry]:
-        """The first occurrence of each distinct side, so that equal sides, as in most layers, are checked only once."""
+        """The first occurrence of each distinct side. Most layers have equal sides, which are then checked only once."""
         first: dict[SideEntry, tuple[int, str]] = {}
         for number, layer in enumerate(self.layers):
             for name, side in layer.sides():

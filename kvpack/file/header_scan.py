@@ -1,7 +1,7 @@
-"""Find unknown features of a header by scanning its msgpack without building objects (spec/container.md, Header tensor).
+"""Scan of a header's msgpack for unknown features, without building objects (spec/container.md, Header tensor).
 
-A header of a later version may contain anything: other types, other limits, bytes that this version considers damaged. The scan looks only
-for ``format``, ``required`` and the ids of ``codecs``, and stops at the end of the bytes.
+A header of a later version may contain anything: other types, other limits, or bytes that this version considers damaged. The scan looks
+only for ``format``, ``required`` and the ids of ``codecs``, and stops at the end of the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OPENING = re.compile(rb"[\x81-\x8f\x91-\x9f]+")
 _SHORT = re.compile(rb"[\x00-\xa0\xc0-\xc3\xe0-\xff]+")
 """Patterns of one-byte values: containers with at least one entry, whose entries follow, and other one-byte values and containers."""
 _CONTAINED_VALUES = bytes(2 * (byte & 15) if 0x80 <= byte < 0x90 else byte & 15 if 0x90 <= byte < 0xA0 else 0 for byte in range(256))
-"""Number of values inside the container that a one-byte head starts, by the head's byte, or 0 for other bytes."""
+"""Number of values in the container that starts with each one-byte head, or 0 for other bytes."""
 
 _SIZED = {
     0xC4: (_OTHER, 1), 0xC5: (_OTHER, 2), 0xC6: (_OTHER, 4),
@@ -27,10 +27,10 @@ _SIZED = {
 }  # fmt: skip
 """Kind and number of length bytes, by the first byte of values that store a length."""
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Number of length bytes, by the first byte of extension values. One more byte has the type."""
+"""Number of length bytes of extension values, by their first byte. Another byte contains the type."""
 _INTEGERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _FIXED = {0xCA: 4, 0xCB: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
-"""Number of bytes after the first byte, for floats and extension values of fixed length."""
+"""Number of bytes after the first byte of floats and fixed-length extension values."""
 
 
 class UnknownFeatures(NamedTuple):
@@ -42,7 +42,7 @@ class UnknownFeatures(NamedTuple):
 
 
 class _EndOfBytes(Exception):
-    """Raised if the bytes end within a value."""
+    """Error for bytes that end within a value."""
 
 
 def unknown_features(data: bytes, features: Collection[str], codecs: Collection[str]) -> UnknownFeatures:
@@ -108,14 +108,14 @@ class _Scanner:
         return _OTHER, _FIXED.get(first, 0)
 
     def leave(self, kind: int, size: int) -> None:
-        """Skip the rest of a value after ``value``."""
+        """Skip the rest of a value whose start ``value`` has read."""
         if kind in (_STRING, _OTHER):
             self._take(size)
         elif kind != _INTEGER:
             self.skip(size if kind == _ARRAY else 2 * size)
 
     def skip(self, values: int) -> None:
-        """Skip ``values`` values with their contents. Not recursive, because the bytes may nest to any depth."""
+        """Skip ``values`` values, including their contents. This is not recursive, because values may be nested to any depth."""
         # Regular expressions handle many bytes per step. A container's first byte leaves at least as many values to skip as before, and
         # n bytes of one-byte values complete at most n values.
         while values:
@@ -130,7 +130,7 @@ class _Scanner:
                     values += size if kind == _ARRAY else 2 * size
 
     def _skip_short(self, values: re.Pattern[bytes], end: int) -> int:
-        """Skip one-byte values that match ``values``, up to ``end``. Returns by how much the number of values to skip changes."""
+        """Skip one-byte values that match ``values``, up to ``end``. Returns the change in the number of values to skip."""
         match = values.match(self._data, self._at, end)
         if match is None:
             return 0
@@ -138,7 +138,7 @@ class _Scanner:
         return sum(match[0].translate(_CONTAINED_VALUES)) - len(match[0])
 
     def string(self) -> str | None:
-        """Skip the next value and return it if it is a string; otherwise return None."""
+        """Skip the next value. Returns it if it is a string, otherwise None."""
         kind, size = self.value()
         if kind == _STRING:
             return self._take(size).decode("utf-8", "backslashreplace")
@@ -146,7 +146,7 @@ class _Scanner:
         return None
 
     def entry(self, key: str) -> str | None:
-        """Skip the next value, a map, and return its first value for ``key`` if that is a string; otherwise return None."""
+        """Skip the next value, a map. Returns its first value for ``key`` if that is a string, otherwise None."""
         kind, count = self.value()
         if kind != _MAP:
             self.leave(kind, count)

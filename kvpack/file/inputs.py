@@ -36,13 +36,13 @@ ROWS_DIFFER = "differ from row to row of the batch"
 IDS_LEFT_OUT = "have ids that differ from row to row, and the file had no room for them"
 """End of the clause about tokens whose ids did not fit into the file."""
 WITHOUT_IDS = "came without their token ids"
-"""End of the clause about tokens that follow the known ids, whose own ids are unknown."""
+"""End of the clause about tokens after the known ids, whose own ids are unknown."""
 UNREADABLE_INPUTS = "what its tokens came from is not readable"
 """Clause about inputs stored in an unknown form."""
 MASKED = "were computed with an attention mask that hides tokens"
 """End of the clause about tokens computed with an unknown attention mask."""
 PADDED = "were computed with an attention mask that hides padding"
-"""End of the clause about tokens whose attention mask hides only ``hidden``, with positions that count only visible tokens."""
+"""End of the clause about tokens whose attention mask hides only ``hidden``. Their positions count only visible tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Inputs:
     """The inputs from which a cache's values were computed.
 
     Args:
-        token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If the sequences of a batch differ, only the ids with which
-            all of them begin.
+        token_ids: Known ids of the first tokens, unsigned 32-bit little-endian. If the sequences of a batch differ, only the ids that all
+            of them begin with.
         undetermined: Inputs other than ids, each described by a clause such as "tokens 8 to 15 came from embeddings".
-        starts: First token that each of ``undetermined`` affects (default: 0). Prefixes that end before it do not depend on the input.
-        rows: Ids of each sequence of a batch, equally many for each, if sequences differ.
+        starts: First token that each of ``undetermined`` affects. Defaults to 0. Prefixes that end before it do not depend on the input.
+        rows: Ids of each sequence of a batch, if sequences differ. All must have the same number of ids.
         hidden: Tokens hidden by an attention mask, such as padding, as (sequence, start, stop). No later token may attend to them.
         first: Position of the first token.
         count: Number of tokens for which the inputs were recorded.
         sums: Checksums of keys and values ``[row, token]`` by (layer, "k" or "v"), each with the position of its first token.
         before: If the cache is a slice, ids of each sequence before the first token, or None if unknown.
-        earlier: SHA-256 of each sequence's ids before a position, by position: the start of each file that this cache was loaded, sliced or
-            joined from, if known.
+        earlier: SHA-256 of each sequence's ids before a position, keyed by position. Positions are the starts of the files that this cache
+            was loaded, sliced or joined from, if known.
 
     Raises:
         InvalidParameter: The arguments have the wrong form or contradict one another.
@@ -107,10 +107,10 @@ class Inputs:
 
     @classmethod
     def of_rows(cls, rows: Sequence[bytes], undetermined: Iterable[tuple[str, int]], hidden: tuple[HiddenRange, ...], first: int) -> Inputs:
-        """Return the inputs of a cache from position ``first`` on, given the ids of each sequence, equally many for each.
+        """Return the inputs of a cache from position ``first`` on, given the same number of ids for each sequence.
 
-        ``undetermined`` has clauses with the positions of the first tokens that they affect. A clause about differing sequences is added if
-        needed.
+        ``undetermined`` contains clauses, each with the position of the first token that it affects. A clause about differing sequences is
+        added if needed.
         """
         token_ids, known, result = _common_ids(rows, first)
         items = list(undetermined)
@@ -125,7 +125,7 @@ class Inputs:
 
     @property
     def known_ids(self) -> tuple[bytes, ...]:
-        """Known ids of each sequence; one element if all sequences have the same ids."""
+        """Known ids of each sequence, or a single element if all sequences have the same ids."""
         return self.rows or (self.token_ids,)
 
     @property
@@ -134,9 +134,9 @@ class Inputs:
         return any((not self.rows and text.endswith(ROWS_DIFFER)) or text.endswith(IDS_LEFT_OUT) for text in self.undetermined)
 
     def with_missing_ids(self, start: int, stop: int) -> Inputs:
-        """Return the inputs of tokens ``[start, stop)``, with a clause about those whose ids are unknown for no recorded reason.
+        """Return the inputs of tokens ``[start, stop)``, with a clause about tokens whose ids are unknown without a recorded reason.
 
-        Without any ids there is no clause, because callers vouch for the ids of such caches.
+        If no ids are known, there is no clause, because callers vouch for the ids of such caches.
         """
         unknown = start + self.tokens
         if not start < unknown < stop or any(position <= unknown for position in self.starts):
@@ -169,7 +169,7 @@ class Inputs:
         return replace(cut_inputs, sums=sums)
 
     def _before(self, start: int) -> tuple[bytes, ...] | None:
-        """Return the known ids of each sequence before token ``start``, or None if one of them is unknown."""
+        """Return the known ids of each sequence before token ``start``, or None if any of them is unknown."""
         if not start:
             return self.before
         if self.tokens < start:
@@ -203,7 +203,7 @@ class Inputs:
         return replace(selected, before=before, earlier=earlier)
 
     def to_bytes(self) -> bytes:
-        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, then the ids that fit."""
+        """Return the data of the feature ``inputs`` (spec/container.md): the undetermined inputs, followed by as many ids as fit."""
         texts = [text.encode() for text in self.undetermined]
         items = b"".join(
             start.to_bytes(8, "little") + len(text).to_bytes(4, "little") + text for start, text in zip(self.starts, texts, strict=True)
@@ -216,9 +216,9 @@ class Inputs:
     def to_features(self, start: int = 0) -> tuple[tuple[str, ...], dict[str, bytes]]:
         """Return the required and the ignorable features of a file with these inputs.
 
-        The ignorable feature ``inputs`` is always present, ``token-ids.0`` and following if it does not contain all ids, ``row-ids.0``
-        and following if sequences differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are known.
-        Raises LimitExceeded if there are more hidden tokens than a file can list.
+        The ignorable feature ``inputs`` is always present. ``token-ids.0`` and following are present if it does not contain all ids,
+        ``row-ids.0`` and following if sequences differ, and ``earlier-ids`` if the ids before the first token, at position ``start``, are
+        known. Raises LimitExceeded if there are more hidden tokens than a file can list.
         """
         required, ignorable = hidden_tokens.features_of(self.hidden)
         kept = self.token_ids[: MAX_IDS * ID_BYTES]
@@ -234,7 +234,7 @@ class Inputs:
         return required, {FEATURE: stored, **split(IDS_FEATURE, more), **split(ROWS_FEATURE, rows), **earlier, **ignorable}
 
     def _digests_before(self, start: int) -> tuple[bytes, ...]:
-        """Return a digest of each sequence's ids before the first token, at position ``start``; none if some ids are unknown."""
+        """Return a digest of each sequence's ids before the first token, at position ``start``, or nothing if some ids are unknown."""
         if start in self.earlier or not start or not self.before or len(self.before[0]) != start * ID_BYTES:
             return self.earlier.get(start, ())
         return tuple(hashlib.sha256(ids).digest() for ids in self.before)
@@ -259,8 +259,8 @@ class Inputs:
     ) -> Inputs | None:
         """Return the inputs in the features of a file with ``batch`` sequences, or None if it has none.
 
-        ``hidden`` are the file's hidden tokens, and ``start`` is the position of its first token. Ids beyond ``tokens`` (default: no limit)
-        are ignored.
+        ``hidden`` are the file's hidden tokens, and ``start`` is the position of its first token. If ``tokens`` is given, ids beyond that
+        number are ignored.
         """
         stored, ids = ignorable.get(FEATURE), join_features(ignorable, IDS_FEATURE)
         inputs = cls() if stored is None else cls.from_bytes(stored)
@@ -309,7 +309,7 @@ class Inputs:
 
 
 def join_inputs(parts: Sequence[tuple[Inputs | None, int]], start: int) -> Inputs | None:
-    """Join the inputs of consecutive caches, each given with its number of tokens, or None if all are unknown.
+    """Join the inputs of consecutive caches, each given with its number of tokens. Returns None if all are unknown.
 
     The first token is at position ``start``. Raises InvalidParameter if a cache was computed after tokens other than those that precede it
     in ``parts``.
@@ -352,7 +352,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
     """Raise InvalidParameter if part ``number``, which starts at ``position``, was computed after tokens other than those joined.
 
     ``inputs`` are those of the part. The joined tokens have the known ``ids``, given per sequence, and follow the ids in
-    ``beginning.before``. ``beginning.earlier`` has digests of all ids before a position.
+    ``beginning.before``. ``beginning.earlier`` contains digests of all ids before some positions.
     """
     joined_ids = _append_ids(beginning.before or (b"",), ids)
     before = inputs.before or (b"",)
@@ -379,7 +379,7 @@ def _check_follows(ids: tuple[bytes, ...], beginning: Inputs, inputs: Inputs, nu
 
 
 def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number: int, end: int) -> None:
-    """Raise InvalidParameter if the ``digests`` of part ``number``, of the ids before position ``end``, are not the ``expected`` ones."""
+    """Raise InvalidParameter if the ``digests`` that part ``number`` has of the ids before position ``end`` are not as ``expected``."""
     count = max(len(digests), len(expected))
     for row, pair in enumerate(zip(_for_rows(digests, count), _for_rows(tuple(expected), count), strict=True)):
         if len(set(pair)) > 1:
@@ -390,18 +390,18 @@ def _check_digests(expected: Sequence[bytes], digests: tuple[bytes, ...], number
 
 
 def _append_ids(before: tuple[bytes, ...], ids: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Return the ids of each row: those ``before`` a token, then ``ids``."""
+    """Return the ids of each row: ``before``, followed by ``ids``."""
     count = max(len(before), len(ids))
     return tuple(a + b for a, b in zip(_for_rows(before, count), _for_rows(ids, count), strict=True))
 
 
 def _select_rows(values: tuple[bytes, ...], indices: Sequence[int]) -> tuple[bytes, ...]:
-    """Return the values of the rows ``indices``; one element stands for all rows."""
+    """Return the values of the rows ``indices``. A single element applies to all rows."""
     return values if len(values) == 1 else tuple(values[index] for index in indices)
 
 
 def _for_rows(ids: tuple[bytes, ...], count: int) -> tuple[bytes, ...]:
-    """Return ids for each of ``count`` sequences. A single element stands for all of them."""
+    """Return ids for each of ``count`` sequences. A single element applies to all of them."""
     return ids * count if len(ids) == 1 else ids
 
 
@@ -415,9 +415,9 @@ def _sequences_differ(inputs: Inputs) -> bool:
 
 
 def _common_ids(rows: Sequence[bytes], first: int) -> tuple[bytes, tuple[bytes, ...], list[tuple[str, int]]]:
-    """Return the ids with which all ``rows`` begin.
+    """Return the ids that all ``rows`` begin with.
 
-    If rows differ, also return the rows, and the clause about the difference with its position.
+    If rows differ, also returns the rows, and the clause about the difference with its position.
     """
     if len(set(rows)) == 1:
         return rows[0], (), []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FEATURE = "layer-state"
 """Name of the feature in ``required``, and of its data in ``ignorable``."""
 DTYPES = ("U8", "U16", "F16", "BF16", "F32")
-"""Dtypes of states. The record of a state contains an index into them."""
+"""Dtypes of states. A state's record contains an index into this tuple."""
 MAX_SIZES = 8
 MAX_NAME_BYTES = 28
 _RECORD = struct.Struct(f"<HBB{MAX_SIZES}Q{MAX_NAME_BYTES}s")
@@ -130,7 +130,7 @@ def _parse(number: int, record: bytes) -> StateEntry:
 
 
 def check_state(where: str, dtype: str | None, shape: Sequence[int]) -> None:
-    """Raise InvalidParameter if a file cannot store an array as a state. ``dtype`` is None if the format does not have the dtype."""
+    """Raise InvalidParameter if a file cannot store an array as a state. ``dtype`` is None if the format lacks the array's dtype."""
     if dtype is None or not 1 <= len(shape) <= MAX_SIZES or not all(shape):
         raise InvalidParameter(
             f"{where} has shape {list(shape)} and dtype {dtype or 'of another kind'}, expected [batch, ...] of at most {MAX_SIZES} "

@@ -1,4 +1,4 @@
-"""Limits of the format, for writers and readers (spec/container.md, Limits). Each is the largest value allowed."""
+"""Limits of the format, for writers and readers (spec/container.md, Limits). Each limit is the largest allowed value."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def to_bytes(metadata: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Value]:
-    """Parse the feature's data. Bytes that ``to_bytes`` cannot create result in an empty dict."""
+    """Parse the feature's data. Returns an empty dict for bytes that ``to_bytes`` cannot create."""
     try:
         result = dict(_entries(data))
         return result if to_bytes(result) == data else {}

@@ -1,4 +1,4 @@
-"""Read stored tensors as arrays after checking their digests, whole or in pieces of an unmapped file."""
+"""Reading of stored tensors as arrays after checking their digests, whole or in pieces of an unmapped file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from .user_files import Source
 
 PIECE_BYTES = 1 << 20
-"""Maximum size in bytes of a tensor that is read at once; larger tensors are read in pieces."""
+"""Maximum size in bytes of a tensor that is read at once. Larger tensors are read in pieces."""
 _HASHED_BYTES = 1 << 18
-"""Number of bytes read and hashed at once; few enough for a core's cache."""
+"""Number of bytes that are read and hashed at once, so that they fit in a core's cache."""
 
 
 class LazyArray:
-    """An array whose values are read on demand, from byte ``begin`` of ``source``."""
+    """An array whose values are read on demand from ``source``, starting at byte ``begin``."""
 
     def __init__(self, source: Source, begin: int, layout: Layout) -> None:
         self._source, self._begin, self._item = source, begin, DTYPE_BYTES[layout.dtype]
@@ -74,7 +74,10 @@ def checked_array(source: Source, front: Front, tensor: TensorEntry, layout: Lay
 
 
 def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layout, memory: memoryview, *, checksums: bool) -> None:
-    """Copy a decoded tensor into ``memory``, which has its size, and check padding, digest and zstd frame of the copy, not of the file."""
+    """Copy a decoded tensor into ``memory``, which has the same size, and check its padding, digest and zstd frame.
+
+    The checks apply to the copy, not to the file.
+    """
     start, place = len(front.text), front.places[tensor.name]
     begin, end = start + place.begin, start + place.end
     check_pad(tensor.name, source.read(start + place.pad, begin))
@@ -96,7 +99,7 @@ def read_checked(source: Source, front: Front, tensor: TensorEntry, layout: Layo
 class Span:
     """A range ``[begin, end)`` of a file with unfiltered tensors and the padding between them.
 
-    ``pads`` lists the padding in order, including that before the span: the name of the tensor that follows, and its range in the file.
+    ``pads`` lists all padding in order, including that before the span: the name of the tensor that follows, and the range in the file.
     """
 
     begin: int
@@ -119,19 +122,19 @@ def span_of(front: Front, tensors: Sequence[tuple[TensorEntry, int, int]]) -> Sp
 
 
 def read_span(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
-    """Read bytes ``[first, last)`` of ``span`` into ``memory``, which has their size, and check the padding but not the digests.
+    """Read bytes ``[first, last)`` of ``span`` into ``memory``, which has the same size. Padding is checked, but digests are not.
 
-    Reads everything with one call, because threads wait for each other at each call. Raises the errors of ``check_pads``.
+    Everything is read with one call, because threads wait for each other at each call. Raises the errors of ``check_pads``.
     """
     source.read_into(span.begin + first, memory)
     check_pads(source, span, first, last, memory)
 
 
 def check_pads(source: Source, span: Span, first: int, last: int, memory: memoryview) -> None:
-    """Check the padding in bytes ``[first, last)`` of ``span``, which are in ``memory``, and before the span if ``first`` is 0.
+    """Check the padding in bytes ``[first, last)`` of ``span``, which are in ``memory``.
 
-    So that no padding is split, ``first`` must be a multiple of ``TENSOR_ALIGNMENT``, and ``last`` too unless it is the end. Raises
-    InvalidPayload, MissingFile and Truncated.
+    If ``first`` is 0, also check that before the span. To avoid splitting padding, ``first`` must be a multiple of ``TENSOR_ALIGNMENT``,
+    and so must ``last`` unless it is the end. Raises InvalidPayload, MissingFile and Truncated.
     """
     pads = span.pads
     if not first and pads and pads[0][2] == span.begin:

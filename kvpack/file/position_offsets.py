@@ -1,4 +1,4 @@
-"""The required feature ``position-offsets``: where positions continue after images (spec/container.md, Position offsets)."""
+"""The required feature ``position-offsets``: the rotary positions after images (spec/container.md, Position offsets)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HasSides(Protocol):
 
 
 def features_of(offsets: Sequence[int] | None) -> tuple[tuple[str, ...], dict[str, bytes]]:
-    """Return ``required`` and ``ignorable`` for a file with the ``offsets`` of its sequences, or None if they are unknown."""
+    """Return ``required`` and ``ignorable`` for a file with the ``offsets`` of its sequences, which are None if unknown."""
     if offsets is None:
         return (), {}
     return (FEATURE,), {FEATURE: b"".join(offset.to_bytes(OFFSET_BYTES, "little", signed=True) for offset in offsets)}

@@ -24,21 +24,21 @@ MAGIC = b"kvpack-row 1\n\0\0\0"
 """First bytes of a row of version 1."""
 FRAME_BYTES = 128
 ALIGNMENT = 64
-"""The description, all streams and the end of a row are at multiples of this number of bytes."""
+"""Alignment, in bytes, of the description, all streams and the end of a row."""
 NAMESPACE_BYTES = KEY_BYTES = 32
 NAMESPACE_AT, KEY_AT = 32, 64
 """Offsets in bytes of the namespace and the key in a frame."""
 MULTIPLIER = 0x9E3779B97F4A7C15
 """Multiplier of the checksum. It is 5 modulo 8, so that its powers repeat only after 2^62 words."""
 MAX_ROW_BYTES = 2**32 - ALIGNMENT
-"""Maximum size of a row in bytes, up to which the checksum detects any two flipped bits."""
+"""Maximum size of a row in bytes. Up to it, the checksum detects any two flipped bits."""
 
 _FRAME = struct.Struct("<16sQQ32s32sI28x")
 _MASK = 2**64 - 1
 _WORDS_AT_ONCE = 1 << 14
 
 compiled: Callable[[memoryview, int], int | None] = lambda data, sum_: None  # noqa: E731
-"""Function that adds words to a checksum in C, or returns None if the C kernels are unavailable. Set by ``kvpack.coding.dispatch``."""
+"""Function that adds words to a checksum in C. It returns None if the C kernels are unavailable. Set by ``kvpack.coding.dispatch``."""
 
 
 class Frame(NamedTuple):
@@ -138,7 +138,7 @@ def powers() -> numpy.ndarray[tuple[int], numpy.dtype[numpy.uint64]]:
 
 
 def frame_of(data: memoryview, where: str) -> Frame:
-    """Return the frame at the beginning of ``data``, and check only its magic and length.
+    """Return the frame at the beginning of ``data``. Only its magic and length are checked.
 
     Raises NotKvpack, UnsupportedVersion, InvalidHeader or Truncated.
     """
@@ -171,7 +171,7 @@ def check_row(data: memoryview, where: str) -> Frame:
 
 
 def check_row_matches(row: memoryview, frame: Frame, layout: RowLayout, namespace: bytes, key: bytes | None, where: str) -> None:
-    """Raise InvalidHeader about the first difference of a checked row from this layout, namespace and key (None: any key)."""
+    """Raise InvalidHeader for the first difference of a checked row from this layout, namespace and key (None accepts any key)."""
     description = bytes(row[FRAME_BYTES : FRAME_BYTES + frame.description_bytes])
     if description != layout.description:
         raise InvalidHeader(f"{where} is the row of a different page: {_description_difference(description, layout.description)}")
@@ -200,7 +200,7 @@ def _description_difference(data: bytes, expected: bytes) -> str:
 
 
 def _difference(where: str, actual: Any, expected: Any) -> str:
-    """Return the first difference between two values of msgpack; empty if they are equal."""
+    """Return a description of the first difference between two msgpack values, or an empty string if they are equal."""
     if type(actual) is type(expected) is dict and [*actual] == [*expected]:
         parts = [(f"{where}.{name}".lstrip("."), actual[name], expected[name]) for name in expected]
     elif type(actual) is type(expected) is list and len(actual) == len(expected):

@@ -1,4 +1,4 @@
-"""Digests of an encoder's inputs and outputs, as part of the text of an undetermined input (``kvpack.file.inputs``)."""
+"""Digests of an encoder's inputs and outputs, stored in the text of an undetermined input (``kvpack.file.inputs``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGESTS = f"{FROM_ENCODER}, by sequence sha256 of its input/output: "
 DIGEST = 32
 """Number of hexadecimal digits in a digest: the first 128 bits of SHA-256."""
 MAX_NAMED = 256
-"""Maximum number of sequences whose sources are listed; their text takes half of the space for texts."""
+"""Maximum number of sequences whose sources are listed. Their text takes half of the space for texts."""
 _SEQUENCE = re.compile(rf"((?:[0-9a-f]{{{DIGEST}}})?)/([0-9a-f]{{{DIGEST}}})", re.ASCII)
 
 
@@ -28,15 +28,15 @@ class Source(NamedTuple):
         return f"{self.input}/{self.output}"
 
     def is_same(self, other: Source) -> bool:
-        """Return True if both digests are of the same source.
+        """Return True if both have digests of the same source.
 
-        One digest is enough: outputs for the same input may differ by rounding, and embeddings have the same output as their ids.
+        One equal digest is enough: outputs for the same input may differ by rounding, and embeddings have the same output as their ids.
         """
         return self.output == other.output or (self.input == other.input != "")
 
 
 Sources = tuple[Source, ...]
-"""The source of each sequence of a batch; one element if all have the same source."""
+"""The source of each sequence of a batch, or a single element if all sequences have the same source."""
 
 
 def clause(sources: Sources) -> str:

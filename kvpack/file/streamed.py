@@ -1,6 +1,7 @@
-"""Write files whose tensors arrive in pieces, such as from a device: first the data, each piece at its final offset, then the header.
+"""Writing of files whose tensors arrive in pieces, for example from a device.
 
-Only the pieces being written are in memory. As in ``container.write``, the file has another name until it is complete.
+Each piece is written at its final offset; the header follows. Only the pieces being written are in memory. As in ``container.write``, the
+file has another name until it is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from .header import Contents
 
 PIECE_BYTES = 1 << 23
-"""Recommended size of a piece in bytes: large enough to make few calls, small enough to start writing soon."""
+"""Recommended size of a piece in bytes: large enough for few calls, and small enough to start writing soon."""
 WRITES_AT_ONCE = 3
-"""Number of concurrent writes. File systems write one piece of a file at a time, but further calls hide the time between two."""
+"""Number of concurrent writes. File systems write one piece of a file at a time, but more calls hide the time between pieces."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class _PayloadTracker:
         self._sizes = dict.fromkeys(contents.layouts, 0)
 
     def assign_offsets(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
-        """Yield each piece with its offset in the file, after adding it to its tensor's digest. Raises InvalidParameter."""
+        """Yield each piece with its offset in the file, after updating its tensor's digest. Raises InvalidParameter."""
         for piece in pieces:
             size = self._sizes[piece.name]
             self._sizes[piece.name] = size + len(piece.data)

@@ -1,4 +1,4 @@
-"""Read files that a user names: whole and up to a limit, in pieces, or mapped on demand.
+"""Reading of files that a user names: whole and up to a limit, in pieces, or mapped on demand.
 
 FIFOs and devices are rejected, so that no read blocks or runs forever.
 """
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 PIECE_BYTES = 1 << 22
-"""Number of bytes that a thread maps at once."""
+"""Number of bytes that a thread maps at a time."""
 THREADS = 16
-"""Maximum number of threads that map at once. They wait for the disk, which is fastest with many requests."""
+"""Maximum number of threads that map at the same time. They wait for the disk, which is fastest with many requests."""
 
 _PIECE_BYTES = 2**20
 _MAX_PATH = 4096
@@ -39,7 +39,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a so
 
 
 def path_text(path: Any) -> str:
-    """Return ``path`` as text. An empty path appears as ``''`` in messages. Raises InvalidType if it is not a path."""
+    """Return ``path`` as text. In messages, an empty path is shown as ``''``. Raises InvalidType if it is not a path."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise InvalidType(f"a path must be text or os.PathLike, such as 'prompt.kvpack', but got {_show_value(path)}")
     data = path.encode("utf-8", "surrogatepass") if isinstance(path, str) else os.fsencode(path)
@@ -51,8 +51,8 @@ def path_text(path: Any) -> str:
 def open_regular(path: str | os.PathLike[str], description: str = "a regular file") -> int:
     """Open the regular file ``path`` for reading and return its descriptor, which the caller must close.
 
-    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened, or is a folder, a FIFO, a socket or a
-    device; these are never opened.
+    ``description`` describes the file in messages. Raises MissingFile if the path cannot be opened. Folders, FIFOs, sockets and devices are
+    never opened, and raise MissingFile as well.
     """
     where = path_text(path)
     try:
@@ -151,7 +151,7 @@ def _show_value(value: Any) -> str:
 
 
 class MemoryFile:
-    """The bytes of a file in memory. All results are views."""
+    """The bytes of a file in memory. All methods that return bytes return views."""
 
     descriptor = None
 
@@ -181,7 +181,7 @@ class MemoryFile:
 
 
 class ArrivingFile(MemoryFile):
-    """A file that ``cold`` is copying from ``disk`` to memory. Methods wait for their bytes and return views.
+    """A file that ``cold`` is copying from ``disk`` to memory. Methods wait until the requested bytes have arrived, and return views.
 
     They raise Truncated if another process truncates the file before it is copied.
     """
@@ -246,7 +246,7 @@ class DiskFile:
     def read(self, begin: int, end: int, into: bytearray | None = None) -> memoryview:
         """Return a copy of the current bytes ``[begin, end)`` of the file. Raises Truncated or MissingFile.
 
-        The bytes are copied to ``into``, which the caller can reuse, if it is large enough.
+        If ``into`` is large enough, the bytes are copied to it. The caller can reuse it.
         """
         size = end - begin
         data = memoryview(bytearray(size) if into is None or len(into) < size else into)[:size]
@@ -254,9 +254,10 @@ class DiskFile:
         return data
 
     def copy_to_memory(self) -> MemoryFile:
-        """Return the whole file in memory. If it is not in the page cache, it is read directly from disk, while its bytes are used.
+        """Return the whole file in memory.
 
-        Closing the result closes this file. Raises Truncated or MissingFile.
+        If it is not in the page cache, it is read directly from disk, and its first bytes can be used before all have arrived. Closing the
+        result closes this file. Raises Truncated or MissingFile.
         """
         if (cold := read_cold(self.descriptor, self.size)) is not None:
             return ArrivingFile(self, cold)
@@ -297,7 +298,7 @@ class DiskFile:
     def read_ahead(self, begin: int, end: int) -> Generator[int, None, None]:
         """Map pages in several threads, in order, and yield the end of the bytes mapped so far. Raises the errors of ``view``.
 
-        With views only, every page would wait for the disk.
+        Without this, a reader would wait for the disk at every page.
         """
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         memory = self.view(page, end)

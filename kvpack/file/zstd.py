@@ -1,4 +1,4 @@
-"""Compress stored tensors with zstd, as one frame with a known decoded size (spec/container.md, zstd)."""
+"""Compression of stored tensors with zstd, as one frame with a known decoded size (spec/container.md, zstd)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FEATURE = "zstd-checksum"
 """Name of the ignorable feature of a file in which all frames have a content checksum."""
 
 MIN_SAVING = 0.03
-"""Minimum share of the size that a frame must save for a writer to use it."""
+"""Minimum share of the size that a frame must save to be used by a writer."""
 
 _LEVEL = 3
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -25,10 +25,11 @@ def compress_frame(raw: memoryview) -> bytes | None:
 
 
 def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: bool) -> memoryview:
-    """Decode the frame ``stored`` to ``size`` writable bytes. Nothing is allocated before the frame's header matches ``size``.
+    """Decode the frame ``stored`` to ``size`` writable bytes.
 
-    With ``checksums`` (if the file has ``FEATURE``), a frame without a content checksum is rejected, because versions of libzstd decode
-    some malformed frames differently. Raises InvalidPayload about the tensor ``name``.
+    Memory is allocated only after the frame's header has been compared with ``size``. With ``checksums`` (if the file has ``FEATURE``), a
+    frame without a content checksum is rejected, because versions of libzstd decode some malformed frames differently. Raises
+    InvalidPayload, naming the tensor ``name``.
     """
     import zstandard
 
@@ -54,7 +55,7 @@ def decompress_frame(name: str, stored: memoryview, size: int, *, checksums: boo
 
 
 def _decompress_empty(name: str, stored: memoryview) -> memoryview:
-    """Decode a frame without content to its end, because zstandard's decompress() does not read the blocks of such a frame.
+    """Decode a frame without content to its end. zstandard's decompress() does not read the blocks of such a frame.
 
     Raises InvalidPayload, or ZstdError for an invalid block or checksum.
     """

@@ -1,1 +1,1 @@
-"""The identity of a model: everything that its caches' bytes depend on, as text that files and stores record and compare."""
+"""The identity of a model: everything on which the bytes of its caches depend, as text that files and stores record and compare."""

@@ -1,4 +1,4 @@
-"""Describe the adapters in effect on a model as text: their names, and a digest of their weights, scaling and state."""
+"""Description of the adapters in effect on a model as text: their names, and a digest of their weights, scaling and state."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 _ADAPTER_STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
 """Attributes of an adapter layer that determine which adapters are in effect. They are described separately."""
 _IGNORED_ATTRIBUTES = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_backend"}
-"""Attributes of an adapter layer that do not affect values, or that are described elsewhere, such as other layers."""
+"""Attributes of an adapter layer that do not affect values, or that are described elsewhere."""
 _HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
 def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
-    """Return the identity field ``adapter``: the names of the adapters in effect (or ``named``) and their digest; empty without adapters.
+    """Return the identity field ``adapter``: the names of the adapters in effect (or ``named``) and their digest.
 
-    Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the module, for an adapter that kvpack cannot
-    describe.
+    The field is empty without adapters. Adapters that are loaded but not in effect are ignored. Raises InvalidParameter, naming the module,
+    for an adapter that kvpack cannot describe.
     """
     states: list[Any] = []
     names: set[str] = set()
@@ -80,7 +80,7 @@ def _layer_state(part: ModelPart, active: list[str]) -> list[Any]:
 
 
 def _module_state(where: str, module: Any, other_adapters: Collection[str]) -> list[Any]:
-    """Describe an adapter module's attributes, tensors and inner modules, except those that belong to the adapters ``other_adapters``."""
+    """Describe an adapter module's attributes, tensors and inner modules, except those of the adapters ``other_adapters``."""
     import torch
 
     check_determined(where, type(module))
@@ -116,7 +116,7 @@ def _has_class(value: Any, name: str) -> bool:
 
 
 def _prompt_state(model: Any, names: set[str]) -> list[Any]:
-    """Describe the learned prompt that a PeftModel puts before the tokens, if it is enabled, and add its name to ``names``."""
+    """Describe the learned prompt that a PeftModel prepends to the tokens, if it is enabled, and add its name to ``names``."""
     encoders = model._modules.get("prompt_encoder")
     if encoders is None or model._adapters_disabled:
         return []
@@ -146,5 +146,5 @@ def _custom_state(part: ModelPart) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _is_adapters(parameter: str, kind: str) -> bool:
-    """Return True if a parameter outside PEFT belongs to an adapter, judging by its name, such as lora_A, or its module's class name."""
+    """Return True if a parameter outside PEFT belongs to an adapter, judging by its name, such as lora_A, or its module's class."""
     return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(kind))

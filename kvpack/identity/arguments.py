@@ -1,4 +1,4 @@
-"""Interpret the argument ``model=``, which names the model that a cache belongs to."""
+"""Interpretation of the argument ``model=``, which identifies the model that a cache belongs to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ModelArgument: TypeAlias = torch.nn.Module | Identity | str | Mapping[str, str]
 
 
 def model_fields(model: ModelArgument | None) -> dict[str, str]:
-    """Return the fields by which a cache records ``model``; empty for None.
+    """Return the fields that identify ``model`` in a cache, or an empty dict for None.
 
     Raises InvalidType for a value of any other type, and InvalidParameter for a model that ``Identity.of`` rejects, or for fields that a
     header cannot store.

@@ -1,4 +1,4 @@
-"""Convert values to text that is the same in every process, for the digests of an identity (spec/store.md, Keys)."""
+"""Conversion of values to text that is the same in every process, for the digests of an identity (spec/store.md, Keys)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 SCALARS = frozenset({type(None), bool, int, float, str})
 """The types of scalar values that JSON represents exactly."""
 ALL, SAMPLE, FILES = "sha256", "sample-sha256", "files-xxh3"
-"""Prefixes, before a colon, of ``Identity.weights`` texts: a digest of all weights in memory, of a sample of them, or of the files of a
-checkpoint. Any other text is a revision. Different kinds are never compared.
+"""Prefixes, before a colon, of ``Identity.weights`` texts: a digest of all weights in memory, of a sample, or of a checkpoint's files.
+
+Any other text is a revision. Different kinds are never compared.
 """
 BY_HAND = "build the kvpack.Identity yourself, and include in it everything that the keys and values depend on"
-"""The advice at the end of messages about a model that cannot be digested."""
+"""Advice at the end of messages about a model that cannot be digested."""
 
 
 def weights_kind(weights: str) -> str:
@@ -47,7 +48,7 @@ def json_text(value: Any) -> str:
 
 
 _NUMBERS = "biufc"
-"""The kinds of NumPy dtypes whose values are determined by their bytes."""
+"""Kinds of NumPy dtypes whose values are determined by their bytes."""
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
@@ -98,7 +99,7 @@ def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Return True for a tensor, an array, a NumPy scalar, or a structure or container of constants and scalars."""
+    """Return True for a tensor, array or NumPy scalar, and for a structure or container of constants and scalars."""
     import torch
 
     if isinstance(value, (torch.Tensor, numpy.generic)):
@@ -128,7 +129,7 @@ def _is_structure(value: Any) -> bool:
 
 
 def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = None) -> str:
-    """Return a tensor's dtype, its shape and the XXH3-128 of its bytes; for a quantized tensor, the same of all its parts.
+    """Return a tensor's dtype, its shape and the XXH3-128 of its bytes. A quantized tensor is described by all of its parts.
 
     With ``max_values``, only that many evenly spaced values are digested. Raises InvalidParameter, naming ``where``, for a tensor whose
     values are not in memory or cannot be read as bytes.
@@ -168,7 +169,7 @@ def tensor_text(tensor: torch.Tensor) -> str:
 def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any]:
     """Return ``to_json_value(name, value, max_values)`` for each of ``named``.
 
-    Tensors are read in batches, since each read waits for a device.
+    Tensors are read in batches, because each read waits for a device.
     """
     import torch
 
@@ -191,11 +192,11 @@ def sample_values(named: Sequence[tuple[str, Any]], max_values: int) -> list[Any
 
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""The integer dtype as which values of each item size are read."""
+"""Integer dtype as which values are read, by item size."""
 
 
 def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, max_values: int) -> dict[int, str]:
-    """Return the ``tensor_digest`` of tensors with the same device and item size, by number, reading values as integers of ``dtype``."""
+    """Return the ``tensor_digest`` of tensors with the same device and item size, by number. Values are read as integers of ``dtype``."""
     import torch
 
     samples = [x if x.dim() == 1 else x.flatten() for x in (_spaced_values(tensor, max_values) for _, tensor in tensors)]
@@ -213,7 +214,7 @@ def _batch_digests(tensors: Sequence[tuple[int, torch.Tensor]], dtype: torch.dty
 
 
 def _spaced_values(values: torch.Tensor, max_values: int | None) -> torch.Tensor:
-    """Return ``max_values`` evenly spaced values, or all if there are fewer."""
+    """Return ``max_values`` evenly spaced values, or all values if there are fewer."""
     import torch
 
     if max_values is None or values.numel() <= max_values:

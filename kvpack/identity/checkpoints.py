@@ -1,4 +1,4 @@
-"""Compute the digest of a checkpoint's files. Every byte is read once, and the digests of unchanged files are cached."""
+"""Digest of a checkpoint's files. Every byte is read once, and the digests of unchanged files are cached."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ PIECE_BYTES = 1 << 26
 """Size of the pieces of a file that one thread reads and digests."""
 BUFFER_BYTES = 1 << 22
 THREADS = 16
-"""Maximum number of threads that read at a time. A single thread cannot use a fast disk fully."""
+"""Maximum number of threads that read at the same time. A single thread cannot saturate a fast disk."""
 SETTLED_SECONDS = 2.0
-"""Age in seconds from which a file's times are reliable: a later change sets another time. Digests of younger files are not cached."""
+"""Age in seconds from which on a file's times are reliable, because a later change sets a different time.
+
+Digests of younger files are not cached.
+"""
 MAX_KEPT_BYTES = 1 << 16
 _FORMAT = "kvpack checkpoint digest 1"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of the names and all bytes of a folder's safetensors files; empty if there are none.
+    """Return a digest of the names and all bytes of a folder's safetensors files, or an empty string if there are none.
 
     Digests are cached in the folder ``kvpack-checkpoints`` in XDG_CACHE_HOME. A file is read again if its path, inode, size or times have
     changed. Raises OSError, or InvalidParameter for a file that changes while it is read.
@@ -88,13 +91,13 @@ def _status(path: str) -> dict[str, int]:
 
 
 class _CachedDigest:
-    """The cache file with the digest of one file. ``place`` is its path, or None if there is no cache folder."""
+    """The cache file for the digest of one file. ``place`` is its path, or None if there is no cache folder."""
 
     def __init__(self, path: str, place: str | None) -> None:
         self._path, self._place = path, place
 
     def read(self, status: Mapping[str, int]) -> str | None:
-        """Return the cached digest if it belongs to a file with this status, else None."""
+        """Return the cached digest if it belongs to a file with this status, otherwise None."""
         if self._place is None:
             return None
         try:
@@ -128,7 +131,7 @@ class _CachedDigest:
 
 @contextlib.contextmanager
 def _open_record(path: str) -> Iterator[_CachedDigest]:
-    """Yield a file's cached digest under a lock, so that one process at a time reads the file and the others find its digest."""
+    """Yield a file's cached digest under a lock. One process at a time reads the file, and the others find its digest."""
     folder = _folder()
     if folder is None:
         yield _CachedDigest(path, None)

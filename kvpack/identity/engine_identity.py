@@ -1,4 +1,4 @@
-"""Determine the identity of a serving engine's pages from the model's folder, without loading the model."""
+"""Determination of the identity of a serving engine's pages from the model's folder, without loading the model."""
 
 from __future__ import annotations
 

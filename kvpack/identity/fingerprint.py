@@ -1,4 +1,4 @@
-"""Compute the digests of a transformers model: of its weights, and of its configuration, modules, dtypes and buffers."""
+"""Digests of a transformers model: of its weights, and of its configuration, modules, dtypes and buffers."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _IGNORED_SETTINGS = {
     "transformers_version",
     "use_cache",
 }
-"""Settings of a transformers configuration that do not affect keys and values, or that an identity has in a field of their own."""
+"""Settings of a transformers configuration that do not affect keys and values, or that have their own field in an identity."""
 _IGNORED_ATTRIBUTES = {"gradient_checkpointing", "hf_device_map", "name_or_path", "warnings_issued"}
 """Attributes of modules that do not affect keys and values."""
 SAMPLED_VALUES = 64
 _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
 """Packages whose private attributes do not affect keys and values. Private attributes of other modules may be constants."""
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
-"""The methods that a module overrides to define its own state."""
+"""Methods that a module overrides to define its own state."""
 _NOTED_LENGTH = "max_seq_len_cached"
-"""The suffix of attributes in which a rotary embedding stores the longest sequence length so far. A buffer already reflects it."""
+"""Suffix of attributes in which a rotary embedding stores the longest sequence length so far. A buffer already reflects it."""
 _NOTED_POSITIONS = "rope_deltas"
-"""The attribute in which a model stores the position of the text after the last prompt's images. It is None before the first prompt."""
+"""Attribute in which a model stores the position of the text after the last prompt's images. It is None before the first prompt."""
 _CALL_WORDS = ("cache", "state", "long_inv_freq", _NOTED_POSITIONS)
-"""Words in the names of attributes that a model sets during forward passes."""
+"""Parts of the names of attributes that a model sets during forward passes."""
 _HUB_FOLDER = "models--"
-"""The prefix of a model's folder in the hub's cache."""
+"""Prefix of a model's folder in the hub's cache."""
 _FREQUENCIES = "inv_freq"
-"""The suffix of buffers with a rotary embedding's frequencies."""
+"""Suffix of buffers with a rotary embedding's frequencies."""
 
 
 def model_name(loaded_from: str) -> str:
@@ -162,7 +162,7 @@ def _default_state(part: ModelPart) -> Iterator[tuple[str, Any]]:
 
 
 def _fetch_offloaded(module: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with its values, which accelerate may have offloaded."""
+    """Return ``x`` with its values, which accelerate may have offloaded to another device or to disk."""
     hook = vars(module).get("_hf_hook")
     for inner in getattr(hook, "hooks", (hook,)):
         values = getattr(inner, "weights_map", None)
@@ -222,7 +222,10 @@ def _module(part: ModelPart) -> list[Any]:
 
 
 def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """Return a rotary embedding's frequencies for short sequences if the last forward pass may have changed ``buffer``, else ``buffer``."""
+    """Return a rotary embedding's frequencies for short sequences if the last forward pass may have changed ``buffer``.
+
+    Otherwise, ``buffer`` is returned.
+    """
     before, found, _ = name.rpartition(_FREQUENCIES)
     first = module._buffers.get(f"{before}original_{_FREQUENCIES}") if found else None
     kind = getattr(module, "rope_type", None)
@@ -251,9 +254,9 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
 
 
 def _constants(where: str, module: torch.nn.Module) -> list[Any]:
-    """Return the tensors, arrays and structures that a module has as plain attributes, and a custom module's private floats, by name.
+    """Return the tensors, arrays and structures in a module's plain attributes, and a custom module's private floats, by name.
 
-    Modules that define their own state have none: theirs are among the weights.
+    Modules that define their own state have none, because theirs are among the weights.
     """
     if not _has_default_state(type(module)):
         return []
@@ -271,7 +274,7 @@ def _constants(where: str, module: torch.nn.Module) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def _constant_names(names: tuple[str, ...], private: bool) -> tuple[str, ...]:
-    """Return the sorted names of attributes that may be constants. With ``private``, private names are included."""
+    """Return the sorted names of attributes that may be constants. Private names are included only with ``private``."""
     import torch
 
     usual = vars(torch.nn.Module()).keys()

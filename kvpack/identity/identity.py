@@ -1,4 +1,7 @@
-"""The identity of a prefix: everything that its bytes depend on, except its tokens. Stores with different identities share no entries."""
+"""The identity of a prefix: everything that its bytes depend on, except its tokens.
+
+Stores with different identities share no entries.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ if TYPE_CHECKING:
 _STATES = b"kvpack-states 1"
 
 _HEADER_NAMES = {"model": "name"}
-"""The fields that have another name in an entry's header."""
+"""Fields that have a different name in an entry's header."""
 
 
 @dataclass(frozen=True, init=False)
 class Identity:
     """The identity of a prefix: everything that its keys and values depend on, except the tokens, as text.
 
-    Stores with different identities share no entries. ``Identity.of`` finds the identity of a transformers model, ``Identity.of_engine``
-    that of a serving engine's pages.
+    Stores with different identities share no entries. ``Identity.of`` returns the identity of a transformers model, and
+    ``Identity.of_engine`` that of a serving engine's pages.
 
     Args:
         model: Name of the model.
@@ -45,13 +48,14 @@ class Identity:
         adapter: Names and digests of the adapters in effect.
         rope: Rotary settings.
         dtype: Dtype of the model or of the engine's cache.
-        tenant: Owner of the entries; any text. All users without a tenant share the empty one.
+        tenant: Owner of the entries, as any text. All users without a tenant share the empty one.
         config: Digest of the configuration, the modules with their settings and quantization, and the buffers.
-        extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack sees).
+        extra: Anything else that affects the values, such as a forward hook (spec/notes.md lists what kvpack detects).
         digests: Digests of all weights and of a sample of them, to reject caches of other weights even if they use another kind of digest.
             Not in keys.
-        windows: Sliding window of each layer in tokens, None for full attention; stores load only tokens within the windows. Not in keys.
-        keeps_states: True if layers have recurrent or convolution states, which a prefix then needs.
+        windows: Sliding window of each layer in tokens, or None for full attention. Stores load only tokens within the windows. Not in
+            keys.
+        keeps_states: True if layers have recurrent or convolution states, which a stored prefix must then include.
         basis: Basis of the recipe, taken from ``recipe`` if it is a Recipe. Not in keys, because the recipe's text contains its digest.
 
     Raises:
@@ -135,17 +139,17 @@ class Identity:
     ) -> Self:
         """Return the identity of a transformers model as it is now.
 
-        Adapters, configuration, modules and buffers are always digested: make a new identity after any of them changes. All weights in
+        Adapters, configuration, modules and buffers are always digested, so create a new identity after any of them changes. All weights in
         memory are read once, even if ``weights`` is given, so that caches can be compared with them.
 
         Args:
             model: A transformers model, which may have PEFT adapters in it or around it.
             recipe: The recipe of the caches.
-            name: Name of the model; default: its name on the hub, or the last part of its folder.
-            weights: Name of the weights; default: a digest of every parameter.
-            adapter: Name of the adapters; default: the names of those in effect.
+            name: Name of the model. Defaults to its name on the hub, or the last part of its folder.
+            weights: Name of the weights. Defaults to a digest of every parameter.
+            adapter: Name of the adapters. Defaults to the names of those in effect.
             tenant: Owner of the entries.
-            extra: Names inputs that kvpack cannot see (spec/notes.md lists those that it sees).
+            extra: Names of inputs that kvpack cannot detect (spec/notes.md lists those that it detects).
 
         Raises:
             InvalidParameter: An adapter has effects that kvpack cannot determine, values are not in memory (on the meta device) or cannot
@@ -172,9 +176,9 @@ class Identity:
         extra: str = "",
         digests: tuple[str, ...] | None = None,
     ) -> Self:
-        """Return the identity of a model as ``of`` does, given its modules ``model_parts`` (``modules.parts``), which are listed only once.
+        """Return the identity of a model as ``of`` does, given its modules ``model_parts`` (``modules.parts``).
 
-        If ``digests`` and ``weights`` are given, no weights are read.
+        This lists the modules only once. If ``digests`` and ``weights`` are given, no weights are read.
         """
         from .adapters import adapters_text
         from .fingerprint import check_deterministic, config_digest, dtype_text, model_name, weights_of, weights_sample
@@ -225,9 +229,9 @@ class Identity:
             recipe: The recipe of the pages.
             kv_dtype: Dtype of the engine's cache.
             layout: Name or digest of the page layout (``PageLayout.digest``).
-            revision: Name of the weights, such as a commit on the hub; default: a digest of the names and bytes of all safetensors files,
-                which is never compared with a digest of weights in memory.
-            rope: Rotary settings; default: those in config.json.
+            revision: Name of the weights, such as a commit on the hub. Defaults to a digest of the names and bytes of all safetensors
+                files, which is never compared with a digest of weights in memory.
+            rope: Rotary settings. Defaults to those in config.json.
             adapter: Name of the adapters that the engine has loaded.
             tp: Rank, and number of ranks that share the heads.
             tenant: Owner of the entries.
@@ -250,12 +254,12 @@ class Identity:
 
     @property
     def header_model(self) -> dict[str, str]:
-        """The map ``model`` in an entry's header: all fields except the tenant, and the recipe, which has its own key."""
+        """The map ``model`` in an entry's header: all fields except the tenant and the recipe, which has its own header field."""
         fields = (name for name in _FIELDS if name not in ("recipe", "tenant"))
         return {_HEADER_NAMES.get(name, name): value for name in fields if (value := getattr(self, name))}
 
     def weights_of_kind(self, kind: str) -> str:
-        """Return the digest of the weights of the given kind (``canonical_text.weights_kind``); empty if it is unknown."""
+        """Return the digest of the weights of the given kind (``canonical_text.weights_kind``), or an empty string if it is unknown."""
         return next((text for text in (self.weights, *self.digests) if weights_kind(text) == kind), "")
 
     @classmethod
@@ -267,7 +271,7 @@ class Identity:
 
     @property
     def root(self) -> bytes:
-        """The 32 bytes that serve as the parent's key for the first chunk (spec/store.md, Keys and States)."""
+        """The 32 bytes that serve as the parent key of the first chunk (spec/store.md, Keys and States)."""
         return states_key(self.digest) if self.keeps_states else self.digest
 
     @property
@@ -287,5 +291,8 @@ def length_prefixed(data: bytes) -> bytes:
 
 
 def states_key(digest: bytes) -> bytes:
-    """Return the key of the states after the chunk with the key ``digest``; for an identity's digest, the root of a model with states."""
+    """Return the key of the states after the chunk with the key ``digest``.
+
+    Given an identity's digest, this is the root of a model with states.
+    """
     return hashlib.sha256(length_prefixed(_STATES) + length_prefixed(digest)).digest()

@@ -1,4 +1,4 @@
-"""List the modules of a transformers model, without modules of adapters and PyTorch's wrappers.
+"""Listing of a transformers model's modules, without modules of adapters and PyTorch's wrappers.
 
 PEFT is recognized by its class names, so it need not be installed.
 """
@@ -26,12 +26,12 @@ _ADAPTER_WRAPPERS = {"PeftModel", "PeftMixedModel", "BaseTuner"}
 _UNSUPPORTED_ADAPTERS = {"XLoraModel", "PolyModel", "PolyLayer", "ShadowModel", "ALoraLinearVariant"}
 """PEFT classes whose output depends on a call's arguments or on later tokens, and which kvpack therefore rejects."""
 _TORCH_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-"""PyTorch's wrappers, which do not affect values, each with the attribute that has the wrapped module."""
+"""PyTorch wrapper classes, which do not affect values, and the attribute of each that contains the wrapped module."""
 _WRAPPER = "of torch"
 _BASE_ATTRIBUTES = ("base_layer", "original_module")
-"""Attributes of PEFT layers that have the replaced module."""
+"""Attributes of PEFT layers that contain the replaced module."""
 _OTHER_LIBRARIES = {"adapters": "AdapterConfig"}
-"""Adapter libraries that keep state outside their modules, each with a name that distinguishes it from a user's own file."""
+"""Adapter libraries that keep state outside their modules, each with a name that distinguishes it from a user's own module."""
 
 
 class ModelPart(NamedTuple):

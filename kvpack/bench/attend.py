@@ -55,9 +55,9 @@ def run(
 
     ``seconds`` is the median over ``repeats`` rounds, each of which calls all methods once. Raises InvalidParameter.
     """
-    check_size("repeats", repeats, 1, 1000, "timings")
+    check_size("--repeats", repeats, 1, 1000, "timings")
     for count in tokens:
-        check_size("tokens", count, 1, MAX_TOKENS, "tokens")
+        check_size("--tokens", count, 1, MAX_TOKENS, "tokens")
     for recipe in recipes:
         parse_recipe(recipe)
     with one_thread():

@@ -12,7 +12,7 @@ import torch
 
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation.models import tokenize
-from kvpack.evaluation.sizes import positions, starts, window, window_ids
+from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids
 from kvpack.evaluation.windows import PASS, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
@@ -174,7 +174,7 @@ def _window_starts(
     )
     step = _size("step", step, 1, size, f"in a window of {size} tokens")
     rooms = [len(text.ids) // window_ids(size, text) for text in words]
-    fitting, why = sum(rooms), f"of {size} tokens in the texts: pass longer texts or fewer windows"
+    fitting, why = sum(rooms), f"(the number of {size}-token windows in the texts): pass longer texts or fewer tokens"
     count = _size("windows", min(WINDOWS, fitting) if windows is None else windows, 1, fitting, why)
     # Take a window from each text in turn, as long as the text has enough tokens.
     shares = [0] * len(words)
@@ -194,8 +194,7 @@ def _window_starts(
 def _size(name: str, value: int, low: int, high: int, reason: str) -> int:
     """Return ``value`` as an int. Raises InvalidParameter unless it is in the given range."""
     result = as_integer(value, name)
-    if not low <= result <= high:
-        raise InvalidParameter(f"{name} is {describe(value)}, expected an integer from {low} to {high} {reason}")
+    check_size(name, result, low, high, reason)
     return result
 
 

@@ -240,8 +240,11 @@ _LIMITS = ((0.005, "few tokens change"), (0.05, "some tokens change, so test you
 def verdict(report: dict[str, Any]) -> list[str]:
     """Return sentences that rate recipes by the upper end of their KL on the worst text and by needles, and that recommend one."""
     worst: dict[str, float] = {}
+    mean: dict[str, float] = {}
     for row in (row for part in (report, *report["others"]) for row in part["recipes"]):
-        worst[row["recipe"]] = max(worst.get(row["recipe"], 0.0), (row["kl_divergence_interval"] or [row["kl_divergence"]])[-1])
+        divergence = row["kl_divergence"]
+        worst[row["recipe"]] = max(worst.get(row["recipe"], 0.0), (row["kl_divergence_interval"] or [divergence])[-1])
+        mean[row["recipe"]] = max(mean.get(row["recipe"], 0.0), divergence)
     recall = report["uncompressed"]["needles"]
     losing = [row["recipe"] for row in report["recipes"] if recall and row["needles"]["interval"][1] < recall["interval"][0]]
     lines, left = [], [row["recipe"] for row in report["recipes"] if row["recipe"] not in losing]
@@ -254,6 +257,11 @@ def verdict(report: dict[str, Any]) -> list[str]:
             lines.append(f"{', '.join(names)}: {meaning} (KL of at most {limit}, so up to about {share:.0f} % of tokens).")
     if left:
         lines.append(f"{', '.join(left)}: many tokens change.")
+    for name in (row["recipe"] for row in report["recipes"] if row["recipe"] not in losing):
+        passed = next((limit for limit, _ in _LIMITS if mean[name] <= limit < worst[name]), None)
+        if passed is not None:
+            measured = f"its mean KL is {mean[name]:.2g}, but the 95% interval ends at {worst[name]:.2g}"
+            lines.append(f"{name}: above {passed} only by its interval ({measured}). More windows narrow it.")
     if losing:
         lines.append(f"{', '.join(losing)}: significantly fewer needles than with the uncompressed cache.")
     if good:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -39,10 +40,11 @@ def window_tokens(requested: int | None, default: int, text: Text, max_positions
     return tokens
 
 
-def check_size(option: str, value: int, low: int, high: int, reason: str) -> None:
-    """Raise InvalidParameter about ``option`` unless ``low <= value <= high``. The message ends with ``reason``."""
+def check_size(name: str, value: int, low: int, high: int, reason: str) -> None:
+    """Raise InvalidParameter about ``name`` unless ``low <= value <= high``. The message ends with ``reason``."""
     if not low <= value <= high:
-        raise InvalidParameter(f"--{option} is {value}, expected an integer from {low} to {high} {reason}")
+        expected = low if low == high else f"an integer from {low} to {high}"
+        raise InvalidParameter(f"{name} is {describe(value)}, expected {expected} {reason}")
 
 
 def window_ids(tokens: int, text: Text) -> int:

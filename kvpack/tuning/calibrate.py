@@ -182,11 +182,11 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
     room = len(words.ids) // window_ids(tokens, words)
     windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
-        check_size("score", scored_tokens, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
-    check_size("windows", windows, 1, room, f"of {tokens} tokens in {words.name}: {LONGER_TEXT}")
+        check_size("--score", scored_tokens, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
+    check_size("--windows", windows, 1, room, f"(the number of {tokens}-token windows in {words.name}): {LONGER_TEXT}")
     if settings.positions is not None:
         most_read = min(max_positions or settings.positions, longest or settings.positions)
-        check_size("positions", settings.positions, 1, most_read, "of the model")
+        check_size("--positions", settings.positions, 1, most_read, "of the model")
     return tokens, scored_tokens, windows
 
 
@@ -202,7 +202,7 @@ def _windows_for_widths(text: Text, max_positions: int | None, settings: Setting
     """Return windows of the text for ``measure_place_losses``. Raises InvalidParameter if the text is too short."""
     tokens = window_tokens(None, WIDTHS_TOKENS, text, max_positions)
     size = window_ids(tokens, text)
-    check_size("widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
+    check_size("--widths", settings.widths, 1, len(text.ids) // size, f"windows of {tokens} tokens in {text.name}")
     return [window(text, start, size) for start in starts(len(text.ids), size, settings.widths, settings.seed)]
 
 

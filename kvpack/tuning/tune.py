@@ -223,11 +223,12 @@ def _sizes(settings: Settings, text: Text, max_positions: int | None) -> _Sizes:
     scored_tokens = min(DEFAULT_SCORE, tokens // 2) if settings.scored_tokens is None else settings.scored_tokens
     room = len(text.ids) // window_ids(tokens, text)
     windows = min(DEFAULT_WINDOWS, room // 2) if settings.windows is None else settings.windows
-    check_size("score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
-    check_size("windows", windows, 1, room - 1, f"of {tokens} tokens in {text.name}, at least one of them held out: {LONGER_TEXT}")
+    check_size("--score", scored_tokens, 1, tokens - 1, f"in a window of {tokens} tokens")
+    reason = f"(the number of {tokens}-token windows in {text.name}, without at least one held out): {LONGER_TEXT}"
+    check_size("--windows", windows, 1, room - 1, reason)
     held_out_windows = min(DEFAULT_HELD_OUT_WINDOWS, room - windows) if settings.held_out_windows is None else settings.held_out_windows
     reason = f"windows of {tokens} tokens in {text.name}, in addition to {windows} for the search"
-    check_size("held-out", held_out_windows, 1, room - windows, reason)
+    check_size("--held-out", held_out_windows, 1, room - windows, reason)
     return _Sizes(tokens, scored_tokens, windows, held_out_windows)
 
 

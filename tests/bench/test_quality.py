@@ -278,6 +278,18 @@ def test_verdict_is_the_smallest_recipe_that_changes_few_tokens_of_every_text() 
     assert "none of these recipes" in summary.verdict({**report, "recipes": recipes[2:]})[-1]
 
 
+def test_verdict_names_recipes_whose_interval_alone_is_above_a_limit() -> None:
+    rows = [
+        {"recipe": name, "kl_divergence": middle, "kl_divergence_interval": [0.0, high], "needles": None}
+        for name, middle, high in (("fp8", 0.001, 0.002), ("kvpack-4", 0.004, 0.0071), ("kvpack-3", 0.03, 0.04), ("kvpack-2", 0.04, 0.2))
+    ]
+    lines = summary.verdict({"uncompressed": {"needles": None, "windows": [{}, {}]}, "recipes": rows, "others": []})
+    assert [line for line in lines if "only by its interval" in line] == [
+        "kvpack-4: above 0.005 only by its interval (its mean KL is 0.004, but the 95% interval ends at 0.0071). More windows narrow it.",
+        "kvpack-2: above 0.05 only by its interval (its mean KL is 0.04, but the 95% interval ends at 0.2). More windows narrow it.",
+    ]
+
+
 def test_preliminary_results_are_printed_immediately(tmp_path: Path) -> None:
     settings = quality.Settings(tokens=1024, windows=2, needles=1, scored_tokens=16, generated=4)
     lines: list[str] = []
@@ -501,7 +513,7 @@ def test_model_with_a_tokenizer(tmp_path: Path) -> None:
     assert found["settings"]["windows"] == 3
     assert found["settings"]["needles"] == 0
     assert found["recipes"][0]["perplexity"] == pytest.approx(found["uncompressed"]["perplexity"], rel=0.01)
-    with pytest.raises(InvalidParameter, match="--needles is 1, expected an integer from 0 to 0"):
+    with pytest.raises(InvalidParameter, match="--needles is 1, expected 0 prompts"):
         quality.run(str(tmp_path), str(text), ["kivi-4"], quality.Settings(tokens=64, needles=1))
 
 
@@ -521,10 +533,10 @@ def test_model_that_cannot_read_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
         (
             ["--tokens", "512", "--windows", "5"],
             2,
-            "--windows is 5, expected an integer from 1 to 4 of 512 tokens in the demo's text: give a longer text",
+            "--windows is 5, expected an integer from 1 to 4 (the number of 512-token windows in the demo's text): give a longer text",
         ),
         (["--tokens", "512", "--needles", "5"], 2, "--needles is 5, expected an integer from 0 to 4"),
-        (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected an integer from 0 to 0"),
+        (["--tokens", "100", "--needles", "1"], 2, "--needles is 1, expected 0 prompts"),
         (["--step", "0"], 2, "--step is 0, expected an integer from 1 to 1024"),
         (["--twin", "0"], 2, "--twin is 0.0"),
         (["--recipe", "kivi-5"], 2, "recipe 'kivi-5'"),

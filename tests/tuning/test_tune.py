@@ -260,7 +260,7 @@ def test_fast_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             r"the smallest file of the candidates takes [\d,]+ bytes per window, 2\.\d+ bits per value, but the budget is [\d,]+ bytes",
         ),
         (["--bits", "1", "--fast"], 2, r"the smallest uniform recipe of the candidates takes [\d,]+ bytes"),
-        (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 of 128 tokens"),
+        (["--bits", "3", "--windows", "19"], 2, r"--windows is 19, expected an integer from 1 to 18 .the number of 128-token windows"),
         (["--bits", "3", "--windows", "9", "--held-out", "11"], 2, r"--held-out is 11, expected an integer from 1 to 10 windows"),
         (["--bits", "3", "--score", "128"], 2, r"--score is 128, expected an integer from 1 to 127"),
         (["--bits", "3", "--tokens", "4000"], 2, r"--tokens is 4000"),

@@ -5,7 +5,7 @@
         "cpu_bytes_to_use": 10000000000, "secondary_tiers": [{"type": "fs", "root_dir": "/var/cache/vllm"}]}}'
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
-        "placement": "store", "location": "/var/cache/kvpack", "recipe": "octopus-4", "layout": "adjacent",
+        "placement": "store", "location": "/var/cache/kvpack", "recipe": "kvpack-4", "layout": "adjacent",
         "cpu_bytes_to_use": 10000000000}}'
 
 Importing this package does not need vLLM. ``register`` is the entry point of ``vllm.general_plugins``. vLLM calls these interfaces

@@ -6,7 +6,7 @@ static void decode_tile(const Codec *codec, const Loaded *in, int with_means, fl
         case RAW: raw_decode(codec, in, tile); break;
         case GROUP: group_decode(codec, in, spare, tile); break;
         case SCALAR: scalar_decode(codec, in, tile); break;
-        case OCTAHEDRAL: octahedral_decode(codec, in, spare, tile); break;
+        case OCTAHEDRAL: octahedral_decode(codec, in, tile); break;
         case ANGLE: angle_decode(codec, in, tile); break;
         case POLAR: polar_decode(codec, in, spare, tile); break;
         case MINIFLOAT: minifloat_decode(codec, in, tile); break;

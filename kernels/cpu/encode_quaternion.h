@@ -28,15 +28,15 @@ static void search_secondary(const Encode *call, const Encoded *out, int64_t i, 
     }
 }
 
-/* The codewords of a chunk whose secondary quaternions [4][HALF_TILE] are known: 2 axis + sign, or 8 and the signs of a half unit. */
-static void nearest_units(const Encoded *out, int64_t i, const float *chosen, int32_t *codeword) {
+/* The codewords of a chunk, which replace the numbers of its secondary quaternions: 2 axis + sign, or 8 and the signs of a half unit. */
+static void nearest_units(const Encoded *out, int64_t i, const float *secondary, int32_t *codeword) {
     const float *row = out->tile + 4 * i * HALF_TILE;
     for (int64_t t = 0; t < out->tokens; t += LANES) {
         vf in[4] = {load(row + t), load(row + HALF_TILE + t), load(row + 2 * HALF_TILE + t), load(row + 3 * HALF_TILE + t)};
-        vf most = splat(-1), sum = splat(0);
-        vf a = load(chosen + t), b = load(chosen + HALF_TILE + t), c = load(chosen + 2 * HALF_TILE + t), d = load(chosen + 3 * HALF_TILE + t);
+        vf most = splat(-1), sum = splat(0), chosen[4];
         vi unit = splat_int(0), half = splat_int(8);
-        TURNED_BACK(turned, in, a, b, c, d);
+        lookup_four(secondary, codeword + t, chosen);
+        TURNED_BACK(turned, in, chosen[0], chosen[1], chosen[2], chosen[3]);
         for (int axis = 0; axis < 4; axis++) {
             vi negative = (vi)((vu)turned[axis] >> 31);
             vf size = magnitude_of(turned[axis]);
@@ -60,7 +60,7 @@ static void add_chunk(const Codec *codec, const Encoded *out, int64_t i, const i
 static void quaternion_encode(const Encode *call, const Encoded *out) {
     const Codec *codec = call->codec;
     int32_t codeword[HALF_TILE] = {0}, radius[HALF_TILE];
-    float most[HALF_TILE] = {0}, product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, sum[HALF_TILE] = {0}, best[HALF_TILE], chosen[4 * HALF_TILE];
+    float most[HALF_TILE] = {0}, product[HALF_TILE] = {0}, squares[HALF_TILE] = {0}, sum[HALF_TILE] = {0}, best[HALF_TILE];
     float *lengths = out->spare;
     for (int64_t i = 0; 4 * i < codec->dim; i++)
         for (int64_t t = 0; t < out->tokens; t += LANES) {
@@ -77,8 +77,7 @@ static void quaternion_encode(const Encode *call, const Encoded *out) {
     }
     for (int64_t i = 0; 4 * i < codec->dim; i++) {
         search_secondary(call, out, i, codeword, best);
-        lookup_four(call->bounds[0].data, codeword, HALF_TILE, chosen);
-        nearest_units(out, i, chosen, codeword);
+        nearest_units(out, i, call->bounds[0].data, codeword);
         for (int64_t t = 0; t < out->tokens; t += LANES) {
             vf scale = load(most + t), positive = choose(scale > 0.f, scale, splat(INFINITY));
             vf length = load(lengths + i * HALF_TILE + t) / positive, steps = bounded_steps(length * codec->highest, codec->highest);

@@ -23,23 +23,23 @@ static void triplet_digits(const Codec *codec, const Loaded *in, int64_t i, int3
     }
 }
 
-static void octahedral_decode(const Codec *codec, const Loaded *in, float *spare, float *tile) {
+static void octahedral_decode(const Codec *codec, const Loaded *in, float *tile) {
     int32_t index[TILE], sign[TILE], direction[TILE];
     int32_t bits = (int32_t)codec->index_bits, mask = (1 << bits) - 1;
     const Table *axis = codec->table, *norms = &codec->table[TRIPLET_NORM];
     int few = axis->entries <= MAX_IN_REGISTERS;
     for (int64_t i = 0; 3 * i < codec->dim; i++) {
         triplet_digits(codec, in, i, index, sign);
-        if (!few) {
+        if (!few)
             for (int t = 0; t < TILE; t += LANES) store_int(direction + t, load_int(index + t) & mask);
-            lookup_four(codec->table[DIRECTIONS_BY_FOUR].data, direction, TILE, spare);
-        }
         float *row = tile + 3 * i * TILE;
         for (int t = 0; t < TILE; t += LANES) {
             vi own = load_int(index + t), signs = load_int(sign + t), at = own & mask;
             vf norm = lookup(norms->data, norms->entries, codec->norm_with_index ? own >> bits : signs >> 2), whole = load(in->numbers + t);
+            vf found[4];
+            if (!few) lookup_four(codec->table[DIRECTIONS_BY_FOUR].data, direction + t, found);
             for (int64_t j = 0; j < 3 && 3 * i + j < codec->dim; j++) {
-                vf x = few ? lookup(axis[j].data, axis->entries, at) : load(spare + j * TILE + t);
+                vf x = few ? lookup(axis[j].data, axis->entries, at) : found[j];
                 if (j < 2) x = (vf)((vi)x ^ (signs >> (int32_t)j & 1) << 31);
                 store(row + j * TILE + t, x * norm * whole);
             }

@@ -5,6 +5,7 @@ enum { TILE = 128, HALF_TILE = 64 };
 
 typedef uint16_t v8 __attribute__((vector_size(16)));
 typedef int16_t v8_mask __attribute__((vector_size(16)));
+typedef uint64_t v2 __attribute__((vector_size(16)));
 typedef uint16_t v8_any __attribute__((vector_size(16), aligned(1), may_alias));
 #define LOW8 0, 8, 1, 9, 2, 10, 3, 11
 #define HIGH8 4, 12, 5, 13, 6, 14, 7, 15
@@ -15,18 +16,18 @@ INLINE uint16_t word_at(const char *p) {
     return x;
 }
 
-/* Loads 4 to 8 words into a vector; the remaining ones are zero. */
+/* Loads 2 to 8 words into a vector; the remaining ones are zero. The halves stay in registers: a vector would wait for their stores. */
 INLINE v8 load_row(const char *p, int64_t words) {
     if (words == 8) return *(const v8_any *)p;
-    uint64_t half[2] = {0};
-    memcpy(&half[0], p, 8);
-    if (words > 4) {
-        memcpy(&half[1], p + 2 * (words - 4), 8);
-        half[1] >>= 16 * (8 - words);
+    uint64_t first = 0, last = 0;
+    if (words < 4) {
+        memcpy(&first, p, 4);
+        memcpy(&last, p + 2 * (words - 2), 4);
+        return (v8)(v2){first | last << 16 * (words - 2)};
     }
-    v8 row;
-    memcpy(&row, half, 16);
-    return row;
+    memcpy(&first, p, 8);
+    memcpy(&last, p + 2 * (words - 4), 8);
+    return (v8)(v2){first, words == 4 ? 0 : last >> 16 * (8 - words)};
 }
 
 INLINE void store_row(char *p, v8 row, int64_t words) {
@@ -57,7 +58,7 @@ INLINE int64_t block_at(int64_t w, int64_t words) { return w + 8 <= words ? w : 
 
 /* Transposes rows of `words` words to out[word * TILE + row]. */
 static void transpose(const char *rows, int64_t stride, int64_t count, int64_t words, uint16_t *out) {
-    int64_t whole = words < 4 ? 0 : count / 8 * 8, here = words < 8 ? words : 8;
+    int64_t whole = words < 2 ? 0 : count / 8 * 8, here = words < 8 ? words : 8;
     for (int64_t t = 0; t < whole; t += 8)
         for (int64_t w = 0; w < words; w += 8) {
             int64_t at = block_at(w, words);

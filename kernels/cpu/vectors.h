@@ -255,16 +255,22 @@ INLINE vi bounded(vi x, int32_t most) {
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #define APART 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15
 #define SWAPPED 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7
+#define LOW_OF_FOUR 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH_OF_FOUR 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
 #elif LANES == 8
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #define APART 0, 2, 4, 6, 1, 3, 5, 7
 #define SWAPPED 4, 5, 6, 7, 0, 1, 2, 3
+#define LOW_OF_FOUR 0, 8, 1, 9, 4, 12, 5, 13
+#define HIGH_OF_FOUR 2, 10, 3, 11, 6, 14, 7, 15
 #else
 #define EVEN 0, 2, 4, 6
 #define ODD 1, 3, 5, 7
 #define APART 0, 2, 1, 3
 #define SWAPPED 2, 3, 0, 1
+#define LOW_OF_FOUR 0, 4, 1, 5
+#define HIGH_OF_FOUR 2, 6, 3, 7
 #endif
 
 /* Reduces LANES vectors to their sums, in order. */
@@ -417,5 +423,22 @@ INLINE vf lookup(const float *data, int64_t entries, vi index) {
     for (int i = 0; i < LANES; i++) found[i] = data[index[i]];
     (void)entries;
     return found;
+#endif
+}
+
+/* data[index[0]], data[index[4]] and so on, four floats of each. */
+INLINE vf load_fours(const float *data, const int32_t *index) {
+#if LEVEL >= 3
+    __m256 found = _mm256_castps128_ps256(_mm_loadu_ps(data + 4 * (int64_t)index[0]));
+    found = _mm256_insertf128_ps(found, _mm_loadu_ps(data + 4 * (int64_t)index[4]), 1);
+#if LEVEL == 4
+    __m256 next = _mm256_castps128_ps256(_mm_loadu_ps(data + 4 * (int64_t)index[8]));
+    next = _mm256_insertf128_ps(next, _mm_loadu_ps(data + 4 * (int64_t)index[12]), 1);
+    return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(found), next, 1);
+#else
+    return (vf)found;
+#endif
+#else
+    return load(data + 4 * (int64_t)index[0]);
 #endif
 }

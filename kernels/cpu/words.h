@@ -274,10 +274,10 @@ static void digits_of(const Packing *packing, const uint16_t *words, int64_t dig
     for (int64_t k = 0; k < field; k++) weight *= (double)d->base;
     if (packing->planes == 1) {
         /* Exact: a word is below 2^16, and a half keeps every quotient away from an integer. */
-        float per_weight = (float)(1 / weight), base = (float)d->base, per_base = (float)(1 / (double)d->base);
+        float per_whole = (float)(1 / (weight * (double)d->base)), base = (float)d->base;
         for (int t = 0; t < TILE; t += LANES) {
-            vf value = to_float(to_int((to_float(load_words(words + t)) + .5f) * per_weight));
-            store_int(out + t, to_int(value - base * to_float(to_int((value + .5f) * per_base))));
+            vf whole = (to_float(load_words(words + t)) + .5f) * per_whole;
+            store_int(out + t, to_int((whole - to_float(to_int(whole))) * base));
         }
         return;
     }
@@ -288,17 +288,16 @@ static void digits_of(const Packing *packing, const uint16_t *words, int64_t dig
     }
 }
 
-/* out[j * tokens + t] = data[index[t]][j]: loads of four floats, and two rounds of taking vectors apart. */
-INLINE void lookup_four(const float *data, const int32_t *index, int64_t tokens, float *out) {
-    float found[4 * TILE] __attribute__((aligned(64)));
-    for (int64_t t = 0; t < tokens; t++) memcpy(found + 4 * t, data + 4 * (int64_t)index[t], 16);
-    for (int64_t t = 0; t < tokens; t += LANES) {
-        vf a = load(found + 4 * t), b = load(found + 4 * t + LANES), c = load(found + 4 * t + 2 * LANES), d = load(found + 4 * t + 3 * LANES);
-        vf even = SHUFFLE(vf, vi, a, b, EVEN), odd = SHUFFLE(vf, vi, a, b, ODD);
-        vf even2 = SHUFFLE(vf, vi, c, d, EVEN), odd2 = SHUFFLE(vf, vi, c, d, ODD);
-        store(out + t, SHUFFLE(vf, vi, even, even2, EVEN));
-        store(out + tokens + t, SHUFFLE(vf, vi, odd, odd2, EVEN));
-        store(out + 2 * tokens + t, SHUFFLE(vf, vi, even, even2, ODD));
-        store(out + 3 * tokens + t, SHUFFLE(vf, vi, odd, odd2, ODD));
+/* found[j] = data[index[t]][j] of LANES tokens: four floats are loaded for each, and turned. */
+INLINE void lookup_four(const float *data, const int32_t *index, vf *found) {
+    vf a[4], b[4];
+    for (int i = 0; i < 4; i++) a[i] = load_fours(data, index + i);
+    for (int i = 0; i < 2; i++) {
+        b[2 * i] = SHUFFLE(vf, vi, a[i], a[i + 2], LOW_OF_FOUR);
+        b[2 * i + 1] = SHUFFLE(vf, vi, a[i], a[i + 2], HIGH_OF_FOUR);
+    }
+    for (int i = 0; i < 2; i++) {
+        found[2 * i] = SHUFFLE(vf, vi, b[i], b[i + 2], LOW_OF_FOUR);
+        found[2 * i + 1] = SHUFFLE(vf, vi, b[i], b[i + 2], HIGH_OF_FOUR);
     }
 }

@@ -1,1 +1,1 @@
-"""Bridges to other libraries, one module each. Importing a bridge requires its library."""
+"""Adapters to other libraries, one module each. Importing one requires its library."""

@@ -1,4 +1,4 @@
-"""Conversions for writers of other libraries' cache files: values to a dtype, and sliding windows by layer."""
+"""Conversions for writing other libraries' cache files: of values to a dtype, and of sliding windows by layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpack.cache.side import Side
 
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in RAW_DTYPES.items()} | {name: name for name in RAW_DTYPES}
-"""kvpack's names of the dtypes that can be written, by the names that transformers and llama.cpp models record."""
+"""kvpack's names of the dtypes that can be written, keyed by the names that transformers and llama.cpp models record."""
 
 
 def export_values(where: str, side: Side, dtype: str | None, library: str, recorded: str | None = None) -> torch.Tensor:
@@ -24,7 +24,7 @@ def export_values(where: str, side: Side, dtype: str | None, library: str, recor
 
     ``recorded`` is the dtype of the cache's model, which the error suggests if it is bf16, fp16 or fp32.
 
-    Raises InvalidParameter if a dtype is needed or unknown, and OutOfRange if it would make a value infinite.
+    Raises InvalidParameter if ``dtype`` is unknown, or missing although it is needed, and OutOfRange if it would make a value infinite.
     """
     if dtype is not None and dtype not in RAW_DTYPES:
         raise InvalidParameter(f"dtype is {dtype!r}, expected one of {', '.join(RAW_DTYPES)}")

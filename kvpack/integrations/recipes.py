@@ -1,4 +1,4 @@
-"""Check recipes and bases for the adapters of serving engines."""
+"""Checks of recipes and bases for the adapters of serving engines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: str | None) -> Recipe:
     """Return the recipe with its basis file ``basis``, whose SHA-256 becomes part of the recipe's text.
 
-    ``model`` is the engine's name for the model, or None if each object names its model, which the caller then compares with the basis.
-    Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to another
-    model or that the recipe does not need.
+    ``model`` is the engine's name for the model. It is None if each object names its model; the caller then compares these names with the
+    basis. Raises MissingBasis if the recipe needs a basis and there is none, MissingFile, and InvalidParameter for a basis that belongs to
+    another model or that the recipe does not need.
     """
     parsed = parse_recipe(recipe)
     if basis is None:
@@ -36,7 +36,7 @@ def recipe_with_basis(recipe: str, basis: str | os.PathLike[str] | None, model: 
 
 
 def check_layers(recipe: str, why: str) -> None:
-    """Raise InvalidParameter for a recipe with different codecs for different layers, such as one with a basis."""
+    """Raise InvalidParameter for a recipe with different codecs in different layers, such as one with a basis."""
     reject_layer_clauses(recipe, why)
     if parse_recipe(recipe).needs_basis:
         raise InvalidParameter(
@@ -54,7 +54,7 @@ def reject_layer_clauses(recipe: str, why: str) -> None:
 def check_layer_names(recipe: str, names: Sequence[str]) -> None:
     """Raise InvalidParameter for a recipe with different codecs per layer, unless ``names`` number the layers consecutively.
 
-    A name is, for example, "model.layers.3.self_attn".
+    An example of a name is "model.layers.3.self_attn".
     """
     numbers = [[int(part) for part in name.split(".") if part.isdecimal()] for name in names]
     if numbers != [[number] for number in range(len(names))]:

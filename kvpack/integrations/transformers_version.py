@@ -1,4 +1,4 @@
-"""The versions of transformers that kvpack supports."""
+"""Versions of transformers that kvpack supports."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from kvpack.formats.errors import MissingPackage
 
 OLDEST = (5, 23)
-"""The oldest supported version, as in pyproject.toml."""
+"""Oldest supported version, as in pyproject.toml."""
 
 _INSTALL = "pip install -U 'kvpack[transformers]'"
 
 
 def installed() -> Any:
-    """Return the module transformers. Raises MissingPackage if it is not installed or is too old."""
+    """Description of vLLM's cache layers as pages: attention and MLA are packed, and everything else is kept byte for byte."""
     try:
         import transformers
     except ImportError:

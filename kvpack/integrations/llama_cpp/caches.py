@@ -1,4 +1,4 @@
-"""Read caches from llama.cpp's sequence state files, and write them back."""
+"""Reading of caches from llama.cpp's sequence state files, and writing them back."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 _SEQUENCE, _STREAMS, _TRANSPOSED, _WINDOWED, _IDS = (
     f"llama.cpp {name}" for name in ("sequence", "streams", "transposed", "sliding-window layers", "token ids")
 )
-"""Metadata names under which a cache stores the file's other contents, in addition to tokens, keys and values."""
+"""Names of metadata in which a cache stores the file's other contents, in addition to tokens, keys and values."""
 _MAX_POSITION = 2**31 - 1
 _KINDS = " keys beside values of "
-"""The separator between the type of keys and the type of values in the recorded dtype of a quantized cache."""
+"""Separator between the type of keys and the type of values in the recorded dtype of a quantized cache."""
 _Stored = tuple[CellBlock, memoryview]
 
 
@@ -57,21 +57,21 @@ def import_slot(
     model: ModelArgument | None = None,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read the sequence state in the file ``path`` and pack it with ``recipe``; ``raw`` keeps every bit.
+    """Read the sequence state in the file ``path`` and pack it with ``recipe``. The recipe ``raw`` keeps every bit.
 
     Its token ids become the cache's inputs. ``kv_heads`` is the number of KV heads, one for all layers or one per layer, because the file
     records only the total number of channels. ``windows`` maps the number of each sliding-window layer, counting only layers with their own
-    cache, to its window in tokens. ``latents`` means that the model has multi-head latent attention, whose cache consists of keys of one
+    cache, to its window in tokens. ``latents`` is True for a model with multi-head latent attention, whose cache consists of keys of one
     head. Keys stay as llama.cpp stores them, after its rotary embedding and in its channel order, so the cache's ``model`` marks it as
-    llama.cpp's; the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata stores everything else that
+    llama.cpp's; the argument ``model``, as for ``kvpack.pack``, adds fields such as its name. The metadata contains everything else that
     ``export_slot`` needs.
 
-    Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, and only with the recipe ``raw``: llama.cpp may have rotated them, which the file
-    does not record. No codec can represent blocks of q4_1, q5_1 and iq4_nl: the cache of such a slot has no tokens, only states with the
-    blocks (see opaque.py).
+    Blocks of q8_0, q5_0 and q4_0 are kept bit for bit, and require the recipe ``raw``, because llama.cpp may have rotated them, which the
+    file does not record. No codec can represent blocks of q4_1, q5_1 and iq4_nl. The cache of such a slot has no tokens, but only states
+    that contain the blocks (see opaque.py).
 
-    Raises MissingFile; InvalidParameter for other files and versions, and for contents that kvpack cannot store exactly (positions that are
-    not consecutive, several sequences, images, recurrent states); and the errors of ``kvpack.pack``.
+    Raises MissingFile, and the errors of ``kvpack.pack``. Raises InvalidParameter for other files and versions, and for contents that
+    kvpack cannot store exactly (positions that are not consecutive, several sequences, images, recurrent states).
     """
     where = path_text(path)
     fields = model_fields(model)
@@ -129,14 +129,15 @@ def export_slot(
     streams: int | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write ``cache``, which came from llama.cpp, as a sequence state and return the file's size in bytes.
+    """Write ``cache``, which must come from llama.cpp, as a sequence state. Returns the file's size in bytes.
 
-    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``; quantized blocks are written unchanged, and then
-    ``dtype`` cannot be chosen. llama.cpp loads the file only in a context of the same model whose cache has the same types, ``transposed``
+    ``dtype`` and ``windows`` are as in ``export_prompt_cache`` and ``import_slot``. Quantized blocks are written unchanged, so no ``dtype``
+    can be chosen for them. llama.cpp loads the file only in a context of the same model whose cache has the same types, ``transposed``
     (True if values are transposed, as they are without flash attention) and ``streams`` (1, or one per sequence if the cache is not
     unified). Both default to those of the imported file. ``progress`` counts layers. Raises InvalidParameter for a cache that did not come
-    from llama.cpp, and, naming the layer, for contents that such a file cannot represent: layers without keys or values, states, batches,
-    windows with missing tokens, and unknown token ids; OutOfRange if ``dtype`` would make a value infinite; WriteFailed.
+    from llama.cpp. Also raises it, naming the layer, for contents that such a file cannot represent: layers without keys or values, states,
+    batches, windows with missing tokens, and unknown token ids. Raises OutOfRange if ``dtype`` would make a value infinite, and
+    WriteFailed.
     """
     where = path_text(path)
     _check_origin(cache)
@@ -208,7 +209,7 @@ def _check_opaque(number: int, layer_tokens: int, tokens: int, window: int | Non
 
 
 def _check_counts(where: str, file: StateFile, windows: dict[int, int]) -> int:
-    """Return the file's number of tokens. Raises InvalidParameter unless its layers match ``windows``, and its cells the token ids."""
+    """Return the file's number of tokens. Raises InvalidParameter unless layers match ``windows``, and cells match the token ids."""
     counts = [len(section.keys) for section in file.sections]
     if not 0 < sum(counts) <= MAX_LAYERS:
         raise InvalidParameter(f"{where} has {sum(counts)} layers, expected 1 to {MAX_LAYERS}")
@@ -271,7 +272,7 @@ def _recipe_of(where: str, stored: list[list[str]], recipe: str | Recipe) -> str
 
 
 def _quantized_types(cache: Cache, dtype: str | None) -> tuple[str | None, str | None]:
-    """Return the quantized types in which the keys and the values are written back, or None for a side that is not quantized.
+    """Return the quantized types in which keys and values are written back, or None for keys or values that are not quantized.
 
     Raises InvalidParameter for another dtype.
     """
@@ -291,7 +292,7 @@ def _side_cells(
 ) -> _Stored:
     """Return a side's newest tokens in llama.cpp's layout. ``recorded`` is the dtype in the cache's model fields.
 
-    Raises the errors of ``export_values``, and InvalidParameter for another ``kind``.
+    Raises the errors of ``export_values``, and InvalidParameter if the ``kind`` differs.
     """
     if kind in QUANTIZED:
         rows = blocks_of(side, kind, where)[:, -newest:].transpose(0, 1).contiguous()
@@ -343,7 +344,7 @@ def _setting(name: str, value: object, minimum: int, maximum: int) -> int:
 
 
 def _ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens as bytes; empty if the ids are unknown."""
+    """Return the token ids of all tokens as bytes, or no bytes if the ids are unknown."""
     inputs = cache.inputs
     if inputs is None:
         return b""
@@ -382,7 +383,7 @@ def _max_saved_tokens(tokens: int, window: int | None) -> int:
 
 
 def _check_token_count(number: int, layer_tokens: int, tokens: int, window: int | None) -> None:
-    """Raise InvalidParameter unless ``layer_tokens`` tokens are all tokens, or all that the next one attends to within ``window``."""
+    """Raise InvalidParameter unless ``layer_tokens`` tokens are all tokens, or all within the ``window`` of the next token."""
     if layer_tokens < (tokens if window is None else max(1, min(tokens, window - 1))):
         needed = f"but a window of {window} includes the previous {window - 1}" if window else "so it needs a sliding window: pass windows="
         raise InvalidParameter(f"layer {number} holds the newest {layer_tokens} of {tokens} tokens, {needed}")

@@ -1,6 +1,7 @@
-"""Support for slots in a quantized type that no codec represents: their blocks are kept byte for byte, as states of their layers.
+"""Support for slots in a quantized type that no codec represents. Their blocks are kept byte for byte, as states of their layers.
 
-A block of q4_1 and q5_1 is d * code + m, where m is the block's least value in binary16; the codec group would need the center m + (2^bits
+A block of q4_1 and q5_1 is d * code + m, where m is the block's smallest value in binary16; the codec group would need the center m +
+(2^bits
 - 1) / 2 * d, which has more bits. The steps of iq4_nl are unequal, and those of the codec group are equal.
 
 Every layer has one state for its keys and one for its values, uint8 ``[1, token, byte]``, with tokens by position, named by their type,
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
     from kvpack.cache.layer import Layer
 
 IDS = "token_ids"
-"""The name of layer 0's state with the token ids, 4 bytes each."""
+"""Name of layer 0's state with the token ids, 4 bytes each."""
 
 
 def is_opaque(file: StateFile) -> bool:
-    """Return True if a slot has a type that no codec supports."""
+    """Return True if a slot has a quantized type that no codec supports."""
     return any(block.dtype in OPAQUE for section in file.sections for block in (*section.keys, *section.values))
 
 
@@ -50,7 +51,7 @@ def check_raw(where: str, kinds: Iterable[str], recipe: str | Recipe) -> None:
 def opaque_layer(
     reader: Reader, keys: CellBlock, values: CellBlock | None, order: torch.Tensor | None, cells: int, transposed: bool, ids: bytes
 ) -> DenseLayer:
-    """Return a layer's ``cells`` as states, in ``order``; ``transposed`` values are transposed back.
+    """Return a layer's ``cells`` as states, in ``order``. ``transposed`` values are transposed back.
 
     Raises MissingFile or InvalidParameter.
     """
@@ -63,7 +64,8 @@ def opaque_layer(
 
 
 def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
-    """Return True if all layers of ``cache`` are from ``opaque_layer``. Raises InvalidParameter if only some are, or for a ``dtype``."""
+    """Return True if all layers of ``cache`` come from ``opaque_layer``. Raises InvalidParameter if only some do, or if ``dtype`` is set.
+    """
     result = [_cell_types(layer).keys() >= {"k"} for layer in cache]
     if any(result) and not all(result):
         raise InvalidParameter(
@@ -78,7 +80,7 @@ def has_opaque_layers(cache: Cache, dtype: str | None) -> bool:
 
 
 def opaque_ids(cache: Cache) -> bytes:
-    """Return the token ids of all tokens, or empty bytes. Raises InvalidParameter if the ids are not those of all tokens."""
+    """Return the token ids of all tokens, or no bytes if they are unknown. Raises InvalidParameter if only some ids are known."""
     state = cache[0].states.get(IDS)
     if state is None:
         return b""

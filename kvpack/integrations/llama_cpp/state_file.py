@@ -1,4 +1,4 @@
-"""Parse the layout of llama.cpp's sequence state files. All offsets are checked against the file's length before anything is read.
+"""Parsing of llama.cpp's sequence state files. All offsets are checked against the file's length before anything is read.
 
 All numbers are little-endian::
 
@@ -13,8 +13,8 @@ All numbers are little-endian::
             for each layer, its values: the same, or, transposed: i32 type, u32 bytes per value, u32 channels, channels
             (no values if the keys are latents, in models with MLA)
 
-Source: llama.cpp 0c1e57098, ``llama_context::state_seq_save_file`` and ``llama_kv_cache::state_write``; llama-server's form of token
-ids is ``server_tokens::serialize``.
+Source: llama.cpp 0c1e57098, ``llama_context::state_seq_save_file`` and ``llama_kv_cache::state_write``; llama-server's form of token ids is
+``server_tokens::serialize``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvpack.file.user_files import open_error, open_regular, path_text
 from kvpack.formats.errors import InvalidParameter
 
 CONFIG = "llama.cpp sequence state 3"
-"""The value of ``model["config"]`` in a cache that came from such a file."""
+"""Value of ``model["config"]`` in a cache that came from such a file."""
 LIST, SERVER = "list", "server"
-"""The forms of token ids: a plain list, and llama-server's form, which may also contain media."""
+"""Forms of token ids: a plain list, or llama-server's form, which may also contain media."""
 TYPES = {"fp32": (0, 4), "fp16": (1, 2), "bf16": (30, 2)}
 """ggml's number of each dtype that kvpack stores bit for bit, and the size of a value in bytes."""
 BLOCK = 32
@@ -48,15 +48,15 @@ class Kind(NamedTuple):
 
 
 QUANTIZED = {"q4_0": Kind(2, 18, 4), "q5_0": Kind(6, 22, 5), "q8_0": Kind(8, 34, 8)}
-"""The quantized types that a codec stores bit for bit."""
+"""Quantized types that a codec stores bit for bit."""
 OPAQUE = {"q4_1": Kind(3, 20, 4), "q5_1": Kind(7, 24, 5), "iq4_nl": Kind(20, 18, 4)}
-"""The other quantized types that a cache may have, which no codec can represent."""
+"""Other quantized types that a cache may have. No codec can represent them."""
 BLOCKS = {**QUANTIZED, **OPAQUE}
 
 _MAGIC, _VERSION = 0x67677371, 3
 _OTHER_MAGICS = {0x6767736E: "the state of a whole context ('ggsn')", 0x67676C61: "an adapter ('ggla')"}
 _MAX_STREAMS = 256
-"""The maximum number of streams, llama.cpp's LLAMA_MAX_SEQ."""
+"""Maximum number of streams (llama.cpp's LLAMA_MAX_SEQ)."""
 _SERVER_VERSION = 1
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _OTHER_CELLS = (
@@ -76,14 +76,14 @@ class CellBlock(NamedTuple):
 
     @property
     def cell_bytes(self) -> int:
-        """The size of a cell in bytes."""
+        """Size of a cell in bytes."""
         if self.dtype in BLOCKS:
             return self.channels // BLOCK * BLOCKS[self.dtype].size
         return self.channels * TYPES[self.dtype][1]
 
 
 class Section(NamedTuple):
-    """The section of one cache. ``positions`` has the position of each cell, int32; ``values`` may be transposed."""
+    """The section of one cache. ``positions`` contains the position of each cell, int32. ``values`` may be transposed."""
 
     streams: int
     sequence: int
@@ -94,7 +94,7 @@ class Section(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """A parsed file. ``ids`` are the token ids, 4 bytes each, which the file has in the form ``ids_form``."""
+    """A parsed file. ``ids`` are the token ids, 4 bytes each. The file stores them in the form ``ids_form``."""
 
     ids: bytes
     ids_form: str
@@ -159,9 +159,9 @@ def is_state_file(path: str | os.PathLike[str]) -> bool:
 
 
 def parsed(reader: Reader, sections: int, *, latents: bool = False) -> StateFile:
-    """Parse the file. Raises InvalidParameter unless it consists of ``sections`` sections of keys and values.
+    """Parse the file. Raises InvalidParameter unless it consists of ``sections`` sections with keys and values.
 
-    Sections of latents have only keys.
+    With ``latents``, sections have only keys.
     """
     _check_front(reader)
     ids, form = _ids(reader)
@@ -190,7 +190,7 @@ def _check_front(reader: Reader) -> None:
 
 
 def _ids(reader: Reader) -> tuple[bytes, str]:
-    """Return the token ids, and their form."""
+    """Return the token ids and their form."""
     (count,) = reader.numbers("I", "the number of its token ids")
     ids = np.frombuffer(reader.take(4 * count, f"its {count} token ids"), "<i4")
     form = LIST
@@ -281,7 +281,7 @@ def _block(reader: Reader, description: str, cells: int, transposed: bool) -> Ce
 
 
 def pieces(file: StateFile, data: list[list[memoryview]]) -> list[memoryview]:
-    """Return the bytes of ``file``, whose offsets are ignored; ``data`` has the bytes of all keys, then of all values, for each section."""
+    """Return the bytes of ``file``, ignoring its offsets. ``data`` contains, per section, the bytes of all keys and then of all values."""
     ids = np.frombuffer(file.ids, "<u4")
     if file.ids_form == SERVER:
         ids = np.concatenate([np.array([2**32 - 1, _SERVER_VERSION, len(ids)], "<u4"), ids, np.zeros(1, "<u4")])

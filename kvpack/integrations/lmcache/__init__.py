@@ -1,4 +1,4 @@
-"""kvpack in LMCache (MP mode): an L2 adapter over a PageStore, in which a damaged object does not affect others::
+"""kvpack in LMCache (MP mode): an L2 adapter over a PageStore. A damaged object does not affect others::
 
     {"type": "plugin", "module_path": "kvpack.integrations.lmcache.adapter", "class_name": "KvpackL2Adapter",
      "adapter_params": {"location": "/var/cache/kvpack", "recipe": "octopus-4", "head_dim": 128, "revision": "COMMIT"}}

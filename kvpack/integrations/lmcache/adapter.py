@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 OBJECTS_PER_LOOK = 4
-"""Number of reported objects that are checked again for each newly stored object. LMCache's count is then at most about 1/7 too high."""
+"""Number of reported objects that are checked again per newly stored object. LMCache's count is then at most about 1/7 too high."""
 
 
 class StoredObjects:
-    """Keeps track of stored objects, and notifies the listeners of ``adapter`` once when an object is stored and once when it is deleted.
+    """Keeps track of stored objects, and notifies the listeners of ``adapter`` when an object is stored or deleted.
 
-    Both notifications have the size that was reported when it was stored. ``contains`` returns, for each object, True if it is stored or
-    if that is unknown. Safe to use from any thread.
+    There is one notification per event. Both contain the size that was reported when the object was stored. ``contains`` returns, for each
+    object, True if it is stored or if that is unknown. Safe to use from any thread.
     """
 
     def __init__(self, adapter: Any, contains: Callable[[list[Any]], list[bool]]) -> None:
@@ -64,7 +64,7 @@ class StoredObjects:
                 self._adapter._notify_keys_stored([*new], [*new.values()])
 
     def deleted(self, keys: Iterable[Any]) -> None:
-        """Report the ``keys`` that are gone, including those that another process stored."""
+        """Report that the objects ``keys`` are gone, including objects that another process stored."""
         with self._lock:
             names = [*keys]
             missing = [key for key, present in zip(names, self._contains(names), strict=True) if not present]
@@ -72,7 +72,7 @@ class StoredObjects:
                 self._adapter._notify_keys_deleted(missing, [self._told.pop(key, 0) for key in missing])
 
     def report_missing(self, keys: Iterable[Any]) -> None:
-        """Report the ``keys`` that were reported as stored but are gone."""
+        """Report that the objects ``keys``, which were reported as stored, are gone."""
         with self._lock:
             self.deleted([key for key in keys if key in self._told])
 
@@ -91,14 +91,14 @@ OPTIONAL = {"basis", "threads", "max_bytes", "encryption_key_file", "kv_dtype", 
 LOOK_SECONDS = 600.0
 """Seconds between searches of all entries for layouts that are new to this process, so that their objects can be deleted."""
 _ADAPTERS = count()
-"""The numbers of this process's adapters, which label their metrics."""
+"""Numbers of this process's adapters, which label their metrics."""
 
 
 class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """An L2 adapter that stores LMCache's objects as rows in ``location``. ``params`` are the plugin's ``adapter_params``.
 
-    ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed; ``others`` keeps objects
-    that are not keys and values, such as recurrent states, byte for byte. ``threads`` tasks run at a time; ``max_bytes`` and
+    ``recipe``, ``basis``, ``head_dim``, ``revision``, ``kv_dtype`` and ``fused`` define how objects are packed. With ``others``, objects
+    that are not keys and values, such as recurrent states, are kept byte for byte. ``threads`` tasks run at a time. ``max_bytes`` and
     ``encryption_key_file`` are as for a store, which evicts on its own. Raises InvalidParameter.
     """
 
@@ -157,7 +157,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return done
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        """Start looking up objects, without locking: an object that is evicted before it is loaded is a miss."""
+        """Start looking up objects. They are not locked: an object that is evicted before it is loaded is a miss."""
         return self._submit("lookup", lambda: self._lookup_result(keys, group_layout_descs), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -174,16 +174,16 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return self._pop_task("load", task_id)
 
     def delete(self, keys: list[Any]) -> None:
-        """Remove objects of every layout, including those stored by other processes or before a restart."""
+        """Remove objects in every layout, including those stored by other processes or before a restart."""
         names = [key_bytes(key) for key in keys]
         if sum(store.delete(names) for store in self._open_stores()) < len(names):
             self._delete_unopened(names)
         self._accounts.deleted(keys)
 
     def _delete_unopened(self, names: list[bytes]) -> None:
-        """Remove objects of layouts at the location that are not open here.
+        """Remove objects whose layouts exist at the location but are not open here.
 
-        LMCache's keys do not name the layout, so all entries are inspected from time to time.
+        LMCache's keys do not contain the layout, so all entries are inspected from time to time.
         """
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         backend, cipher, _ = open_for_identity(self._location, self._identity, self._refused, options, skip_sweep=True)
@@ -242,7 +242,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return list(self._stores.values())
 
     def _contains(self, keys: list[Any]) -> list[bool]:
-        """Return, for each object, True if it is stored in any layout, or if a store could not answer."""
+        """Return, for each object, True if it is stored in any layout or if a store could not answer."""
         result = [False] * len(keys)
         names = [key_bytes(key) for key in keys]
         for store in self._open_stores():
@@ -254,7 +254,7 @@ class KvpackL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return result
 
     def _check_location(self) -> None:
-        """Raise InvalidParameter, or a backend's error, if the location cannot be used, before any object arrives."""
+        """Raise InvalidParameter, or a backend's error, if the location cannot be used. Called before any object arrives."""
         options = StoreOptions(max_bytes=self._max_bytes, encryption=self._encryption)
         open_for_identity(self._location, self._identity, Counters(), options, skip_sweep=True).backend.close()
 

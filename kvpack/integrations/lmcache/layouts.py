@@ -1,4 +1,4 @@
-"""Convert LMCache's objects to pages, and its keys to bytes.
+"""Conversion of LMCache's objects to pages, and of its keys to bytes.
 
 An object is ``[2, layer, token, head * dim]``, or *fused*: ``[1, layer, token, head * 2 * dim]``, possibly without the 1, from engines that
 store a head's key and value next to each other, such as vLLM 0.28. Latents have the shape of fused objects.
@@ -31,8 +31,8 @@ def recipe_of(recipe: str, basis: str | None, head_dim: int, kv_dtype: str) -> R
     """Return the recipe with its ``basis``, if it needs one.
 
     Objects with as many layers as the basis must have all layers of the model, in order. Raises InvalidParameter for a recipe that names
-    layers, and the errors of ``recipe_with_basis`` and of ``PageCodec`` for the recipe and ``head_dim``. They are raised before there is an
-    object, because LMCache would only count misses.
+    layers, and the errors of ``recipe_with_basis`` and of ``PageCodec`` for the recipe and ``head_dim``. They are raised before any object
+    arrives, because later LMCache would only count misses.
     """
     reject_layer_clauses(recipe, "LMCache's objects do not record which layers of the model they hold")
     parsed = recipe_with_basis(recipe, basis, None)
@@ -58,8 +58,8 @@ def is_fused(options: Mapping[str, Any]) -> bool:
 def geometry_of(shape: Sequence[int], dtype: torch.dtype, head_dim: int, kv_dtype: str, fused: bool) -> PageGeometry:
     """Return the geometry of one object. Raises InvalidParameter for an object that is not keys and values.
 
-    ``kv_dtype`` is the engine's name for its cache dtype, without which different 8-bit floats look the same. ``fused`` means that objects
-    with one plane contain keys and values.
+    ``kv_dtype`` is the engine's name for its cache dtype, which distinguishes different 8-bit floats. ``fused`` is True if objects with one
+    plane contain keys and values.
     """
     split = len(shape) == 4 and shape[0] == 2
     one_plane = len(shape) == 3 or (len(shape) == 4 and shape[0] == 1)

@@ -1,4 +1,4 @@
-"""Read mlx-lm's prompt cache files as caches, and write caches to such files if nothing is lost.
+"""Reading of mlx-lm's prompt cache files as caches, and writing of caches to such files if nothing is lost.
 
 ``mlx_lm.models.cache.save_prompt_cache`` writes these files: safetensors with an array for every part of every layer's state, and metadata
 that names the class of each layer. mlx-lm 0.32 stores counts as arrays; earlier versions stored them as text in the metadata. Both forms
@@ -37,7 +37,7 @@ _WHOLE, _ROTATING = ("KVCache", "ConcatenateKVCache"), "RotatingKVCache"
 """mlx-lm's cache classes for layers that keep all tokens, and for layers with a sliding window."""
 _PART = re.compile(r"(0|[1-9][0-9]{0,4})\.([0-9])")
 _MAX_COUNT = 2**31 - 1
-"""The largest count: mlx-lm stores counts as int32."""
+"""Maximum count. mlx-lm stores counts as int32."""
 _COUNT = re.compile(r"[0-9]{1,10}")
 
 
@@ -55,12 +55,12 @@ def import_prompt_cache(
     *,
     progress: Progress | None = None,
 ) -> Cache:
-    """Read the prompt cache in the file ``path`` and pack it with ``recipe``; ``raw`` keeps every bit.
+    """Read the prompt cache in the file ``path`` and pack it with ``recipe``. The recipe ``raw`` keeps every bit.
 
-    Its metadata becomes the cache's. A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm records no
-    model; the caller must know it. ``progress`` counts layers. Raises MissingFile; InvalidParameter for a file that mlx-lm does not write,
-    and for layers that are not the complete keys and values of consecutive tokens (quantized ones, a window that keeps earlier tokens,
-    states); and the errors of ``kvpack.pack``.
+    Its metadata becomes the cache's. A ``RotatingKVCache`` becomes a layer that has skipped the tokens before its window. mlx-lm does not
+    record the model, so the caller must know it. ``progress`` counts layers. Raises MissingFile, and the errors of ``kvpack.pack``. Raises
+    InvalidParameter for a file that mlx-lm does not write, and for layers that are not the complete keys and values of consecutive tokens
+    (quantized ones, a window that keeps earlier tokens, states).
     """
     where = path_text(path)
     arrays, file = tensor_files.read(where, lambda names, metadata: _parse_metadata(where, names, metadata))
@@ -79,14 +79,14 @@ def export_prompt_cache(
     windows: Mapping[int, int] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write ``cache`` as a prompt cache of mlx-lm and return the file's size in bytes; ``path`` ends in .safetensors.
+    """Write ``cache`` as a prompt cache of mlx-lm, and return the file's size in bytes. ``path`` must end in .safetensors.
 
     Values are written in their stored dtype if that is bf16, fp16 or fp32. Otherwise, or to write another dtype, pass ``dtype``; values are
-    then rounded. ``windows`` has the sliding window of every layer that has one, in tokens, by layer number: such a layer becomes a
+    then rounded. ``windows`` maps the number of each sliding-window layer to its window in tokens. Such a layer becomes a
     ``RotatingKVCache``, and every other layer a ``KVCache``, which keeps all tokens. Texts and numbers of ``cache.metadata`` are kept as
     texts. ``progress`` counts layers. Raises InvalidParameter, naming the layer, for a cache that mlx-lm's classes cannot represent (one
-    that does not start at position 0, layers without keys or values, states, a window with missing tokens); OutOfRange if ``dtype`` would
-    make a value infinite; WriteFailed.
+    that does not start at position 0, layers without keys or values, states, a window with missing tokens). Raises OutOfRange if ``dtype``
+    would make a value infinite, and WriteFailed.
     """
     where = path_text(path)
     if not where.endswith(".safetensors"):

@@ -4,10 +4,9 @@
         --hicache-storage-backend-extra-config '{"backend_name": "kvpack", "location": "/var/cache/kvpack", "recipe": "octopus-4",
         "revision": "COMMIT"}'
 
-SGLang's backend names are fixed; ``dynamic`` stands for all others. ``register``, an entry point of ``sglang.srt.plugins``, lets SGLang
-find kvpack's class by ``backend_name``.
-Experimental: tested with the factory and the host pools of SGLang 0.5.23 on the CPU, but not in a server. Importing this package does not
-need SGLang.
+SGLang's list of backend names is fixed; ``dynamic`` stands for all others. With ``register``, an entry point of ``sglang.srt.plugins``,
+SGLang finds kvpack's class by ``backend_name``. Experimental: tested with the factory and the host pools of SGLang 0.5.23 on the CPU, but
+not in a server. Importing this package does not need SGLang.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 CREATE_BACKEND_PATH = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend"
-"""The function with which SGLang creates its backends, in each of its schedulers."""
+"""Function with which each of SGLang's schedulers creates its backends."""
 CLASS = {"module_path": "kvpack.integrations.sglang.storage", "class_name": "KvpackHiCache", "interface_v1": 1}
 
 

@@ -1,4 +1,4 @@
-"""KvpackHiCache: HiCache storage over a PageStore; pages are packed directly from and to SGLang's host pool."""
+"""KvpackHiCache: HiCache storage over a PageStore. Pages are packed from SGLang's host pool and unpacked to it directly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PREFIX = "sglang:kvpack_"
 
 @lru_cache(maxsize=1)
 def _metrics() -> dict[str, Any]:
-    """Return this process's prometheus_client metrics by name; empty without prometheus_client."""
+    """Return this process's prometheus_client metrics by name, or an empty dict if prometheus_client is not installed."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:
@@ -75,7 +75,7 @@ class StoreMetrics:
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OPTIONS = {"location", "recipe", "basis", "revision", "adapter", "tenant", "threads", "max_bytes", "encryption_key_file"}
 _SGLANG = {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}
-"""SGLang's own settings in ``extra_config``. SGLang adds the last setting itself, for ``--file-storage-path``."""
+"""SGLang's own settings in ``extra_config``. SGLang adds the last one itself, for ``--file-storage-path``."""
 _PACKED = {"swa", "auxiliary_swa"}
 """Additional pools with keys and values. All other pools are kept as bytes."""
 _SETTINGS = (
@@ -86,25 +86,25 @@ _SETTINGS = (
     "enable_hisparse", "hisparse_config", "forward_hooks", "enable_quant_communications", "enable_w4a4_mxfp4_megamoe",
     "flashinfer_mxfp4_moe_precision", "deepep_dispatcher_output_dtype", "prefill_kv_cache_dequant_dtype", "mm_process_config",
 )  # fmt: skip
-"""The arguments of SGLang's server that affect keys, values and states, in addition to the model's folder."""
+"""Arguments of SGLang's server that affect keys, values and states, in addition to the model's folder."""
 _DRAFT = "draft"
-"""The prefix of a draft model's pool names."""
+"""Prefix of the pool names of a draft model."""
 _DRAFT_SETTINGS = (
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_model_quantization",
     "speculative_draft_load_format", "speculative_draft_kv_cache_dtype",
 )  # fmt: skip
-"""The additional settings that affect the pages of a draft model."""
+"""Additional settings that affect the pages of a draft model."""
 
 
 class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
-    """A HiCache storage backend that stores pages of host pools by SGLang's own hashes, which cover tokens and salt.
+    """A HiCache storage backend that stores pages of host pools under SGLang's own hashes, which cover tokens and salt.
 
     An identity covers everything else that the pages depend on.
 
     The pool's geometry is read when SGLang registers it. Options are passed in ``extra_config``: ``location``, ``recipe``, ``max_bytes``,
-    ``threads``, ``adapter``, ``tenant``, ``basis``, the file of the basis that a recipe may need, and ``revision``, which names the weights
-    if the model is not a folder. Threads of SGLang's cache controller call it and may block. Raises InvalidParameter, which makes SGLang's
-    request to attach the backend fail.
+    ``threads``, ``adapter``, ``tenant``, ``basis`` (the basis file, if the recipe needs one), and ``revision``, which names the weights if
+    the model is not a folder. Methods are called by threads of SGLang's cache controller, and may block. Raises InvalidParameter, which
+    makes SGLang's request to attach the backend fail.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -126,7 +126,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         self.store = self._kv.store
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Open the store for another pool: sliding windows are packed, other pools are kept byte for byte."""
+        """Open the store for another pool. Sliding windows are packed, and all other pools are kept byte for byte."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
         if host_pool is self.mem_pool_host:
@@ -162,7 +162,7 @@ class KvpackHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(usable[-1] if usable else 0, hits, usable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Load pages of several pools; return, for each pool, True for each key whose page was loaded."""
+        """Load pages of several pools. For each pool, returns True for each key whose page was loaded."""
         return {transfer.name: self._pools[_name(transfer.name)].get(transfer.keys or (), transfer.host_indices) for transfer in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
@@ -313,7 +313,7 @@ class Pool:
 
 
 def pool_buffer(pool: Any) -> PageBuffer:
-    """Return the pages of SGLang's host pool as slots, for each of its layouts. Raises InvalidParameter for any other."""
+    """Return the pages of SGLang's host pool as slots. Raises InvalidParameter if the pool's layout is unknown."""
     layers, tokens, pages = pool.layer_num, pool.page_size, pool.page_num
     if pool.dtype not in _NAMES:
         raise InvalidParameter(f"the host pool has dtype {pool.dtype}, expected one of {', '.join(map(str, _NAMES))}")
@@ -386,8 +386,8 @@ def _views(x: torch.Tensor, layout: str, layers: int, tokens: int, pages: int) -
 def _identity(config: Any, options: dict[str, Any], pool: Any, name: str, arranged: bool) -> Identity:
     """Return the identity of pages, which covers everything except tokens and salt.
 
-    With ``arranged``, pages are raw bytes in the order of the pool's layout, which is then part of the identity. Rows of packed values are
-    the same for all layouts.
+    With ``arranged``, pages are raw bytes in the order of the pool's layout, so the layout is part of the identity. Rows of packed values
+    are the same for all layouts.
     """
     model, tag, revision = str(config.model_name or ""), getattr(pool, "storage_format_tag", None), options.get("revision")
     if tag is not None:
@@ -420,7 +420,7 @@ def _keys(options: dict[str, Any]) -> dict[str, bytes] | None:
 
 
 def _name(value: Any) -> str:
-    """Return an SGLang name as text; it may be an enumeration member."""
+    """Return an SGLang name as text. It may be a member of an enumeration."""
     return str(getattr(value, "value", value))
 
 

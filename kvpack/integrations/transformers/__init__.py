@@ -1,13 +1,13 @@
-"""transformers models over packed layers: no decompressed copy of the cache exists::
+"""transformers models over packed layers, without a decompressed copy of the cache::
 
     cache = kvpack.load("prompt.kvpack")
     model.set_attn_implementation("kvpack")
     KvpackCache.of(cache, model).generate(token_ids)
 
-Importing this package registers the attention "kvpack". It runs causal and sliding-window attention over packed layers;
-plain tensors, such as those of a prefill, go to the model's own attention: scaled dot product attention if the model has it,
-else eager. With "kvpack|eager" they go to eager attention. With the model, a KvpackCache records the inputs of its tokens, refuses
-a cache of another model, and decodes layers for models whose attention takes only tensors.
+Importing this package registers the attention "kvpack". It runs causal and sliding-window attention over packed layers. Plain tensors, such
+as those of a prefill, are passed to the model's own attention: scaled dot product attention if the model supports it, otherwise eager
+attention. With "kvpack|eager", they are passed to eager attention. Given the model, a KvpackCache records the inputs of its tokens, refuses
+a cache of another model, and decodes layers for models whose attention accepts only tensors.
 """
 
 from kvpack.integrations.transformers_version import installed

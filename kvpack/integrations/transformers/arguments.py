@@ -1,4 +1,4 @@
-"""Check the arguments of a KvpackCache. Each message suggests what to write instead."""
+"""Checks of the arguments of a KvpackCache. Each message suggests what to write instead."""
 
 from __future__ import annotations
 

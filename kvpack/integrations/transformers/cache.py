@@ -54,21 +54,22 @@ class KvpackCache(PassCalls):
 
     ``KvpackCache(model, recipe)`` is empty, ``KvpackCache.of(cache, model)`` continues a packed cache, and ``KvpackCache.load(path,
     model)`` continues a file. Pass the model the token ids that follow the cache, or pass ``generate`` all token ids.
-    ``KvpackCache(config=model.config, recipe=...)`` is an empty cache without a model: set attention "kvpack" yourself with
+    ``KvpackCache(config=model.config, recipe=...)`` is an empty cache without a model, for which you set attention "kvpack" yourself with
     ``model.set_attn_implementation``. Such a cache records nothing, and accepts passes of any model.
 
     With ``model``, a transformers model or a PEFT wrapper of one, the model's attention is switched to "kvpack" until ``release`` or the
-    end of a ``with`` block; plain tensors still use the previous attention. The cache is checked against the model, forward passes are
+    end of a ``with`` block. Plain tensors still use the previous attention. The cache is checked against the model, forward passes are
     recorded (``packed.inputs``), and ``generate`` refuses token ids that differ from the cache's. If the model's attention accepts only
     tensors, each layer is decoded for each call, with a KvpackWarning; ``dense`` makes this choice explicit.
 
     For a model with multi-dimensional rotary positions, such as Qwen2-VL, a KvpackCache records where positions continue. If a cache lacks
-    this, pass ``rope_deltas``: the model's own after the prompt, or 0 for text. The model's ``rope_deltas`` is set before each pass.
+    this record, pass ``rope_deltas``: the model's own value after the prompt, or 0 for text. The model's ``rope_deltas`` is set before each
+    pass.
 
     With ``prompt``, the token ids that will be passed to ``generate``, only the common prefix of cache and prompt is kept, and the model
-    computes the rest; ``get_seq_length()`` returns the number of tokens kept. None are kept, with a KvpackWarning, if a sliding-window
-    layer has dropped tokens that the next one attends to, or if the model's RoPE uses different frequencies for long sequences (dynamic,
-    longrope). The cache must contain the token ids of each row, and depend on nothing else except padding.
+    computes the rest. ``get_seq_length()`` returns the number of tokens kept. No tokens are kept, with a KvpackWarning, if a sliding-window
+    layer has dropped tokens that the next token attends to, or if the model's RoPE uses different frequencies for long sequences (dynamic,
+    longrope). The cache must contain the token ids of each row, and must not depend on anything else except padding.
 
     Tokens that an attention mask hid when they were computed, such as padding, stay hidden (``packed.inputs.hidden``). A pass that would
     see them is refused with an error that names the mask to pass.
@@ -77,12 +78,12 @@ class KvpackCache(PassCalls):
     token. Passes are equally fast, but the cache and its file are larger.
 
     With ``graphs``, decode steps on a CUDA device replay a CUDA graph. A step is a pass of one token per sequence, with only token ids,
-    positions and a mask of padding on the left. In each series of steps, the first ones run normally, and then one is captured; its first
-    replay must equal the model's own result bit for bit, or steps run without a graph. Weights may change in place; any other change of
-    the model (modules, their attributes or code, hooks, modes, addresses of weights) causes a new capture. By default (None), graphs are
+    positions and a mask of padding on the left. In each series of steps, the first ones run normally, and then one is captured. If its
+    first replay does not equal the model's own result bit for bit, steps run without a graph. Weights may change in place. Any other change
+    of the model (modules, their attributes or code, hooks, modes, addresses of weights) causes a new capture. By default (None), graphs are
     used for models on a CUDA device whose code is all from PyTorch and transformers. True uses them for any model, such as one with
-    adapters, and a KvpackWarning reports steps that run without; anything else that the forward reads on the host must then stay the
-    same. False turns them off.
+    adapters, and a KvpackWarning reports steps that run without them. Everything else that the forward reads on the host must then stay the
+    same. False disables graphs.
 
     Raises InvalidType unless the arguments are a model and a packed cache. Raises InvalidParameter for a cache of another model, naming the
     difference, for one that does not start at position 0, for a layer that ends before the others or lacks tokens of the model's window,
@@ -122,9 +123,10 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Create a KvpackCache that continues the packed ``cache``, checked against ``model`` if there is a model. Without a model, the
-        caller sets attention "kvpack" (``model.set_attn_implementation("kvpack")``), and nothing is recorded. Options and errors are
-        documented in the class.
+        """Create a KvpackCache that continues the packed ``cache``, checked against ``model`` if it is given.
+
+        Without a model, the caller sets attention "kvpack" (``model.set_attn_implementation("kvpack")``), and nothing is recorded. Options
+        and errors are documented in the class.
         """
         check_flags(dense=dense, graphs=graphs, keep_all=keep_all)
         check_cache(cache, model)
@@ -237,9 +239,9 @@ class KvpackCache(PassCalls):
         graphs: bool | None = None,
         keep_all: bool = False,
     ) -> Self:
-        """Load the cache in the file at ``path`` to ``device`` (default: the model's), to be continued by ``model``.
+        """Load the cache in the file at ``path`` to ``device`` (by default, the model's), to be continued by ``model``.
 
-        ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are as for ``kvpack.load``; the other
+        ``copy``, ``memory_limit``, ``layers``, ``tokens``, ``recipe``, ``basis`` and ``progress`` are as for ``kvpack.load``. The other
         options are as for ``of``, which checks layers, shapes and identity. Raises the errors of ``kvpack.load`` and ``of``.
         """
         check_model_of_file(path, model)
@@ -264,11 +266,11 @@ class KvpackCache(PassCalls):
 
     @property
     def packed(self) -> Cache:
-        """Packed cache with every token appended so far: the argument of ``kvpack.save``.
+        """Packed cache of all tokens so far, as ``kvpack.save`` expects it.
 
-        Its ``inputs`` are the recorded inputs of the tokens, and ``model`` identifies the model. Reading it reads all weights, which takes
-        about as long as a decode step; if they changed since the last pass, ``inputs`` records it. Another thread may read this while a
-        model generates: it waits for the end of a forward pass.
+        Its ``inputs`` are the recorded inputs of the tokens, and ``model`` identifies the model. Every access reads all weights, which
+        takes about as long as a decode step. If weights changed since the last pass, ``inputs`` records that. Another thread may access it
+        while a model generates, and then waits for the end of a forward pass.
         """
         with self.passes.lock.hold():
             if self.live.tokens:
@@ -295,9 +297,9 @@ class KvpackCache(PassCalls):
     def generate(self, token_ids: Any, **options: Any) -> Any:
         """Run ``generate`` of the cache's model over this cache, passed under the name that the installed transformers uses.
 
-        ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new one; ``options``
+        ``token_ids``, a list or a tensor ``[batch, token]`` of integers, are the cache's ids followed by at least one new id. ``options``
         are other arguments of the model's ``generate``. Raises InvalidParameter for a cache without a model, and for ids that differ from
-        the cache's; InvalidType or InvalidParameter for anything but token ids; and what ``generate`` raises.
+        the cache's, InvalidType or InvalidParameter for anything but token ids, and the errors of ``generate``.
         """
         model: Any = self.passes.model_of_cache
         if model is None:
@@ -335,14 +337,14 @@ class KvpackCache(PassCalls):
     def snapshot_states(self) -> None:
         """Keep a copy of all states after the newest token in host memory, for a ``Store`` and ``crop``.
 
-        Call it between passes, at multiples of the store's ``chunk``. A model without recurrent and convolution layers has nothing to keep.
-        Raises InvalidParameter after a pass that failed, and for a model that keeps states in its modules.
+        Call this between passes, at multiples of the store's ``chunk``. A model without recurrent and convolution layers has nothing to
+        keep. Raises InvalidParameter after a pass that failed, and for a model that keeps states in its modules.
         """
         with self.passes.lock.hold():
             self._rollback.snapshot()
 
     def rewind(self, tokens: int) -> int:
-        """Keep the first ``tokens`` tokens, or fewer up to a position with states (``states_at``), and return the number kept.
+        """Keep the first ``tokens`` tokens, or fewer if states require it (``states_at``), and return the number kept.
 
         Raises OutOfBounds for more tokens than the cache has, and the errors of ``crop``.
         """
@@ -356,8 +358,9 @@ class KvpackCache(PassCalls):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest ``-tokens_to_remove`` tokens of every layer, or none. Raises OutOfBounds or InvalidParameter.
 
-        Layers that keep states can only return to the tokens in ``states_at``, and to 0; ``rewind`` finds the nearest of them. Tokens are
-        counted from the end of the longest layer: after a forward pass that failed between two layers, all end at one token.
+        Layers that keep states can only return to the positions in ``states_at``, and to 0; ``rewind`` finds the nearest of them. Tokens
+        are counted from the end of the longest layer. After a forward pass that failed between two layers, all layers then end at the same
+        token.
         """
         tokens_to_remove = as_integer(tokens_to_remove, "the number of tokens to remove")
         with self.passes.lock.hold():
@@ -369,7 +372,7 @@ class KvpackCache(PassCalls):
             self._rollback.crop(tokens_to_remove)
 
     def roll_back(self) -> None:
-        """Drop the tokens of the current pass, as far as layers can go back, before the pass is rejected."""
+        """Drop the tokens of the current pass, as far as layers support it, before the pass is rejected."""
         with contextlib.suppress(OutOfBounds, InvalidParameter):
             if not self.passes.states:
                 self.crop(-self.passes.added)
@@ -408,7 +411,7 @@ class KvpackCache(PassCalls):
         self.batch_repeat_interleave(rows // held)
 
     def begin_again(self, name: str) -> None:
-        """Drop all tokens because the model ``name`` is about to compute them again, and warn if there are any."""
+        """Drop all tokens because the model ``name`` is about to recompute them. Issues a warning if there are any."""
         if tokens := self.passes.record.tokens:
             text = (
                 f"{name} computes all tokens again, because its RoPE uses different frequencies from here on: the {tokens} tokens in the "
@@ -427,7 +430,7 @@ def begin(model: torch.nn.Module, contents: Cache | str | os.PathLike[str] | Rec
 
 
 def check_model(cache: Cache, model: Any, model_properties: Model) -> NamedModel:
-    """Raise InvalidParameter unless ``cache`` belongs to ``model``, described by ``model_properties``. Returns the names of the model."""
+    """Raise InvalidParameter unless ``cache`` belongs to ``model``, which ``model_properties`` describes. Returns the model's names."""
     model_properties.check(cache)
     return check_identity(cache, model)
 

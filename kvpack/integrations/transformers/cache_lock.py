@@ -1,4 +1,4 @@
-"""The lock of a cache, which lets one thread at a time run a forward pass over it, or read or change all its layers."""
+"""The lock of a cache. It lets one thread at a time run a forward pass over the cache, or read or change all its layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _SECONDS = 1.0
-"""Interval in seconds at which a waiting thread checks that the thread with the lock is alive."""
+"""Interval, in seconds, at which a waiting thread checks that the thread that holds the lock is alive."""
 
 
 class CacheLock:
-    """A reentrant lock that other threads can acquire if its owner has ended.
+    """A reentrant lock that other threads can acquire once its owner has ended.
 
     A thread may end without releasing the lock, for example in the middle of a pass.
     """
@@ -28,7 +28,7 @@ class CacheLock:
         return type(self)()
 
     def acquire(self) -> bool:
-        """Acquire the lock. Returns False if the calling thread already has it."""
+        """Acquire the lock. Returns False if the calling thread already holds it."""
         thread = threading.get_ident()
         if self._owner == thread:
             return False
@@ -39,7 +39,7 @@ class CacheLock:
         return True
 
     def release(self) -> None:
-        """Release the lock if the calling thread has it."""
+        """Release the lock if the calling thread holds it."""
         with self._changed:
             if self._owner == threading.get_ident():
                 self._owner = None
@@ -47,7 +47,7 @@ class CacheLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock within a ``with`` block, unless the calling thread already has it."""
+        """Hold the lock within a ``with`` block, unless the calling thread already holds it."""
         hold = self.acquire()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Detect changes to a model's adapters, weights and mode that affect its keys and values."""
+"""Detection of changes to a model's adapters, weights and mode that affect its keys and values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MAX_CHECKED_PARAMETERS = 4
 
 
 def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Return the state of every PEFT layer in a transformers model; empty without adapters. This is cheap enough for each pass."""
+    """Return the state of every PEFT layer in a transformers model, or an empty tuple without adapters. It is cheap enough for each pass.
+    """
     # PEFT stores its settings on the model that it changes.
     if "peft_config" not in vars(model):
         return ()
@@ -23,7 +24,7 @@ def active_adapters(model: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def selects_adapters_per_row(adapters: tuple[Any, ...]) -> bool:
-    """Return True if a call selects adapters per sequence with ``adapter_names``, for which PEFT puts hooks on their layers."""
+    """Return True if a call selects adapters per sequence with ``adapter_names``, for which PEFT adds hooks to their layers."""
     return any(hooks for *_, hooks in adapters)
 
 
@@ -36,8 +37,8 @@ def checkpointing_modules(model: torch.nn.Module) -> list[weakref.ref[Any]]:
 class ModelState:
     """A summary of a model's adapters, weights, buffers, dtypes and mode that reveals later changes, even in place.
 
-    It is created without reading values, and keeps no weights alive. It misses only writes through ``data`` or through memory shared with
-    other libraries.
+    It is created without reading values, and keeps no weights alive. The only changes that it misses are writes through ``data`` or through
+    memory shared with other libraries.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -53,7 +54,7 @@ class ModelState:
         return self._modes == (active_adapters(model), model.training) and self._tensors == _versions_of(model)
 
     def has_other_weights(self, few: bool = False) -> bool:
-        """Return True if parameters changed; with ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
+        """Return True if parameters changed. With ``few``, only the first ``MAX_CHECKED_PARAMETERS`` are checked."""
         for kept, version in self._versions[:MAX_CHECKED_PARAMETERS] if few else self._versions:
             if (parameter := kept()) is None or _version(parameter) != version:
                 return True
@@ -82,7 +83,7 @@ def _layer_state(layer: Any) -> tuple[Any, ...]:
 
 
 def modules_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield ``model.modules()`` without building names, which takes most of its time."""
+    """Yield ``model.modules()`` without building their names, which would take most of the time."""
     waiting, seen = [model], set()
     while waiting:
         module = waiting.pop()

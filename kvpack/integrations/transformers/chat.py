@@ -38,11 +38,13 @@ RECIPE = "kvpack-4"
 MAX_REPLY_TOKENS = 512
 
 _MIN_SHARED = 0.1
-"""Fraction of a loaded chat's tokens that must begin the conversation. A template that drops reasoning keeps more than this; another
-template keeps only a few tokens."""
+"""Minimum fraction of a loaded chat's tokens that must equal the beginning of the conversation.
+
+A template that drops reasoning keeps more than this; another template keeps only a few tokens.
+"""
 
 _DIGEST = f"{CHAT}sha256"
-"""The metadata name of the digest of the messages as JSON."""
+"""Metadata name of the digest of the messages as JSON."""
 _SPANS = "of_token_ids"
 
 Message = dict[str, Any]
@@ -51,9 +53,9 @@ Message = dict[str, Any]
 class Chat:
     """A conversation with a transformers ``model`` whose KV cache stays packed from one message to the next.
 
-    ``send`` takes only the new message. The whole conversation is rendered with the chat template each time, and the model computes only
-    the tokens after the common prefix of the result and the cache. A template may therefore drop or change earlier text, such as reasoning;
-    tokens from the first change on are computed again. Without a chat template, the texts of all messages are joined.
+    Pass only the new message to ``send``. The whole conversation is rendered with the chat template each time, and the model computes only
+    the tokens after the common prefix of the result and the cache. A template may therefore drop or change earlier text, such as reasoning.
+    Tokens from the first change on are computed again. Without a chat template, the texts of all messages are joined.
 
     ``messages`` are the messages so far, dicts with a role and a content as for ``apply_chat_template``, and ``template`` contains its
     other arguments. With ``store``, a ``kvpack.Store`` of the model, the first call loads the longest stored prefix of the conversation,
@@ -132,7 +134,7 @@ class Chat:
 
     @property
     def reused(self) -> int:
-        """Number of prompt tokens that the latest turn took from the cache; the others were computed."""
+        """Number of prompt tokens in the latest turn that came from the cache. The others were computed."""
         return self._reused
 
     @property
@@ -143,9 +145,9 @@ class Chat:
     def send(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the model's reply to ``message``: user text, a message with another role, or several messages.
 
-        If the conversation ends with a user message, text is appended to it. ``options`` are passed to the model's ``generate``, such as
-        max_new_tokens (default: 512), do_sample or streamer. If it raises, the conversation is unchanged. Raises InvalidParameter if the
-        template rejects the messages, and the errors of KvpackCache.
+        If the conversation ends with a user message, text is appended to it. ``options``, such as max_new_tokens (512 by default),
+        do_sample or streamer, are passed to the model's ``generate``. On errors, the conversation is unchanged. Raises InvalidParameter if
+        the template rejects the messages, and the errors of KvpackCache.
         """
         messages = self._with_message(message)
         _, ids = self._render(messages, reply=True)
@@ -155,7 +157,7 @@ class Chat:
         return reply
 
     def read(self, message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> int:
-        """Compute the cache of ``message`` without a reply, and return the number of tokens; later text is appended to the message."""
+        """Compute the cache of ``message`` without a reply, and return the number of tokens. Later text is appended to the message."""
         messages = self._with_message(message)
         _, ids = self._render(messages, reply=False)
         # The token that generate returns has no keys and values yet.
@@ -164,12 +166,12 @@ class Chat:
         return len(ids)
 
     def save(self, path: str | os.PathLike[str], *, messages: bool = True, compact: bool = False, **options: Any) -> int:
-        """Save the packed cache with the messages as a kvpack file, and return its size; ``options`` are passed to ``kvpack.save``.
+        """Save the packed cache with the messages as a kvpack file, and return its size in bytes.
 
-        A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more bits than its recipe's name implies.
-        ``compact=True`` packs those keys in the file too, and compresses tensors with zstd. Texts that are in the file's token ids are not
-        stored again. Raises LimitExceeded if the remaining texts do not fit: ``messages=False`` omits all messages, and the argument
-        ``messages`` of ``Chat.load`` provides them. Raises the errors of ``kvpack.save``.
+        ``options`` are passed to ``kvpack.save``. A growing cache keeps the keys of up to 127 newest tokens raw, so a short chat takes more
+        bits than its recipe's name implies. ``compact=True`` packs those keys in the file too, and compresses tensors with zstd. Texts that
+        are in the file's token ids are not stored again. Raises LimitExceeded if the remaining texts do not fit. In that case,
+        ``messages=False`` omits all messages, which can be passed to ``Chat.load`` as ``messages``. Raises the errors of ``kvpack.save``.
         """
         cache = self.cache
         if compact:
@@ -196,7 +198,7 @@ class Chat:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def _render(self, messages: list[Message], *, reply: bool) -> tuple[str, list[int]]:
-        """Render the conversation as text and as token ids; with ``reply``, up to where the model's next reply begins."""
+        """Render the conversation as text and as token ids. With ``reply``, it ends where the model's next reply begins."""
         from jinja2 import TemplateError
 
         if not self._has_template:
@@ -271,7 +273,8 @@ class Chat:
 def _warn_of_other_template(cache: Cache, ids: list[int]) -> None:
     """Issue a KvpackWarning if the loaded ``cache`` and ``ids`` share so few tokens that another template must have rendered one of them.
 
-    Token ids are compared because ``reused`` may be 0 for another reason: a cache with states or sliding windows cannot go back anywhere.
+    Token ids are compared because ``reused`` may be 0 for another reason: a cache with states or sliding windows cannot return to every
+    position.
     """
     stored = cache.token_ids[0].tolist()
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, ids, strict=False)))
@@ -287,7 +290,7 @@ def _warn_of_other_template(cache: Cache, ids: list[int]) -> None:
 def messages_in(cache: Cache, tokenizer: Any) -> list[Message] | None:
     """Return the messages of a chat stored in a file by ``Chat.save``, or None.
 
-    Raises InvalidParameter if ``tokenizer`` does not decode the file's token ids to them.
+    Raises InvalidParameter if ``tokenizer`` decodes the file's token ids to other texts.
     """
     metadata = cache.metadata
     if CHAT_MESSAGES not in metadata:
@@ -339,9 +342,9 @@ class _Tokens:
 
 
 def _longest_ending(content: str, text: str, at: int) -> int:
-    """Return the length of the longest suffix of ``content`` that occurs in ``text`` from ``at`` on.
+    """Return the length of the longest suffix of ``content`` that occurs in ``text`` at or after ``at``.
 
-    Only a suffix may occur, because templates drop the beginning of some messages, such as reasoning.
+    Templates drop the beginning of some messages, such as reasoning, so only a suffix may occur.
     """
     low, high = 0, len(content)
     while low < high:

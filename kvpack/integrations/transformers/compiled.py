@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "cache_position")
-"""The arguments of a model's forward whose values a pass reads, in the order in which ``kvpack::begin_pass`` receives them."""
+"""Arguments of a model's forward whose values a pass reads, in the order in which ``kvpack::begin_pass`` receives them."""
 
 
 class CompiledCalls(operators.Tickets):
@@ -52,7 +52,7 @@ class CompiledCalls(operators.Tickets):
         return out
 
     def starts(self, layer: int, queries: int, columns: torch.Tensor) -> torch.Tensor:
-        """Return the first visible token of each sequence. Tokens that the padding mask ``columns`` hides after it are recorded."""
+        """Return the first visible token of each sequence. Tokens after it that the padding mask ``columns`` hides are recorded."""
         length, first = self.cache.mask_sizes(queries, layer)
         padding = read_padding(length, first, columns)
         starts = torch.zeros(len(columns), dtype=torch.int32, device=columns.device) if padding.starts is None else padding.starts
@@ -89,7 +89,7 @@ class CompiledCalls(operators.Tickets):
         return masked_attention(q, k, v, seen, scale, softcap, sink_logits)
 
     def compiled_seen(self, layer: int) -> torch.Tensor:
-        """Return the number of tokens that one layer has seen, int64 ``[]`` on the CPU, in compiled code."""
+        """Return, in compiled code, the number of tokens that one layer has seen: int64 ``[]`` on the CPU."""
         seen: torch.Tensor
         seen, self.tickets[layer] = count_tokens(self.tickets[layer], layer)
         return seen
@@ -101,7 +101,7 @@ class CompiledCalls(operators.Tickets):
         return starts
 
     def compiled_begin(self, module: int, arguments: dict[str, Any]) -> None:
-        """Call ``Tracking.enter`` from compiled code, for module number ``module`` among the modules with hooks."""
+        """Call ``Tracking.enter`` from compiled code. ``module`` is a number among the modules with hooks."""
         # Of arguments that are not tensors, only the names are passed, and the value of output_attentions.
         names = [name for name, value in arguments.items() if name != "output_attentions" or value]
         ticket = begin_pass(self.tickets, [arguments.get(name) for name in _TENSORS], module, " ".join(names))
@@ -124,7 +124,7 @@ class _Mask(NamedTuple):
     """The result of ``CompiledCalls.starts`` for a mask over ``tokens`` tokens.
 
     ``hides_tokens`` is True if the mask hides any of them. ``columns`` is the mask, bool ``[batch, token]``, if it hides tokens other than
-    the first tokens.
+    leading ones.
     """
 
     starts: torch.Tensor
@@ -174,7 +174,10 @@ def _(ticket: torch.Tensor, columns: torch.Tensor, layer: int, queries: int) -> 
     "kvpack::begin_pass", mutates_args=(), schema="(Tensor[] tickets, Tensor?[] values, SymInt module, str names) -> Tensor"
 )
 def begin_pass(tickets: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], module: int, names: str) -> torch.Tensor:
-    """Run ``Tracking.enter`` for the arguments ``values``, and others given only by name. Returns the next ticket of all layers."""
+    """Run ``Tracking.enter`` for the arguments ``values`` and other arguments, of which only names are known.
+
+    Returns the next ticket of all layers.
+    """
     cache = _calls(tickets[0]).cache
     tensors = {name: tensor for name, tensor in zip(_TENSORS, values, strict=True) if tensor is not None}
     cache.passes.enter(cache.watched(module), {**dict.fromkeys(names.split(), True), **tensors})

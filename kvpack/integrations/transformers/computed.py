@@ -1,4 +1,4 @@
-"""Checksums of the keys and values in transformers' own caches, which reveal changes after recorded passes computed them."""
+"""Checksums of the keys and values in transformers' own caches, which reveal changes made after recorded passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VALUES_AT_ONCE = 1 << 22
 
 @dataclass
 class _SideChecksums:
-    """The checksums of one layer's keys or values, int64 ``[batch, token]`` in several parts, from position ``first`` on."""
+    """The checksums of one layer's keys or values from position ``first`` on, int64 ``[batch, token]``, in several parts."""
 
     first: int
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -47,7 +47,7 @@ class ComputedChecksums:
         self._lines: dict[tuple[int, str], _SideChecksums] = {}
         self._seen: list[weakref.ref[torch.Tensor]] = []
         self.states: dict[int, States] = {}
-        """The states that were kept, by the number of tokens that they follow."""
+        """States that were kept, keyed by the number of tokens that they follow."""
 
     @property
     def batch(self) -> int:
@@ -55,7 +55,7 @@ class ComputedChecksums:
         return next((line.sums.shape[0] for line in self._lines.values()), 0)
 
     def add(self, past: TransformersCache, tokens: int) -> None:
-        """Record the checksums of ``past`` from token ``self.tokens`` up to ``tokens``."""
+        """Record the checksums of ``past`` from token ``self.tokens`` up to token ``tokens``."""
         sides = list(_sides(past))
         self._seen = [weakref.ref(x) for _, _, x in sides]
         sums = _all_checksums([x[:, :, max(first, self.tokens) - first : tokens - first] for _, first, x in sides])

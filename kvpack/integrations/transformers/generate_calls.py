@@ -1,4 +1,4 @@
-"""Wrappers of the methods of a model that ``generate`` calls, which report the calls to the model's KvpackCaches."""
+"""Wrappers of those methods of a model that ``generate`` calls. They report the calls to the model's KvpackCaches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def watch_generate(model: PreTrainedModel) -> bool:
-    """Wrap methods of ``model`` so that caches get all token ids passed to ``generate``.
+    """Wrap methods of ``model`` so that caches receive all token ids passed to ``generate``.
 
-    Forward passes get only the ids after the cache.
+    Forward passes receive only the ids after the cache.
     """
     if "prepare_inputs_for_generation" in vars(model) or not hasattr(type(model), "prepare_inputs_for_generation"):
         return False
@@ -44,19 +44,19 @@ def pass_trackers(past: Any) -> list[Any]:
 
 
 def caches_in(past: Any) -> list[TransformersCache]:
-    """Return the caches of keys and values in ``past``."""
+    """Return the key/value caches in ``past``."""
     if isinstance(past, EncoderDecoderCache):
         return [past.self_attention_cache, past.cross_attention_cache]
     return [past] if isinstance(past, TransformersCache) else []
 
 
 def _kvpack_caches(past: Any) -> list[Any]:
-    """Return the KvpackCaches of ``past``."""
+    """Return the KvpackCaches in ``past``."""
     return [cache for cache in caches_in(past) if hasattr(cache, "passes")]
 
 
 def _passes_over_tokens(past: Any) -> list[Any]:
-    """Return ``pass_trackers`` for the cache with the tokens of ``generate``.
+    """Return the ``pass_trackers`` of the cache that contains ``generate``'s tokens.
 
     In an encoder-decoder cache, the other half is the encoder's.
     """
@@ -72,7 +72,7 @@ def refuse_pickled_model() -> NoReturn:
 
 
 class _WatchedMethod:
-    """A wrapper of the method ``name`` of ``model`` that reports calls to its KvpackCaches. Copies of the model get their own."""
+    """A wrapper of the method ``name`` of ``model`` that reports calls to the model's KvpackCaches. Copies of the model get their own."""
 
     name: str
 
@@ -100,7 +100,7 @@ class _WatchedMethod:
 class _WatchedPrepareInputs(_WatchedMethod):
     """A wrapper of ``prepare_inputs_for_generation`` that checks the token ids, and repeats the cache's sequences to match their rows.
 
-    A model may omit the cache to compute all tokens again, because its RoPE uses different frequencies from this token on. They are then
+    A model may omit the cache to recompute all tokens, because its RoPE uses different frequencies from this token on. The tokens are then
     computed into the cache.
     """
 
@@ -123,7 +123,7 @@ class _WatchedPrepareInputs(_WatchedMethod):
 
 
 class _WatchedPrefill(_WatchedMethod):
-    """A wrapper of ``_prefill`` that checks all token ids first, because ``_prefill`` may pass a prompt on chunk by chunk."""
+    """A wrapper of ``_prefill`` that checks all token ids first, because ``_prefill`` may process a prompt in chunks."""
 
     name = "_prefill"
 
@@ -141,7 +141,7 @@ class _WatchedPrefill(_WatchedMethod):
 class _WhisperSegments(_WatchedMethod):
     """A wrapper of ``generate_with_fallback``, which Whisper calls for each segment of a recording with the same cache.
 
-    It empties the cache before each segment, because segments do not depend on each other.
+    It clears the cache before each segment, because segments do not depend on each other.
     """
 
     name = "generate_with_fallback"
@@ -162,7 +162,7 @@ class _WhisperSegments(_WatchedMethod):
 
 
 class _WatchedPreparePositions(_WatchedMethod):
-    """A wrapper of ``_prepare_position_ids_for_generation`` that continues from the cache and not from the model's previous prompt."""
+    """A wrapper of ``_prepare_position_ids_for_generation`` that continues from the cache, not from the model's previous prompt."""
 
     name = "_prepare_position_ids_for_generation"
 

@@ -1,4 +1,4 @@
-"""Run a model's decode steps over a KvpackCache as CUDA graphs, which a replaced ``forward`` captures and replays."""
+"""Running of a model's decode steps over a KvpackCache as CUDA graphs, which a replaced ``forward`` captures and replays."""
 
 from __future__ import annotations
 
@@ -33,35 +33,37 @@ if TYPE_CHECKING:
 EAGER_STEPS, DEFAULT_EAGER_STEPS = 1, 4
 """Number of consecutive steps of one kind that run normally before a capture, so that kernels are compiled and prepared.
 
-A capture costs as much time as several replays save. Graphs by default therefore start later, so that short series have none.
+A capture costs as much time as several replays save. Unless the user requests graphs, they start later, so that short series have none.
 """
 
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}
 _MORE = {"output_attentions", "output_hidden_states"}
 _SETTINGS = {"logits_to_keep", "return_dict", "use_cache", *_MORE}
 """Arguments that a captured step may have: tensors, which are copied into the graph, and settings, which are constants of the graph.
+
 Arguments that request more outputs must not be set.
 """
 
 _CAPTURE_LOCK = threading.Lock()
-"""The lock that serializes captures, because all of them use one stream."""
+"""Lock that serializes captures, because all of them use one stream."""
 
 _NOT_CAPTURED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models for which a capture by default has failed. Their next caches do not try again."""
+"""Models for which a capture that the user did not request has failed. Their next caches do not try again."""
 
 _FORWARDS: weakref.WeakValueDictionary[int, ForwardSwitch] = weakref.WeakValueDictionary()
-"""The ``ForwardSwitch`` of each model, by the model's id, as long as a cache references it."""
+"""The ``ForwardSwitch`` of each model, keyed by the model's id, as long as a cache references it."""
 
 
 class StepGraphs:
     """The decode steps of a model over the KvpackCache ``cache`` as CUDA graphs. ``number`` is the number of a layer with tokens.
 
-    A step is a pass of one new token for each sequence, with only token ids, positions and a mask of padding on the left. The first steps
-    of a series run normally; then one is captured. The capture sees a wrong cache length, and its first replay must return the same
-    result as the step without a graph, bit for bit. A model whose step depends on values on the host therefore gets no graph, which a
-    KvpackWarning reports. Any other pass ends the series, and the graph with it.
+    A step is a pass of one new token per sequence, with only token ids, positions and a mask of padding on the left. The first steps of a
+    series run normally, and then one is captured. During the capture, the cache reports a wrong length, and the first replay must return
+    the same result as the step without a graph, bit for bit. A model whose step depends on values on the host therefore gets no graph,
+    which a KvpackWarning reports. Any other pass ends the series and discards its graph.
 
-    Unless the user ``requested`` graphs, only models whose code is all from PyTorch and transformers get them, without warnings.
+    Unless the user ``requested`` graphs, they are used only for models whose code is all from PyTorch and transformers, and there are no
+    warnings.
     """
 
     def __init__(self, cache: Any, number: int, requested: bool) -> None:
@@ -70,7 +72,7 @@ class StepGraphs:
         self._eager, self._launches = 0, -1
         self._graph: _Graph | None = None
         self.refused: str | None = None
-        """Reason why there are no graphs; None as long as they are possible."""
+        """Reason why graphs are not used, or None as long as they are possible."""
         self.captured: CapturedStep | None = None
         """The step that is being captured, or None if there is none."""
 
@@ -148,7 +150,8 @@ class StepGraphs:
         step: _Step,
         expected: Any,
     ) -> None:
-        """Capture the step that has just returned ``expected``. Graphs are disabled if that fails, or if a replay returns anything else."""
+        """Capture the step that has just returned ``expected``. Graphs are disabled if that fails, or if a replay returns another result.
+        """
         if not self._requested:
             self.refused = "a step of the model could not be captured" if model in _NOT_CAPTURED else snapshot.current(model).foreign_part
             if self.refused:
@@ -184,7 +187,7 @@ class StepGraphs:
 
 
 class _GraphRefused(Exception):
-    """The exception that gives the reason why a step cannot be captured."""
+    """Exception with the reason why a step cannot be captured."""
 
 
 class _Step(NamedTuple):
@@ -285,7 +288,7 @@ class ForwardSwitch:
 
     @staticmethod
     def of(model: torch.nn.Module) -> ForwardSwitch:
-        """Return the switch of a transformers model, or of the model in a wrapper. It is created if there is none."""
+        """Return the switch of a transformers model, or of the model in a wrapper. It is created if it does not exist."""
         outer = outermost_model(model)
         switch = _FORWARDS.get(id(outer))
         if switch is None or switch._model() is not outer:
@@ -294,7 +297,8 @@ class ForwardSwitch:
 
 
 class _SwitchedForward:
-    """A ``forward`` method of ``model`` that replaces ``before`` or, if that is None, the class's. Copies of the model get their own."""
+    """A ``forward`` method of ``model`` that replaces ``before``, or the class's method if that is None. Copies of the model get their own.
+    """
 
     def __init__(self, model: torch.nn.Module, before: Any) -> None:
         self._model, self._before, self._snapshot = weakref.ref(model), before, _CachedSnapshot()
@@ -304,7 +308,7 @@ class _SwitchedForward:
 
     @property
     def is_of_its_class(self) -> bool:
-        """True if it replaces the ``forward`` of the model's class, not a ``forward`` that was set on the instance."""
+        """True if it replaces the ``forward`` of the model's class and not a ``forward`` that was set on the instance."""
         return self._before is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -333,7 +337,10 @@ def _restore(model: weakref.ref[torch.nn.Module], before: Any) -> None:
 
 
 def may_replay(model: torch.nn.Module) -> bool:
-    """Return True if decode steps of ``model`` may be replayed by default. Its code is inspected later, before the first capture."""
+    """Return True if decode steps of ``model`` may be replayed without a user's request.
+
+    Its code is inspected later, before the first capture.
+    """
     forward, parameter = vars(outermost_model(model)).get("forward"), next(model.parameters(), None)
     return parameter is not None and can_capture(parameter.device) and (forward is None or getattr(forward, "is_of_its_class", False))
 
@@ -344,7 +351,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Capture ``call``. Return a function that replays it, and the result, whose tensors each replay overwrites.
+    """Capture ``call``. Return a function that replays itand the result. Each replay overwrites the result's tensors.
 
     Raises PyTorch's errors.
     """
@@ -369,7 +376,7 @@ def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, because collecting a graph would end a capture."""
+    """Disable garbage collection within this context, because collecting a graph would abort a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -382,7 +389,7 @@ def _without_collection() -> Iterator[None]:
 def _recover(device: torch.device, pool: Any) -> None:
     """End a failed capture for PyTorch's allocator and random number generator.
 
-    Before PyTorch 2.12 both stay in capture mode, and later raise in ``empty_cache`` (PyTorch #180395) and when a number is drawn.
+    Before PyTorch 2.12, both stay in capture mode, so that ``empty_cache`` (PyTorch #180395) and the drawing of random numbers raise later.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
@@ -444,7 +451,7 @@ def _same_values(one: Any, other: Any) -> bool:
 def step_graphs(
     cache: Any, number: int, requested: bool | None, model: torch.nn.Module | None, name: str, obstacle: str
 ) -> StepGraphs | None:
-    """Return the object that replays decode steps of ``cache``, whose first layer with tokens is ``number``; None without graphs.
+    """Return an object that replays decode steps of ``cache``, whose first layer with tokens is ``number``; None without graphs.
 
     ``requested`` is the user's choice. If it is True, a KvpackWarning reports what prevents graphs.
     """

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from .compiled import CompiledCalls
 
 _HOOKS: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
-"""The hooks of each model, by the model's id, as long as something references them."""
+"""Hooks of each model, keyed by the model's id, as long as something references them."""
 
 
 class Hooks:
-    """The hooks of one model. They reference no cache, and are removed when the last reference to this object is gone."""
+    """The hooks of one model. They do not reference caches, and are removed when the last reference to this object is gone."""
 
     def __init__(self, model: torch.nn.Module, inside: Sequence[PreTrainedModel]) -> None:
         self.model = weakref.ref(model)
@@ -65,7 +65,7 @@ class Hooks:
 
     @staticmethod
     def for_model(model: torch.nn.Module, inside: Sequence[PreTrainedModel] | None = None) -> Hooks:
-        """Return the hooks of ``model``; create them if there are none. ``inside`` is ``models_in(model)``, if already computed."""
+        """Return the hooks of ``model``, which are created if missing. ``inside`` is ``models_in(model)``, if already computed."""
         hooks = _HOOKS.get(id(model))
         if hooks is None or hooks.model() is not model:
             hooks = Hooks(model, models_in(model) if inside is None else inside)
@@ -97,7 +97,7 @@ class _HooksReference:
             hooks.encoder_calls.ended(arguments, output)
 
     def sources(self, arguments: dict[str, Any]) -> Sources | None:
-        """Return the digests of an encoder's input for a decoder's call, or None for any other call."""
+        """Return the digests of the encoder's input for a decoder call, or None for any other call."""
         hooks = self._hooks()
         return None if hooks is None else hooks.encoder_calls.sources(arguments.get("encoder_hidden_states"))
 
@@ -145,12 +145,12 @@ def _after_call(
 
 
 class PassStack:
-    """The nested calls of forward passes over one cache: the outermost call of each pass, and the positions passed to calls inside it."""
+    """Nested calls of forward passes over one cache: the outermost call of each pass, and the positions passed to calls within it."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
         self.has_encoder = False
-        """True if the call is over a cache of two parts."""
+        """True if the call is over an encoder-decoder cache, which has two parts."""
         self._inside: list[torch.nn.Module] = []
 
     def __deepcopy__(self, memo: object) -> PassStack:
@@ -158,16 +158,16 @@ class PassStack:
 
     @property
     def is_outermost(self) -> bool:
-        """True if no call is inside another."""
+        """True if the current call is not inside another."""
         return len(self._inside) == 1
 
     @property
     def is_idle(self) -> bool:
-        """True if no call is under way."""
+        """True if no call is in progress."""
         return not self._inside
 
     def is_outermost_call(self, module: torch.nn.Module) -> bool:
-        """Return True if the only call under way is that of ``module``."""
+        """Return True if the call of ``module`` is the only call in progress."""
         return len(self._inside) == 1 and self._inside[0] is module
 
     def enter(self, module: torch.nn.Module, arguments: dict[str, Any], start: int) -> Pass | None:
@@ -241,8 +241,8 @@ class Recording:
     def inputs(self, past_key_values: TransformersCache) -> Inputs:
         """Return the inputs of the tokens of ``past_key_values``, for the argument ``inputs`` of ``kvpack.pack``.
 
-        They describe the keys and values that passes computed. If the cache was changed since, other than by dropping its newest tokens or
-        selecting rows, they are marked as undetermined. Raises InvalidParameter for a cache that no recorded pass was over.
+        They describe the keys and values that passes computed. If the cache has changed since, other than by dropping its newest tokens or
+        selecting rows, they are marked as undetermined. Raises InvalidParameter for a cache that no recorded pass used.
         """
         record, computed = self._known_record(past_key_values)
         inputs = record.inputs
@@ -257,7 +257,7 @@ class Recording:
             computed.states[record.tokens] = states
 
     def states_at(self, past_key_values: TransformersCache) -> dict[int, States]:
-        """Return the kept states, for the argument ``states_at`` of ``kvpack.pack``; empty if rows were selected since."""
+        """Return the kept states, for the argument ``states_at`` of ``kvpack.pack``. Empty if rows have been selected since."""
         return dict(self._known_record(past_key_values)[1].states)
 
     def _known_record(self, past: TransformersCache) -> tuple[Record, ComputedChecksums]:
@@ -302,7 +302,7 @@ def _models_in(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _compiled_calls(past: Any, arguments: dict[str, Any]) -> CompiledCalls | None:
-    """Return the ``CompiledCalls`` of a pass's only KvpackCache, or None if the pass is not supported in compiled code."""
+    """Return the ``CompiledCalls`` of a pass's only KvpackCache, or None if compiled code does not support the pass."""
     if getattr(past, "compiled", None) is None or not past.is_watched:
         return None
     return past.compiled if compiled_calls.supports(arguments) else None
@@ -315,8 +315,8 @@ def _tokens(past: Any) -> int:
 def _update_record(record: Record, computed: ComputedChecksums, cache: TransformersCache, tokens: int) -> None:
     """Update a record to the current state of its cache, which has ``tokens`` tokens.
 
-    Meanwhile, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If values have
-    changed otherwise, the record drops their inputs.
+    Since the last update, the newest tokens may have been dropped, sequences selected, or tokens added by passes that were not recorded. If
+    values have changed in any other way, the record drops their inputs.
     """
     remaining = min(tokens, record.tokens)
     rows = computed.rows(cache, remaining) if remaining else []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decoding:
-    """Warns once if a model receives decoded keys and values. ``warned`` is True after that, or if the user requested decoding."""
+    """Warns once if a model receives decoded keys and values. ``warned`` is True afterwards, or if the user requested decoding."""
 
     def __init__(self, warned: bool) -> None:
         self.warned = warned
@@ -49,17 +49,17 @@ class Decoding:
 
 
 class EmptyLayer(DummyLayer):  # type: ignore[misc]
-    """A cache layer without contents, whose model layer uses the keys and values of another layer."""
+    """An empty cache layer, for a model layer that uses the keys and values of another layer."""
 
     packed = Layer(None, None)
     is_sliding = False
     first_visible = 0
 
     def check_window(self, crop: int = 0) -> None:
-        """Do nothing: this layer attends to no tokens of its own."""
+        """Do nothing, because this layer attends to no tokens of its own."""
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Do nothing: this layer contains no tokens."""
+        """Do nothing, because this layer contains no tokens."""
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -87,14 +87,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Dense keys, as cross-attention reads them."""
+        """Dense keys, for cross-attention."""
         self._decoding.warn_about_read(self.number, "keys")
         k = self.packed.k
         return k.unpack(k.tail.dtype) if k is not None else None
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Dense values, as cross-attention reads them."""
+        """Dense values, for cross-attention."""
         self._decoding.warn_about_read(self.number, "values")
         v = self.packed.v
         return v.unpack(v.tail.dtype) if v is not None else None
@@ -109,7 +109,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.live.batch(self.number)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing, because the layer takes its shapes from its first tokens."""
+        """Do nothing, because the layer gets its shapes from its first tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append keys and values to the live cache, and return the live cache in place of both."""
@@ -126,7 +126,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def first_visible(self) -> int:
-        """The first token that the next one can attend to."""
+        """First token that the next token can attend to."""
         return self._first_visible(self.live.seen_tokens(self.number))
 
     def decode(self, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -136,7 +136,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return None if k is None else k[:, :, skipped:], None if v is None else v[:, :, skipped:]
 
     def _first_visible(self, seen: int) -> int:
-        """Return the first token that the token after ``seen`` tokens can attend to.
+        """Return the first token to which the token after ``seen`` tokens can attend.
 
         It depends only on the window, not on the tokens that the layer still contains.
         """
@@ -146,7 +146,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens until the next ``crop``, and then from each ``crop`` until the next."""
+        """Keep all tokens until the next ``crop``, and again after each ``crop``."""
         self.live.keep_past(self.number)
         self.is_croppable = True
 
@@ -172,7 +172,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.live.truncate(self.live.seen_tokens(self.number) + tokens_to_remove, self.number)
 
     def offload(self) -> NoReturn:
-        """Raise InvalidParameter, because packed layers cannot be moved as transformers moves tensors."""
+        """Raise InvalidParameter, because packed layers cannot be moved in the way that transformers moves tensors."""
         raise InvalidParameter(
             f"layers[{self.number}] is packed, and its pages stay on their device: omit offload, or save the cache and load it again"
         )
@@ -189,12 +189,12 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` of the batch, in that order; codes are copied, never decoded."""
+        """Keep the rows ``indices`` of the batch, in that order. Codes are copied, never decoded."""
         self.live.select(indices, self.number)
 
 
 def check_window(skipped: int, older: int, window: int | None) -> None:
-    """Raise InvalidParameter if a query attends to tokens that the layer skipped. It has ``older`` tokens before the queries."""
+    """Raise InvalidParameter if a query attends to tokens that the layer skipped. ``older`` tokens precede the queries."""
     if skipped and (window is None or older < window - 1):
         attended = "all of them" if window is None else f"a window of {window}"
         raise InvalidParameter(f"the layer holds only the newest {older} of its earlier tokens, but the model attends to {attended}")
@@ -203,8 +203,8 @@ def check_window(skipped: int, older: int, window: int | None) -> None:
 def check_attention_window(layer_window: int | None, attention_window: int | None, module: torch.nn.Module) -> None:
     """Raise InvalidParameter if ``attention_window`` is None or wider than ``layer_window``.
 
-    The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' cache keeps, which differ from
-    those in a packed layer.
+    The cache has no tokens outside its own window. Such a pass would attend to the tokens that transformers' own cache keeps, which differ
+    from those in a packed layer.
     """
     if layer_window is not None and (attention_window is None or attention_window > layer_window):
         attended = "all tokens" if attention_window is None else f"a window of {attention_window}"
@@ -215,7 +215,7 @@ def check_attention_window(layer_window: int | None, attention_window: int | Non
 
 
 def check_continues(live: LiveCache, layer: Any, number: int, following: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise InvalidParameter unless keys and values continue ``layer`` ``number``; ``following`` is the number of the next layer."""
+    """Raise InvalidParameter unless keys and values continue layer number ``number``. ``following`` is the number of the next layer."""
     for name, states_or_other in (("keys", k), ("values", v)):
         if not isinstance(states_or_other, torch.Tensor) or states_or_other.dim() != 4:
             raise InvalidType(f"layers[{number}]: {name} are {describe(states_or_other)}, expected a tensor [batch, kv_head, token, dim]")
@@ -243,7 +243,7 @@ def check_continues(live: LiveCache, layer: Any, number: int, following: int, k:
 
 
 def following_layers(layers: Sequence[Any]) -> list[int]:
-    """Return, for each layer, the number of the next layer that receives tokens in a pass; for the last layer, its own number."""
+    """Return, for each layer, the number of the next layer that receives tokens in a pass. For the last layer, this is its own number."""
     packed = [number for number, layer in enumerate(layers) if isinstance(layer, PackedLayer)]
     return [next((after for after in packed if after > number), number) for number in range(len(layers))]
 

@@ -1,4 +1,4 @@
-"""The mask function of attention "kvpack" for transformers: no mask if packed attention needs none, otherwise the model's own."""
+"""Mask function of attention "kvpack" for transformers. It returns no mask if packed attention needs none, else the model's own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 QUERIES_AT_A_TIME = 128
-"""Number of rows in which a mask is compared at a time with the mask that attention applies by itself."""
+"""Number of rows of a mask that are compared at a time with the mask that attention applies by itself."""
 
 
 def mask(*, kv_length: int | CompiledLength, config: Any, **options: Any) -> Any:
-    """Return the mask for ``kv_length`` keys; the arguments are as for transformers' mask functions.
+    """Return the mask for ``kv_length`` keys. The arguments are as for transformers' mask functions.
 
     There are three cases:
 
@@ -73,7 +73,7 @@ def _four_dimensions(starts: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Padding(NamedTuple):
-    """The tokens that a mask hides. ``on_the_left`` is True if these are only the first tokens of sequences.
+    """The tokens that a mask hides. ``on_the_left`` is True if they are only the first tokens of sequences.
 
     ``starts``, int32 ``[batch]``, are the first tokens that are not hidden, or None if the mask hides none.
     """
@@ -108,7 +108,7 @@ def _is_named(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> bool:
-    """Return True if transformers' arguments are enough to show that the mask, apart from padding, is causal.
+    """Return True if transformers' arguments suffice to show that the mask, apart from padding, is causal.
 
     The mask may also limit tokens to the model's window.
     """
@@ -162,7 +162,7 @@ def _applied_by_attention(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> bool:
-    """Return True if the mask, except for padding, is causal within the model's sliding window, if any, and hides nothing else."""
+    """Return True if the mask, apart from padding, is causal within the model's sliding window, if any, and hides no other tokens."""
     if _is_causal_or_sliding(config, mask_function, use_vmap):
         return True
     if use_vmap:
@@ -180,7 +180,7 @@ def _applied_by_attention(
 
 
 def check_columns(columns: int, tokens: int, layer: int, queries: int) -> None:
-    """Raise InvalidParameter unless a mask has a column for each of the ``tokens`` tokens that a pass of ``queries`` tokens can see."""
+    """Raise InvalidParameter unless the mask has a column for each of the ``tokens`` tokens that a pass of ``queries`` tokens can see."""
     if columns != tokens:
         raise InvalidParameter(
             f"the attention mask has {columns} columns, but layers[{layer}] has {tokens} tokens for a pass of {queries}: "
@@ -199,8 +199,8 @@ def masked_attention(
 ) -> torch.Tensor:
     """Compute softmax(scale q k^T) v over the tokens that are ``seen``, bool ``[batch, 1, query, token]``.
 
-    The result is 0 for a query that sees none. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token,
-    dim]``; ``sink_logits`` are ``[q_head]``.
+    The result is 0 for a query that sees no tokens. ``q`` is ``[batch, q_head, query, dim]``, ``k`` and ``v`` are ``[batch, kv_head, token,
+    dim]``, and ``sink_logits`` are ``[q_head]``.
     """
     if softcap is None and sink_logits is None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

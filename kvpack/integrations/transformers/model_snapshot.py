@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _KNOWN = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
-"""Packages, including those that transformers' own classes use, whose code does not depend on counts of steps on the host."""
+"""Packages whose code does not depend on counts of steps on the host, including those that transformers' own classes use."""
 
 _READ = "transformers.models."
-"""The modules of transformers whose functions are inspected for the functions that they call."""
+"""Prefix of the transformers modules whose functions are inspected for calls of other functions."""
 
 _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
 class ModelSnapshot:
-    """A snapshot of ``model``, except of the weights' values, which may change in place. It keeps modules and weights alive."""
+    """A snapshot of ``model`` without the weights' values, which may change in place. It keeps modules and weights alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._modules = model, list(modules_of(model))
@@ -52,7 +52,7 @@ class ModelSnapshot:
         self._found = self._current_values()
 
     def unchanged(self) -> bool:
-        """Return True if nothing but values in place has changed since the snapshot."""
+        """Return True if nothing except values in place has changed since the snapshot."""
         try:
             return self._current_values() == self._found and all(map(is_, self._objects(), self._held))
         except KeyError:
@@ -92,12 +92,12 @@ _OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
 
 
 class _Code:
-    """The functions that ``modules`` run, found through their classes, attributes, and the names in transformers' model code."""
+    """The functions that ``modules`` run, found through their classes, their attributes, and the names in transformers' model code."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.foreign_part: str | None = None
         self.classes: list[Mapping[str, Any]] = []
-        """The attributes of each class."""
+        """Attributes of each class."""
         self._names: list[tuple[Callable[[str], Any], str]] = []
         self._seen: dict[int, Any] = {}
         waiting: list[Any] = []

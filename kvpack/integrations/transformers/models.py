@@ -1,4 +1,4 @@
-"""The properties that a transformers model requires of its caches, and checks that a packed cache belongs to the model."""
+"""Properties that a transformers model requires of its caches, and checks that a packed cache belongs to the model."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
     from kvpack.identity.weights import Weights
 
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
-"""Settings of models that expand cached states before attention, or attend in chunks, and so cannot use packed layers."""
+"""Settings of models that expand cached states before attention, or that attend in chunks, and so cannot use packed layers."""
 
 _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
 SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
-"""Advice for a cache whose model only appears to be a different one."""
+"""Advice for a cache of a model that only appears to be different."""
 _ADAPTERS_WITH_OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
-"""The kinds of PEFT adapters that provide a cache of their own."""
+"""Kinds of PEFT adapters that provide a cache of their own."""
 
 
 class ExpectedLayers:
@@ -76,7 +76,8 @@ class ExpectedLayers:
         self._accepts_cache, self._own_cache = True, ""
 
     def windows(self, layers: int) -> list[int | None]:
-        """Return the sliding window of each of the first ``layers`` layers. An encoder-decoder has none: its layers see all tokens."""
+        """Return the sliding window of each of the first ``layers`` layers. An encoder-decoder has none, because its layers see all tokens.
+        """
         if self.has_encoder:
             return [None] * layers
         layer_windows = [getattr(layer, "sliding_window", None) for layer in self._layers]
@@ -93,13 +94,13 @@ class ExpectedLayers:
         return self._layers_held
 
     def states(self, layers: int) -> list[int]:
-        """Return, for each of the first ``layers`` layers, the number of states of each kind, 0 for a layer without any."""
+        """Return, for each of the first ``layers`` layers, the number of states of each kind. It is 0 for a layer without states."""
         counts = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
         return [*counts, *[0] * layers][:layers]
 
     @property
     def shared(self) -> list[int]:
-        """The numbers of the layers whose keys and values other layers also attend to."""
+        """Numbers of the layers whose keys and values other layers also attend to."""
         modes = getattr(self.config, "kv_sharing_modes", None) or []
         return [number for number, mode in enumerate(modes) if mode == "store"]
 
@@ -133,7 +134,7 @@ class ExpectedLayers:
 
     @cached_property
     def _layers(self) -> list[Any]:
-        """The layers of the cache that transformers would create for the model, one per decoder layer."""
+        """Layers of the cache that transformers would create for the model, one per decoder layer."""
         try:
             layers = cache_layers(self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -145,7 +146,7 @@ class ExpectedLayers:
 
 
 class Model(ExpectedLayers):
-    """The properties of a transformers model, or of a wrapper of one, that its caches depend on. It references no weights.
+    """The properties of a transformers model, or of a wrapper of one, on which its caches depend. It does not reference weights.
 
     ``inside`` is ``models_in(model)``, if the caller has computed it. Raises InvalidParameter for anything but a model.
     """
@@ -190,7 +191,7 @@ class Model(ExpectedLayers):
         return self.attention in NAMES
 
     def check(self, cache: Cache) -> None:
-        """Raise InvalidParameter, naming the difference, if the cache belongs to another model, as far as both are known."""
+        """Raise InvalidParameter, naming the difference, if the cache is known to belong to another model."""
         expected = [] if self.has_encoder else self._layers
         for number, layer in enumerate(expected):
             self._check_layer(number, layer)
@@ -215,11 +216,11 @@ def _check_accepts_cache(model: Any) -> None:
 
 
 class NamedModel:
-    """The fields by which caches name a model: ``fields`` is ``Identity.header_model``, empty if the model cannot be named, for the reason
-    ``unnamed``.
+    """The fields by which caches name a model.
 
-    The digest of its weights is computed in the background, from their values at creation: they must not change before ``wait_until_read``.
-    ``state`` is the model's state before the weights were read, or None if no model was named.
+    ``fields`` is ``Identity.header_model``, or empty if the model cannot be named, for the reason ``unnamed``. The digest of the weights is
+    computed in the background from their values at creation, so they must not change before ``wait_until_read``. ``state`` is the model's
+    state before the weights were read, or None if no model was named.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class NamedModel:
 
     @cached_property
     def fields(self) -> dict[str, str]:
-        """Fields of the name, after waiting for the digest; without weights if they cannot be read."""
+        """Fields that name the model. Waits for the digest; if the weights cannot be read, they are omitted."""
         if self._identity is None:
             return {}
         try:
@@ -245,7 +246,7 @@ class NamedModel:
 
     @property
     def weights(self) -> str:
-        """Digest of the weights, empty if they cannot be read."""
+        """Digest of the weights, or an empty string if they cannot be read."""
         return self.fields.get("weights", "")
 
 
@@ -278,7 +279,10 @@ def identity_for(model: Any, basis: Basis) -> dict[str, str]:
 
 
 def sample_digest(model: Any) -> str:
-    """Return the digest of a sample of a model's weights, which files of earlier versions contain; empty if they cannot be read."""
+    """Return the digest of a sample of a model's weights, which files of earlier versions contain.
+
+    It is empty if the weights cannot be read.
+    """
     try:
         return weights_sample(_parts(model))
     except InvalidParameter:
@@ -286,7 +290,7 @@ def sample_digest(model: Any) -> str:
 
 
 def current_weights(model: Any) -> str:
-    """Return the digest of a model's current weights; empty if they cannot be read."""
+    """Return the digest of a model's current weights, or an empty string if they cannot be read."""
     try:
         return weights_of(_parts(model)).text
     except InvalidParameter:
@@ -294,12 +298,11 @@ def current_weights(model: Any) -> str:
 
 
 def check_identity(cache: Cache, model: Any) -> NamedModel:
-    """Raise InvalidParameter, naming the difference, if the cache names a model by ``Identity.of``, and ``model`` is a different model or
-    cannot be named.
+    """Raise InvalidParameter if the cache names a model, and ``model`` is a different one or cannot be named.
 
-    If digests of both weights are known, they are compared instead of the names, because the same model may be in another folder. A
-    KvpackWarning reports weights that are compared only in part, or cannot be read. Returns ``name_model(model)``, or an empty name if the
-    cache names no model.
+    The message names the difference. If digests of both weights are known, they are compared instead of the names, because the same model
+    may be in another folder. A KvpackWarning reports weights that are compared only in part, or cannot be read. Returns
+    ``name_model(model)``, or an empty name if the cache names no model.
     """
     if not cache.model.get("config"):
         return NamedModel()
@@ -359,13 +362,13 @@ def _parts(model: Any) -> list[ModelPart]:
 
 
 def _accepts_cache(module: torch.nn.Module) -> bool:
-    """Return True if a call of ``module`` accepts a transformers cache. XLM's argument ``cache`` is a dict of its own."""
+    """Return True if a call of ``module`` accepts a transformers cache. XLM's argument ``cache`` is a dict instead."""
     parameters = inspect.signature(module.forward).parameters
     return any(name in parameters and not (name == "cache" and "dict[" in str(parameters[name].annotation)) for name in cache_names.NAMES)
 
 
 def _own_cache(module: torch.nn.Module) -> str:
-    """Return the model's own cache class if its signature requires that class."""
+    """Return the model's own cache class if the model's signature requires it."""
     parameters = inspect.signature(module.forward).parameters
     annotations = [str(parameters[name].annotation) for name in cache_names.NAMES if name in parameters]
     kinds = [kind for text in annotations for kind in re.findall(r"\w*Cache\b", text)]
@@ -393,7 +396,7 @@ def _names_sections(config: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _file_sets_sections(name: str) -> bool:
-    """Return True if a class in the module ``name`` has rotary sections, which a configuration need not list."""
+    """Return True if a class in the module ``name`` has rotary sections, which configurations need not list."""
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type) and value.__module__ == name]
     codes = [init.__code__ for cls in classes if isinstance(init := vars(cls).get("__init__"), FunctionType)]
     return any({"rope_deltas", "mrope_section"} & set(code.co_names) for code in codes)
@@ -404,7 +407,7 @@ def _has_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def decoder_layers(config: Any) -> int | None:
-    """Return the number of layers of a decoder that has its own name in the configuration.
+    """Return the number of decoder layers if it has its own name in the configuration, otherwise None.
 
     ``num_hidden_layers`` may be the encoder's.
     """

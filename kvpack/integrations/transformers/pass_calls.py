@@ -1,4 +1,4 @@
-"""The part of a KvpackCache that a model and its attention call in a forward pass."""
+"""The methods of a KvpackCache that a model and its attention call during a forward pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     compiled: CompiledCalls
     graphs: StepGraphs | None
     masked: dict[bool, bool]
-    """Two flags, for layers with and without a sliding window: True if the model's own attention had a causal mask in this pass."""
+    """Two flags, for layers with and without a sliding window: True if the model's own attention received a causal mask in this pass."""
     _dense: bool
     _careful: bool
     _following: list[int]
@@ -47,7 +47,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
     _seen: set[type]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append ``[batch, kv_head, token, dim]`` keys and values to one layer, and return the arguments of attention for both.
+        """Append keys and values ``[batch, kv_head, token, dim]`` to one layer, and return the arguments of attention for both.
 
         These are the packed layer, or dense keys and values if the model does not accept it. Raises OutOfBounds for a layer that the cache
         does not have, and InvalidParameter if the tensors do not continue it or an earlier pass failed between two layers.
@@ -67,7 +67,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
 
     @eager_only(_DENSE)
     def _update_decoded(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
-        """Call ``take``, and return the layer's dense keys and values. Adds nothing if they are not available."""
+        """Call ``take``, and return the layer's dense keys and values. Nothing is added if they are not available."""
         before = self.live.seen_tokens(layer_idx)
         self._take(key_states, value_states, layer_idx)
         layer: PackedLayer = self.layers[layer_idx]
@@ -81,7 +81,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return k, v
 
     def take(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> None:
-        """Add tokens to one layer as ``update`` does, without returning anything."""
+        """Add tokens to one layer like ``update``, without returning anything."""
         # The fast path of most steps, whose shapes are those of the step before.
         seen = None if self._careful else self.live.try_update(layer_idx, key_states, value_states, self._following[layer_idx])
         if seen is None:
@@ -108,11 +108,11 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self._hooks is not None
 
     def records(self, model: torch.nn.Module) -> bool:
-        """Return True if a call of ``model`` is the current pass over the cache, and no other recording covers it."""
+        """Return True if a call of ``model`` is the current pass over the cache and is not part of another recording."""
         return self._hooks is not None and not self._hooks.recordings and self.passes.is_running(model)
 
     def watched(self, number: int) -> torch.nn.Module | None:
-        """Return module ``number`` of the modules with hooks."""
+        """Return number ``number`` of the modules with hooks."""
         return None if self._hooks is None else self._hooks.inside[number]()
 
     def decode(self, layer: int, queries: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -125,7 +125,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return packed.decode(queries, dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return the number of tokens that a layer has seen; in compiled code a tensor, as in transformers' static caches."""
+        """Return the number of tokens that a layer has seen. In compiled code, it is a tensor, as in transformers' static caches."""
         if torch.compiler.is_dynamo_compiling() and not self._dense:
             return self.compiled.compiled_seen(layer_idx)
         return self._length(layer_idx)
@@ -157,7 +157,7 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return self.mask_sizes(query_length, layer_idx)
 
     def mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Compute what ``get_mask_sizes`` returns outside compiled code: the number of keys for a mask, and the first key's position."""
+        """Return the number of keys for a mask, and the first key's position, outside compiled code."""
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if self._dense:
             return length, offset
@@ -177,12 +177,13 @@ class PassCalls(TransformersCache):  # type: ignore[misc]
         return packed, offset
 
     def is_masked(self, layer: int) -> bool:
-        """Return True if the model's own attention would have a causal mask for ``layer``; some models request one with is_causal=False."""
+        """Return True if the model's own attention would receive a causal mask for ``layer``. Some models request one with is_causal=False.
+        """
         return self.masked.get(self.layers[layer].is_sliding, False)
 
     @property
     def is_linear(self) -> list[bool]:
-        """A list that has True for each layer with states but no keys and values."""
+        """List with True for each layer that has states but no keys and values."""
         return [isinstance(layer, StateLayer) and not isinstance(layer, PackedLayer) for layer in self.layers]
 
     def check_attention(self, module: torch.nn.Module) -> None:

@@ -29,14 +29,14 @@ WITHOUT_EFFECT = {
     "return_dict",
     "use_cache",
 }
-"""The only arguments of forward passes that are known not to affect keys and values."""
+"""Arguments of forward passes that are known not to affect keys and values."""
 
 _POSITIONS = ("position_ids", "cache_position")
 OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"
-"""The beginning of the clause about tokens whose RoPE frequencies depended on the length of the sequence."""
+"""Beginning of the clause about tokens whose RoPE frequencies depended on the length of the sequence."""
 
 _READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
-"""The arguments that ``Pass`` reads."""
+"""Arguments that ``Pass`` reads."""
 
 
 def named_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def named_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapp
 class Pass:
     """One forward pass that begins at token ``start``: its token ids, and inputs that they do not determine.
 
-    ``ids`` is ``[batch, token]``, or None; ``adapters`` is ``active_adapters``. Comparisons run on the device, and are read when
-    ``undetermined`` is called.
+    ``ids`` is ``[batch, token]``, or None, and ``adapters`` is ``active_adapters``. Comparisons run on the device; their results are read
+    when ``undetermined`` is called.
     """
 
     def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any], start: int, encoder: bool) -> None:
@@ -65,13 +65,16 @@ class Pass:
         self._longest = None if config is None else max_uniform_length(config.get_text_config(decoder=True))
         self._found: list[str] = []
         self.visible: torch.Tensor | None = None
-        """Tokens, those of the cache first, that a two-dimensional mask lets queries see, bool ``[batch, token]``; None without one."""
+        """Tokens that queries see according to a two-dimensional mask, bool ``[batch, token]``, beginning with the cache's.
+
+        None without a mask.
+        """
         self._all_visible: torch.Tensor | None = None
         self._positions: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._embedded = self.ids is None or arguments.get("inputs_embeds") is not None
         self._encoder = encoder
         self.sources: Sources | None = None
-        """The recorded input of an encoder, available once its output is known."""
+        """Recorded input of an encoder, which is available once the encoder's output is known."""
         others = sorted(set(arguments) - _READ - WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
         if others and not encoder:
             self._found.append(f"depend on the arguments {', '.join(others)}" if len(others) > 1 else f"depend on the argument {others[0]}")
@@ -95,7 +98,7 @@ class Pass:
         self._found.append(text)
 
     def check_positions(self, arguments: Mapping[str, Any]) -> None:
-        """Record whether the positions, given to the model or by it to one of its parts, follow the cache."""
+        """Record whether positions, passed to the model or by the model to one of its parts, follow the cache."""
         for name in _POSITIONS:
             positions = arguments.get(name)
             if isinstance(positions, torch.Tensor) and positions.numel():
@@ -104,7 +107,7 @@ class Pass:
                 self._positions.append(((positions == expected).all(), positions.detach().clone()))
 
     def undetermined(self, tokens: int) -> list[str]:
-        """Return the inputs that the ids of this pass, which added ``tokens`` tokens, do not determine."""
+        """Return the inputs that the ids of this pass do not determine. The pass added ``tokens`` tokens."""
         result = [FROM_ENCODER] if self._encoder and self.sources is None else []
         result += self._found
         if self._embedded:
@@ -124,7 +127,7 @@ class Pass:
 
     @property
     def counts_visible(self) -> bool:
-        """True if the positions passed to the model count only visible tokens, as ``generate`` does."""
+        """True if the positions passed to the model count only visible tokens, like those of ``generate``."""
         return bool(self._positions) and all(self._counts_visible(positions) for _, positions in self._positions)
 
     def _counts_visible(self, positions: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Choose the attention for plain tensors: the one that the model would use without kvpack."""
+"""Selection of the attention for plain tensors: the one that the model would use without kvpack."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ if TYPE_CHECKING:
     import torch
 
 NAMES = ("kvpack", "kvpack|eager")
-"""The names of kvpack's attention. With the second, plain tensors always go to eager attention."""
+"""Names of kvpack's attention. With the second one, plain tensors are always passed to eager attention."""
 
 _NOT_IN_SDPA = ("s_aux", "softcap")
 """Options that eager attention functions support and scaled dot product attention ignores."""
 
 _KEY_SELECTION_OPTIONS = ("indices", "block_indices")
-"""Options by which models with an indexer select the tokens to attend to, unless their attention is "sdpa" or "eager"."""
+"""Options with which models that have an indexer select tokens to attend to, unless their attention is "sdpa" or "eager"."""
 
 _previous_attention: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""Each configuration that a ``Switch`` has changed, with the attention that was set before, by the configuration's id."""
+"""Configurations that a ``Switch`` has changed, with the attention that was set before, keyed by the configuration's id."""
 
 
 def remember_attention(config: Any, name: str) -> None:
-    """Send plain tensors of models with ``config`` to attention ``name`` until ``forget_attention``."""
+    """Use attention ``name`` for plain tensors of models with ``config`` until ``forget_attention``."""
     number = id(config)
     # Remove the entry together with the configuration, because its id may then be reused.
     _previous_attention[number] = (weakref.ref(config, lambda _: _previous_attention.pop(number, None)), name)
 
 
 def remember_copies(memo: dict[int, Any]) -> None:
-    """Send plain tensors of copied models to the same attention as those of the originals. ``memo`` is that of ``copy.deepcopy``."""
+    """Use the same attention for plain tensors of copied models as for the originals. ``memo`` is that of ``copy.deepcopy``."""
     for number, (config, name) in list(_previous_attention.items()):
         if number in memo and config() is not None:
             remember_attention(memo[number], name)
 
 
 def forget_attention(config: Any) -> None:
-    """Send plain tensors of models with ``config`` to transformers' own default."""
+    """Use transformers' own default for plain tensors of models with ``config``."""
     _previous_attention.pop(id(config), None)
 
 
 def plain_name(config: Any) -> str:
     """Return the attention for plain tensors of models with ``config``: the previous one, "sdpa" or "eager".
 
-    If "kvpack" was not set by a ``KvpackCache``, the attention before is unknown, and the result is transformers' own default.
+    If "kvpack" was not set by a ``KvpackCache``, the previous attention is unknown, and the result is transformers' own default.
     """
     if (before := _previous_attention.get(id(config))) is not None:
         return before[1]

@@ -1,4 +1,4 @@
-"""Multi-dimensional rotary positions, which models compute from images, and after which the text continues at another position."""
+"""Multi-dimensional rotary positions, which models compute from images. The text after images continues at a different position."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from .models import Model
 
 _DELTAS = "rope_deltas"
-"""The attribute in which models store the offset of text positions after a prompt's images."""
+"""Attribute in which models store the offset of text positions after a prompt's images."""
 
 
 class RotaryPositions:
-    """The positions of tokens after a cache in such a model: the number of tokens before them plus ``deltas``, one for each row.
+    """The positions of tokens after a cache in such a model: the number of tokens before them plus ``deltas``, one per row.
 
-    The first pass over an empty cache may have any positions, depending on images and padding; they determine the deltas.
+    The first pass over an empty cache may have any positions, depending on images and padding, and they determine the deltas.
     """
 
     def __init__(self, deltas: torch.Tensor, tokens: int, model: Model) -> None:
@@ -35,16 +35,16 @@ class RotaryPositions:
         self._end = tokens if bool(deltas.any()) else 0
         """Number of tokens after which the deltas apply."""
         self._largest: torch.Tensor | None = None
-        """The largest position up to each token of the first pass, int64 ``[row, token]``, or None if there was no first pass."""
+        """Largest position up to each token of the first pass, int64 ``[row, token]``, or None if there was no first pass."""
         self._cut: int | None = None
-        """The number of tokens that a crop left, if the deltas after them are unknown; otherwise None."""
+        """Number of tokens that a crop left, if the deltas after them are unknown; otherwise None."""
 
     @classmethod
     def of(cls, model: Model | None, cache: Cache | None, inputs: Inputs | None, rope_deltas: Any) -> RotaryPositions | None:
         """Return the positions after ``cache``, or None for a model with one-dimensional positions.
 
-        A ``cache`` of None means an empty one. Raises InvalidParameter if the positions are not known: a file need not record them, and the
-        model may have those of another prompt.
+        ``cache`` is None for an empty cache. Raises InvalidParameter if the positions are not known, because files need not record them,
+        and the model may have those of another prompt.
         """
         recorded = None if cache is None else cache.position_offsets
         if model is None or not model.has_multidimensional_positions:
@@ -81,7 +81,7 @@ class RotaryPositions:
         return tuple(self._deltas.expand(rows, 1).flatten().tolist())
 
     def begin(self, model: torch.nn.Module | None, arguments: Mapping[str, Any], start: int) -> None:
-        """Begin a forward pass, or ``generate``'s computation of positions for one; models that compute positions use these deltas."""
+        """Begin a forward pass, or ``generate``'s computation of positions for one. Models that compute positions use these deltas."""
         self._given = False
         if not start:
             return

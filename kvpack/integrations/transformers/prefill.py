@@ -1,4 +1,4 @@
-"""prefill: compute a prompt into a KvpackCache in passes that a store can resume from."""
+"""prefill: computes a prompt into a KvpackCache in passes, after which a store can resume."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ def prefill(
 
     Passes end at multiples of ``every`` and at the last token. Layers with a sliding window keep all tokens, so that a store gets every
     chunk. For a model with recurrent or convolution layers, the states after each pass are kept, and a store can resume after any of them;
-    ``chunk`` must then divide ``every``. States have the same size after any token: 78 MB for Qwen3-Next-80B-A3B in bfloat16 with recurrent
-    states in float32, as much as the keys and values of 3,200 tokens, and 305 MB for Falcon-H1-34B, as much as those of 2,100 tokens. Every
-    4,096 tokens, they add 19 and 74 KB per token. Passes of other lengths compute states and logits that differ by rounding.
+    ``chunk`` must then divide ``every``. The size of states does not depend on the number of tokens. It is 78 MB for Qwen3-Next-80B-A3B
+    (bfloat16, with recurrent states in float32), as much as the keys and values of 3,200 tokens, and 305 MB for Falcon-H1-34B, as much as
+    those of 2,100 tokens. Kept every 4,096 tokens, they add 19 and 74 KB per token. Passes of other lengths compute states and logits that
+    differ by rounding.
 
     Args:
-        model: A transformers model, which gets no arguments other than token ids.
+        model: A transformers model. It receives no arguments other than token ids.
         token_ids: Token ids ``[batch, token]``.
-        contents: A recipe, or a packed cache of the first tokens, as ``Store.load`` returns it; only the other tokens are computed.
+        contents: A recipe, or a packed cache of the first tokens, as ``Store.load`` returns it. Only the remaining tokens are computed.
         every: Maximum number of tokens per pass.
         chunk: Tokens per chunk of the store.
         **options: As for KvpackCache.
 
     Returns:
-        A KvpackCache; ``generate`` continues from it with these ids and at least one more.
+        A KvpackCache. ``generate`` continues from it with these ids and at least one more id.
 
     Raises:
         InvalidType: ``token_ids`` are not token ids.
@@ -108,6 +109,6 @@ def _pass_ends(start: int, stop: int, every: int, chunk: int | None) -> list[int
 
 
 def _arguments(model: torch.nn.Module, cache: KvpackCache) -> dict[str, Any]:
-    """Return the arguments with which passes compute no more than ``cache`` needs, such as no logits."""
+    """Return arguments with which passes compute no more than ``cache`` needs, for example no logits."""
     result: dict[str, Any] = {**cache_argument(model, cache), "use_cache": True}
     return {**result, "logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else result

@@ -1,4 +1,4 @@
-"""Find the part of a cache that a prompt can reuse: their common prefix of token ids."""
+"""The part of a cache that a prompt can reuse: their common prefix of token ids."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def common_tokens(cache: Cache, prompt: Any) -> int:
-    """Return the length of the common prefix of ``cache`` and ``prompt`` ``[batch, token]``, in tokens, over all rows.
+    """Return the length, in tokens, of the common prefix of ``cache`` and ``prompt`` ``[batch, token]`` over all rows.
 
     At least one token is left to compute. Raises InvalidParameter or InvalidType unless ``prompt`` has one row of token ids for each
-    sequence of the cache, and InvalidParameter for a cache whose ids are not known, or whose first token depends on anything else.
+    sequence of the cache, and InvalidParameter for a cache whose ids are not known, or whose first token depends on other inputs.
     """
     ids = token_ids_of(prompt)
     batches = {side.batch for layer in cache for side in layer.sides.values()}
@@ -77,7 +77,7 @@ def check_rows_known(cache: Cache) -> None:
 
 
 def changed_since(cache: Cache) -> str:
-    """Return a clause that explains that a cache's values have changed since passes computed them; empty if they have not.
+    """Return a clause which explains that a cache's values have changed since passes computed them, or an empty string.
 
     No prompt can reuse such a cache.
     """
@@ -119,10 +119,10 @@ def token_ids_of(prompt: Any) -> torch.Tensor:
 
 
 def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
-    """Keep only the tokens of ``past``, which continues ``cache``, that ``prompt`` begins with. Issues a KvpackWarning if some of them
-    cannot be kept.
+    """Keep only the tokens of ``past``, which continues ``cache``, that ``prompt`` begins with.
 
-    None are kept if a layer lacks some of them, or if their keys would differ. ``config`` is the model's, or None without a model.
+    Issues a KvpackWarning if some of them cannot be kept. None are kept if a layer lacks some of them, or if their keys would differ.
+    ``config`` is the model's, or None without a model.
     """
     tokens = 0
     other = changed_since(cache)

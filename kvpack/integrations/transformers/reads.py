@@ -1,4 +1,4 @@
-"""Determine from a model's code if it needs dense keys and values.
+"""Analysis of a model's code, to find out if it needs dense keys and values.
 
 Packed ones can only be passed to attention, with options that it supports.
 """
@@ -33,27 +33,27 @@ WITHOUT_COUNTERPART = {
 """Options of attention functions that ``attend`` does not support."""
 
 _ATTENTION = "attention_interface"
-"""The name of the configured attention function in transformers' models."""
+"""Name of the configured attention function in transformers' models."""
 
 
 def reads_kv(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` uses the results of ``Cache.update`` other than to pass them to attention.
+    """Return True if a module of ``model`` uses the results of ``Cache.update`` for anything but passing them to attention.
 
-    Passing attention an option of ``WITHOUT_COUNTERPART`` counts as such a use.
+    Passing an option of ``WITHOUT_COUNTERPART`` to attention counts as such a use.
     """
     return any(read.reads_kv for read in _analyses(model))
 
 
 def omits_window(model: torch.nn.Module) -> bool:
-    """Return True if a module of ``model`` calls attention without the option ``sliding_window``, so that only its mask has one."""
+    """Return True if a module of ``model`` calls attention without the option ``sliding_window``, so that only its mask limits tokens."""
     return any(read.no_window for read in _analyses(model))
 
 
 class _Analysis(NamedTuple):
     """Result of analyzing one function.
 
-    ``reads_kv`` is True if the function uses the keys and values that ``Cache.update`` returns other than to pass them to attention, and
-    ``no_window`` if it calls attention without a window.
+    ``reads_kv`` is True if the function uses the keys and values that ``Cache.update`` returns for anything but passing them to attention,
+    and ``no_window`` is True if it calls attention without a window.
     """
 
     reads_kv: bool
@@ -112,7 +112,7 @@ def _is_update(node: ast.Assign) -> bool:
 
 
 def _is_only_passed_on(above: list[ast.AST], updates: Iterable[ast.AST]) -> bool:
-    """Return True if a name inside the nodes ``above``, innermost first, is only passed to attention or stored."""
+    """Return True if the name inside the nodes ``above``, innermost first, is only passed to attention or stored."""
     holder = above[1] if isinstance(above[0], ast.keyword) else above[0]
     if isinstance(holder, ast.Tuple) or _is_attention(holder) or any(node in updates for node in above):
         return True

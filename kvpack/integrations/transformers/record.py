@@ -1,4 +1,4 @@
-"""The record of the inputs of one cache's tokens, pass by pass."""
+"""The record of the inputs of a cache's tokens, updated pass by pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .passes import Pass
 
 _MAX_PENDING_PASSES = 64
-"""Number of passes that are collected before they are read, because reading waits for the device."""
+"""Number of passes that are collected before their values are read, because reading waits for the device."""
 
 _MAX_PENDING_BYTES = 1 << 24
 """Maximum total size of the masks of collected passes."""
@@ -45,10 +45,10 @@ class _InputNote:
 
 
 class Record:
-    """The inputs of a cache's tokens: ``inputs`` for the tokens already present, then pass by pass.
+    """The inputs of a cache's tokens: ``inputs`` for tokens already present, followed by those of recorded passes.
 
-    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is ``active_adapters`` for the tokens
-    already present, or None if it is not known.
+    Ids are kept for each of the ``batch`` rows, which differ during beam search. ``adapters`` is ``active_adapters`` for the tokens already
+    present, or None if it is not known.
     """
 
     def __init__(self, inputs: Inputs | None, tokens: int, adapters: tuple[Any, ...] | None = None, batch: int = 1) -> None:
@@ -60,7 +60,7 @@ class Record:
         self._visible = visible_tokens(inputs, batch, tokens)
         named = {text: sources for text in inputs.undetermined if (sources := sources_in(text)) and len(sources) in (1, batch)}
         self.sources: list[Sources] = list(named.values())
-        """The encoder inputs on which the tokens depend: empty if unknown, and several if tokens depend on different inputs."""
+        """The encoder inputs on which the tokens depend. Empty if unknown; several if tokens depend on different inputs."""
         # Omit notes that are computed again from the ids and masks of the rows.
         self._older = [
             (text, start)
@@ -140,7 +140,7 @@ class Record:
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
-        """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs, or None if none does."""
+        """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs, or None if none differs."""
         self._settle()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
@@ -156,13 +156,13 @@ class Record:
 
     @property
     def ids(self) -> torch.Tensor:
-        """Known ids of each row, int64 ``[batch, token]``; one row if all are the same."""
+        """Known ids of each row, int64 ``[batch, token]``, or a single row if all rows are the same."""
         self._settle()
         return self._ids
 
     @property
     def inputs(self) -> Inputs | None:
-        """The recorded inputs, or None if nothing is known about the first tokens and no tokens have been added."""
+        """Recorded inputs, or None if nothing is known about the first tokens and no tokens have been added."""
         self._settle()
         if not self._known:
             return None
@@ -181,9 +181,7 @@ class Record:
     def visible_hidden_message(self, mask: Any, tokens: int) -> str | None:
         """Describe the hidden tokens that a pass of ``tokens`` tokens with this mask would see, and suggest a mask.
 
-        Returns None if it would see none.
-
-        Tokens hidden by masks of single tokens are known once the masks are read.
+        Returns None if it would see no hidden tokens. Tokens hidden by masks of single tokens are known once the masks are read.
         """
         if mask is None or tokens != 1:
             self._settle()
@@ -235,7 +233,7 @@ class Record:
         ]
 
     def _forget_visible(self) -> None:
-        """Drop the record of visible tokens once no token is hidden anymore."""
+        """Drop the record of visible tokens once no tokens are hidden anymore."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
             self._findings = [finding for finding in self._findings if finding.text != PADDED]
@@ -285,12 +283,12 @@ class Record:
 
 
 def ids_of(inputs: Inputs) -> torch.Tensor:
-    """Return the known ids of each row, int64 ``[row, token]``; one row if all are the same."""
+    """Return the known ids of each row, int64 ``[row, token]``, or a single row if all rows are the same."""
     return torch.stack([torch.from_numpy(numpy.frombuffer(row, "<u4").astype(numpy.int64)) for row in inputs.known_ids])
 
 
 def visible_tokens(inputs: Inputs, batch: int, tokens: int) -> torch.Tensor | None:
-    """Return which of the first ``tokens`` tokens are visible, bool ``[batch, token]``, or None if no token is hidden."""
+    """Return a mask of the visible tokens among the first ``tokens``, bool ``[batch, token]``, or None if no token is hidden."""
     if not inputs.hidden:
         return None
     visible = torch.ones(batch, tokens, dtype=torch.bool, device="cpu")

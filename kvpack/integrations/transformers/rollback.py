@@ -1,4 +1,4 @@
-"""Roll a KvpackCache back to earlier tokens. Layers with states can only return to tokens after which their states were kept."""
+"""Returning of a KvpackCache to earlier tokens. Layers with states can only return to tokens after which their states were kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rollback:
-    """The kept states of ``layers`` by number of tokens, starting with those of ``cache``, and methods to return to them."""
+    """The kept states of ``layers``, by number of tokens, and methods that return to them. The first ones are those of ``cache``."""
 
     def __init__(self, layers: Sequence[Any], live: LiveCache, passes: Tracking, cache: Cache | None) -> None:
         self._layers, self._live, self._passes = layers, live, passes
@@ -77,7 +77,7 @@ class Rollback:
             self._states = {position: position_states for position, position_states in self._states.items() if position <= tokens}
 
     def _states_after(self, tokens: int, tokens_to_remove: int) -> States | None:
-        """Return the states to restore after the first ``tokens`` tokens, or None if no layer keeps any, or all are current."""
+        """Return the states to restore after the first ``tokens`` tokens, or None if no layer has states or all are current."""
         if not self._passes.states or (not tokens_to_remove and not (self._passes.has_failed and tokens in self._states)):
             return None
         if not tokens:

@@ -1,4 +1,4 @@
-"""Record the input of an encoder-decoder model's encoder (its source) as digests, and compare them with those of caches."""
+"""Digests of the input of an encoder-decoder model's encoder (its source), and comparison of them with those of caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .record import Record
 
     class Tracker(Protocol):
-        """The interface of objects that follow the passes over one cache of a pair. ``is_continuing`` is True if the cache has tokens."""
+        """The interface of objects that track the passes over one cache of a pair. ``is_continuing`` is True if the cache has tokens."""
 
         warned_of_source: bool
 
@@ -40,9 +40,9 @@ _EMPTY = "EncoderDecoderCache(KvpackCache(model, recipe), KvpackCache(model, rec
 
 
 class EncoderCalls:
-    """A record of one model's encoder calls: digests of their inputs, by the digests of their outputs.
+    """A record of one model's encoder calls: digests of their inputs, keyed by the digests of their outputs.
 
-    ``generate`` passes a decoder only the encoder's output, and repeats its sequences for beams.
+    ``generate`` passes only the encoder's output to a decoder, and repeats its sequences for beams.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
-    """Compare the ``actual`` sources of a pass with those from which both caches of a pair, followed by ``trackers``, were computed.
+    """Compare the ``actual`` sources of a pass with those of both caches of a pair, which ``trackers`` track.
 
     Raises InvalidParameter if they differ, or if the caches have different sources. Issues a KvpackWarning once if a cache does not record
     its sources.
@@ -136,7 +136,7 @@ def _source_name(sources: Sources, row: int) -> str:
 
 
 def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """Return the digest of each sequence's input; empty digests if arguments that cannot be digested may matter."""
+    """Return the digest of each sequence's input, or empty digests if arguments that cannot be digested may matter."""
     inputs = {name: value for name, value in arguments.items() if name not in WITHOUT_EFFECT and value is not False}
     if not inputs or not all(isinstance(value, torch.Tensor) and not value.is_meta for value in inputs.values()):
         return ("",) * batch
@@ -146,12 +146,12 @@ def _inputs(arguments: Mapping[str, Any], batch: int) -> tuple[str, ...]:
 
 
 def _hides_nothing(name: str, value: torch.Tensor) -> bool:
-    """Return True for a mask of ones, which ``generate`` creates if there is none."""
+    """Return True for a mask of ones, which ``generate`` creates if no mask is given."""
     return name == "attention_mask" and value.dim() == 2 and bool((value == 1).all())
 
 
 def _digest(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of named tensors. The dtype of integers does not matter, only their values."""
+    """Return the digest of named tensors. Integers are digested by value, independent of their dtype."""
     total = hashlib.sha256()
     for name, values in tensors:
         plain = values if values.is_floating_point() or values.is_complex() else values.to(torch.int64)

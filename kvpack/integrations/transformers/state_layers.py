@@ -1,4 +1,4 @@
-"""Cache layers for transformers with recurrent or convolution states, which the model writes in place and kvpack does not pack."""
+"""Cache layers for transformers with recurrent or convolution states. The model writes them in place, and kvpack does not pack them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def states(self) -> dict[str, torch.Tensor]:
-        """Copies of the states, by their names in a file; empty before the first token."""
+        """Copies of the states, keyed by their names in a file. Empty before the first token."""
         return read_states(self, f"layers[{self.state_number}]")
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
@@ -78,10 +78,10 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Do nothing, because this layer attends to no tokens."""
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Do nothing: the cache checks whether it has the states of an earlier token."""
+        """Do nothing, because the cache checks whether it has the states of an earlier token."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing: the cache restores the states of an earlier token."""
+        """Do nothing, because the cache restores the states of an earlier token."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -101,7 +101,7 @@ class PackedStateLayer(StateLayer, PackedLayer):
         StateLayer.__init__(self, number, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate states; packed keys and values take their shapes from the first tokens."""
+        """Allocate states. Packed keys and values get their shapes from the first tokens."""
         if not args:
             StateLayer.lazy_initialization(self, **kwargs)
 
@@ -127,7 +127,7 @@ class PackedStateLayer(StateLayer, PackedLayer):
 
 
 def copy_states(layers: Sequence[Any]) -> States:
-    """Return copies of the states of cache layers, empty for layers that keep none."""
+    """Return copies of the states of cache layers. The copy of a layer without states is empty."""
     return tuple(layer.states if isinstance(layer, StateLayer) else {} for layer in layers)
 
 

@@ -26,11 +26,11 @@ class CapturedStep(NamedTuple):
 
 
 class PackedLength(int):
-    """The number of keys for a mask if the keys are packed and kvpack's attention does not need a mask.
+    """Number of keys for a mask if the keys are packed and kvpack's attention does not need a mask.
 
-    ``first_visible`` returns the first token that a layer with this mask attends to; layers may contain more tokens than the one queried.
-    ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none. ``check_mask``
-    receives the attention mask of the pass, and ``captured`` is set if a CUDA graph captures the step.
+    ``first_visible`` returns the first token that a layer with this mask attends to. Layers may contain more tokens than the layer that was
+    queried. ``leave_to_attention`` records whether the model's own attention has a mask although packed attention needs none.
+    ``check_mask`` receives the attention mask of the pass, and ``captured`` is set if a CUDA graph captures the step.
     """
 
     first_visible: Callable[[], int] = staticmethod(lambda: 0)
@@ -40,14 +40,14 @@ class PackedLength(int):
 
 
 class CapturedLength(PackedLength):
-    """A number of tokens passed to a captured step, which differs from that of every replay.
+    """Number of tokens passed to a captured step. It differs from that of every replay.
 
-    Python code that compares it decides for all replays, each of which has one more token than the one before: a comparison whose result
-    would differ for some greater number raises InvalidParameter.
+    A comparison in Python code decides for all replays, each of which has one more token than the one before. Therefore, a comparison whose
+    result would differ for some larger number raises InvalidParameter.
     """
 
     def _require_stable(self, result: bool, stable: bool) -> bool:
-        """Return ``result`` if it is ``stable``, the result that no greater length changes; otherwise raise InvalidParameter."""
+        """Return ``result`` if it equals ``stable``, the result for all larger lengths. Otherwise, raise InvalidParameter."""
         if result is not stable:
             raise InvalidParameter(
                 "the model compares the cache length in Python, so a captured step could take the wrong branch as the cache grows"
@@ -94,7 +94,7 @@ class CapturedLength(PackedLength):
 class CompiledLength:
     """The length of a mask in compiled code. An integer would cause a recompilation for each length.
 
-    ``sizes`` returns the length and the first key, and ``starts`` the first token that each sequence sees, int32 ``[batch]``, from the
+    ``sizes`` returns the length and the first key. ``starts`` returns the first token that each sequence sees, int32 ``[batch]``, given the
     columns of a padding mask.
     """
 
@@ -112,7 +112,7 @@ def eager_only(reason: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 class PackedStates:
-    """A placeholder for layer ``number`` of a KvpackCache that a model passes to attention "kvpack", after ``k`` and ``v`` were appended.
+    """A placeholder for layer ``number`` of a KvpackCache, which a model passes to attention "kvpack" after ``k`` and ``v`` were appended.
 
     Any other use raises InvalidParameter with advice.
     """
@@ -180,7 +180,7 @@ class _WithoutGradients(torch.autograd.Function):
 
 
 def without_gradients(value: Any, *computed: torch.Tensor) -> Any:
-    """Return ``value``; ``backward`` through it raises InvalidParameter if it would reach tensors that it was ``computed`` from."""
+    """Return ``value``. ``backward`` through it raises InvalidParameter if it would reach tensors from which it was ``computed``."""
     if value is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in computed):
         return value
     return _WithoutGradients.apply(value, *computed)  # type: ignore[no-untyped-call]

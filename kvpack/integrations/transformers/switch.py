@@ -1,4 +1,4 @@
-"""Switch a model's attention to "kvpack" for as long as caches need it."""
+"""Switching of a model's attention to "kvpack" for as long as caches need it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .hooks import outermost_model
 from .plain import NAMES, forget_attention, remember_attention
 
 _SWITCHES: weakref.WeakValueDictionary[int, Switch] = weakref.WeakValueDictionary()
-"""The switch of each model, by its id; they live as long as a cache references them."""
+"""The switch of each model, keyed by the model's id. A switch exists as long as a cache references it."""
 
 _announced_model: list[str] = []
-"""The model whose switch was reported: the first one of the process."""
+"""The model whose switch was reported, which is the first one of the process."""
 
 
 class Switch:
@@ -41,7 +41,7 @@ class Switch:
 
     @staticmethod
     def of(model: Any) -> Switch | None:
-        """Return the switch of ``model``, created if needed, or None for a model whose owner has set its attention to "kvpack"."""
+        """Return the switch of ``model``, which is created if missing, or None if the model's owner has set its attention to "kvpack"."""
         outer = outermost_model(model)
         switch = _SWITCHES.get(id(outer))
         # The model of this switch may have been deleted and its id reused.
@@ -53,7 +53,7 @@ class Switch:
 
 
 def _configs(model: Any) -> dict[str, Any]:
-    """Return the configuration of a model, under the empty name, and those of its parts."""
+    """Return the configurations of a model, under an empty name, and of its parts."""
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs if getattr(model.config, name, None) is not None}
     return {"": model.config, **parts}
 

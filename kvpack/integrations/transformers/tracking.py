@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 _ROWS = ("decoder_input_ids", "input_ids", "decoder_inputs_embeds", "inputs_embeds")
-"""The arguments that have a row for each sequence, those of a decoder first."""
+"""Arguments that have a row for each sequence, those of a decoder first."""
 
 _FIELDS = ("dtype", "rope", "adapter", "weights", "config")
-"""Fields of ``identity_of`` that may differ in one model: the user's changes, before the digests that change with them."""
+"""Fields of ``identity_of`` in which one model may differ over time. User changes precede the digests that change with them."""
 
 
 _SHARED = (
@@ -43,10 +43,10 @@ _SHARED = (
 
 
 class Tracking:
-    """A tracker that checks passes as they begin, and records their inputs in ``record``. With ``packed``, attention must be "kvpack".
+    """A tracker that checks passes when they begin, and records their inputs in ``record``. With ``packed``, attention must be "kvpack".
 
-    ``assisted`` is True if the next passes belong to assisted decoding, whose first pass is given all token ids. ``states`` is True if the
-    cache keeps states, which are useless once a pass has failed. ``first`` is the name of ``watched`` if the cache was compared with it, or
+    ``assisted`` is True if the next passes belong to assisted decoding, whose first pass receives all token ids. ``states`` is True if the
+    cache keeps states, which are unusable after a failed pass. ``first`` is the name of ``watched`` if the cache was compared with it, or
     None for an empty cache, which is named at its first token. A pass holds the cache's ``lock`` from beginning to end.
     """
 
@@ -63,14 +63,15 @@ class Tracking:
         self._watched = None if watched is None else weakref.ref(watched)
         self._first = self._latest = first
         self._is_new, self._held = first is None, True
-        """True if the cache is to be named by ``first``, and True once passes can no longer change the weights that ``first`` names."""
+        """Two flags: whether ``first`` is yet to name the cache, and whether passes can no longer change the weights that ``first`` names.
+        """
         self._is_unused = first is not None
         """True until a pass continues a cache that was compared with the model."""
         self._verified = record.tokens
-        """Number of tokens known to precede any unnoticed change of weights."""
+        """Number of tokens that are known to precede any unnoticed change of weights."""
         self._changed = ""
         self.changes = 0
-        """Number of times that the model's weights were found changed after the first token."""
+        """Number of times that a change of the model's weights was detected after the first token."""
         self._passes, self.lock = PassStack(), CacheLock()
         self.assisted = self.states = self._chunked = False
         self.rows: Callable[[], int | None] = lambda: None
@@ -200,7 +201,7 @@ class Tracking:
             )
 
     def name(self) -> dict[str, str] | None:
-        """Return the fields by which the cache names its model, or None if they are those of the cache that it continues.
+        """Return the fields by which the cache names its model, or None if they equal those of the cache that it continues.
 
         If weights changed unnoticed since the last call, this is recorded for the tokens since then.
         """
@@ -218,7 +219,7 @@ class Tracking:
         return self._first.fields
 
     def _name_model(self) -> None:
-        """Name the model of the first token; its weights are read during the pass."""
+        """Name the model of the first token. Its weights are read during the pass."""
         model = None if self._watched is None else self._watched()
         if model is None:
             return
@@ -233,7 +234,7 @@ class Tracking:
             self._held, self._verified = True, self.record.tokens
 
     def _compare_model(self) -> None:
-        """Record the differences from the model of the first token if weights have changed.
+        """If weights have changed, record the differences from the model of the first token.
 
         Raises InvalidParameter if the model has changed since the cache was compared with it, before any pass.
         """
@@ -257,7 +258,7 @@ class Tracking:
             seen.note(f"were computed after the model's {self._changed} changed")
 
     def _verify(self, model: torch.nn.Module) -> None:
-        """Note that tokens added since the last call may be affected if the weights changed without a pass noticing.
+        """Record that tokens added since the last call may be affected if the weights have changed without any pass noticing.
 
         Assigning to ``Parameter.data`` is an example of such a change.
         """
@@ -273,7 +274,7 @@ class Tracking:
         self._verified = self.record.tokens
 
     def _fields_changed_to(self, latest: NamedModel) -> str:
-        """Return the first field in which the model's ``latest`` name differs from that at the first token; empty if none differs."""
+        """Return the first field in which the model's ``latest`` name differs from that at the first token, or an empty string."""
         assert self._first is not None
         first, now = self._first.fields, latest.fields
         return next((name for name in _FIELDS if now.get(name) != first.get(name)), "")
@@ -291,13 +292,13 @@ class Tracking:
         self.check_mask(0 if tensor is None else tensor.shape[1], arguments.get("attention_mask"))
 
     def check_mask(self, tokens: int, mask: Any) -> None:
-        """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would see tokens that were hidden."""
+        """Raise InvalidParameter if a pass of ``tokens`` tokens with this attention mask would see hidden tokens."""
         message = self.record.visible_hidden_message(mask, tokens)
         if message is not None:
             raise InvalidParameter(message)
 
     def _check_failed_pass(self) -> None:
-        """Raise InvalidParameter if a pass failed after it added tokens, and the caller has neither kept nor dropped them."""
+        """Raise InvalidParameter if a pass has failed after adding tokens that the caller has neither kept nor dropped."""
         if self._left is not None:
             start, stop = self._left
             raise InvalidParameter(
@@ -310,7 +311,7 @@ class Tracking:
         return None if self._watched is None else self._watched()
 
     def prepare_positions(self, arguments: dict[str, Any]) -> None:
-        """Let ``generate`` compute positions of several dimensions that follow the cache. Raises InvalidParameter."""
+        """Let ``generate`` compute multi-dimensional positions that follow the cache. Raises InvalidParameter."""
         if self._positions is not None and self.record.tokens:
             self._positions.begin(self.model_of_cache, arguments, self.record.tokens)
 
@@ -333,7 +334,7 @@ class Tracking:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Record no calls in the block, because a CUDA graph captures them within a recorded call."""
+        """Record no calls within this context, because a CUDA graph captures them as part of a recorded call."""
         self._muted = True
         try:
             yield
@@ -341,7 +342,7 @@ class Tracking:
             self._muted = False
 
     def check_states(self, *, ended: bool = False) -> None:
-        """Raise InvalidParameter if a failed pass may have changed states; with ``ended``, also if one has not ended."""
+        """Raise InvalidParameter if a failed pass may have changed states. With ``ended``, also raise it if a pass has not ended."""
         if self.states and (self._failed or (ended and self._running)):
             raise InvalidParameter(
                 "a forward pass over the cache failed, and states cannot be rolled back: call reset(), or continue with a new KvpackCache"
@@ -359,7 +360,7 @@ class Tracking:
 
     @property
     def has_failed(self) -> bool:
-        """True if a forward pass has failed, or is still unfinished, since the states last matched the cache's last token."""
+        """True if, since the states last matched the cache's last token, a forward pass has failed or has not ended."""
         return self._failed or self._running
 
     def restored(self) -> None:
@@ -388,10 +389,10 @@ class Tracking:
             self._positions.select(indices)
 
     def check_generate(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Check the token ids given to ``model.generate`` with a cache. Raises InvalidParameter unless they begin with the cache's.
+        """Check the token ids passed to ``model.generate`` with a cache. Raises InvalidParameter unless they begin with the cache's ids.
 
-        For the first pass of assisted decoding or of an encoder-decoder, also set how many of them must be computed, because transformers
-        would compute all.
+        For the first pass of assisted decoding or of an encoder-decoder, this also sets how many of them must be computed, because
+        transformers would compute all of them.
         """
         if arguments.get("use_cache") is False:
             raise InvalidParameter(
@@ -416,7 +417,7 @@ class Tracking:
 
     @contextmanager
     def check_chunks(self, ids: torch.Tensor, arguments: dict[str, Any], columns: int) -> Iterator[None]:
-        """Check all token ids of a prompt that ``generate`` prepares in chunks within the block, like ``check_generate``.
+        """Check, like ``check_generate``, all token ids of a prompt that ``generate`` prepares in chunks within this context.
 
         ``columns`` is the width of the attention mask that ``generate`` creates if ``arguments`` has none. If the mask is as wide as
         ``ids``, these begin with the cache's ids.
@@ -454,7 +455,7 @@ class Tracking:
     def _check_embeddings(self, model: Any, embeddings: torch.Tensor) -> None:
         """Raise InvalidParameter unless ``embeddings`` ``[batch, token, dim]`` begin with those of the cache's ids.
 
-        They are compared if the ids determine all embeddings. ``generate`` drops the embeddings of the cache's tokens.
+        They are compared only if the ids determine all embeddings. ``generate`` drops the embeddings of the cache's tokens.
         """
         tokens, inputs = self.record.tokens, self.record.inputs
         if embeddings.shape[1] <= tokens:
@@ -475,7 +476,7 @@ class Tracking:
             )
 
     def _check_following(self, model: torch.nn.Module, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Raise InvalidParameter if ``generate`` passes all ``ids`` after the cache's to the model and may repeat ids of the cache.
+        """Raise InvalidParameter if ``generate`` cannot skip the cache's tokens, which ``ids`` may begin with.
 
         ``generate`` recognizes complete ids by the length of an attention mask, and creates no mask for a forward without that parameter.
         """

@@ -1,4 +1,4 @@
-"""kvpack in vLLM: its workers store packed rows in host memory, or a kvpack store is a tier below that memory::
+"""kvpack in vLLM. vLLM's workers store packed rows in host memory, or a kvpack store is a tier below that memory::
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvpackConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"recipe": "octopus-4", "layout": "adjacent",
@@ -17,13 +17,13 @@ from __future__ import annotations
 from contextlib import suppress
 
 VERSIONS = ("0.32", "0.33")
-"""The versions of vLLM that kvpack was tested with."""
+"""Versions of vLLM that kvpack was tested with."""
 PLACEMENTS = ("primary", "store")
 """Values of ``placement``: rows are in vLLM's own host memory, or in a kvpack store below it."""
 STORE_OPTIONS = (
     "location", "max_bytes", "encryption_key_file", "recipe", "basis", "layout", "threads", "revision", "adapter", "tenant", "any_version",
 )  # fmt: skip
-"""The options of a store's tier, in addition to the model's ``heads`` and ``head_dim``."""
+"""Options of a store's tier, in addition to the model's ``heads`` and ``head_dim``."""
 
 
 def register() -> None:

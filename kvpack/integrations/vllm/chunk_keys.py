@@ -1,7 +1,7 @@
 """Names of rows: vLLM's manager knows the keys of chunks, but its workers do not.
 
-vLLM's own specs record where chunks are. With their keys added, a row of another chunk is detected: one that an earlier chunk left in the
-same memory, or that a tier loaded to the wrong block.
+vLLM's own specs record the locations of chunks. If they also contain the keys, rows of other chunks are detected: those that an earlier
+chunk left in the same memory, or that a tier loaded to the wrong block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ABSENT = b"kvpack-absent 1\n"
-"""First bytes of a row without a block, because a sliding window has passed it or the chunk is not full."""
+"""First bytes of a row without a block. A sliding window has passed the block, or the chunk is not full."""
 
 
 def row_key(key: bytes, place: int) -> bytes:

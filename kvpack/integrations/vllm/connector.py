@@ -1,7 +1,7 @@
 """KvpackConnector: vLLM's OffloadingConnector, which passes the model's settings and cache layers to kvpack's spec or tier.
 
-``placement`` specifies where rows are. With ``"primary"``, vLLM's own host memory contains them: ``KvpackSpec`` packs in the worker, and a
-block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. With
+``placement`` specifies where rows are stored. With ``"primary"``, vLLM's own host memory contains them: ``KvpackSpec`` packs in the worker,
+and a block whose row cannot be decoded is reported to vLLM, which computes it again with ``"kv_load_failure_policy": "recompute"``. With
 ``"store"``, that memory contains pages, and ``KvpackTier`` below it packs them into a kvpack store.
 """
 
@@ -35,8 +35,8 @@ TIER = "kvpack_tier"
 class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
     """The vLLM connector for ``"kv_connector": "KvpackConnector"``.
 
-    ``kv_connector_extra_config`` has vLLM's options, ``placement``, the options of ``KvpackSpec``, and with the placement "store" those of
-    ``KvpackTier``. Raises InvalidParameter.
+    ``kv_connector_extra_config`` contains vLLM's options, ``placement``, the options of ``KvpackSpec``, and, with the placement "store",
+    those of ``KvpackTier``. Raises InvalidParameter.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -81,9 +81,9 @@ class KvpackConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _placement_options(vllm_config: Any) -> tuple[Any, bool]:
-    """Return the options, with the spec and the tier of their placement added, and True if the primary tier contains rows.
+    """Return the options with the spec and the tier of their placement, and True if the primary tier contains rows.
 
-    Raises InvalidParameter. vLLM calls this several times for one configuration, also before there is a connector.
+    Raises InvalidParameter. vLLM calls this several times for one configuration, even before there is a connector.
     """
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     placement = options.get("placement", "primary")

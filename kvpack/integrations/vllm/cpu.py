@@ -1,4 +1,4 @@
-"""Check on the CPU that vLLM's own writer produces pages with a named layout on this processor."""
+"""Check that vLLM's own writer produces pages with a named layout on this CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def check_layout(layout: str, group: Group) -> None:
     """Raise InvalidParameter unless vLLM's attention on this CPU writes the blocks of ``group`` in the layout named ``layout``.
 
-    On processors with AMX, it stores pairs of channels together, which no named layout does.
+    On processors with AMX, it stores pairs of channels together, which does not match any named layout.
     """
     current_platform.import_kernels()
     heads, tokens, dim, dtype = group.heads, group.tokens, group.dim, DTYPES[group.dtype]

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
 
 FLOATS = {DTYPES[name]: name for name in ("bf16", "fp16", "fp32")}
-"""kvpack's names of the dtypes that are packed. 8-bit dtypes are not, because they depend on scales outside the pages."""
+"""kvpack's names of the dtypes that are packed. 8-bit dtypes are not packed, because they depend on scales outside the pages."""
 
 GROUPS, PLACES = "kvpack_groups", "kvpack_places"
-"""The keys under which the connector puts the model's cache groups and their ``block_places`` into the spec's configuration."""
+"""Keys under which the connector stores the model's cache groups and their ``block_places`` in the spec's configuration."""
 
 
 @dataclass(frozen=True)
 class Group:
     """A group of ``layers`` cache layers whose blocks have ``page_bytes`` bytes each, without padding.
 
-    ``kind`` is "attention" (``heads`` heads of ``dim`` keys and values), "latents" (MLA: ``dim`` of latents and ``rotary_dim`` of rotary
-    values) or "bytes", which are kept unchanged.
+    ``kind`` is "attention" (``heads`` heads with keys and values of ``dim`` channels), "latents" (MLA, with ``dim`` latents and
+    ``rotary_dim`` rotary values) or "bytes", which are kept unchanged.
     """
 
     layers: int
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def geometry(self) -> PageGeometry:
-        """The geometry of a page, which consists of one block of every layer."""
+        """Geometry of a page, which consists of one block of every layer."""
         if self.kind == "attention":
             return PageGeometry(self.layers, self.heads, self.tokens, self.dim, self.dim, self.dtype)
         if self.kind == "latents":
@@ -53,7 +53,7 @@ class Group:
         return PageGeometry.of_bytes(self.page_bytes, self.layers)
 
     def recipe(self, recipe: str) -> str:
-        """Return the recipe for the group's pages, based on the recipe ``recipe``. Rotary values are kept unchanged."""
+        """Return the recipe for the group's pages, derived from ``recipe``. Rotary values are kept unchanged."""
         return {"attention": recipe, "latents": f"{recipe};v=raw"}.get(self.kind, "raw")
 
     def buffer(self, layout: str, layers: Sequence[torch.Tensor]) -> PageBuffer:
@@ -85,7 +85,7 @@ def groups_of(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
 
 
 def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) -> None:
-    """Raise InvalidParameter for a recipe that ``groups`` cannot have. ``names`` are the layers of the first group."""
+    """Raise InvalidParameter for a recipe that ``groups`` do not support. ``names`` are the layers of the first group."""
     if len(groups) > 1:
         check_layers(recipe.text, "the model has several groups of cache layers, each with its own layer numbers")
     elif recipe.basis is not None and groups[0].kind != "attention":
@@ -94,7 +94,7 @@ def check_groups(recipe: Recipe, groups: Sequence[Group], names: Sequence[str]) 
 
 
 def require_layout(groups: Sequence[Group], layout: str) -> None:
-    """Raise InvalidParameter if ``layout`` is empty, but a group needs one."""
+    """Raise InvalidParameter if ``layout`` is empty although a group needs one."""
     if not layout and any(group.kind == "attention" for group in groups):
         raise InvalidParameter(
             "layout is missing in kv_connector_extra_config: set it to adjacent, adjacent-tokens-first, split or cpu-vec"
@@ -102,11 +102,11 @@ def require_layout(groups: Sequence[Group], layout: str) -> None:
 
 
 def block_places(kv_cache_config: Any) -> list[list[int]]:
-    """Return where vLLM's primary tier puts the blocks of each offloaded group, in bytes from the beginning of a worker's part of a chunk.
+    """Return the positions of each offloaded group's blocks in vLLM's primary tier, in bytes.
 
-    A group has one place per layer. Layers of different groups may share device memory, and then share a place, because a block belongs to
-    one group. Places are in the order in which the groups' layers first refer to their memory. If a block of all layers is one piece of
-    memory, the tier copies it whole.
+    A position is counted from the beginning of a worker's part of a chunk. A group has one position per layer. Layers of different groups
+    may share device memory, and then share a position, because a block belongs to one group. Positions are in the order in which the
+    groups' layers first refer to their memory. If a block of all layers is one piece of memory, the tier copies it whole.
     """
     placed = {
         layer: (tensor.offset + number * tensor.layer_stride, tensor.block_stride)
@@ -128,7 +128,7 @@ def block_places(kv_cache_config: Any) -> list[list[int]]:
 
 
 def _page_bytes(group: Any) -> dict[str, int]:
-    """Return the bytes of a block of each layer of vLLM's group ``group``, with padding."""
+    """Return the number of bytes, with padding, of a block of each layer of vLLM's group ``group``."""
     spec = group.kv_cache_spec
     layer_specs = getattr(spec, "kv_cache_specs", {})
     return {name: layer_specs.get(name, spec).page_size_bytes for name in group.layer_names}

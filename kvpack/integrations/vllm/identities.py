@@ -1,4 +1,4 @@
-"""Determine everything that vLLM's pages depend on, except tokens, LoRA names and images, which vLLM's keys cover."""
+"""Everything that vLLM's pages depend on, except tokens, LoRA names and images, which vLLM's keys cover."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 _IGNORED_SETTINGS = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"}
-"""The keys of a model's configuration that do not affect pages, or that ``relevant_settings`` covers in another way."""
+"""Keys of a model's configuration that do not affect pages, or that ``relevant_settings`` covers in another way."""
 SETTINGS = "kvpack_settings"
-"""The key under which kvpack's connectors put the result of ``relevant_settings`` into the spec's configuration."""
+"""Key under which kvpack's connectors store the result of ``relevant_settings`` in the spec's configuration."""
 _MODEL = ("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides")
 _CACHE = (
     "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "use_replayssm",
@@ -36,14 +36,15 @@ _MEDIA = (
     "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
 _DRAFT = ("method", "model", "revision", "quantization", "kv_cache_dtype")
-"""The fields of vLLM's configuration, by part, that affect keys, values and states."""
+"""Fields of vLLM's configuration, by part, that affect keys, values and states."""
 
 
 def relevant_settings(vllm_config: Any) -> str:
-    """Return the vLLM settings that keys, values and states depend on.
+    """Return the vLLM settings on which keys, values and states depend.
 
-    These are its configuration with all overrides, dtype, quantization, weights that are not the folder's (the load format dummy), how
-    images become values, and the draft model, whose layers may be in the cache. Raises InvalidParameter if this vLLM lacks such a field.
+    These are the model's configuration with all overrides, the dtype, the quantization, weights that are not from the folder (load format
+    dummy), the settings by which images become values, and the draft model, whose layers may be in the cache. Raises InvalidParameter if
+    this vLLM lacks such a field.
     """
     model = vllm_config.model_config
     settings = {name: value for name, value in model.hf_config.to_dict().items() if name not in _IGNORED_SETTINGS}

@@ -1,4 +1,4 @@
-"""The page layouts of vLLM's attention backends. Each has strides, so nothing is copied."""
+"""Page layouts of vLLM's attention backends. All of them have strides, so nothing is copied."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def arrangement(name: str, heads: int, tokens: int, dim: int) -> Arrangement:
 
 
 def check_layout_name(name: str, layout: PageLayout) -> None:
-    """Raise InvalidParameter unless ``layout``, measured with an engine's own writer for a block, is the one called ``name``."""
+    """Raise InvalidParameter unless ``layout``, detected with an engine's own writer for a block, is the one called ``name``."""
     geometry = layout.geometry
     heads, tokens, dim = geometry.heads, geometry.tokens, geometry.dim_k
     block = torch.arange(2 * heads * tokens * dim, device="cpu")

@@ -1,4 +1,4 @@
-"""Export kvpack's metrics at vLLM's /metrics, in addition to the bytes, seconds and hits that vLLM counts for every tier."""
+"""Export of kvpack's metrics to vLLM's /metrics, in addition to the bytes, seconds and hits that vLLM counts for every tier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCKS = {
     "damaged": "Blocks that were not unpacked, by reason: vLLM computes them again, or fails their requests.",
 }
 SIZES_EVERY = 30.0
-"""Seconds between reads of a store's size, which may take a request to a server."""
+"""Interval, in seconds, between reads of a store's size, which may need a request to a server."""
 
 
 def tier_definitions() -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _empty_stats() -> Any:
 
 
 class TierMetrics:
-    """The metrics of a tier's stores, which are at one location, as increments since vLLM last read them."""
+    """The metrics of a tier's stores, all at one location, as increments since vLLM last read them."""
 
     def __init__(self, stores: Sequence[PageStore], tier: str) -> None:
         self._stores, self._tier, self._changes = stores, tier, [Changes(store) for store in stores]
@@ -101,7 +101,7 @@ class TierMetrics:
         return None if stats.is_empty() else stats
 
     def _add_sizes(self, stats: Any) -> None:
-        """Add the size of the store, which a thread reads, because a folder or a server would block the scheduler."""
+        """Add the size of the store. A thread reads it, because a folder or a server would block the scheduler."""
         if self._sizes is not None and self._sizes.done():
             if self._sizes.exception() is None:
                 for name in ("entries", "bytes"):
@@ -113,7 +113,7 @@ class TierMetrics:
 
 
 def worker_stats(worker: PackedWorker) -> Any:
-    """Return a worker's counts of packing and unpacking since the last call as vLLM's stats, or None."""
+    """Return a worker's counts of packing and unpacking since the last call as vLLM's stats, or None if there are none."""
     stats = _empty_stats()
     for labels, added in worker.pop_counts().items():
         stats.increase_counter(f"{PACKED}{labels[0]}_blocks", added, labels[1:])

@@ -1,6 +1,6 @@
-"""KvpackSpec: vLLM's TieringOffloadingSpec with rows in its primary tier; the worker packs pages in place.
+"""KvpackSpec: vLLM's TieringOffloadingSpec with rows in its primary tier. The worker packs pages in place.
 
-vLLM's own secondary tiers store packed chunks unchanged; loaded chunks are checked before a worker sees them.
+vLLM's own secondary tiers store packed chunks unchanged. Loaded chunks are checked before a worker sees them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """The offloading spec with which vLLM's workers pack pages into its primary tier.
 
     The options in ``kv_connector_extra_config`` are vLLM's own, and ``recipe``, ``basis``, ``layout``, ``threads``, ``revision``,
-    ``adapter``, ``tenant`` and ``any_version``, as for ``KvpackTier``. Raises InvalidParameter for an impossible configuration before vLLM
-    serves.
+    ``adapter``, ``tenant`` and ``any_version``, as for ``KvpackTier``. An impossible configuration raises InvalidParameter before vLLM
+    starts serving.
     """
 
     def __init__(self, config: Any) -> None:
@@ -119,7 +119,7 @@ class KvpackSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     @property
     def codecs_by_number(self) -> dict[int, list[PageCodec]]:
-        """The codecs by the group numbers in vLLM's keys, which count all groups, including those that vLLM does not offload."""
+        """Codecs by the group numbers in vLLM's keys, which count all groups, including those that vLLM does not offload."""
         return {group.group_id: codecs for group, codecs in zip(self.config.groups, self.codecs, strict=True)}
 
     def get_worker(self, kv_caches: Any) -> PackedWorker:

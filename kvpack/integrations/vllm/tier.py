@@ -55,11 +55,11 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
     """A secondary tier that stores chunks of vLLM's primary tier as rows in ``location``, encoded with ``recipe`` by ``threads`` threads.
 
     vLLM passes bytes without their shape, so the connector passes the model's groups of cache layers and their places in a chunk. Attention
-    and MLA are encoded; everything else, such as Mamba states, is stored byte for byte. ``layout`` is a name of ``layouts.arrangement``.
-    ``revision`` names the weights if vLLM's model is not a folder, and ``basis`` is the file of the basis that a recipe may need.
-    ``max_bytes`` and ``encryption_key_file`` are as for a store. ``any_version`` allows a vLLM version that was not tested. Raises
-    InvalidParameter before vLLM serves for an impossible configuration: an untested version, several cache groups with several blocks per
-    chunk, mismatched sizes, or a connector that does not pass the model's settings.
+    and MLA are encoded, and everything else, such as Mamba states, is stored byte for byte. ``layout`` is a name of
+    ``layouts.arrangement``. ``revision`` names the weights if vLLM's model is not a folder, and ``basis`` is the basis file, if the recipe
+    needs one. ``max_bytes`` and ``encryption_key_file`` are as for a store. ``any_version`` allows a vLLM version that was not tested. An
+    impossible configuration raises InvalidParameter before vLLM starts serving: an untested version, several cache groups with several
+    blocks per chunk, mismatched sizes, or a connector that does not pass the model's settings.
     """
 
     medium = Medium.STORAGE
@@ -103,7 +103,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         encryption = None if encryption_key_file is None else read_key_file(encryption_key_file)
         memory = torch.from_numpy(numpy.asarray(primary_kv_view)).view(torch.uint8)
         self.stores: dict[int, GroupStore] = {}
-        """The store of each group, by the number in vLLM's keys."""
+        """The store of each group, keyed by the group's number in vLLM's keys."""
         for cache_group, (group, places), named in zip(groups, chunks, config.groups, strict=True):
             if current_platform.is_cpu() and group.kind == "attention":
                 from .cpu import check_layout
@@ -131,7 +131,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return True if a chunk is stored, False if not, and RETRY until the lookup thread has looked it up."""
+        """Return True if a chunk is stored, False if it is not, and RETRY until the lookup thread has looked it up."""
         result = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if result is None else LookupResult.HIT if result else LookupResult.MISS
 
@@ -206,7 +206,7 @@ class KvpackTier(SecondaryTierManager):  # type: ignore[misc]
         self.stores.clear()
 
     def _begin(self, metadata: Any, submit: Callable[[GroupStore, list[bytes], list[int], int], Job]) -> None:
-        """Start a job of each group's store with its chunks: ``submit(store, keys, places, group)``."""
+        """Start a job with a group's chunks in each group's store, by ``submit(store, keys, places, group)``."""
         chunks = dict(zip((bytes(key) for key in metadata.keys), map(int, metadata.chunk_ids), strict=True))
         parts = []
         for group, to in self.stores.items():
@@ -240,14 +240,14 @@ def _results(job: Job) -> list[bool]:
 
 
 class _ChunkGroup(NamedTuple):
-    """A group whose layers are the blocks of a chunk, and the place of each block in bytes."""
+    """A group whose layers are the blocks of a chunk, and the offset of each block in bytes."""
 
     group: Group
     places: list[int]
 
 
 def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
-    """Raise InvalidParameter for a missing layout, or for one that contradicts the name of vLLM's layout."""
+    """Raise InvalidParameter for a missing layout, or for one that contradicts vLLM's layout name."""
     require_layout(groups, layout)
     last = {"adjacent": "HNC", "adjacent-tokens-first": "NHC"}.get(layout, "")
     if config.kv_cache_layout is not None and not config.kv_cache_layout.endswith(last):
@@ -260,7 +260,7 @@ def _check_layout(config: Any, groups: Sequence[Group], layout: str) -> None:
 def _chunk_groups(config: Any, groups: Sequence[Group]) -> list[_ChunkGroup]:
     """Return the chunks of the primary tier as pages of each group. Raises InvalidParameter if the configuration does not match.
 
-    A chunk has the blocks of each worker, and a worker's blocks include the blocks of each layer.
+    A chunk contains the blocks of every worker, and a worker's blocks include those of every layer.
     """
     blocks, workers, block_bytes = config.cache.blocks_per_chunk, config.parallel.world_size, config.worker_kv_bytes_per_block
     if config.canonical_layout or config.replicated_layout:

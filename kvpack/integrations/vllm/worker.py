@@ -1,4 +1,4 @@
-"""PackedWorker: encode vLLM's device pages in place to rows in host memory, and decode them back."""
+"""PackedWorker: encodes vLLM's device pages in place to rows in host memory, and decodes them back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GroupPart(NamedTuple):
 
 
 class _Transfer:
-    """A transfer: its page jobs, with rows on the device. ``land`` is called once the device has finished them."""
+    """A transfer: its page jobs, with rows on the device. ``land`` is called after the device has finished them."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class _Transfer:
         self._event: Any = None
 
     def done(self, wait: bool = False) -> bool:
-        """Return True if the transfer has finished. With ``wait``, wait for it first."""
+        """Return True if the transfer has finished. With ``wait``, wait until it has."""
         if not self._landed:
             if not wait and not all(job.done for _, _, job in self._parts):
                 return False
@@ -73,11 +73,11 @@ class _Transfer:
 
 
 class PackedWorker(OffloadingWorker):  # type: ignore[misc]
-    """A worker that encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them. A chunk has a row per block.
+    """A worker that encodes blocks to chunks of ``memory``, int8 ``[chunk, byte]``, and decodes them. A chunk has one row per block.
 
-    ``codecs`` and ``pages`` have one entry per group. On a CUDA device it uses its own stream, after the work already on the current one.
-    ``release`` frees the memory. Specs of chunks have ``keys`` (``chunk_keys.attach_keys``), which rows name. A block whose row cannot be
-    decoded, or belongs to another block, is left unchanged and added to ``failed_blocks``.
+    ``codecs`` and ``pages`` have one entry per group. On a CUDA device, it uses its own stream, which first waits for the current one.
+    ``release`` frees the memory. Specs of chunks have ``keys`` (``chunk_keys.attach_keys``), which rows contain. A block whose row cannot
+    be decoded, or belongs to another block, is left unchanged and added to ``failed_blocks``.
     """
 
     def __init__(

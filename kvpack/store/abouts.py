@@ -25,7 +25,7 @@ OTHER_KINDS = ("pages", "states", "bases")
 
 
 class Described(NamedTuple):
-    """The descriptions of a location's entries: (text, entries, bytes) for each text, and the entries that must be looked at."""
+    """The descriptions of a location's entries: (text, entries, bytes) for each text, and the entries that must be inspected."""
 
     totals: Sequence[tuple[str, int, int]]
     missing: Sequence[StoredEntry]
@@ -57,7 +57,7 @@ def parse_text(text: str) -> dict[str, Any] | None:
 
 
 def entry_text(pieces: Sequence[memoryview]) -> str | None:
-    """Return the text that describes an entry, given its ``pieces`` as this process wrote them, or None if they do not show it.
+    """Return the text that describes an entry, given the ``pieces`` that this process wrote, or None if they do not reveal it.
 
     An encrypted entry, for example, has no text.
     """

@@ -1,4 +1,4 @@
-"""The interface of a store's backend: entries, which are bytes by key. Any entry may disappear at any time."""
+"""The interface of a store's backend, which maps keys to entries, which are bytes. Any entry may disappear at any time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Lease(Protocol):
 
 
 class NoLease:
-    """A placeholder for locations without leases: every caller gets one, so no caller waits."""
+    """A placeholder for locations without leases. Every caller gets one, so no caller waits."""
 
     def release(self) -> None:
-        """Do nothing: there is no lease to release."""
+        """Do nothing, because there is no lease to release."""
 
 
 Data = bytes | bytearray | memoryview
@@ -29,7 +29,7 @@ Data = bytes | bytearray | memoryview
 
 
 MAX_ENTRY_BYTES = 512 * 2**20
-"""The default maximum size of one entry in bytes, which is also Redis's limit for a string. Larger entries are never read."""
+"""Default maximum size of one entry in bytes, which is also Redis's limit for a string. Larger entries are never read."""
 
 BATCH_ENTRIES, BATCH_BYTES = 64, 64 * 2**20
 """Limits of one ``put_all`` call: the number of entries, and their total bytes. A single larger entry is allowed."""
@@ -70,14 +70,14 @@ class FoundEntry:
 
 
 class Hold(NamedTuple):
-    """The terms of a pin: its owner, and when it ends in seconds since 1970."""
+    """The terms of a pin: its owner, and its end in seconds since 1970."""
 
     owner: str
     until: int
 
 
 class Pin(NamedTuple):
-    """A pinned chain, its owner, and when the pin ends in seconds since 1970. Pins of earlier versions have neither owner nor end."""
+    """A pinned chain, its owner, and the end of the pin in seconds since 1970. Pins of earlier versions have neither owner nor end."""
 
     chain: tuple[bytes, ...]
     owner: str
@@ -90,7 +90,7 @@ class Pin(NamedTuple):
 
 
 class Backend(Protocol):
-    """A container of entries by key. No method raises for a fault of the system or the server: it counts the fault and reports a miss.
+    """A container of entries by key. Methods do not raise for faults of the system or the server; they count the fault and report a miss.
 
     Keys are passed in chain order, ancestors first. Anything larger than the size limit for entries is never read and counts as missing.
     """
@@ -136,21 +136,22 @@ class Backend(Protocol):
     def put(self, chain: Sequence[bytes], pieces: Sequence[memoryview], now_ns: int) -> bool:
         """Store the last entry of ``chain`` unless it exists. Returns True if a readable entry exists now.
 
-        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced; an entry that another store may be able to read stays.
+        ``now_ns`` is the time of use. Junk (``entry_kind.Kind.JUNK``) is replaced, but an entry that another store may be able to read is
+        kept.
         """
 
     def put_all(self, chain: Sequence[bytes], entries: Mapping[int, Sequence[memoryview]], now_ns: int) -> list[bool]:
         """Store several entries of one chain in order, and return the result of ``put`` for each.
 
-        ``entries`` maps positions in ``chain`` to the pieces of an entry. The call stops at the first entry that cannot be stored, so that
-        it waits for room at most once.
+        ``entries`` maps positions in ``chain`` to the pieces of an entry. It stops at the first entry that cannot be stored, so that it
+        waits for room at most once.
         """
 
     def touch(self, chain: Sequence[bytes], now_ns: int) -> None:
         """Record a use of ``chain``, which starts with its first chunk."""
 
     def delete(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Remove entries, last key first, and return the keys that had one."""
+        """Remove entries, last key first. Returns the keys that had an entry."""
 
     def discard(self, key: bytes, entry: FoundEntry) -> None:
         """Remove the damaged ``entry`` of ``key`` from the tier that returned it."""
@@ -165,7 +166,7 @@ class Backend(Protocol):
         """Protect a chain from eviction by any process until ``unpin`` or the end of ``hold``. Returns True if it is pinned now."""
 
     def unpin(self, keys: Sequence[bytes], owner: str | None = None) -> bool:
-        """Remove the pins of a chain that ``owner`` (None: anyone) has set. Returns True if there were any."""
+        """Remove the pins of a chain that ``owner`` (None for anyone) has set. Returns True if there were any."""
 
     def pins(self) -> Sequence[Pin]:
         """Return the pins in effect."""
@@ -174,7 +175,7 @@ class Backend(Protocol):
         """Return the pinned keys."""
 
     def take_lease(self, key: bytes, seconds: float) -> Lease | None:
-        """Acquire the lease of ``key`` for at most ``seconds`` (leases.py). Returns None while another holder has it.
+        """Acquire the lease of ``key`` for at most ``seconds`` seconds (leases.py). Returns None while another holder has it.
 
         Returns a ``NoLease`` if leases are not possible, for example after a fault.
         """
@@ -183,7 +184,7 @@ class Backend(Protocol):
         """Remove unfinished files, recount the entries, and evict entries until they fit the budget."""
 
     def close(self) -> None:
-        """Release connections; entries stay."""
+        """Release connections. Entries are kept."""
 
 
 class SingleTierBackend:
@@ -191,7 +192,7 @@ class SingleTierBackend:
 
     @property
     def parts(self: Backend) -> Sequence[Backend]:
-        """Backends that this one combines: only itself."""
+        """Backends that this one combines, which is only itself."""
         return [self]
 
     def find(self: Backend, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:

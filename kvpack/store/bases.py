@@ -1,6 +1,6 @@
 """The basis of a store's recipe, stored as an entry before the chunks that need it (spec/store.md, Bases).
 
-It is treated as the first entry of every chain: it is evicted after the chunks that need it, and its bytes count toward the budget.
+It is treated as the first entry of every chain. It is evicted after the chunks that need it, and its bytes count toward the budget.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StoredBasis:
         return self._basis is not None or any(self._backend.count_present([key]) for key in self.keys)
 
     def get(self) -> Basis | None:
-        """Return the basis, read from the store at most once, or None if it is neither given nor stored."""
+        """Return the basis, read from the store at most once, or None if it was not passed and is not stored."""
         if self._basis is None:
             self._basis = next((result for key in self.keys if (result := self._read_stored(key)) is not None), None)
         return self._basis
@@ -111,7 +111,7 @@ class StoredBasis:
         return True
 
     def _check_or_remove(self, key: bytes, backend: Backend) -> bool:
-        """Return True if the entry in one tier is the basis, byte for byte; remove a damaged entry."""
+        """Return True if the entry in one tier is the basis, byte for byte. A damaged entry is removed."""
         for basis in backend.find([key]):
             try:
                 check_basis(key, decrypt_entry(key, basis.data, self._cipher), self._cipher)

@@ -1,4 +1,4 @@
-"""A circuit breaker: after failures, requests pause for a while, so that a dead server costs one timeout instead of many."""
+"""A circuit breaker. After failures, requests pause for a while, so that a dead server costs one timeout instead of many."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 MAX_FAILURES = 2
-"""Consecutive failures after which requests pause."""
+"""Number of consecutive failures after which requests pause."""
 PAUSE_SECONDS = 5.0
-"""Seconds that a pause lasts. One request then tries again."""
+"""Duration of a pause in seconds. One request then tries again."""
 
 
 class CircuitBreaker:
@@ -54,7 +54,7 @@ class CircuitBreaker:
 class RequestGuard:
     """A wrapper for requests to a server that counts ``errors`` as faults, and refuses requests during a pause.
 
-    ``refusals`` are the errors that a working server may return. They are counted too, but cause no pause.
+    ``refusals`` are errors that a working server may return. They are counted as well, but do not cause a pause.
     """
 
     def __init__(
@@ -92,4 +92,4 @@ def is_panic(error: BaseException) -> bool:
 
 
 class CircuitOpen(Exception):
-    """The fault of a request that was not sent because earlier requests failed."""
+    """Fault of a request that was not sent because earlier requests failed."""

@@ -1,4 +1,7 @@
-"""Read the headers of a location's entries, and list its prefixes, identities, bases and unreadable entries. Does not import torch."""
+"""Reading of the headers of a location's entries, and listing of its prefixes, identities, bases and unreadable entries.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ if TYPE_CHECKING:
 
 
 _ENTRIES_AT_ONCE = 256
-"""Maximum number of entries, or fronts of entries, in one request."""
+"""Maximum number of entries, or of entries' fronts, per request."""
 _BYTES_AT_ONCE = 16 * 2**20
-"""Maximum total size of the entries in one request. A single larger entry has its own request."""
+"""Maximum total size, in bytes, of the entries in one request. A single larger entry gets its own request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class BasisEntry:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A stored prefix: the entries of its chain, first chunk first. ``is_complete`` is True if no ancestor is missing."""
+    """A stored prefix: the entries of its chain, first chunk first. ``is_complete`` is True if no ancestors are missing."""
 
     entries: tuple[ChunkEntry, ...]
 
@@ -94,8 +97,8 @@ class Prefix:
 class Catalog:
     """The entries of a location, by key and kind.
 
-    ``entries`` are the readable chunks. ``unreadable`` has the error of each entry that cannot be read: Undecryptable if only its
-    encryption key is missing. ``pages`` are engines' pages. ``states`` are listed by the key of the chunk that they follow.
+    ``entries`` are the readable chunks. ``unreadable`` maps each entry that cannot be read to its error, which is Undecryptable if only its
+    encryption key is missing. ``pages`` are engines' pages. ``states`` are keyed by the chunk that they follow.
     """
 
     entries: Mapping[bytes, ChunkEntry]
@@ -106,7 +109,7 @@ class Catalog:
 
     @property
     def count(self) -> int:
-        """Number of entries, readable or not."""
+        """Number of entries, whether readable or not."""
         return len(self.entries) + len(self.unreadable) + len(self.pages) + len(self.bases) + len(self.states)
 
     def count_dependents(self, digest: bytes) -> int:
@@ -116,7 +119,7 @@ class Catalog:
 
     @property
     def undecryptable(self) -> list[bytes]:
-        """The keys of entries that no available encryption key decrypts."""
+        """Keys of the entries that no available encryption key decrypts."""
         return [key for key, error in self.unreadable.items() if isinstance(error, Undecryptable)]
 
     def prefixes(self) -> list[Prefix]:
@@ -137,7 +140,10 @@ class Catalog:
         return Prefix(tuple(chain))
 
     def truncate_to_states(self, prefix: Prefix) -> tuple[Prefix, StatesEntry | None]:
-        """Return ``prefix`` up to its last chunk that is followed by states, and these states; the whole prefix and None without any."""
+        """Return ``prefix`` up to its last chunk that is followed by states, and these states.
+
+        Without any states, returns the whole prefix and None.
+        """
         for count in range(len(prefix.entries), 0, -1):
             if (states := self.states.get(prefix.entries[count - 1].stored.key)) is not None:
                 return Prefix(prefix.entries[:count]), states
@@ -166,10 +172,10 @@ def read_catalog(
     max_entry_bytes: int = MAX_ENTRY_BYTES,
     listed: Sequence[StoredEntry] | None = None,
 ) -> Catalog:
-    """Read the headers of ``listed`` entries (default: all entries at the location) of at most ``max_entry_bytes``.
+    """Read the headers of ``listed`` entries (by default, all entries at the location) of at most ``max_entry_bytes`` bytes.
 
     ``progress`` is called with the number of entries read so far and the total. With ``cipher``, only entries that it decrypts are
-    readable; unencrypted entries are not.
+    readable, and unencrypted entries are not.
     """
     entries: dict[bytes, ChunkEntry] = {}
     unreadable: dict[bytes, KvpackError] = {}
@@ -214,7 +220,7 @@ def read_catalog(
 
 
 def _chunk_like(templates: HeaderTemplates[ChunkEntry], stored: StoredEntry, data: Data) -> ChunkEntry | None:
-    """Return the chunk in ``data`` if its header is like that of a chunk that was read before. Raises InvalidHeader for another key."""
+    """Return the chunk in ``data`` if its header is like that of a chunk read before. Raises InvalidHeader if the key differs."""
     if (known := templates.match(memoryview(data))) is None:
         return None
     like, start, feature = known
@@ -255,7 +261,7 @@ def _check_key(where: str, named_key: bytes, stored: StoredEntry) -> None:
 def verify(
     backend: Backend, progress: Progress | None = None, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[tuple[StoredEntry, KvpackError | None]]:
-    """Check every entry completely, and yield (entry, its error or None) for each.
+    """Check every entry completely. Yields each entry with its error, or with None.
 
     The checks cover every byte, the rules of the codecs, and the key, which must follow from the parent, the token ids and the other
     inputs. If ``cipher`` does not decrypt an entry, only its digest is checked, and the error is Undecryptable. With ``cipher``, the error
@@ -297,7 +303,7 @@ def verify(
 def row_keys(
     backend: Backend, namespace: bytes, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES
 ) -> Iterator[bytes]:
-    """Yield the keys of all page rows in ``namespace``, judging by their first bytes; unreadable entries are skipped."""
+    """Yield the keys of all page rows in ``namespace``, judging by their first bytes. Unreadable entries are skipped."""
     for stored, front in read_fronts(backend, list(backend.list()), max_entry_bytes):
         with suppress(_EntryGone, KvpackError, MemoryError):
             data = _decrypt(stored, front, cipher, max_entry_bytes)
@@ -306,7 +312,7 @@ def row_keys(
 
 
 def row_descriptions(backend: Backend, namespace: bytes, cipher: Cipher | None = None) -> set[bytes]:
-    """Return the descriptions of all page rows in ``namespace``, one for each page shape; unreadable entries are skipped."""
+    """Return the descriptions of all page rows in ``namespace``, one for each page shape. Unreadable entries are skipped."""
     result: set[bytes] = set()
     for stored, front in read_fronts(backend, list(backend.list()), MAX_ENTRY_BYTES):
         with suppress(_EntryGone, KvpackError, MemoryError):
@@ -327,7 +333,7 @@ def read_fronts(backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes
 def _read_contents(
     backend: Backend, listed: Iterable[StoredEntry], max_entry_bytes: int, *, front: bool = False
 ) -> Iterator[tuple[StoredEntry, Data | None]]:
-    """Yield each of the ``listed`` entries with its bytes or its front. Each batch is released before the next is requested."""
+    """Yield each of the ``listed`` entries with its bytes or its front. Each batch is released before the next one is requested."""
     sizes = ((stored, stored.size if 0 < stored.size <= max_entry_bytes else 0) for stored in listed)
     for batch in batches(sizes, _ENTRIES_AT_ONCE, _BYTES_AT_ONCE):
         yield from _peek_all(backend, batch, max_entry_bytes, front)
@@ -344,7 +350,7 @@ def _peek_all(
 
 
 class _EntryGone(Exception):
-    """The signal that a listed entry is gone, or that the backend failed to return it and has counted the fault."""
+    """Signal that a listed entry is gone, or that the backend failed to return it and has counted the fault."""
 
 
 def _read(backend: Backend, stored: StoredEntry, cipher: Cipher | None, max_entry_bytes: int) -> Data:

@@ -1,4 +1,4 @@
-"""Report entries with other chunk sizes at a location: their keys differ, so lookups never find them."""
+"""Detection of entries with other chunk sizes at a location. Lookups never find them, because their keys differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvpack.store")
 
 SIZES = sorted({2**power for power in range(14)} | {*range(16, 513, 16)} | {*range(100, 1001, 100)})
-"""The chunk sizes that are looked for, in tokens."""
+"""Chunk sizes that are searched for, in tokens."""
 MAX_SEARCHES = 3
 """Maximum number of times that a store searches for other chunk sizes after failed lookups. Each search may cost a request."""
 
@@ -30,7 +30,7 @@ def stored_sizes(backend: Backend, root: bytes, ids: bytes, inputs: bytes = b"",
 
 
 class ChunkSizeSearch:
-    """A search for entries of the same tokens with another chunk size, which runs after lookups without a hit until it finds some."""
+    """A search for entries of the same tokens with another chunk size. It runs after lookups without a hit until it finds some."""
 
     def __init__(self, backend: Backend, counters: Counters, location: Any, root: bytes, chunk: int) -> None:
         self._backend, self._counters, self._location, self._root, self._chunk = backend, counters, location, root, chunk

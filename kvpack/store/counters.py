@@ -1,4 +1,4 @@
-"""The counters of a store: as a dict for programs, and in Prometheus' text format for monitoring."""
+"""Counters of a store, as a dict for programs, and in Prometheus' text format for monitoring."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ NAMES = {
     "swept_files": "Removed unfinished files of dead writers.",
     "faults": "Operations that the system or the server rejected, by operation and reason.",
 }
-"""Every counter and its meaning; ``faults`` has the labels operation and reason."""
+"""All counters and their meanings. ``faults`` has the labels operation and reason."""
 
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""The upper bounds of a latency histogram's buckets, in seconds."""
+"""Upper bounds of a latency histogram's buckets, in seconds."""
 
 MAX_RECENT = 4096
 """Maximum number of latencies that are kept for an engine's own histograms."""
@@ -64,7 +64,7 @@ class Counters:
     """The counters of a store or a tier, starting from 0 when it is opened. Safe to use from any thread, and after a fork.
 
     A tier's counters also add their faults to ``parent``, the store's counters. ``report(operation, error)`` is called for the first fault
-    of each kind (default: log a warning).
+    of each kind. By default, it logs a warning.
     """
 
     def __init__(self, parent: Counters | None = None, report: Callable[[str, BaseException], None] | None = None) -> None:
@@ -154,7 +154,7 @@ class Counters:
 
 
 def _tier_lines(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return metric lines for the counters and sizes of each tier, with the label ``tier``, which is 0 for the fastest."""
+    """Return metric lines for the counters and sizes of each tier. The label ``tier`` is 0 for the fastest."""
     if not tiers:
         return []
     lines = []
@@ -217,7 +217,10 @@ def with_labels(text: str, labels: Mapping[str, str]) -> str:
 
 
 def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Return ``labels``. Raises InvalidType for other types, and InvalidParameter for names that Prometheus or kvpack's metrics exclude."""
+    """Return ``labels``.
+
+    Raises InvalidType for other types, and InvalidParameter for names that Prometheus or kvpack's own metrics exclude.
+    """
     if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
         raise InvalidType(f"labels is {describe(labels)}, expected a map of names to text, such as {{'model': 'llama'}}")
     for name in labels:
@@ -235,7 +238,7 @@ def check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
 _SAMPLE = re.compile(r"(\w+)(.*)", re.DOTALL)
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _OWN_LABELS = {"le", "operation", "reason", "tier"}
-"""The labels of a store's metrics: Prometheus refuses all metrics of a process if one has a label twice."""
+"""Labels of a store's own metrics. Prometheus refuses all metrics of a process if one has the same label twice."""
 
 
 def _warn(operation: str, error: BaseException) -> None:
@@ -243,7 +246,7 @@ def _warn(operation: str, error: BaseException) -> None:
 
 
 def fault_reason(error: BaseException) -> str:
-    """Return the errno name of an error, such as ENOSPC, or else the name of its class."""
+    """Return the errno name of an error, such as ENOSPC, or the name of its class if it has none."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:

@@ -1,8 +1,8 @@
 """The directory backend: one immutable file per entry, which any number of processes read without a lock.
 
 folder.py defines the file layout. A complete file is renamed to its final name, and removed with unlink, so that a process that has mapped
-it keeps the mapping. An entry's modification time is the time of its last use: an ancestor's is always later than its descendants'. An
-entry's access time is its expiry time (expiry.py).
+it keeps the mapping. An entry's modification time is the time of its last use, which is always later for an ancestor than for its
+descendants. An entry's access time is its expiry time (expiry.py).
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 
 
 SETTLED_NS = 3 * 10**9
-"""Nanoseconds after which a folder's modification time is reliable: a later change sets another time, even with a clock tick of 2 s."""
+"""Age in nanoseconds at which a folder's modification time is reliable: a later change sets a different time, even with a 2 s clock tick.
+"""
 
 _COLD_READ_THREADS = 8
-"""Number of threads that read entries from the disk."""
+"""Number of threads that read entries from disk."""
 _MAX_TEXTS_PER_TRANSACTION = 2048
 """Maximum number of entries that one transaction of the index describes."""
 
@@ -58,8 +59,8 @@ class Directory(SingleTierBackend):
 
     ``max_bytes`` is a hard budget for the entries, and ``min_free`` the number of bytes to leave free on the disk. ``durable`` forces each
     entry to the disk before ``put`` returns. ``ttl`` is the number of seconds after which an unused entry expires. With ``skip_sweep``,
-    opening removes no unfinished or expired files. Files are mapped if this user owns the folder; with another owner or a
-    ``trusted_group`` they are copied, and ``is_private`` is False.
+    opening the folder removes no unfinished or expired files. Files are mapped if this user owns the folder. With another owner or a
+    ``trusted_group``, they are copied, and ``is_private`` is False.
 
     Raises InvalidParameter if untrusted users may write to the folder, or if the path cannot be a folder.
     """
@@ -92,7 +93,7 @@ class Directory(SingleTierBackend):
 
     @property
     def trust(self) -> Trust:
-        """The check of who may write to the folder."""
+        """Check of the users who may write to the folder."""
         return self._folder.trust
 
     @property
@@ -126,9 +127,9 @@ class Directory(SingleTierBackend):
         return result
 
     def _reads_at_once(self, keys: Sequence[bytes]) -> int:
-        """Return the number of threads that read entries: one if the last entry is in the page cache, where threads cost more than reads.
+        """Return the number of threads that read entries. It is 1 if the last entry is in the page cache, where threads do not pay off.
 
-        Threads wait for the disk, and need no cores.
+        Threads wait for the disk, and do not need cores.
         """
         if len(keys) > 1:
             with contextlib.suppress(OSError, KvpackError), self.trust.open_checked(self._folder.path(keys[-1])) as (descriptor, status):
@@ -220,7 +221,10 @@ class Directory(SingleTierBackend):
             self._touch_others(chain)
 
     def _touch_others(self, chain: Sequence[bytes]) -> None:
-        """Record the use of a chain with files of other trusted users, whose times can only be set to the current time, without expiry."""
+        """Record the use of a chain that includes files of other trusted users.
+
+        Their times can only be set to the current time, without expiry.
+        """
         for key in reversed(chain):
             try:
                 os.utime(self._folder.path(key), follow_symlinks=False)
@@ -261,7 +265,7 @@ class Directory(SingleTierBackend):
     def described(self, also: str | None = None) -> Described | None:
         """Return the totals in the index by descriptive text; None without a current index.
 
-        Also returns the entries without a text, or with a text of kind ``also``.
+        The result also contains the entries without a text, or with a text of kind ``also``.
         """
         known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
         if known is None:
@@ -284,7 +288,7 @@ class Directory(SingleTierBackend):
             return stored.used_ns
 
     def largest_budget(self) -> int:
-        """Return the largest budget in effect, but at least the disk space in use, or 0 if the folder has not been counted yet."""
+        """Return the largest budget in effect, but at least the disk space in use. Returns 0 if the folder has not been counted yet."""
         count = self._read_usage()
         return 0 if count is None else count.effective_budget(count.total)
 
@@ -325,11 +329,11 @@ class Directory(SingleTierBackend):
         self._evictor.collect()
 
     def close(self) -> None:
-        """Release the index; the next call opens it again."""
+        """Release the index. The next call opens it again."""
         self._index.close()
 
     def _restore_times(self) -> None:
-        """Correct the last-use times that copying the folder may have changed: an ancestor's must be later than its descendants'."""
+        """Correct the last-use times that copying the folder may have changed, so that ancestors' are later than descendants'."""
         for key, used in corrected_times(read_catalog(self)).items():
             with contextlib.suppress(OSError):
                 os.utime(self._folder.path(key), ns=(used, used), follow_symlinks=False)
@@ -353,7 +357,7 @@ class Directory(SingleTierBackend):
     def _read(self, key: bytes, *, lazy: bool = False) -> Data:
         """Return an entry's bytes, mapped if no other user can change them.
 
-        With ``lazy``, bytes are read on access, and an expired entry is returned too. Raises OSError, LimitExceeded or the errors of
+        With ``lazy``, bytes are read on access, and expired entries are returned as well. Raises OSError, LimitExceeded or the errors of
         mapping.
         """
         with self.trust.open_checked(self._folder.path(key)) as (descriptor, status):

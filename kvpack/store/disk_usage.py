@@ -1,7 +1,7 @@
-"""The disk space that a store's folder uses, including files being written: one number in a file, changed under the file's lock.
+"""The disk space that a store's folder uses, including files being written. It is a number in a file, changed under the file's lock.
 
 A writer reserves bytes before it writes them, and only if they fit, so the files never exceed the number. A new count of the folder
-replaces the number. If the file is missing or invalid, or this machine has not counted the folder since it booted, the folder is counted
+replaces the number. If the file is missing or invalid, or if this machine has not counted the folder since it booted, the folder is counted
 again. Machines that share a folder share the number.
 """
 
@@ -27,24 +27,24 @@ _MAGIC = b"kvpusag2"
 _FIELDS = struct.Struct("<8s8sQQQQQ")
 _ID_BYTES = _SUM_BYTES = 8
 _MAX_RUNS = 32
-"""Maximum number of boots to remember. A machine whose boot was dropped counts the folder once more."""
+"""Maximum number of boots to remember. A machine whose boot has been dropped counts the folder again."""
 _MAX_BYTES = _FIELDS.size + _MAX_RUNS * _ID_BYTES + _SUM_BYTES
 
 WAIT_SECONDS = 1.0
-"""Seconds that a writer waits for the lock, which a suspended process may hold. They are added up as in eviction.py."""
+"""Time in seconds that a writer waits for the lock, which a suspended process may hold. Waits are added up as in eviction.py."""
 _POLL_SECONDS = 0.0005
 
 LIMIT_SECONDS = 7 * 86_400
-"""Seconds that a budget stays in effect after the last put of its writer."""
+"""Time in seconds that a budget stays in effect after its writer's last put."""
 
 
 class UsageCount(NamedTuple):
     """A count of the disk space in use.
 
     ``total`` is the number of bytes in use, and ``reserved`` the sum of all bytes ever reserved. ``generation`` changes with every count of
-    the folder. ``limit`` is the largest budget of the current writers, in effect until ``until``, in seconds since 1970. ``boots`` are
-    the boot ids of machines that have counted the folder. ``node`` is the folder's inode, which a copy does not share; 0 on a
-    network file system.
+    the folder. ``limit`` is the largest budget of the current writers, in effect until ``until``, in seconds since 1970. ``boots`` are the
+    boot ids of machines that have counted the folder. ``node`` is the folder's inode, which a copy does not share. It is 0 on a network
+    file system.
     """
 
     generation: bytes
@@ -127,14 +127,14 @@ class DiskUsage:
         return previous is None or previous.node not in (0, self._node())
 
     def _node(self) -> int:
-        """Return the folder's inode; 0 on a network file system, where machines may see different inodes. Raises OSError."""
+        """Return the folder's inode, or 0 on a network file system, where machines may see different inodes. Raises OSError."""
         folder = os.path.dirname(self._path)
         if self._local is None:
             self._local = is_on_one_host(folder)
         return os.stat(folder).st_ino if self._local else 0
 
     def forget_budgets(self) -> None:
-        """Forget the budgets of all writers. Each counts again when its writer puts an entry."""
+        """Forget the budgets of all writers. A budget counts again when its writer puts an entry."""
         with self._open(locked=True) as descriptor:
             count = None if descriptor is None else _read(descriptor, self._node())
             if descriptor is not None and count is not None:
@@ -178,9 +178,9 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _read(descriptor: int, node: int, *, any_boot: bool = False) -> UsageCount | None:
-    """Return the count in an open file, or None if it is invalid, from another boot, or for a folder whose inode is not ``node``.
+    """Return the count in an open file, or None if it is invalid, from another boot, or for a folder with an inode other than ``node``.
 
-    With ``any_boot``, the folder and the boot do not matter.
+    With ``any_boot``, the folder and the boot are ignored.
     """
     data = read_beginning(descriptor, _MAX_BYTES + 1)
     body = data[:-_SUM_BYTES]
@@ -207,7 +207,7 @@ def _write(descriptor: int, count: UsageCount) -> UsageCount:
 
 @functools.cache
 def boot_id() -> bytes:
-    """Return an id of the machine's current boot. Counts of earlier boots are not trusted: a power loss may have undone the last writes."""
+    """Return an id of the machine's current boot. Counts of earlier boots are not trusted, because a power loss may have undone writes."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             return xxhash.xxh3_64_digest(file.read(64))

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 KEY_SIZES = (16, 24, 32)
 MAX_PLAIN_BYTES = 2**31 - 1
 _SPARE_BYTES = 15
-"""Extra bytes that the package cryptography needs in an output buffer: one block minus one byte."""
+"""Number of extra bytes that the package cryptography needs in an output buffer: one block minus one byte."""
 
 
 def decrypt_entry(key: bytes, data: Data, cipher: Cipher | None) -> Data:
-    """Decrypt the entry ``key`` with ``cipher``; without a cipher, return an unencrypted entry unchanged.
+    """Decrypt the entry ``key`` with ``cipher``. Without a cipher, an unencrypted entry is returned unchanged.
 
     Raises the errors of ``Cipher.decrypt``, including NotKvpack for an unencrypted entry when there is a cipher.
     """
@@ -56,7 +56,7 @@ def format_key_id(name: bytes) -> str:
 
 
 class Cipher:
-    """An AES-GCM cipher with ``keys`` of 16, 24 or 32 bytes by id. The first key encrypts; all keys decrypt."""
+    """An AES-GCM cipher with ``keys`` of 16, 24 or 32 bytes by id. The first key encrypts, and all keys decrypt."""
 
     def __init__(self, keys: Mapping[str, bytes], tenant: str) -> None:
         try:
@@ -81,12 +81,12 @@ class Cipher:
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """The ids of the available keys, as bytes."""
+        """Ids of the available keys, as bytes."""
         return frozenset(self._keys)
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        """The ids of the keys, in the order given. New entries are encrypted with the first key."""
+        """Ids of the keys, in the order given. New entries are encrypted with the first key."""
         return tuple(self._keys)
 
     def encrypt(self, key: bytes, pieces: Sequence[memoryview]) -> list[memoryview]:
@@ -113,7 +113,7 @@ class Cipher:
         return [memoryview(front), memoryview(sealed), memoryview(end + digest.digest())]
 
     def decrypt(self, key: bytes, data: Data) -> bytearray:
-        """Decrypt the entry ``key`` into new memory, which is allocated only after all checks that do not need the key.
+        """Decrypt the entry ``key`` into new memory, which is allocated only after all checks that are possible without the key.
 
         Raises NotKvpack if the entry is not encrypted, UnsupportedVersion if a later version encrypted it, Truncated or DigestMismatch if
         it is damaged, Undecryptable if no available key decrypts it, and MemoryError.
@@ -167,7 +167,7 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
 
 
 def _encode_id(name: Any) -> bytes:
-    """Encode an encryption key's id as entries store it. Raises InvalidParameter for an invalid id."""
+    """Encode an encryption key's id in the form that entries store. Raises InvalidParameter for an invalid id."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.encode()) <= MAX_ID_BYTES:
         raise InvalidParameter(f"the id of an encryption key is {name!r}, expected 1 to {MAX_ID_BYTES} bytes of printable text")
     return name.encode()

@@ -1,4 +1,4 @@
-"""Convert a chunk of a prefix to an entry's bytes and back: a kvpack file whose header names the chunk (spec/store.md, Entries)."""
+"""Conversion of a prefix's chunk to an entry's bytes and back. An entry is a kvpack file that names the chunk (spec/store.md, Entries)."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from .entry_template import EntryTemplate
 
 FEATURE = "prefix-store-2"
-"""The ignorable feature of a chunk's entry: its key, its parent's key, the digests of its payload and other inputs, and its token ids."""
+"""Ignorable feature of a chunk's entry: its key, its parent's key, the digests of its payload and other inputs, and its token ids."""
 OLD_FEATURES = ("prefix-store",)
-"""Features of older entries, which stores no longer look for because their keys cover less of the identity."""
+"""Features of older entries. Stores no longer look for these, because their keys cover less of the identity."""
 _DIGEST_END = 2 * KEY_BYTES + DIGEST_BYTES
 
 SideShapes = tuple[tuple[tuple[str, int, int], ...], ...]
-"""For each layer, its keys and values (sides) as (name, heads, head dim)."""
+"""Keys and values (sides) of each layer, as (name, heads, head dim)."""
 
 _MEMORY_FACTOR, _MEMORY_ALLOWANCE = 4, 2**26
-"""Reading an entry may use this multiple of its size plus this many bytes of memory (kvpack/file/footprint.py)."""
+"""Memory limit for reading an entry: this multiple of its size, plus this number of bytes (kvpack/file/footprint.py)."""
 
 _THREADS = 4
 _MAX_TEMPLATES = 32
@@ -66,7 +66,8 @@ class ChunkFields:
 
 
 def to_pieces(cache: Cache, key: bytes, parent: bytes, ids: bytes, inputs: bytes = b"") -> list[memoryview]:
-    """Return the pieces of a chunk's entry, whose header has its ``key``, ``parent``, token ``ids`` and the digest of other ``inputs``."""
+    """Return the pieces of a chunk's entry. Its header contains ``key``, ``parent``, the token ``ids`` and the digest of other ``inputs``.
+    """
     from kvpack.cache import files
 
     contents, arrays = files.file_arguments(cache)
@@ -95,7 +96,7 @@ def file_payload_digest(file: container.File, view: memoryview) -> bytes:
 
 @dataclass
 class EntryReader:
-    """A reader of one identity's entries, whose headers must name ``model`` and ``recipe``.
+    """A reader of one identity's entries, whose headers must contain ``model`` and ``recipe``.
 
     It rejects entries that are larger than ``max_bytes`` or have a layer that would exceed it when decoded to 16-bit values, and entries
     whose shape differs from ``shape``, the model's, if known.
@@ -111,7 +112,7 @@ class EntryReader:
     _templates: dict[tuple[int, int], EntryTemplate] = field(default_factory=dict)
 
     def read(self, entries: Sequence[Data], keys: Sequence[bytes], *, first: int = 0) -> Iterator[Cache]:
-        """Check a chain's entries in order, starting with chunk ``first``, and yield the cache of each as views of its bytes.
+        """Check a chain's entries in order, starting with chunk ``first``. Yields the cache of each entry, as views of its bytes.
 
         Raises the errors of ``container.open_bytes``, and InvalidHeader if an entry is not the chunk of its key.
         """
@@ -126,7 +127,10 @@ class EntryReader:
                 yield self._read_one(view, key, index, digest)
 
     def _payload_digest(self, view: memoryview, index: int) -> tuple[int, bytes] | None:
-        """Return the offset of an entry's payload, from the template for its size and index, and its digest; None without a template."""
+        """Return the offset of an entry's payload, taken from the template for its size and index, and its digest.
+
+        Returns None if there is no template.
+        """
         template = self._template(view, index)
         return None if template is None else (template.front.payload, xxhash.xxh3_128_digest(view[template.front.payload :]))
 
@@ -174,7 +178,7 @@ class EntryReader:
         return cache
 
     def set_shape(self, cache: Cache) -> None:
-        """Set the expected shape to that of ``cache``, which the model produced. Entries of other shapes are rejected from now on."""
+        """Set the expected shape to that of ``cache``, which the model produced. From now on, entries with other shapes are rejected."""
         shape = tuple(tuple((name, side.heads, side.dim) for name, side in layer.sides.items()) for layer in cache)
         if shape != self.shape:
             # Templates may be of entries that were read before.
@@ -205,7 +209,7 @@ def open_entry(data: Data, key: bytes) -> container.File:
     """Open the entry ``key`` as a file.
 
     Raises the errors of ``container.open_bytes``, and LimitExceeded for an entry that would use far more memory than its size. Entries may
-    be malicious: parsing an 8 MiB header can take 400 MB.
+    be malicious: parsing an 8 MiB header can take 400 MB of memory.
     """
     return container.open_bytes(data, where=f"entry {key.hex()}", memory_limit=_MEMORY_FACTOR * len(data) + _MEMORY_ALLOWANCE)
 
@@ -259,7 +263,7 @@ def _check_chunk(file: container.File, tokens: int, max_bytes: int) -> None:
 
 
 def check_header(file: container.File, start: int | None, model: Mapping[str, str] | None, recipe: str | None) -> None:
-    """Raise InvalidHeader unless an entry's header has the given start, model and recipe (None: any)."""
+    """Raise InvalidHeader unless an entry's header has the given start, model and recipe. None accepts any value."""
     header = file.header
     for name, actual, expected in (
         ("start", header.start, start),
@@ -285,7 +289,7 @@ def check_decoded_size(cache: Cache, key: bytes, max_bytes: int) -> None:
 
 
 def check_payload(expected: bytes, digest: bytes, where: str) -> None:
-    """Raise DigestMismatch unless the payload digest of an entry is the one in its header."""
+    """Raise DigestMismatch unless the ``digest`` of an entry's payload is the ``expected`` one from its header."""
     if expected != digest:
         raise DigestMismatch(f"{where}: damaged: its payload has the digest {digest.hex()}, expected {expected.hex()}")
 

@@ -14,13 +14,13 @@ from kvpack.formats.errors import LimitExceeded
 from .backend import MAX_ENTRY_BYTES
 
 VERSION = 1
-"""The version of encrypted entries that this version of kvpack writes."""
+"""Version of encrypted entries that this version of kvpack writes."""
 MAGIC = b"kvpack-encrypted 1\n"
-"""The first bytes of an encrypted entry."""
+"""First bytes of an encrypted entry."""
 MAX_ID_BYTES = 255
 NONCE_BYTES, TAG_BYTES = 12, 16
 FRONT_BYTES = 512
-"""The number of bytes read at the beginning of an entry to determine its kind. Fewer would do."""
+"""Number of bytes read at the beginning of an entry to determine its kind. Fewer would be enough."""
 
 _ENCRYPTED = re.compile(rb"kvpack-encrypted ([1-9][0-9]{0,8})\n")
 
@@ -31,14 +31,14 @@ class Kind(enum.Enum):
     READABLE = enum.auto()
     """The first bytes are those of an entry that this store can read."""
     FOREIGN = enum.auto()
-    """Another store may be able to read it: it is encrypted with a key that is not available, or by a later version."""
+    """Another store may be able to read the entry: it is encrypted with a key that is not available, or by a later version."""
     JUNK = enum.auto()
-    """No store can read it, so a good entry may replace it."""
+    """No store can read the entry, so a good entry may replace it."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The format of a store's entries: at most ``max_bytes`` each, and encrypted with one of ``key_ids`` unless that is None."""
+    """The format of a store's entries: at most ``max_bytes`` bytes each, and encrypted with one of ``key_ids`` unless that is None."""
 
     max_bytes: int = MAX_ENTRY_BYTES
     key_ids: frozenset[bytes] | None = None
@@ -76,7 +76,7 @@ def encrypted_version(first_bytes: bytes | memoryview) -> int | None:
 
 
 def key_id(first_bytes: bytes | memoryview) -> bytes | None:
-    """Return the id of the key that encrypts an entry, or None if it is not an entry encrypted in version 1, or is truncated."""
+    """Return the id of the key that encrypts an entry, or None unless it is a complete entry encrypted in version 1."""
     front = bytes(first_bytes[:FRONT_BYTES])
     if not front.startswith(MAGIC) or len(front) == len(MAGIC):
         return None
@@ -86,5 +86,5 @@ def key_id(first_bytes: bytes | memoryview) -> bytes | None:
 
 
 def sealed_bytes(name: bytes, size: int) -> int:
-    """Return the size of an entry of ``size`` bytes after encryption with the key of id ``name``."""
+    """Return the size of an entry of ``size`` bytes after encryption with the key with id ``name``."""
     return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES

@@ -1,4 +1,4 @@
-"""Check, by its first bytes, that stored data is the entry of its key, before counting the entry as present."""
+"""Check by its first bytes that stored data is the entry of its key, before it is counted as present."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_KEYS = 65_536
 
 
 def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Callable[[container.File], None] | None = None) -> None:
-    """Raise an error unless ``data``, decrypted with ``cipher`` if given, is the entry ``key``, judging by its front.
+    """Raise an error unless, judging by its front, ``data`` (decrypted with ``cipher`` if given) is the entry ``key``.
 
     Without a cipher, an encrypted entry raises Undecryptable if its digest matches. ``extra_check`` is called with the file of a chunk.
     """
@@ -62,7 +62,7 @@ def kind_of(key: bytes, data: Data, form: Form) -> Kind:
 
 
 class KeySet:
-    """A bounded set of keys whose entries have been examined already."""
+    """A bounded set of keys whose entries have already been examined."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
@@ -71,12 +71,12 @@ class KeySet:
         return key in self._keys
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Add ``keys``. If the set has become too large, all earlier keys are forgotten."""
+        """Add ``keys``. If the set would become too large, all earlier keys are dropped."""
         if len(self._keys) > _MAX_KEYS:
             self._keys = set()
         self._keys.update(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget ``keys``."""
+        """Remove ``keys``."""
         if self._keys:
             self._keys.difference_update(keys)

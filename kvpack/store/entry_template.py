@@ -1,4 +1,4 @@
-"""A fast path for entries with the same layout, which parses only the first header.
+"""A fast path for entries with the same layout. Only the first header is parsed.
 
 A template is built from an entry that has been read and checked in full. The tensors of an entry with the same front have the same offsets.
 """
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from kvpack.file.header import SideEntry
 
 StreamView = tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]
-"""A stream's name, dtype, shape, strides and offset, in elements of the dtype from the beginning of the file."""
+"""A stream's name, dtype, shape, strides, and offset from the beginning of the file in elements of the dtype."""
 
 
 _RAW_STREAMS = {POSITIONS, VALUES}
-"""The optional streams that matching entries may have, for raw tokens. Their sizes must be the same, but not their contents."""
+"""Optional streams of raw tokens that matching entries may have. Their sizes must be equal, but not their contents."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SideTemplate:
     template: Side
 
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
-        """Return the keys or values of a matching entry. ``arrays`` has the entry's bytes as a tensor of each dtype."""
+        """Return the keys or values of a matching entry. ``arrays`` contains the entry's bytes as a tensor of each dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
         return Side(
             self.template.codec, (PackedRun(self.template.codec, self.entry.runs[0], streams),), self.template.tail, self.template.window

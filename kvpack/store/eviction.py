@@ -1,6 +1,6 @@
-"""Keep a directory within its budget: evict the least recently used entries first, and descendants before ancestors.
+"""Eviction, which keeps a directory within its budget: least recently used entries first, and descendants before ancestors.
 
-Ordering entries by last use does both: an ancestor's last use is never earlier than its descendants' (directory.py).
+Ordering entries by last use achieves both, because an ancestor's last use is never earlier than its descendants' (directory.py).
 """
 
 from __future__ import annotations
@@ -30,48 +30,52 @@ if TYPE_CHECKING:
 
 
 WAIT_SECONDS = 1.0
-"""Seconds that a writer waits for others to count the folder, or to evict or finish entries, before it gives up its own entry.
+"""Time in seconds that a writer waits for others to count the folder, or to evict or finish entries, before it gives up its entry.
 
-The waits are added up as requested, not measured: on a busy machine sleeps take longer, and so does the work that the writer waits for.
+The requested waits are added up; actual times are not measured. On a busy machine, sleeps take longer, and so does the work that the writer
+waits for.
 """
 _POLL_SECONDS = 0.001
 _MAX_POLL_SECONDS = 0.016
-"""A waiting writer's first and longest sleep. Polling too often would take CPU time from the process that is evicting."""
+"""First and longest sleep, in seconds, of a waiting writer. Polling too often would take CPU time from the process that is evicting."""
 
 _LOW_FRACTION, _LOW_ENTRIES = 128, 256
-"""With an index, a writer evicts early: when 1/128 of the budget, or room for this many entries of its own size, is left."""
+"""Thresholds for early eviction with an index: 1/128 of the budget left, or room for this many entries of the writer's own size."""
 _FUTILE_SECONDS = 1.0
-"""Seconds for which early rounds are skipped after one that found nothing to remove."""
+"""Time in seconds for which early rounds are skipped after a round that found nothing to remove."""
 
 STALE_SECONDS = 3600
 """Age in seconds at which an unfinished file counts as abandoned on file systems without locks."""
 
 FUTURE_NS = 3600 * 10**9
-"""A last use this many nanoseconds in the future must come from a wrong clock. Such entries are evicted first, in order."""
+"""Age limit for last uses in the future, in nanoseconds. Later ones must come from a wrong clock.
+
+Such entries are evicted first, in order.
+"""
 
 _EXTRA_FRACTION = 64
-"""A round removes 1/64 more of the entries than the budget requires, so that counting costs each writer little."""
+"""Share of the entries, 1/64, that a round removes in addition to what the budget requires, so that writers seldom have to count."""
 _MAX_EXTRA = 256
 """Maximum number of such extra entries in a round that uses the index."""
 _MAX_PER_ROUND = 384
-"""Maximum number of entries that a round with the index removes, so that it takes about ten milliseconds."""
+"""Maximum number of entries that a round with the index removes. It then takes about ten milliseconds."""
 _PAGE_ENTRIES = 64
-"""Entries that one transaction of the index removes, after which other processes may change the index."""
+"""Number of entries that one transaction of the index removes. Other processes may change the index between transactions."""
 _LIST_SECONDS = 0.01
-"""Seconds that a round spends on listing folders that have changed without the index."""
+"""Time in seconds that a round spends on listing folders that have changed without the index."""
 _ROWS_READ = 256
 """Number of index rows that one query reads."""
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 _LOST_FRACTION = 32
-"""If more than 1/32 of the budget is counted but not found, because writers died, the folder is counted again."""
+"""Share of the budget, 1/32, that may be counted but not found, because writers died. Above it, the folder is counted again."""
 
 
 class NoRoom(Exception):
-    """The signal that an entry does not fit, because the stored entries cannot be removed, or not in time."""
+    """Signal that an entry does not fit, because stored entries cannot be removed, or not in time."""
 
 
 class EvictionResult(NamedTuple):
-    """The result of an eviction round: ``missing`` is True if there is still too little room.
+    """The result of an eviction round. ``missing`` is True if there is still too little room.
 
     ``unfinished`` is the number of unfinished files, which may become removable entries.
     """
@@ -81,7 +85,7 @@ class EvictionResult(NamedTuple):
 
 
 class Reservation:
-    """A reservation of disk space for one entry, before it is written. No entry of ``chain`` is evicted to make room for it."""
+    """A reservation of disk space for one entry before it is written. No entries of ``chain`` are evicted to make room for it."""
 
     def __init__(self, evictor: Evictor, size: int, chain: Sequence[bytes], path: str) -> None:
         self._evictor, self._size, self._protected = evictor, size, set(chain)
@@ -99,7 +103,7 @@ class Reservation:
 
 
 class Evictor:
-    """The part of a directory backend that makes room. Any number of processes may request room; one at a time evicts entries.
+    """The part of a directory backend that makes room. Any number of processes may request room, but only one at a time evicts.
 
     ``restore`` corrects the entries' times after the folder has been copied.
     """
@@ -144,7 +148,7 @@ class Evictor:
                 wait = min(2 * wait, _MAX_POLL_SECONDS)
 
     def _keep_room(self, size: int, protected: set[bytes], count: UsageCount) -> None:
-        """Evict before room runs out, unless another process is evicting. Other processes can use the remaining room meanwhile.
+        """Evict before there is no room left, unless another process is evicting. Meanwhile, other processes can use the remaining room.
 
         ``count`` includes the ``size`` bytes just reserved. Without an index, a round would be too expensive to start early.
         """
@@ -163,7 +167,7 @@ class Evictor:
                 self._futile_until = time.monotonic() + _FUTILE_SECONDS
 
     def _exceeds_larger_budget(self, size: int) -> bool:
-        """Return True if another store's larger budget is in effect, so that this one, being over its own, may not evict entries."""
+        """Return True if another store's larger budget is in effect, so that this one, which exceeds its own, must not evict entries."""
         count = self.usage.read() if self._max_bytes is not None else None
         return count is not None and count.effective_budget(self._max_bytes or 0) > (self._max_bytes or 0) < count.total + size
 
@@ -215,7 +219,7 @@ class Evictor:
 
     @contextlib.contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Try to acquire the evictors' advisory lock, which ends with the process; yield True if it was acquired."""
+        """Try to acquire the evictors' advisory lock, which ends with the process. Yields True if it was acquired."""
         descriptor = self._open_lock()
         try:
             self.folder.trust.assign_owner(descriptor)
@@ -288,7 +292,7 @@ class Evictor:
         return EvictionResult(not freed, len(pending))
 
     def _pending_bytes(self) -> list[int]:
-        """Return the disk space that each unfinished file takes or has reserved."""
+        """Return the disk space that each unfinished file uses or has reserved."""
         return [self.folder.cost(status.st_size) for _, status in self.folder.unfinished() if status.st_size]
 
     def _excess_bytes(self, total: int, size: int, budget: int | None) -> int:
@@ -304,10 +308,11 @@ class Evictor:
         max_entries: int | None = None,
         usage_before: UsageCount | None = None,
     ) -> int:
-        """Remove entries in ``order`` until ``excess`` bytes are freed, then up to ``extra`` more. Returns the number of bytes freed.
+        """Remove entries in ``order`` until ``excess`` bytes are freed, and then up to ``extra`` more entries.
 
-        ``order`` yields keys and sizes. Pinned and ``protected`` entries stay, and at most ``max_entries`` are removed. The bytes of each
-        page are subtracted from the count ``usage_before`` right away, so that other writers need not wait for the end of the round.
+        Returns the number of bytes freed. ``order`` yields keys and sizes. Pinned and ``protected`` entries are kept, and at most
+        ``max_entries`` are removed. The bytes of each page are subtracted from the count ``usage_before`` right away, so that other writers
+        need not wait for the end of the round.
         """
         protected = protected | self._pins.keys()
         removable = islice(((key, size) for key, size in order if key not in protected), max_entries)
@@ -328,7 +333,7 @@ class Evictor:
         return page
 
     def _remove_page(self, keys: list[bytes], usage_before: UsageCount | None) -> int:
-        """Remove entries and return the disk space freed, which is also subtracted from the count ``usage_before``, if given."""
+        """Remove entries and return the disk space freed. It is also subtracted from the count ``usage_before``, if given."""
         removed = self._index.remove(keys, lambda key: self.folder.remove(self.folder.path(key)))
         self._counters.add("evicted_entries", len(removed))
         self._counters.add("evicted_bytes", sum(removed.values()))
@@ -338,7 +343,7 @@ class Evictor:
         return freed
 
     def sweep(self) -> None:
-        """Remove unfinished files of dead writers: those that are not locked or, on file systems without locks, are old."""
+        """Remove unfinished files of dead writers: those that are not locked, or, on file systems without locks, those that are old."""
         for path, status in self.folder.unfinished():
             # Not the modification time, which the writer sets to the time of the entry's last use.
             age = time.time() - status.st_ctime
@@ -354,10 +359,10 @@ class Evictor:
 
 
 def least_recently_used(index: Index, folder: Folder, latest_ns: int) -> Generator[tuple[bytes, int], None, None]:
-    """Yield keys and sizes of entries: first those last used after ``latest_ns``, then the others, least recently used first.
+    """Yield keys and sizes of entries: first those last used after ``latest_ns``, and then the others in the order of last use.
 
-    Uses only make a file's time later than its row's. So if the two are equal, the entry precedes all that follow. Later times are recorded
-    in the index.
+    A use makes a file's time later than its row's. Therefore, if the two are equal, the entry precedes all entries that follow. Later times
+    are recorded in the index.
     """
     latest_ns = min(latest_ns, _MAX_INT64)
     heap: list[tuple[bool, int, int, tuple[bytes, int]]] = []

@@ -1,7 +1,7 @@
-"""Expiry of a folder's entries, which is stored in the files' access times (spec/store.md, Expiry).
+"""Expiry of a folder's entries. It is stored in the files' access times (spec/store.md, Expiry).
 
-The access time of an entry that expires is later than its modification time, the last use, by a whole number of seconds: the ``ttl`` of the
-store that last used it.
+The access time of an entry that expires is later than its modification time, which is its last use. The difference is the ``ttl``, in
+seconds, of the store that last used it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 SECOND_NS = 10**9
 MAX_TTL = 10**9
-"""The longest ``ttl`` in seconds, about 31 years. Some file systems cannot store much later times."""
+"""Longest ``ttl`` in seconds, about 31 years. Some file systems cannot store much later times."""
 _STEP_SECONDS = 0.005
-"""Maximum number of seconds that one put spends on searching for expired entries."""
+"""Maximum time in seconds that one put spends on searching for expired entries."""
 _TIME_SHARE = 64
-"""A store spends at most 1/64 of its time on searching for expired entries."""
+"""Divisor of a store's time: it spends at most 1/64 on searching for expired entries."""
 _SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
 
 
@@ -52,9 +52,9 @@ def has_expired(status: os.stat_result) -> bool:
 
 
 class Expiry:
-    """The part of a directory backend that removes the expired entries of all writers with ``delete``. Pinned entries stay.
+    """The part of a directory backend that removes the expired entries of all writers with ``delete``. Pinned entries are kept.
 
-    ``step`` is called at every put, and does some work now and then, unless ``ttl`` is None. It takes no lock.
+    ``step`` is called at every put, and occasionally does some work, unless ``ttl`` is None. It does not need a lock.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Expiry:
         self._next = 0
 
     def step(self) -> None:
-        """Search the next folders if it is time to."""
+        """Search the next folders if it is time to do so."""
         now = time.monotonic()
         if self._ttl is None or now < self._due:
             return

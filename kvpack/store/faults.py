@@ -1,4 +1,4 @@
-"""The errors that mean an entry is damaged. Damaged entries are removed; other unreadable entries stay."""
+"""The errors which mean that an entry is damaged. Damaged entries are removed; other unreadable entries are kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAMAGE = (DigestMismatch, InvalidHeader, InvalidPayload, NotKvpack, Truncated, N
 def is_damage(error: BaseException) -> bool:
     """Return True if ``error``, raised by a check of a completely read entry, means that no reader can use the entry.
 
-    A reader that lacks memory, descriptors, a codec, a key or a newer version, or whose disk fails, does not make an entry damaged: another
-    reader may succeed.
+    If a reader lacks memory, descriptors, a codec, a key or a newer version, or if its disk fails, the entry is not damaged, because
+    another reader may succeed.
     """
     return isinstance(error, DAMAGE)

@@ -1,4 +1,4 @@
-"""Check that a cache, its token ids and the chunk size fit a store's identity."""
+"""Checks that a cache, its token ids and the chunk size fit a store's identity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANY_DIM = 128
 
 
 def check_cache(cache: Any, identity: Identity) -> None:
-    """Raise InvalidParameter unless ``cache`` is a packed cache of one sequence from its start, of the identity's model and recipe.
+    """Raise InvalidParameter unless ``cache`` is a packed cache of one whole sequence, with the identity's model and recipe.
 
     Every layer must end at the last token of the cache.
     """
@@ -65,7 +65,7 @@ def check_cache(cache: Any, identity: Identity) -> None:
 
 
 def check_ids(cache: Cache, ids: bytes) -> None:
-    """Raise InvalidParameter unless ``ids`` match the ids in the cache or, for a cache without ids, have one per token."""
+    """Raise InvalidParameter unless ``ids`` match the ids in the cache. For a cache without ids, there must be one per token."""
     count, cache_ids = len(ids) // ID_BYTES, b"" if cache.inputs is None else cache.inputs.token_ids
     shared_bytes = min(len(ids), len(cache_ids))
     if cache_ids[:shared_bytes] != ids[:shared_bytes]:
@@ -102,7 +102,7 @@ def usable_states(cache: Cache, chunk: int, packed: int) -> dict[int, States]:
 
 
 def check_length(cache: Cache, longest: int | None) -> None:
-    """Raise InvalidParameter for a cache of more than ``longest`` tokens, for which the model uses other rotary frequencies."""
+    """Raise InvalidParameter for a cache of more than ``longest`` tokens, for which the model uses different RoPE frequencies."""
     if longest is not None and max(cache.tokens, cache.computed) > longest:
         held = f"holds {cache.tokens} tokens" if cache.tokens > longest else f"was cut from one of {cache.computed} tokens, without inputs="
         raise InvalidParameter(
@@ -112,7 +112,7 @@ def check_length(cache: Cache, longest: int | None) -> None:
 
 
 def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) -> None:
-    """Raise InvalidParameter if a chunk depends on more than its token ids, but has no digest of its other inputs."""
+    """Raise InvalidParameter if a chunk depends on inputs other than its token ids, but has no digest of them."""
     if cache.inputs is None:
         return
     for text, start in zip(cache.inputs.undetermined, cache.inputs.starts, strict=True):
@@ -130,7 +130,7 @@ def require_input_digests(cache: Cache, digests: Sequence[bytes], chunk: int) ->
 
 
 def loaded_inputs(ids: bytes, digests: Sequence[bytes], chunk: int) -> Inputs:
-    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. To save it again, the same ``digests`` must be passed."""
+    """Return the ``Cache.inputs`` of a cache loaded for the token ``ids``. To save it again, pass the same ``digests``."""
     starts = [index * chunk for index in range(len(ids) // ID_BYTES // chunk) if digests[index]]
     texts = (f"tokens {start} to {start + chunk - 1} were stored with a digest of other inputs" for start in starts)
     return Inputs(ids, tuple(texts), tuple(starts))

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 MIN_BLOCK = 4096
-"""The block size of nearly every file system in bytes, and the smallest size that a non-empty file is counted as."""
+"""Minimum block size in bytes, which is that of nearly every file system. A non-empty file counts as at least this size."""
 _MAX_BLOCK = 65_536
-"""Larger block sizes are ignored: network mounts report the size of their requests."""
+"""Maximum block size in bytes. Larger ones are ignored, because network mounts report the size of their requests."""
 
 
 def block_bytes(path: str) -> int:
-    """Return the block size of the file system with ``path``, which need not exist yet.
+    """Return the block size of the file system that contains ``path``, which need not exist yet.
 
     For a network file system it is always ``MIN_BLOCK``, so that all machines that share a folder agree.
     """
@@ -60,14 +60,17 @@ def allocated_bytes(*paths: str) -> int:
 ENTRY_FOLDERS = [f"{first:x}/{second:x}" for first in range(16) for second in range(16)]
 UNFINISHED = "unfinished"
 INDEX_FILES = ("index.db", "index.db-shm", "index.db-wal")
-"""The files of the index (index.py)."""
+"""Files of the index (index.py)."""
 OTHER_FILES = ("usage", "lock", *INDEX_FILES)
 """Files of the store that are not entries."""
 _ENTRY_NAME = re.compile("[0-9a-f]{64}")
 
 
 class Folder:
-    """The folder ``root`` of a directory backend. ``durable`` forces new folders to the disk. Raises InvalidParameter as ``Trust`` does."""
+    """The folder ``root`` of a directory backend. With ``durable``, new folders are forced to disk.
+
+    Raises InvalidParameter as ``Trust`` does.
+    """
 
     def __init__(self, root: str | os.PathLike[str], counters: Counters, *, durable: bool, trusted_group: int | str | None = None) -> None:
         self.root = os.path.abspath(os.path.expanduser(os.fsdecode(root)))
@@ -80,7 +83,7 @@ class Folder:
 
     @cached_property
     def block(self) -> int:
-        """The block size, in bytes, to which file sizes are rounded up."""
+        """Block size, in bytes, to which file sizes are rounded up."""
         return block_bytes(self.root)
 
     def cost(self, size: int) -> int:
@@ -117,7 +120,10 @@ class Folder:
         return f"{self.root}/{name[0]}/{name[1]}/{name}"
 
     def remove(self, path: str) -> int | None:
-        """Unlink an entry and return its size in bytes, or None if it does not exist or cannot be removed, which is counted as a fault."""
+        """Unlink an entry and return its size in bytes.
+
+        Returns None if it does not exist, or if it cannot be removed, which is counted as a fault.
+        """
         try:
             status = os.stat(path, follow_symlinks=False)
             os.unlink(path)

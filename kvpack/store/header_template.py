@@ -1,4 +1,4 @@
-"""Recognize the headers of chunks that differ from a known one only in digests, start and the feature that names the chunk.
+"""Recognition of the headers of chunks that differ from a known one only in digests, start and the feature that names the chunk.
 
 Comparing bytes is much faster than parsing. Does not import torch.
 """
@@ -26,9 +26,9 @@ _MAX_START = 2**32
 
 @dataclass(frozen=True)
 class HeaderTemplate:
-    """The bytes that the fronts of matching files have in common: ``text``, and the bytes of the header where ``mask`` has ones.
+    """The bytes that the fronts of matching files have in common: ``text``, and the header bytes for which ``mask`` has ones.
 
-    ``payload`` is the offset of the first tensor in the file, and the places are positions in the header.
+    ``payload`` is the offset of the first tensor in the file. The places are positions in the header.
     """
 
     size: int
@@ -42,7 +42,7 @@ class HeaderTemplate:
 
     @classmethod
     def of(cls, file: File, feature: str) -> Self:
-        """Build a template from an open file, which has been checked, with ``feature``."""
+        """Build a template from an open file with ``feature``, which has been checked."""
         header = file.header
         packed = pack_header(header)
         digests = tuple(dataclasses.replace(tensor, digest=_invert_bits(tensor.digest)) for tensor in header.tensors)
@@ -61,7 +61,10 @@ class HeaderTemplate:
         return cls(file.size, file.front.text, number, fixed, len(packed), start_place, feature_place, payload)
 
     def match(self, data: memoryview) -> tuple[int, bytes] | None:
-        """Return the start and the feature of a matching file, whose bytes before the payload are checked, or None if it does not match."""
+        """Return the start and the feature of a matching file, or None if it does not match.
+
+        All bytes before the payload are compared.
+        """
         if len(data) != self.size:
             return None
         header_end = len(self.text) + self.header_bytes
@@ -76,7 +79,7 @@ class HeaderTemplate:
 
 
 class HeaderTemplates(Generic[Known]):
-    """A few templates of the files of chunks that were read before, each with the caller's information about such files."""
+    """A few templates of chunk files read before, each with the caller's information about such files."""
 
     def __init__(self) -> None:
         self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Known]]] = {}
@@ -89,8 +92,7 @@ class HeaderTemplates(Generic[Known]):
             self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), known))
 
     def match(self, data: memoryview) -> tuple[Known, int, bytes] | None:
-        """Return the information stored for files like ``data``, and the start and the feature of ``data``, or None if no template matches.
-        """
+        """Return the information stored for files like ``data``, with the start and the feature of ``data``, or None without a match."""
         text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
         for template, known in self._templates.get(_layout(len(data), text), ()):
             if (found := template.match(data)) is not None:
@@ -103,7 +105,10 @@ def _layout(size: int, text: bytes) -> tuple[int, bytes]:
 
 
 def _start_place(header: Header, packed: bytes) -> slice:
-    """Return the bytes of the packed header that encode the start, found by packing the header with another start of the same length."""
+    """Return the position of the bytes in the packed header that encode the start.
+
+    It is found by packing the header with another start of the same length.
+    """
     last = _differing_bytes(packed, pack_header(dataclasses.replace(header, start=header.start ^ 1)))[-1]
     return slice(last - len(msgpack.packb(header.start)) + 1, last + 1)
 

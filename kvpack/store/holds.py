@@ -1,4 +1,4 @@
-"""Encoding of pins, which is the same in folders, in object stores and on Redis, and their owners and expiry."""
+"""Encoding of pins, their owners and their expiry, which is the same in folders, in object stores and on Redis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PIN_SECONDS = 86_400
-"""Seconds that a pin lasts by default, so that a forgotten pin does not occupy a store for longer."""
+"""Default duration of a pin in seconds, so that a forgotten pin does not occupy a store forever."""
 MAX_OWNER = 256
 """Maximum number of bytes of an owner's name."""
 _MAGIC = b"kvphold1"
@@ -29,7 +29,7 @@ _DIGEST_BYTES = 8
 
 
 def make_hold(owner: Any, seconds: Any) -> Hold:
-    """Return the terms of a pin by ``owner`` (None: this process) that ends in ``seconds`` seconds. Raises InvalidParameter."""
+    """Return the terms of a pin by ``owner`` (None for this process) that ends in ``seconds`` seconds. Raises InvalidParameter."""
     check_count("seconds", seconds, 1)
     name = validate_owner(owner)
     if name is None:
@@ -38,7 +38,7 @@ def make_hold(owner: Any, seconds: Any) -> Hold:
 
 
 def validate_owner(owner: Any) -> str | None:
-    """Return ``owner``, or raise InvalidParameter if it is neither None nor a valid name."""
+    """Return ``owner``. Raises InvalidParameter if it is neither None nor a valid name."""
     if owner is None:
         return None
     if not isinstance(owner, str) or not owner or not owner.isprintable() or len(owner.encode()) > MAX_OWNER:
@@ -47,7 +47,7 @@ def validate_owner(owner: Any) -> str | None:
 
 
 def owner_digest(owner: str) -> bytes:
-    """Return a short digest of an owner's name, which distinguishes its pin of a chain from other owners' pins."""
+    """Return a short digest of an owner's name. It distinguishes the owner's pin of a chain from other owners' pins."""
     return hashlib.sha256(owner.encode()).digest()[:_DIGEST_BYTES]
 
 

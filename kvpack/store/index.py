@@ -1,7 +1,8 @@
-"""An SQLite index of a folder's entries, with which listing all entries only costs as much as has changed (spec/store.md, Folder).
+"""An SQLite index of a folder's entries. With it, the cost of listing depends only on what has changed (spec/store.md, Folder).
 
 A writer that puts or removes an entry updates its row, and the modification time of its subfolder, in one transaction. If the time of a
-subfolder differs from the index, a process changed it without the index or was killed while changing it, and the subfolder is listed again.
+subfolder differs from the index, a process has changed it without the index, or was killed while changing it. The subfolder is then listed
+again.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 MIN_ENTRIES = 4096
 """Minimum number of entries in a folder with an index. Smaller folders are listed as fast without one."""
 WAIT_SECONDS = 0.05
-"""Seconds that a writer waits for the index while others use it. It then continues, and updates the index later."""
+"""Time in seconds that a writer waits for the index while others use it. Then it continues, and updates the index later."""
 _POLL_SECONDS = 0.001
-"""The interval in seconds at which a busy index is tried again. SQLite's own intervals grow to many times a transaction's duration."""
+"""Interval in seconds at which a busy index is tried again. SQLite's own intervals grow to many times a transaction's duration."""
 _MAX_MISSED = 1024
 """Maximum number of changes that wait to be indexed. The subfolders of dropped changes are listed again."""
 _MAX_LISTINGS = 2
@@ -74,7 +75,7 @@ class Index:
         self._missed_changes: list[MissedChange] = []
 
     def build(self) -> None:
-        """Create the index unless there is one, or the folder belongs to another user or is on a network file system."""
+        """Create the index unless it exists, the folder belongs to another user, or the folder is on a network file system."""
         if not self._folder.trust.is_private:
             return
         with contextlib.suppress(OSError):
@@ -162,7 +163,7 @@ class Index:
     def refresh(self, seconds: float | None = None) -> bool:
         """List the subfolders that have changed since they were indexed. Returns True if the index now matches the folder.
 
-        With a time limit of ``seconds``, subfolders that keep changing are skipped. Without one, their writers are made to wait.
+        With a time limit of ``seconds`` seconds, subfolders that keep changing are skipped. Without a limit, their writers have to wait.
         """
         current = False
         with self._guard(), contextlib.suppress(OSError):
@@ -180,7 +181,7 @@ class Index:
         return current
 
     def check_next(self) -> None:
-        """Compare the names in one subfolder, the next one at each call, with its rows.
+        """Compare the names in the next subfolder with its rows. Each call checks one subfolder.
 
         This finds changes that the modification time does not show, because two happened within one tick of the clock.
         """
@@ -206,7 +207,9 @@ class Index:
         return None
 
     def oldest(self, count: int, after: tuple[int, int], until: int) -> list[tables.IndexRow]:
-        """Return up to ``count`` rows after the pair ``after`` (last use, number), used until ``until``, least recently used first."""
+        """Return up to ``count`` rows, least recently used first, that follow the pair ``after`` (last use, number) and were used by
+        ``until``.
+        """
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
             connection = self._open()
@@ -221,7 +224,7 @@ class Index:
                 connection.executemany("UPDATE entries SET used = ? WHERE id = ?", uses)
 
     def exchange_note(self, name: str, value: int) -> int | None:
-        """Store the number ``value`` under ``name``, and return the previous one (0 if there was none); None without an index."""
+        """Store the number ``value`` under ``name``, and return the previous number (0 if there was none), or None without an index."""
         with self._guard(), self._transaction() as connection:
             if connection is not None:
                 old = tables.note(connection, name)
@@ -264,7 +267,7 @@ class Index:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Let one thread at a time run the block. An error of SQLite ends the block, and a corrupt index is removed."""
+        """Let one thread at a time run this context. An error of SQLite ends the context, and a corrupt index is removed."""
         with self._lock:
             try:
                 yield
@@ -324,7 +327,7 @@ class Index:
 
     @contextlib.contextmanager
     def _transaction(self, *, new: bool = False) -> Iterator[sqlite3.Connection | None]:
-        """Enter a write transaction; yield None if the lock could not be acquired in time. Raises sqlite3.Error.
+        """Enter a write transaction. Yields None if the lock could not be acquired in time. Raises sqlite3.Error.
 
         Changes that were missed earlier are indexed first.
         """
@@ -357,7 +360,7 @@ class Index:
 
     @contextlib.contextmanager
     def _record_missed(self, key: bytes, about: str | None = None) -> Iterator[None]:
-        """Enter a change of the entry ``key``, described by ``about``, that is indexed later because the index is busy now."""
+        """Enter a change of the entry ``key``, described by ``about``. It is indexed later, because the index is busy now."""
         if self._connection is None:
             yield
             return
@@ -368,7 +371,7 @@ class Index:
             del self._missed_changes[:-_MAX_MISSED]
 
     def _index_missed(self, connection: sqlite3.Connection) -> None:
-        """Index the missed changes. Their subfolders then match the index again, unless other processes have changed them since."""
+        """Index the missed changes. Their subfolders then match the index, unless other processes have changed them since."""
         for key, about, before, after in self._missed_changes:
             try:
                 status = os.stat(self._folder.path(key), follow_symlinks=False)
@@ -392,7 +395,7 @@ class Index:
         connection.execute("UPDATE folders SET node = ?, changed = ? WHERE folder = ?", (*state, folder))
 
     def _folder_state(self, folder: int) -> tuple[int, int]:
-        """Return the inode and the modification time of a subfolder; (0, 0) if it is missing."""
+        """Return the inode and the modification time of a subfolder, or (0, 0) if it is missing."""
         try:
             status = os.stat(self._folder.entry_folders[folder])
         except OSError:
@@ -400,7 +403,7 @@ class Index:
         return status.st_ino, status.st_mtime_ns
 
     def _stale_folders(self) -> list[int] | None:
-        """Return the subfolders that have changed since they were indexed; None without an index."""
+        """Return the subfolders that have changed since they were indexed, or None without an index."""
         connection = self._open()
         if connection is None:
             return None
@@ -422,8 +425,8 @@ class Index:
     def _refresh_folder(self, folder: int, *, wait: bool) -> bool:
         """Make a subfolder's rows match its entries, and return True if they do afterward. Rows that are correct are not written.
 
-        Other processes may change the subfolder while it is listed. With ``wait``, it is listed again, finally while they are locked out.
-        Raises OSError or sqlite3.Error.
+        Other processes may change the subfolder while it is listed. With ``wait``, it is listed again, in the end while they are locked
+        out. Raises OSError or sqlite3.Error.
         """
         for attempts_left in reversed(range(_MAX_LISTINGS if wait else 1)):
             listing = self._list_folder(folder)

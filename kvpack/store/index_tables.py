@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Cost = Callable[[int], int]
-    """Returns the disk space of an entry of a size in bytes."""
+    """Function that returns the disk space of an entry, given its size in bytes."""
 
 VERSION = 1
 NUMBER_BYTES = 8
-"""The first bytes of a key, which are its row's number. The first byte names the subfolder, so a subfolder's rows are contiguous."""
+"""Number of bytes at the beginning of a key that are its row's number. The first byte identifies the subfolder.
+
+A subfolder's rows are therefore contiguous.
+"""
 _SCHEMA = """
 CREATE TABLE folders (folder INTEGER PRIMARY KEY, node INTEGER, changed INTEGER, entries INTEGER, bytes INTEGER, cost INTEGER);
 CREATE TABLE entries (id INTEGER PRIMARY KEY, rest BLOB NOT NULL, size INTEGER NOT NULL, used INTEGER NOT NULL, about INTEGER);
@@ -23,7 +26,7 @@ CREATE TABLE notes (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 """
 
 IndexRow = tuple[int, bytes, int, int]
-"""A row: its number, the other bytes of the key, the entry's size in bytes, and its last use when the row was written, in nanoseconds."""
+"""A row: its number, the other bytes of the key, the entry's size in bytes, and its last use, in nanoseconds, when the row was written."""
 
 
 class FolderListing(NamedTuple):
@@ -53,7 +56,7 @@ def write_listing(
 ) -> bool:
     """Write the differences between a listing and the ``rows`` of its subfolder. Returns False if the rows have changed meanwhile.
 
-    Files take multiples of ``block`` bytes of disk space.
+    Files occupy multiples of ``block`` bytes of disk space.
     """
     entries = listing.entries
     connection.executemany("DELETE FROM entries WHERE id = ?", [(number,) for number in rows.keys() - entries.keys()])

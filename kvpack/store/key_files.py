@@ -1,4 +1,4 @@
-"""Read encryption keys from a file with one key per line: its id, then its hexadecimal digits."""
+"""Reading of encryption keys from a file with one key per line: its id, followed by its hexadecimal digits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The names (keys) of entries.
 
 A chunk's name is the SHA-256 of length-prefixed fields, including its parent's name (spec/store.md, Keys). A page's name covers its
-namespace, the engine's key and the description (spec/row.md, Entries). A basis is named by the SHA-256 of its file (spec/store.md, Bases).
+namespace, the engine's key and the description (spec/row.md, Entries). The name of a basis covers the SHA-256 of its file (spec/store.md,
+Bases).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _pack_list(token_ids: list[int] | tuple[int, ...]) -> bytes:
 
 
 def check_inputs(inputs: Any, ids: bytes, chunk: int) -> list[bytes]:
-    """Check ``inputs``, the digests of the chunks' other inputs, and return one digest for each whole chunk of ``ids``.
+    """Check ``inputs``, the digests of chunks' other inputs, and return one digest for each whole chunk of ``ids``.
 
     A digest is b"" if its chunk depends only on token ids. Raises InvalidParameter or InvalidType.
     """
@@ -121,7 +122,7 @@ def chunk_key(parent: bytes, ids: bytes, inputs: bytes) -> bytes:
 
 
 def basis_keys(digest: bytes, cipher: Cipher | None) -> list[bytes]:
-    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``; the first is the one to write."""
+    """Return the keys of the entries that may contain the basis with SHA-256 ``digest``. The first one is the key to write."""
     if cipher is None:
         return [digest]
     # Each encryption key has its own entry, so that an entry whose encryption key is lost does not block a readable one.
@@ -140,7 +141,7 @@ def check_basis(key: bytes, data: Data, cipher: Cipher | None) -> bytes:
 
 
 def page_key(namespace: bytes, key: bytes, description: bytes) -> bytes:
-    """Return the name of a page's entry. ``namespace`` and the engine's ``key`` have 32 bytes each; ``description`` includes the shape."""
+    """Return the name of a page's entry. ``namespace`` and the engine's ``key`` have 32 bytes each. ``description`` includes the shape."""
     return hashlib.sha256(b"".join(map(length_prefixed, (PAGE_DOMAIN, namespace, key, description)))).digest()
 
 

@@ -1,7 +1,7 @@
 """The last uses of an object store's entries. Readers cannot set the times of objects, so uses are stored in records of their own.
 
-Every store instance notes the chains that it uses, and periodically puts a record of their keys, least recently used first, so that every
-entry comes before its ancestors. The object store's clock dates the record. A writer that evicts reads and merges all records
+Every store instance notes the chains that it uses, and periodically puts a record of their keys. Keys are ordered by last use, so that
+every entry precedes its ancestors. The object store's clock dates the record. A writer that evicts reads and merges all records
 (spec/store.md, Object stores). A record's name contains the number of seconds after which its entries expire.
 """
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 INTERVAL_SECONDS = 60.0
-"""Seconds between two records of a store instance. A crash loses the uses noted since the last record."""
+"""Interval in seconds between two records of a store instance. A crash loses the uses noted since the last record."""
 GRACE_NS = 3600 * 10**9
-"""Age in nanoseconds below which an entry that no record names may be waiting for its writer's next record."""
+"""Age in nanoseconds up to which an entry that no record contains may be waiting for its writer's next record."""
 _MAX_NOTED = 65_536
 SECOND_NS = 10**9
 _AGE_FACTOR = 1.25
-"""Uses whose ages differ by less than this factor may be merged into one record."""
+"""Maximum ratio of the ages of uses that may be merged into one record."""
 _RECORD = re.compile(r"(?P<time>[0-9]{20})-[0-9a-f]{16}(-ttl(?P<ttl>[0-9]{1,10}))?(?P<merged>-merged)?")
 
 
 class LastUse(NamedTuple):
-    """The last use of an entry, in nanoseconds since 1970, and the number of seconds after which it expires (None: never)."""
+    """The last use of an entry, in nanoseconds since 1970, and the number of seconds after which it expires (None for never)."""
 
     used_ns: int
     ttl: int | None
@@ -43,7 +43,7 @@ class LastUse(NamedTuple):
 
 
 class UseLog:
-    """The keys used since the last record, which is put every ``interval`` seconds. Safe to use from any thread."""
+    """The keys used since the last record. A record is put every ``interval`` seconds. Safe to use from any thread."""
 
     def __init__(self, interval: float = INTERVAL_SECONDS) -> None:
         self._interval = interval
@@ -73,16 +73,16 @@ class UseLog:
             return {*self._unrecorded}
 
     def pop_record(self) -> bytes:
-        """Return the record of the noted uses, which may be empty, and start a new record."""
+        """Return the record of the noted uses, which may be empty, and begin a new record."""
         with self._lock:
             unrecorded_keys, self._unrecorded = self._unrecorded, {}
         return b"".join(unrecorded_keys)
 
 
 def record_name(ttl: int | None = None, merged_ns: int | None = None) -> str:
-    """Return a new name for a record whose entries expire ``ttl`` seconds after their use (None: never).
+    """Return a new name for a record whose entries expire ``ttl`` seconds after their use (None for never).
 
-    Later records have names that sort later. A merged record is named by the time of its last use, ``merged_ns``.
+    Names of later records sort after those of earlier ones. A merged record is named by the time of its last use, ``merged_ns``.
     """
     expires = "" if ttl is None else f"-ttl{ttl}"
     merged = "" if merged_ns is None else "-merged"
@@ -109,7 +109,7 @@ def last_uses_in(records: Iterable[tuple[int, str, bytes]]) -> dict[bytes, LastU
 
 
 def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes]:
-    """Return records by name that contain the uses ``last`` (least recently used first), one record for all uses of about the same age."""
+    """Merge the uses ``last`` (least recently used first) into one record per range of ages. Returns records by name."""
     groups: dict[tuple[int, int | None], list[bytes]] = {}
     for key, use in last.items():
         age = max(1.0, (now_ns - use.used_ns) / (INTERVAL_SECONDS * SECOND_NS))
@@ -120,8 +120,8 @@ def merge_records(last: Mapping[bytes, LastUse], now_ns: int) -> dict[str, bytes
 def eviction_order(entries: Iterable[tuple[bytes, int]], last: Mapping[bytes, LastUse], now_ns: int) -> list[bytes]:
     """Return the keys of ``entries`` (key, time of the put) in the order of eviction, descendants before ancestors.
 
-    No record names an entry whose writer has died, or has not put its record yet. Old unrecorded entries are evicted before all others, and
-    young ones after. Among them, the newest go first, because a chain's ancestors are put first.
+    An entry is in no record if its writer has died, or has not put its record yet. Old entries without a record are evicted before all
+    others, and young ones after all others. Among them, the newest are evicted first, because a chain's ancestors are put first.
     """
     unnamed = sorted(((put_ns, key) for key, put_ns in entries if key not in last), reverse=True)
     present = {key for key, _ in entries}

@@ -1,7 +1,7 @@
-"""Leases: if several workers miss the same prefix, one computes it, and the others wait until it is saved.
+"""Leases. If several workers miss the same prefix, one computes it, and the others wait until it is saved.
 
-A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed, or after the number of
-seconds given to the store, which limits the delay that a dead holder causes.
+A lease is named by the key of the first missing chunk. It ends when its holder saves the prefix or is closed. It also ends after the number
+of seconds passed to the store, which limits the delay that a dead holder causes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from .folder import Folder
 
 _PAUSES = (0.005, 0.1)
-"""The first and the longest pause between two attempts to acquire a lease, in seconds."""
+"""First and longest pause, in seconds, between two attempts to acquire a lease."""
 
 
 class Leases:
-    """The leases that one store holds, each for at most ``seconds``. Safe to use from any thread, and empty in a forked child."""
+    """The leases that one store holds, each for at most ``seconds`` seconds. Safe to use from any thread, and empty in a forked child."""
 
     def __init__(self, backend: Backend, counters: Counters, seconds: float) -> None:
         check_seconds("lease", seconds, ", or None not to wait")
@@ -72,7 +72,7 @@ class Leases:
         return cache
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Release the leases of ``keys``, and all that have expired."""
+        """Release the leases of ``keys``, and all expired leases."""
         released = set(keys)
         now = time.monotonic()
         with self._lock:
@@ -87,7 +87,7 @@ class Leases:
         self.release([*self._held])
 
     def _is_held(self, key: bytes) -> bool:
-        """Return True if this thread already has the lease of ``key``."""
+        """Return True if this thread already holds the lease of ``key``."""
         self.release(())
         with self._lock:
             return key in self._held and self._held[key][1] == threading.get_ident()
@@ -97,7 +97,7 @@ class Leases:
             self._held, self._pid = {}, os.getpid()
 
     def _acquire(self, key: bytes, deadline: float) -> tuple[Lease | None, int]:
-        """Acquire the lease of ``key``, waiting until ``deadline``. Returns it, or None, and the number of attempts."""
+        """Acquire the lease of ``key``, waiting until ``deadline``. Returns the lease, or None, and the number of attempts."""
         pause, tries = _PAUSES[0], 0
         while True:
             tries += 1
@@ -123,7 +123,10 @@ class FileLease:
 
 
 def take_file_lease(folder: Folder, key: bytes, seconds: float) -> Lease | None:
-    """Acquire the lease of ``key`` in a folder, or None if another has held it for less than ``seconds``. Raises OSError or KvpackError."""
+    """Acquire the lease of ``key`` in a folder.
+
+    Returns None if another holder has had it for less than ``seconds`` seconds. Raises OSError or KvpackError.
+    """
     if not folder.trust.may_write:
         return NoLease()
     folder.make_folders()

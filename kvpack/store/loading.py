@@ -1,6 +1,6 @@
-"""Load a prefix: fetch, decrypt, check and join its entries. If a check fails, the next tier's copy of the entry is tried.
+"""Loading of a prefix: its entries are fetched, decrypted, checked and joined. If a check fails, the next tier's copy is tried.
 
-Only entries that pass are recorded as used and copied to faster tiers.
+Only entries that pass all checks are recorded as used and copied to faster tiers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from .entries import EntryReader
 
 FAULTS = (KvpackError, OSError, MemoryError, RuntimeError)
-"""The errors that an entry may cause, including torch's out-of-memory errors. Each one is counted, and the entry is a miss."""
+"""Errors that an entry may cause, including torch's out-of-memory errors. Each one is counted, and the entry is a miss."""
 
 _FRONTS_AT_ONCE, _ENCRYPTED_AT_ONCE = 64, 8
-"""Maximum number of fronts in memory at a time. Each may keep a file open, and an encrypted entry's front is the whole entry."""
+"""Maximum number of fronts in memory at a time. A front may keep a file open, and that of an encrypted entry is the whole entry."""
 _FIRST_PART, _PART_BYTES = 8, 64 * 2**20
-"""Number of entries that are read first, and about the size of each later part."""
+"""Number of entries that are read first, and approximate size in bytes of each later part."""
 
 
 class Loader:
@@ -108,9 +108,9 @@ class Loader:
         return chunks, result
 
     def _find_parts(self, keys: Sequence[bytes], beyond: int) -> Generator[tuple[Sequence[bytes], list[FoundEntry]], None, None]:
-        """Yield ``keys`` in parts with their entries, the first of which comes from a tier slower than ``beyond``.
+        """Yield ``keys`` in parts with their entries. The first entry comes from a tier slower than ``beyond``.
 
-        On this machine, the next part is read from the disk while the caller checks this part. A server gets one request.
+        On a local disk, the next part is read while the caller checks the current part. A server receives one request.
         """
         if not self._backend.is_private or len(keys) <= _FIRST_PART:
             yield keys, self._backend.find(keys, beyond=beyond)
@@ -124,7 +124,7 @@ class Loader:
             yield from zip(parts, found, strict=True)
 
     def load_states(self, chunk: bytes, position: int) -> tuple[States, FoundEntry] | None:
-        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry; None without any."""
+        """Return the states after the chunk with the key ``chunk``, which ends at ``position``, and their entry, or None without any."""
         key, beyond = states_key(chunk), -1
         while entries := self._backend.find([key], beyond=beyond):
             try:
@@ -204,7 +204,7 @@ class Loader:
         return chunks, refused
 
     def _join(self, chunks: list[Cache], keys: Sequence[bytes], entry: Sequence[FoundEntry]) -> Cache | None:
-        """Join ``chunks`` into one cache. A chunk that does not continue the previous one is dropped, with all after it."""
+        """Join ``chunks`` into one cache. A chunk that does not continue the previous one is dropped together with all later ones."""
         from kvpack.cache.cache import concat
 
         refused: Exception | None = None

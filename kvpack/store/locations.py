@@ -1,4 +1,4 @@
-"""Open a store's backend by its location: a folder, a URL, an object store or a list of tiers."""
+"""Opening of a store's backend by its location: a folder, a URL, an object store or a list of tiers."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ MEMORY = "memory://"
 _FILE = "file://"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _TIER_LIST_OPTIONS = {"write_back"}
-"""The options that only a list of tiers supports."""
+"""Options that only a list of tiers supports."""
 
 
 def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
     """Open the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, or a folder.
 
-    For a list of locations and Tiers, the backend combines all tiers. ``form`` is the form of entries. With ``skip_sweep``, opening changes
-    nothing there. Raises InvalidParameter for an option that is invalid or that the location does not support and for a URL of an unknown
-    kind, and the errors of the backend.
+    For a list of locations and Tiers, the backend combines all tiers. ``form`` is the format of entries. With ``skip_sweep``, opening does
+    not change the location. Raises InvalidParameter for an option that is invalid or that the location does not support, and for a URL of
+    an unknown kind. Also raises the errors of the backend.
     """
     keywords = options.keywords()
     if isinstance(location, (list, tuple)):
@@ -83,10 +83,10 @@ class LocationKind(NamedTuple):
     name: str
     options: set[str]
     schemes: tuple[str, ...]
-    """The URL prefixes of its locations."""
+    """URL prefixes of the kind's locations."""
     matches: Callable[[Any], bool]
     open: Callable[..., Backend]
-    """Takes a location, counters, the form of entries, ``skip_sweep`` and the options given."""
+    """Function of a location, counters, the format of entries, ``skip_sweep`` and the options given."""
 
 
 def _open_memory(location: str, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
@@ -114,7 +114,7 @@ KINDS = [
     ),
     LocationKind("memory", {"max_bytes"}, (MEMORY,), lambda location: isinstance(location, str) and location == MEMORY, _open_memory),
 ]
-"""The kinds of location other than a folder; any other text names a folder."""
+"""Kinds of locations other than folders. Any other text is the path of a folder."""
 
 FOLDER = LocationKind(
     "a folder", {"max_bytes", "min_free", "durable", "trusted_group", "ttl"}, (_FILE,), lambda location: True, _open_folder

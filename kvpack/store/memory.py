@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Memory(SingleTierBackend):
-    """A backend with at most ``max_bytes`` of entries. The least recently used are evicted first, and descendants before ancestors."""
+    """A backend with at most ``max_bytes`` bytes of entries.
+
+    The least recently used entries are evicted first, and descendants before ancestors.
+    """
 
     is_private = True
 
@@ -112,13 +115,13 @@ class Memory(SingleTierBackend):
             return self._in_effect()
 
     def collect(self) -> None:
-        """Do nothing: the budget is never exceeded."""
+        """Do nothing, because the budget is never exceeded."""
 
     def close(self) -> None:
-        """Do nothing: entries stay as long as the store is in use."""
+        """Do nothing. Entries are kept as long as the store is in use."""
 
     def _in_effect(self) -> Sequence[Pin]:
-        """Return the pins that are still in effect, and drop the others."""
+        """Return the pins that are still in effect. The others are dropped."""
         self._pins = {name: pin for name, pin in self._pins.items() if is_active(pin)}
         return [*self._pins.values()]
 
@@ -140,7 +143,7 @@ class Memory(SingleTierBackend):
         return True
 
     def _remove(self, key: bytes) -> int:
-        """Remove an entry and return its size in bytes, or 0 if there was none."""
+        """Remove an entry and return its size in bytes, or 0 if it did not exist."""
         data, _ = self._entries.pop(key, (b"", 0))
         self._total -= len(data)
         return len(data)

@@ -1,4 +1,4 @@
-"""Export the metrics of stores through prometheus_client, if it is installed."""
+"""Export of stores' metrics through prometheus_client, if it is installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Collector:
     def add(self, store: MeteredStore, labels: Mapping[str, str] | None = None) -> None:
         """Start collecting the metrics of ``store``, with ``labels`` that distinguish it from the other stores.
 
-        Raises InvalidType or InvalidParameter for invalid labels, which would end every scrape.
+        Raises InvalidType or InvalidParameter for invalid labels, which would make every scrape fail.
         """
         labels = dict(check_labels(labels or {}))
         with self._lock:
@@ -56,10 +56,10 @@ class Collector:
 
 
 def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[str, str] | None = None) -> Collector:
-    """Make ``registry`` (default: prometheus_client's own) collect the metrics of ``store.prometheus()``.
+    """Make ``registry`` (by default, prometheus_client's own) collect the metrics of ``store.prometheus()``.
 
-    Returns the collector, which can be unregistered, and to which more stores can be added with other ``labels``. Raises MissingPackage
-    without prometheus_client.
+    Returns the collector. It can be unregistered, and more stores can be added to it with other ``labels``. Raises MissingPackage if
+    prometheus_client is not installed.
     """
     try:
         from prometheus_client import REGISTRY
@@ -73,7 +73,10 @@ def register_metrics(store: MeteredStore, registry: Any = None, labels: Mapping[
 
 @lru_cache(maxsize=1)
 def shared_collector() -> Collector | None:
-    """Return the process's collector in prometheus_client's own registry, registering it at the first call; None without the package."""
+    """Return the process's collector in prometheus_client's own registry, or None if the package is not installed.
+
+    It is registered at the first call.
+    """
     try:
         from prometheus_client import REGISTRY
     except ImportError:

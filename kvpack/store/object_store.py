@@ -43,15 +43,15 @@ MAX_CONCURRENT_REQUESTS = 16
 MAX_CONCURRENT_PUTS = 8
 """Maximum number of concurrent puts, each of which needs memory for its entry."""
 RECOUNT_SECONDS = 60.0
-"""Seconds after which a writer counts the stored bytes again, because other processes write too."""
+"""Age in seconds at which a writer counts the stored bytes again, because other processes write, too."""
 _SLACK = 16
-"""Eviction frees 1/16 of the budget more than needed, so that not every put has to list the entries."""
+"""Share of the budget, 1/16, that eviction frees in addition, so that not every put has to list the entries."""
 _MERGE_INTERVAL = 32
-"""After one in 32 records of uses, chosen at random, all records are merged."""
+"""Average number of records of uses between merges. After a record, all records are merged with a probability of 1 in 32."""
 MAX_RECORDS_BYTES = 256 * 2**20
-"""Maximum total size of the records of uses, or of the pins, that are read: 8 million keys."""
+"""Maximum total size, in bytes, of the records of uses, or of the pins, that are read. This is enough for 8 million keys."""
 _MAX_SEEN_LEASES = 4096
-"""Maximum number of other workers' leases whose age is remembered."""
+"""Maximum number of other workers' leases whose ages are remembered."""
 _EARLY_SECONDS = 0.25
 _HOLDS, _PINS, _USES, _LEASES = "holds/", "pins/", "uses/", "leases/"
 
@@ -60,16 +60,16 @@ ListedObject = tuple[str, int, int]
 """An object's name, its size in bytes, and the time of its put in nanoseconds since 1970."""
 Listing = list[ListedObject]
 ListedEntries = list[tuple[bytes, int, int]]
-"""Each entry's key, its size in bytes, and the time of its put in nanoseconds since 1970."""
+"""Key, size in bytes, and time of the put in nanoseconds since 1970, for each entry."""
 
 
 class ObjectStore(SingleTierBackend):
     """A backend that keeps entries in an object store, given by its URL or as an object of ``obstore.store``.
 
     ``storage_options`` are obstore's settings by name, such as endpoint, region and access_key_id. Other settings come from environment
-    variables, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer counts again each minute.
-    ``ttl`` is the number of seconds after which an unused entry expires, and ``timeout`` the maximum number of seconds per request.
-    Raises the errors of ``Objects``.
+    variables, such as AWS_ENDPOINT_URL. ``max_bytes`` is a budget for the entries' bytes, which every writer recounts each minute. ``ttl``
+    is the number of seconds after which an unused entry expires, and ``timeout`` the maximum number of seconds per request. Raises the
+    errors of ``Objects``.
     """
 
     is_private = False
@@ -157,7 +157,7 @@ class ObjectStore(SingleTierBackend):
         return stored
 
     def _put(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
-        """Put an entry whose bytes are reserved. Returns True if a readable one exists now."""
+        """Put an entry whose bytes have been reserved. Returns True if a readable entry exists now."""
         name, data = _name(key), b"".join(pieces)
         new: bool | None = self._guard.request("put", lambda: self._objects.put_new(name, data), None)
         kind = Kind.READABLE
@@ -222,7 +222,7 @@ class ObjectStore(SingleTierBackend):
         return self._pins() or ()
 
     def _pins(self, *, sweep: bool = False) -> Sequence[Pin] | None:
-        """Return the pins in effect, or None if the store does not answer; ``sweep`` removes expired pins."""
+        """Return the pins in effect, or None if the store does not answer. With ``sweep``, expired pins are removed."""
         result = []
         for folder in (_PINS, _HOLDS):
             names = self._names("pinned", folder)
@@ -272,12 +272,12 @@ class ObjectStore(SingleTierBackend):
         self._record_uses()
 
     def _kind(self, name: str) -> Kind | None:
-        """Return the kind of the object ``name``, judging by its first bytes and size, or None if it is missing or after a fault."""
+        """Return the kind of the object ``name``, judging by its first bytes and size. Returns None if it is missing, and after a fault."""
         kind = self._guard.request("match", lambda: self._objects.read_prefix(name), None)
         return None if kind is None else self._form.kind(*kind)
 
     def _reserve(self, sizes: Sequence[int], chain: Sequence[bytes]) -> int:
-        """Make room for entries of ``sizes`` and reserve their bytes. Returns the number of leading ones that fit."""
+        """Make room for entries of ``sizes`` and reserve their bytes. Returns the number of leading entries that fit."""
         fitting = next((index for index, size in enumerate(sizes) if size > self._form.max_bytes), len(sizes))
         if self._max_bytes is None:
             return fitting
@@ -305,7 +305,7 @@ class ObjectStore(SingleTierBackend):
             self._total -= size
 
     def _evict(self, max_bytes: int | None, protected: set[bytes]) -> None:
-        """Count the entries and, if they take more than ``max_bytes`` bytes, remove the least recently used."""
+        """Count the entries. If they take more than ``max_bytes`` bytes, remove the least recently used ones."""
         entries = self._entries()
         self._counted = None if entries is None else time.monotonic()
         if entries is None:
@@ -339,7 +339,7 @@ class ObjectStore(SingleTierBackend):
             self._merge_records()
 
     def _merge_records(self) -> None:
-        """Merge the records of about the same age, without entries that no longer exist."""
+        """Merge records of about the same age, and drop entries that no longer exist."""
         records, entries = self._records(), self._entries()
         if len(records) < 2 or entries is None:
             return
@@ -411,7 +411,7 @@ class ObjectStore(SingleTierBackend):
         return self._guard.request("match", lambda: self._objects.size(_name(key)), None)
 
     def _read_all(self, listed: Listing) -> Sequence[Data]:
-        """Return the bytes of each listed record, or b"" if the store does not answer or the size limit is reached.
+        """Return the bytes of each listed record. They are empty if the store does not answer, or after the size limit is reached.
 
         The smallest records are read first, so that a huge record of another writer cannot hide a pin.
         """

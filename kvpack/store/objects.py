@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3://", "s3a://", "gs://", "az://", "azure://", "adl://", "abfs://", "abfss://")
 PART_BYTES = 8 * 2**20
-"""A larger object is fetched in parts of this size, several at a time."""
+"""Size in bytes of the parts in which larger objects are fetched, several at a time."""
 _PARTS_AT_ONCE = 8
 _CLIENT_SETTINGS = {
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only", "http2_only", "pool_idle_timeout"),
     *("proxy_ca_certificate", "proxy_excludes", "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout"),
     "user_agent",
 }
-"""The settings that obstore expects as client options rather than as the store's configuration."""
+"""Settings that obstore expects as client options rather than as the store's configuration."""
 _FRONT_BYTES = 64 * 1024
-"""Larger than the header of most entries."""
+"""Number of bytes fetched as an object's front. This is larger than the header of most entries."""
 _NO_OBJECT = f"0/0/{bytes(32).hex()}"
 """Name of an entry whose key is not a digest."""
 _CODE = re.compile(r"<Code>(\w+)</Code>|(redirect without LOCATION)")
@@ -43,15 +43,15 @@ _REFUSALS = {
     **dict.fromkeys(("ExpiredToken", "InvalidToken", "TokenRefreshRequired"), "the session token, which may have expired"),
     **dict.fromkeys(("AuthorizationHeaderMalformed", "redirect without LOCATION"), "the region of the bucket"),
 }
-"""Advice on what to check after an object-independent error of S3, Google Cloud Storage or Azure, by its code."""
+"""Advice on what to check after an error of S3, Google Cloud Storage or Azure that does not depend on the object, by error code."""
 
 
 class Objects:
     """A client for the objects at ``location``, a URL or an object of ``obstore.store``. Objects above ``max_bytes`` are never fetched.
 
     Methods raise only ``errors``. Among these, ``refusals`` are answers of a working server. The constructor raises InvalidParameter for an
-    invalid URL, for invalid ``storage_options``, and if the service has no such bucket or refuses the access key, and MissingPackage
-    without the package obstore.
+    invalid URL, for invalid ``storage_options``, and if the service has no such bucket or refuses the access key. It raises MissingPackage
+    if the package obstore is not installed.
     """
 
     def __init__(self, location: Any, max_bytes: int, timeout: float, storage_options: Mapping[str, Any] | None) -> None:
@@ -74,7 +74,7 @@ class Objects:
         self._check_not_refused()
 
     def _check_not_refused(self) -> None:
-        """Raise InvalidParameter for an answer that no later request changes. A service that does not answer now may do so later."""
+        """Raise InvalidParameter for an answer that no later request would change. A service that does not answer now may answer later."""
         try:
             # Whoever reads entries may make this request; without leave to list, a missing object is forbidden like any other.
             self._read_beginning(_NO_OBJECT, 1)

@@ -1,4 +1,4 @@
-"""Load language models for commands: from a transformers folder, from the hub, or the demo's own."""
+"""Loading of language models for commands: from a transformers folder, from the hub, or the demo's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
         dtype: Dtype of the weights; "auto" keeps the checkpoint's dtype.
 
     Raises MissingFile, InvalidParameter for a model that has an encoder or that transformers cannot load as a causal model, and
-    MissingPackage without transformers.
+    MissingPackage if transformers is not installed.
     """
     library, reasons = transformers_library(), []
     if attention == "kvpack":
@@ -54,7 +54,8 @@ def load_model(path: str | os.PathLike[str] | None = None, attention: str = "sdp
 
 @contextlib.contextmanager
 def model_folder(path: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield the folder of a transformers model, given as a folder or a name on the hub, or None for the demo's. Raises MissingFile."""
+    """Yield the folder of a transformers model, given as a folder or a name on the hub, or None for the demo's model. Raises MissingFile.
+    """
     if path is None:
         with as_file(files("kvpack.demo") / "tinylm") as folder:
             yield folder
@@ -91,7 +92,7 @@ def load_tokenizer(folder: Path) -> Any | None:
 
 
 class LayerShape(NamedTuple):
-    """The shape of a layer's keys and values: number of heads, both head dims, and the sliding window (None: no window)."""
+    """The shape of a layer's keys and values: number of heads, both head dims, and the sliding window (None for none)."""
 
     heads: int
     dim_k: int
@@ -100,10 +101,10 @@ class LayerShape(NamedTuple):
 
 
 def cache_shapes(path: str | os.PathLike[str]) -> list[LayerShape | None]:
-    """Return the shape of each layer's keys and values in caches of a model, or None for a layer without them.
+    """Return the shape of each layer's keys and values in a model's caches, or None for a layer without them.
 
-    ``path`` is a folder or a name on the hub. Only the configuration is read, and a model without weights computes one token. Raises
-    MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.
+    ``path`` is a folder or a name on the hub. Only the configuration is read. To find the shapes, a model without weights computes one
+    token. Raises MissingFile, MissingPackage, and InvalidParameter if transformers cannot create a decoder from the configuration.
     """
     library = transformers_library()
     folder = hub.model_folder(path, weights=False)

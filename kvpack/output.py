@@ -1,4 +1,4 @@
-"""Print the output of commands: JSON, or tables and progress bars with rich, which is imported only when needed."""
+"""Output of commands: JSON, or tables and progress bars with rich, which is imported only when needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _GAP = 3
-"""Characters between two columns of a table."""
+"""Number of characters between two columns of a table."""
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
-    """Reduce the first ``widths``, the widest first and each down to its ``minimums``, until all take at most ``available`` characters."""
+    """Reduce the first ``widths``, starting with the widest, but not below their ``minimums``, to fit ``available`` characters in total."""
     for _ in range(sum(widths) - available):
         spare = [(width, number) for number, (width, limit) in enumerate(zip(widths, minimums, strict=False)) if width > limit]
         if not spare:
@@ -82,7 +82,7 @@ def _shrink(widths: list[int], minimums: Sequence[int], available: int) -> None:
 
 @contextlib.contextmanager
 def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | None]:
-    """Show a progress bar on standard error and yield its callback; yield None with ``--json`` or without a terminal."""
+    """Show a progress bar on standard error and yield its callback. With ``--json`` or without a terminal, yield None."""
     if arguments.json or not sys.stderr.isatty():
         yield None
         return
@@ -97,7 +97,7 @@ def progress(label: str, arguments: argparse.Namespace) -> Iterator[Progress | N
 
 
 def step_counter(progress: Progress | None, total: int, done: int = 0) -> Callable[[], None]:
-    """Return a function that reports one more step to ``progress`` per call; ``done`` of ``total`` steps are already done."""
+    """Return a function that reports one more step to ``progress`` per call. ``done`` of ``total`` steps are already done."""
 
     def step() -> None:
         nonlocal done
@@ -114,7 +114,7 @@ def bytes_text(count: int) -> str:
 
 
 def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Return ``count`` with thousands separators, followed by ``noun`` or its ``plural`` (default: with an s)."""
+    """Return ``count`` with thousands separators, followed by ``noun`` or its ``plural``. The default plural ends with an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 

@@ -43,10 +43,9 @@ class ModelPart(NamedTuple):
 
 
 def parts(model: torch.nn.Module) -> list[ModelPart]:
-    """Return every module of ``model`` once, each before its children. Of an adapter's children, only the replaced module is included.
+    """Return every module of ``model`` once, before its children. An adapter's only child in the result is the module that it replaces.
 
-    PyTorch's wrappers are omitted, and names are those without wrappers. Raises InvalidParameter for an adapter whose effect kvpack
-    cannot determine.
+    PyTorch's wrappers are omitted, also from names. Raises InvalidParameter for an adapter whose effect kvpack cannot determine.
     """
     check_model(model)
     result: list[ModelPart] = []

@@ -1,4 +1,4 @@
-"""Describe a rotary embedding's settings as text, and find the length up to which all sequences have the same frequencies."""
+"""Description of a rotary embedding's settings as text, and the length up to which all sequences have the same frequencies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MAX_TEXT_BYTES = 1024
-"""Maximum size of settings that are recorded as text. Every entry's header contains them, so longer settings become a digest."""
+"""Maximum size in bytes of settings that are recorded as text. Longer settings become a digest, because every entry's header has them."""
 _LIMIT_KEY = "same_up_to"
-"""The key that is added to the settings if longer sequences have different frequencies."""
+"""Key that is added to the settings if longer sequences have different frequencies."""
 
 
 def rope_text(config: Any) -> str:
@@ -29,15 +29,16 @@ def rope_text(config: Any) -> str:
 
 
 def max_uniform_length(config: Any) -> int | None:
-    """Return the length in tokens up to which sequences of a model with ``config`` have the same frequencies, or None for any length."""
+    """Return the length, in tokens, up to which all sequences of a model with ``config`` have the same frequencies, or None for any length.
+    """
     limits = (_limit(config, rope) for rope in _rope_maps(getattr(config, "rope_parameters", None)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def longest_sequence(rope: str) -> int | None:
-    """Return the length in tokens up to which all sequences have the same frequencies, or None if there is no limit.
+    """Return the length, in tokens, up to which all sequences have the same frequencies, or None if there is no limit.
 
-    ``rope`` is the field of an identity.
+    ``rope`` is the field of that name in an identity.
     """
     try:
         settings = json.loads(rope)

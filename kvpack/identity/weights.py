@@ -1,4 +1,4 @@
-"""Compute the digest of all weights of a model in memory, in the background and at about the speed of reading each weight once.
+"""Digest of all weights of a model in memory, computed in the background at about the speed of reading each weight once.
 
 Weights can change unnoticed through ``.data``, so they are digested each time that a file or an identity is compared with the model. No
 cheaper check could prove that an earlier digest is still valid.
@@ -27,11 +27,11 @@ _ALIGNMENT = 8
 
 
 class Weights:
-    """A digest, computed in the background, of ``named``, a model's state by name.
+    """Digest of a model's state, ``named`` by name, which is computed in the background.
 
     Values must not change before ``wait_until_read`` returns. It waits until tensors in host memory have been read, and makes later work on
-    a CUDA device wait until the device's tensors have been read. Raises InvalidParameter for a tensor whose values are not in memory or
-    cannot be read; so does ``text``.
+    a CUDA device wait until the device's tensors have been read. The constructor and ``text`` raise InvalidParameter for a tensor whose
+    values are not in memory or cannot be read.
     """
 
     def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
@@ -62,7 +62,8 @@ class Weights:
 
     @cached_property
     def text(self) -> str:
-        """Wait for the digest of all names, dtypes, shapes and values, and return it after ``sha256:``. Raises InvalidParameter."""
+        """Wait for the digest of all names, dtypes, shapes and values, and return it with the prefix ``sha256:``. Raises InvalidParameter.
+        """
         result = self._found | dict(zip(self._host_numbers, self._host.results(), strict=True))
         for device in self._devices:
             result |= device.texts()
@@ -101,7 +102,7 @@ class _DeviceDigests:
         self._memories = []
 
     def texts(self) -> dict[int, str]:
-        """Return ``tensor_digest`` of each tensor."""
+        """Return the ``tensor_digest`` of each tensor, by number."""
         import torch
 
         if not self._texts:
@@ -114,7 +115,7 @@ class _DeviceDigests:
 
 
 def _memory_of(value: Any) -> Hashable:
-    """Return a key that is equal for tensors with the same bytes in memory, or None for values that cannot be compared like that."""
+    """Return a key that is equal for tensors with the same bytes in memory, or None for values that have no such key."""
     import torch
 
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:

@@ -33,16 +33,18 @@ if TYPE_CHECKING:
     from kvpack.identity.arguments import ModelArgument
 
 DEFERRED = 1024
-"""Updates of more tokens are encoded right after their ``attend``; shorter updates wait raw for the next update, to return the first
-token sooner.
+"""Maximum number of tokens in an update that stays raw until the next update, so that the first token is returned sooner.
+
+Longer updates are encoded right after their ``attend``.
 """
 
 
 class LiveCache:
-    """A mutable cache for decoding: it packs keys and values while a model generates.
+    """A mutable cache for decoding, which packs keys and values while a model generates.
 
-    New tokens go to a raw tail; whole windows of tokens move from there to packed runs. ``LiveCache(recipe, layers=n)`` is empty, and each
-    layer takes its heads, dims, dtype and device from its first tokens. ``LiveCache.of(cache)`` continues a cache and shares its bytes.
+    New tokens are added to a raw tail, from which whole windows of tokens are moved to packed runs. ``LiveCache(recipe, layers=n)`` is
+    empty, and each layer gets its heads, dims, dtype and device from its first tokens. ``LiveCache.of(cache)`` continues a cache and shares
+    its bytes.
 
     On a CUDA device, ``update`` and ``attend`` of a few tokens launch only kernels that read positions on the device, so a CUDA graph may
     contain them until ``roll`` reports that launches changed. Code compiled by ``torch.compile`` sees both as opaque operators.
@@ -50,8 +52,8 @@ class LiveCache:
     Args:
         recipe: The recipe, given as for ``pack``.
         layers: Number of layers.
-        sliding_windows: Window of each layer in tokens, None for full attention. Tokens that no later query sees are dropped.
-        model: The model, given as for ``pack``; ``freeze`` records it.
+        sliding_windows: Window of each layer in tokens, or None for full attention. Tokens that no later query sees are dropped.
+        model: The model, given as for ``pack``. ``freeze`` records it.
 
     Raises:
         InvalidParameter: An argument does not fit, or the basis belongs to another model.
@@ -119,13 +121,13 @@ class LiveCache:
         return live
 
     def _prepare(self) -> None:
-        """Initialize the state that calls keep between each other."""
+        """Initialize the state that is kept between calls."""
         self._steps: list[Steps | CpuSteps | None] = [None] * self._count
         self._calls = Tickets(self, self._count)
         self._value_dims = [0 if layer is None else layer.value_dim for layer in self._layers]
         self._captures = self._known = False
         self.launches = 0
-        """Changes when launches do: a CUDA graph of ``update`` and ``attend`` must then be captured again."""
+        """Number that changes whenever launches change. A CUDA graph of ``update`` and ``attend`` must then be captured again."""
 
     def __reduce__(self) -> NoReturn:
         raise InvalidParameter(
@@ -137,7 +139,7 @@ class LiveCache:
         return self._continue_with(self.snapshot())
 
     def _continue_with(self, cache: Cache) -> LiveCache:
-        """Return a live cache with this one's options and the tokens of ``cache``."""
+        """Return a live cache with this cache's options and the tokens of ``cache``."""
         copied = self._of(cache, self.sliding_windows)
         # Keep the basis, which layers without tokens need.
         copied._recipe = self._recipe
@@ -179,14 +181,14 @@ class LiveCache:
         return 0 if live is None else live.skipped
 
     def batch(self, layer: int) -> int:
-        """Return the number of sequences of ``layer``; 1 if it has no tokens. Raises OutOfBounds."""
+        """Return the number of sequences of ``layer``, or 1 if it has no tokens. Raises OutOfBounds."""
         live = self._layer_or_none(layer)
         return 1 if live is None or not live.seen_tokens else live.batch
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """Return (batch, heads, dim) of the keys and of the values of ``layer``; empty before its first tokens. Raises OutOfBounds.
+        """Return (batch, heads, dim) of the keys and of the values of ``layer``, or an empty dict before its first tokens.
 
-        After ``reset``, a layer accepts another batch size.
+        After ``reset``, a layer accepts another batch size. Raises OutOfBounds.
         """
         live = self._layer_or_none(layer)
         return {} if live is None else {name: (side.batch, side.heads, side.dim) for name, side in live.sides.items()}
@@ -194,9 +196,9 @@ class LiveCache:
     def update(self, layer: int, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Add the keys and values ``[batch, kv_head, token, dim]`` of new tokens to ``layer``.
 
-        A few tokens go to the raw tail; if the tail has no room, tokens are encoded after their ``attend``. Raises OutOfBounds for a layer
-        that the cache does not have, InvalidType for another dtype, and InvalidParameter for values that do not continue the layer. On a
-        CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
+        A few tokens are added to the raw tail. If the tail has no room, tokens are encoded after their ``attend``. Raises OutOfBounds for a
+        layer that the cache does not have, InvalidType for another dtype, and InvalidParameter for values that do not continue the layer.
+        On a CUDA device, the next ``roll`` or ``freeze`` checks that the values are finite.
         """
         if torch.compiler.is_dynamo_compiling():
             if v is not None:
@@ -237,11 +239,11 @@ class LiveCache:
         sink_logits: torch.Tensor | None = None,
         starts: torch.Tensor | Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Attend to all tokens of ``layer``, as ``kvpack.attend`` does; ``q`` ``[batch, q_head, q_len, dim]`` are the last tokens.
+        """Attend to all tokens of ``layer``, as ``kvpack.attend`` does. ``q`` ``[batch, q_head, q_len, dim]`` are the last tokens.
 
-        ``starts`` count from the first token that the layer has seen; on a CUDA device, they are read there. Tokens of an update for which
-        the tail has no room are attended as they were given, then encoded. Raises the errors of ``kvpack.attend``, and OutOfBounds for a
-        layer without tokens.
+        ``starts`` count from the first token that the layer has seen. On a CUDA device, they are read there. If the tail has no room for an
+        update, its tokens are attended in raw form and then encoded. Raises the errors of ``kvpack.attend``, and OutOfBounds for a layer
+        without tokens.
         """
         if torch.compiler.is_dynamo_compiling():
             options = {"scale": scale, "causal": causal, "softcap": softcap, "sliding_window": sliding_window}
@@ -274,7 +276,7 @@ class LiveCache:
     def roll(self) -> bool:
         """Encode whole windows of every layer's raw tail, except its newest tokens, and return True if launches changed.
 
-        Call it between steps, at least once per window of tokens. If it returns True, capture CUDA graphs of ``update`` and ``attend``
+        Call this between steps, at least once per window of tokens. If it returns True, capture CUDA graphs of ``update`` and ``attend``
         again. It synchronizes with a CUDA device. Raises InvalidParameter, naming the layer, for non-finite values added since the last
         call.
         """
@@ -302,7 +304,7 @@ class LiveCache:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Return a context in which calls may be captured in a CUDA graph, whose replays are reported with ``record_replay``.
+        """Return a context in which calls may be captured in a CUDA graph. Replays must be reported with ``record_replay``.
 
         Calls that need work on the host raise InvalidParameter. The graph is valid while ``launches`` stays the same, and a replay needs
         enough ``room``.
@@ -340,7 +342,7 @@ class LiveCache:
             self._refresh_steps(number)
 
     def layer(self, layer: int, packed: bool = False) -> Layer:
-        """Return all tokens of ``layer`` as an immutable layer that shares the pages; ``packed`` is as for ``freeze``.
+        """Return all tokens of ``layer`` as an immutable layer that shares the pages. ``packed`` is as for ``freeze``.
 
         Raises OutOfBounds.
         """
@@ -353,7 +355,7 @@ class LiveCache:
         return frozen
 
     def unpack(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return dense K and V of ``layer`` ``[batch, kv_head, token, dim]``; tokens that are still raw are returned exactly.
+        """Return dense K and V of ``layer`` ``[batch, kv_head, token, dim]``. Tokens that are still raw are returned exactly.
 
         Raises OutOfBounds.
         """
@@ -362,11 +364,11 @@ class LiveCache:
         return (None, None) if live is None else live.layer().unpack(dtype)
 
     def freeze(self, *, packed: bool = False) -> Cache:
-        """Return all tokens as an immutable ``Cache`` that shares the pages and keeps the raw tail; this cache stays usable.
+        """Return all tokens as an immutable ``Cache`` that shares the pages and keeps the raw tail. This cache stays usable.
 
         With ``packed``, tokens of the tail are packed too, in whole token groups, or in whole windows if the recipe requests a residual
-        window: then a file is smaller, and a store gets all whole chunks. A layer that is unchanged since ``of`` is returned as given.
-        Raises InvalidParameter, also while an update of all layers is under way.
+        window. This makes files smaller, and a store gets all whole chunks. A layer that has not changed since ``of`` is returned
+        unchanged. Raises InvalidParameter, also while an update of all layers is in progress.
         """
         cache = self.snapshot(packed)
         cache.check_ends()
@@ -415,7 +417,7 @@ class LiveCache:
         self._change_layers(LiveLayer.reset, layer)
 
     def select(self, indices: Any, layer: int | None = None) -> None:
-        """Keep the rows ``indices`` of the batch, in that order, in every layer or in one layer; an index may repeat.
+        """Keep the rows ``indices`` of the batch, in that order, in every layer or in one layer. Indices may repeat.
 
         Raises OutOfBounds or InvalidParameter.
         """

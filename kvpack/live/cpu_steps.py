@@ -1,4 +1,4 @@
-"""Fast decode steps on the CPU: a layer is checked and prepared once for all steps, until its pages or buffers change."""
+"""Fast decode steps on the CPU. A layer is checked and prepared once for all steps, until its pages or buffers change."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 _NUMBER_TYPES = {type(None), bool, int, float}
-"""The types of numeric options. Prepared calls are cached by the values of their options."""
+"""Types of numeric options. Prepared calls are cached by the values of their options."""
 
 
 class CpuSteps:
-    """The prepared decode steps of one ``layer``. Calls that they do not support go to the layer's ``update`` and to ``kvpack.attend``."""
+    """The prepared decode steps of one ``layer``. Unsupported calls are passed to the layer's ``update`` and to ``kvpack.attend``."""
 
     captured = False
 
@@ -36,7 +36,7 @@ class CpuSteps:
         return set(layer.sides) == {"k", "v"} and isinstance(q, torch.Tensor) and q.device == layer.device and dispatch.uses_c(q.device)
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append tokens to the raw tail. Returns False without doing anything if ``update`` must check or convert them, or make room."""
+        """Append tokens to the raw tail. Returns False, and does nothing, if ``update`` must check or convert them, or make room."""
         layer = self._layer
         if self._version != layer.version:
             self._view()

@@ -29,15 +29,15 @@ class LiveLayer:
     """A growing layer: an immutable ``layer``, followed by the tokens that ``update`` adds.
 
     ``window`` is the number of tokens encoded together, ``newest`` the number that stay raw, and ``room`` the capacity of the raw tail.
-    With ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in errors, ``start`` is the position of
-    the cache's first token.
+    With ``sliding_window``, tokens that no later query sees are dropped. ``name`` names the layer in errors, and ``start`` is the position
+    of the cache's first token.
     """
 
     def __init__(self, layer: Layer, window: int, newest: int, room: int, sliding_window: int | None, name: str, start: int = 0) -> None:
         self.window, self.newest, self.sliding_window, self.name, self._start = window, newest, sliding_window, name, start
         self.skipped = layer.skipped
         self.raw_tokens = min((side.tail.shape[2] for side in layer.sides.values()), default=0)
-        """The number of tokens in the tail, of both sides."""
+        """Number of tokens in the tail, which is the same for keys and values."""
         self._given: tuple[Layer | None, int] = layer, self.raw_tokens
         self.room = max(room, self.raw_tokens)
         self.sides = {
@@ -46,9 +46,9 @@ class LiveLayer:
         self._one_side = next(iter(self.sides.values()))
         self._wait({})
         self.keeps_past = False
-        """True if only ``crop`` drops tokens that no later query sees."""
+        """True if tokens that no later query sees are dropped only by ``crop``."""
         self.version = 0
-        """Changes with all that a plan of attention depends on: pages, and the buffers of the tail."""
+        """Number that changes with everything that a plan of attention depends on: pages, and the buffers of the tail."""
 
     @property
     def device(self) -> torch.device:
@@ -95,9 +95,9 @@ class LiveLayer:
         return sum(side.nbytes for side in self.sides.values()) + sum(x.nbytes for x in self._pending.values())
 
     def update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        """Add the keys and values of new tokens to the raw tail or, if it has no room, keep them until ``commit`` encodes them.
+        """Add the keys and values of new tokens to the raw tail, or, if it has no room, keep them until ``commit`` encodes them.
 
-        Raises InvalidParameter or InvalidType, without adding anything, if they do not continue the layer or, on the CPU, are not finite.
+        If they do not continue the layer or, on the CPU, are not finite, raises InvalidParameter or InvalidType and adds nothing.
         """
         given = self._check_tensors(k, v)
         self.commit()
@@ -150,7 +150,7 @@ class LiveLayer:
         return Layer(sides.get("k"), sides.get("v"), skipped=self.skipped if sides else 0)
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Run ``kvpack.attend`` over all tokens. Those of a long update are not encoded yet."""
+        """Run ``kvpack.attend`` over all tokens. The tokens of a long update are not encoded yet."""
         return attend(q, self.layer(), **options)
 
     def commit(self) -> None:
@@ -225,10 +225,10 @@ class LiveLayer:
         self.version += 1
 
     def _wait(self, pending: dict[str, torch.Tensor]) -> None:
-        """Keep the ``pending`` tokens of a long update until they have been attended."""
+        """Keep the ``pending`` tokens of a long update until attention has been computed over them."""
         self._pending = pending
         self.pending_tokens = next(iter(pending.values())).shape[2] if pending else 0
-        """The number of tokens of an update that is longer than the tail's room, until they are attended."""
+        """Number of tokens of an update that is longer than the tail's room, until attention has been computed over them."""
 
     def _encode(self, values: dict[str, torch.Tensor]) -> None:
         """Encode whole windows of ``values``, all raw keys and values by side. The remaining tokens become the tail."""
@@ -265,7 +265,7 @@ class LiveLayer:
         self.version += 1
 
     def _place(self, first: int, values: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the position of the layer's token ``first``, and the norms of all keys and values from it on if they determine raw tokens.
+        """Return the position of token ``first``, and the norms of all keys and values from it on if they determine raw tokens.
 
         ``values`` are all keys and values that are not packed, by side.
         """
@@ -284,7 +284,10 @@ class LiveLayer:
     def _encode_side(
         self, name: str, x: torch.Tensor, position: int, norms: Mapping[str, torch.Tensor]
     ) -> tuple[Mapping[str, torch.Tensor], int, torch.Tensor]:
-        """Encode the leading whole groups of ``x`` for side ``name``. Returns their streams and token count, and the remaining values."""
+        """Encode the leading whole groups of ``x`` for side ``name``.
+
+        Returns their streams, their number of tokens, and the remaining values.
+        """
         side = self.sides[name]
         packed = x.shape[2] // side.unit * side.unit
         streams = side.encode(x[:, :, :packed], f"{self.name}.{name}", position, norms) if packed else {}
@@ -306,7 +309,7 @@ class LiveLayer:
 
     @contextmanager
     def _update_both_sides(self) -> Iterator[None]:
-        """Undo changes of the keys and values if the block fails, for example for lack of memory, so that both have the same tokens."""
+        """Undo changes of the keys and values if this context fails, for example for lack of memory, so that both have the same tokens."""
         states, counts = {name: side.state for name, side in self.sides.items()}, (self.skipped, self.raw_tokens)
         try:
             yield
@@ -335,7 +338,7 @@ class LiveLayer:
     def _last_boundary(self, token: int) -> int:
         """Return the last token up to ``token`` at which both the keys and the values can begin.
 
-        Kernels stay the same if it is whole windows after the beginning of a page, which is not always possible for both.
+        Kernels stay the same if it is a multiple of windows after the beginning of a page, which is not always possible for both.
         """
         first = token
         for group in (self.window, 0):

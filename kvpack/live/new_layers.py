@@ -1,4 +1,4 @@
-"""Create a live cache's layers, from first tokens or from an immutable layer to continue."""
+"""Creation of a live cache's layers, from first tokens or from an immutable layer to continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOW = 128
 """Number of tokens that are encoded together if the recipe does not set a window."""
 
 ROOM = 2
-"""Number of windows for which the raw tail has room in addition to its newest tokens. Steps can thus continue after one is full."""
+"""Number of windows for which the raw tail has room in addition to its newest tokens, so that steps can continue after one is full."""
 
 NEWEST = 128
 """Number of newest tokens that stay raw if the recipe does not set a window. The next tokens attend to them the most."""

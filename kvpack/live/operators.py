@@ -1,7 +1,7 @@
-"""Custom operators by which compiled code updates live caches and attends to them. ``torch.compile`` sees only the shapes of their results.
+"""Custom operators with which compiled code updates live caches and attends to them. ``torch.compile`` sees only the shapes of results.
 
-Every call takes a *ticket*, a tensor with the cache's number that the layer's last call returned, and returns the next ticket. Because of
-this dependency a compiler does not drop, merge or reorder calls, and code compiled for one cache works for another. Tickets are in CPU
+Every call receives a *ticket*, a tensor with the cache's number that the layer's last call returned, and returns the next ticket. Because
+of this dependency, a compiler does not drop, merge or reorder calls, and code compiled for one cache works for another. Tickets are in CPU
 memory, which keeps the operators out of CUDA graphs: a replay would not run their Python code.
 """
 

@@ -1,4 +1,4 @@
-"""The keys or the values (one *side*) of a live layer: packed runs, the last of which is filled in place, and a buffer of raw tokens."""
+"""The keys or the values (one *side*) of a live layer: packed runs, the last of which is filled in place, and a raw tail buffer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpack.formats.base import Codec
 
 GROWTH = 16
-"""A new open page has room for 1/16 of the tokens packed before it, so that little memory is unused."""
+"""Ratio of the tokens packed so far to the room of a new open page. It limits the amount of unused memory."""
 
 MIN_WINDOWS = 8
 """Minimum number of windows for which an open page has room."""
@@ -29,7 +29,7 @@ MIN_WINDOWS = 8
 
 @dataclass
 class OpenPage:
-    """A packed run that is being filled: of its ``capacity`` tokens, the first ``filled`` are present and do not change anymore."""
+    """A packed run that is being filled. It has room for ``capacity`` tokens, of which the first ``filled`` are present and final."""
 
     codec: Codec
     capacity: int
@@ -52,7 +52,7 @@ class OpenPage:
 
     @property
     def page(self) -> PackedRun:
-        """The tokens written so far, in views that later tokens do not change."""
+        """Tokens written so far, as views that later tokens do not change."""
         layout = self.codec.row_layouts
         rows = {name: -(-self.filled // entry.tokens_per_row) for name, entry in layout.items()}
         return PackedRun(self.codec, self.filled, {name: stream[:, :, : rows[name]] for name, stream in self.streams.items()})
@@ -77,9 +77,9 @@ class SideState(NamedTuple):
 class LiveSide:
     """The keys or the values of a live layer, continuing an immutable ``side`` whose runs it shares.
 
-    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail; the layer stores
-    the number of its tokens. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's own
-    tail, which the other side has already packed, are ``unfinished``: they stay raw until they fill a token group.
+    The tail is a buffer ``[batch, kv_head, room, dim]`` that begins with the newest ``raw_tokens`` of the side's own tail. The layer stores
+    the number of tokens in it. Tokens are encoded ``window`` at a time, a multiple of the codec's token group. Older tokens of the side's
+    own tail, which the other side has already packed, are ``unfinished`` and stay raw until they fill a token group.
     """
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
@@ -102,7 +102,7 @@ class LiveSide:
         self._joined: PackedRuns | None = None
         self._has_warned = False
         self.packed_tokens = self._runs.tokens
-        """The number of tokens in runs."""
+        """Number of tokens in runs."""
 
     @property
     def batch(self) -> int:
@@ -129,7 +129,7 @@ class LiveSide:
         return self.packed_tokens + self.unfinished.shape[2]
 
     def side(self, tokens: int) -> Side:
-        """Return the side as it is now, with the first ``tokens`` tokens of the tail, as views."""
+        """Return the current side with the first ``tokens`` tokens of the tail, as views."""
         return self.with_tail(self.tail[:, :, :tokens])
 
     def with_tail(self, tail: torch.Tensor) -> Side:
@@ -151,7 +151,7 @@ class LiveSide:
         """Return the side with the first ``tokens`` tokens of the tail, whose values never change.
 
         With ``packed``, they are packed in whole token groups, or in whole windows if the recipe requests a residual window. ``position``
-        and ``norms``, as in ``encode``, are those of the tokens after the packed tokens. Raises the errors of ``encode``.
+        and ``norms`` are as in ``encode``, for the tokens after the packed tokens. Raises the errors of ``encode``.
         """
         raw = self.with_unfinished(self.tail[:, :, :tokens])
         whole = raw.shape[2] // self.unit * self.unit if packed else 0
@@ -162,7 +162,7 @@ class LiveSide:
         return replace(side, runs=self.runs.append(PackedRun(self.codec, whole, streams)))
 
     def encode(self, x: torch.Tensor, where: str, position: int, norms: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Encode ``x`` ``[batch, kv_head, token, dim]``, the whole token groups after the packed tokens, without changing the side.
+        """Encode whole token groups ``x`` ``[batch, kv_head, token, dim]`` after the packed tokens, without changing the side.
 
         ``position`` is the first token's position, and ``norms``, by side, ``[batch, kv_head, token]`` each, begin with the norms of the
         tokens' keys and values, if they are known. Raises InvalidParameter or OutOfRange, naming ``where``. A warning about lost precision
@@ -219,7 +219,7 @@ class LiveSide:
         self.packed_tokens = state.runs.tokens + sum(state.filled)
 
     def keep(self, start: int, stop: int) -> None:
-        """Keep only the tokens ``[start:stop]`` of those before the tail. ``start`` begins a token group, or equals ``stop``."""
+        """Keep only the tokens ``[start:stop]`` of those before the tail. ``start`` must begin a token group or equal ``stop``."""
         runs, packed = self.runs, self.packed_tokens
         self._open, self._joined = [], None
         self._runs = runs.slice(min(start, packed), min(stop, packed))
@@ -253,7 +253,7 @@ class LiveSide:
 
     @property
     def runs(self) -> PackedRuns:
-        """The packed tokens, as runs. The object stays the same until the runs change, because kernels cache tables for it."""
+        """The packed tokens as runs. The object stays the same until the runs change, because kernels cache tables for it."""
         if self._joined is None:
             self._joined = PackedRuns((*self._runs.stretches, *(page.page.stretch for page in self._open if page.filled)))
         return self._joined

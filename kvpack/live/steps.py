@@ -1,4 +1,4 @@
-"""Fast decode steps on a CUDA device: kernels read positions, tails and pages there, so the host need not plan or check between steps."""
+"""Fast decode steps on a CUDA device. Kernels read positions, tails and pages there, so the host need not plan or check between steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Steps:
         self._calls: dict[Any, GrowingCall | None] = {}
         self._appends: dict[int, AppendCall] = {}
         self.captured = False
-        """True if replays of a graph may add tokens, of which ``read_replayed_tokens`` learns."""
+        """True if replays of a graph may have added tokens, which ``read_replayed_tokens`` counts."""
         device, batch = layer.device, layer.batch
         self._checks = all(side.codec.exact_dtype is None for side in layer.sides.values())
         with float32_no_grad(device):
@@ -49,7 +49,7 @@ class Steps:
         return dispatch.uses_triton(q.device) and q.device == layer.device
 
     def try_update(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-        """Append a few tokens. Returns False without doing anything if the layer's ``update`` must check them or make room."""
+        """Append a few tokens. Returns False, and does nothing, if the layer's ``update`` must check them or make room."""
         layer = self._layer
         if not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 or layer.pending_tokens or layer.is_uneven:
             return False

@@ -22,7 +22,7 @@ _HOMES = {
     "PageGeometry": "kvpack.pages.geometry",
     "PageLayout": "kvpack.pages.layout",
 }
-"""The module that defines each public name."""
+"""Module that defines each public name."""
 
 __all__ = ["Minifloats", "PageBuffer", "PageCodec", "PageGeometry", "PageLayout"]
 

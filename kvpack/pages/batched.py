@@ -1,8 +1,8 @@
-"""Encode and decode, on a device, the lanes that no page kernel supports: pages are gathered, coded as one batch, and their streams copied.
+"""Encoding and decoding, on a device, of lanes that no page kernel supports. Pages are gathered and coded as one batch.
 
 This handles codecs with channel scales, with a basis or with two widths, 8-bit values, and head dims that the page kernels do not support.
-Codecs choose scales and raw tokens for each page of the batch separately. Of lanes that page kernels encode, this counts the tokens that
-lose precision.
+Codecs choose scales and raw tokens for each page of the batch separately. For lanes that page kernels encode, this module counts the tokens
+that lose precision.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ALIGNED = 16
 """Alignment, in bytes, of the distance between pages that kernels copy (``kernels.encode.rows.STREAM_ALIGNMENT``)."""
 
 MAX_BYTES = 64 << 20
-"""Maximum bytes of values in one batch. Codecs need a few times as much, and engines leave little memory."""
+"""Maximum number of bytes of values in one batch. Codecs need a few times as much, and engines leave little memory."""
 
 
 def supports(codec: Codec) -> bool:
-    """Return True if a codec can be decoded on a device safely: no stored bits, however damaged, can make it read outside a table."""
+    """Return True if a codec can be decoded safely on a device, where no damaged bits can make it read outside a table."""
     if isinstance(codec, Opaque):
         return False
     return all(isinstance(sidecar, Balanced | ChannelScale | KeyMean | RawPositions) for sidecar in codec.sidecars) and all(
@@ -54,8 +54,8 @@ def supports(codec: Codec) -> bool:
 def encode_lane(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor, left_out: torch.Tensor) -> None:
     """Encode pages and write the streams of ``lane`` to ``rows``, uint8 ``[page, byte]``.
 
-    ``keys`` are the layers' keys. Raw tokens without room are added to ``left_out``, int64 ``[2]``, as in ``count_left_out``. Raises
-    InvalidParameter and OutOfRange for any of the pages.
+    ``keys`` are the layers' keys. The counts of raw tokens without room, as in ``count_left_out``, are added to ``left_out``, int64
+    ``[2]``. Raises InvalidParameter and OutOfRange for any of the pages.
     """
     for first, some in _slot_batches(lane, slots, torch.float32):
         x, key_norms, fit_errors = _measure(lane, layers, keys, some, rows.device)
@@ -128,7 +128,7 @@ def suspect_pages(
 def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """Count the tokens that lose precision, or cause others to, in pages without raw tokens that have been encoded to ``rows``.
 
-    The result is int64 ``[2]``, as in ``count_left_out``.
+    Returns int64 ``[2]``, as ``count_left_out`` does.
     """
     result = torch.zeros(2, dtype=torch.int64, device=rows.device)
     for first, some in _slot_batches(lane, slots, torch.float32):
@@ -145,9 +145,10 @@ def count_losses(lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int],
 def _measure(
     lane: Lane, layers: Layers, keys: Layers, slots: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gather the values of pages, ``[page and layer, kv_head, token, dim]``. Returns them, the norms of their keys, and their fit errors.
+    """Gather the values of pages.
 
-    The norms are None if no raw tokens are chosen. The fit errors (``head_norms.measure_fit_errors``) are None if no scales are shared.
+    Returns them, ``[page and layer, kv_head, token, dim]``, with the norms of their keys and their fit errors. The norms are None if no raw
+    tokens are chosen. The fit errors (``head_norms.measure_fit_errors``) are None if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -185,7 +186,7 @@ def _halve_means(
     encoded: dict[str, torch.Tensor],
     lost: torch.Tensor,
 ) -> torch.Tensor:
-    """Encode the layers of pages with tokens that have ``lost`` precision again, with half means, into ``encoded``.
+    """Re-encode the layers of pages with tokens that have ``lost`` precision into ``encoded``, with half means.
 
     The parameters are those of ``_encode`` and its results. Returns the remaining losses of tokens.
     """
@@ -247,7 +248,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
 
 
 def _slot_batches(lane: Lane, slots: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, list[int]]]:
-    """Split the slots into batches of at most ``MAX_BYTES`` of values, and yield the index of each batch's first slot with the batch."""
+    """Split the slots into batches of at most ``MAX_BYTES`` of values. Yields the index of each batch's first slot, and the batch."""
     geometry = lane.geometry
     page = lane.count * geometry.heads * geometry.tokens * lane.codec.dim * dtype.itemsize
     at_once = max(1, MAX_BYTES // page)

@@ -51,7 +51,7 @@ _NONE = numpy.zeros((0, 0), numpy.int64), numpy.zeros(2, numpy.int64)
 
 
 class _RowStreams(Mapping[str, torch.Tensor]):
-    """The streams of a lane's layers in a row, which are joined as sequences of a batch when one is read."""
+    """The streams of a lane's layers in a row. When one is read, the layers are joined as sequences of a batch."""
 
     def __init__(self, lane: Lane, row: memoryview) -> None:
         self._lane, self._row = lane, row
@@ -101,7 +101,7 @@ class BoundLane:
         return cls(lane, tensors, keys, *_c_functions(lane), _choosers(lane, keys))
 
     def encode(self, slot: int, row: memoryview, threads: int) -> Counts:
-        """Encode the page in ``slot``. Returns the counts of raw tokens without room, int64 ``[2]``, as in ``count_left_out``."""
+        """Encode the page in ``slot``. Returns the counts of raw tokens without room, int64 ``[2]``, as ``count_left_out`` does."""
         raw, watched = self._lane.raw, self._lane.raw_rule
         chosen, left_out = _NONE if watched is None else self._choose(watched, slot, threads)
         used = {number: torch.from_numpy(tokens[tokens >= 0]) for number, tokens in enumerate(chosen) if len(tokens) and tokens[0] >= 0}
@@ -134,8 +134,10 @@ class BoundLane:
         return left_out
 
     def _choose(self, raw: RawPositions, slot: int, threads: int) -> tuple[Counts, Counts]:
-        """Return the raw tokens of each layer, int64 ``[layer, slot]``, ascending and padded with -1, and the counts without a slot,
-        ``[2]``."""
+        """Return the raw tokens of each layer, and the counts of tokens without a slot, ``[2]``.
+
+        The raw tokens are int64 ``[layer, slot]``, ascending and padded with -1.
+        """
         if self._choosers is not None:
             result = [self._choosers[stretch[1]].run(self._values(stretch, slot), threads) for stretch in self._stretches_of_keys]
             return numpy.concatenate([chosen for chosen, _ in result]), numpy.concatenate([left_out for _, left_out in result]).sum(0)
@@ -145,7 +147,7 @@ class BoundLane:
         return token.masked_fill(token == tokens, -1).numpy(), left_out.numpy()
 
     def _wanted(self, raw: RawPositions, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``choose_slot_tokens`` of all layers of the page in ``slot``."""
+        """Return the results of ``choose_slot_tokens`` for all layers of the page in ``slot``."""
         lane, codec = self._lane, self._lane.plain_codec
         dtype, fit_errors = lane.geometry.computed_dtype, None
         if lane.shared:
@@ -157,9 +159,9 @@ class BoundLane:
         return choose_slot_tokens(raw, norms, codec.token_group, lane.slots, fit_errors)
 
     def _fit_errors(self, slot: int, row: memoryview, sizes: TokenSizes, used: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """Return how much precision tokens other than ``used`` lose, or cost others through a shared scale, or None if all tokens fit.
+        """Return the losses of precision of tokens other than ``used``, and those that they cause to others, or None if all tokens fit.
 
-        ``sizes`` are those that ``_encode`` returned. The result, ``[2, layer, token]``, is as in ``excess_losses``.
+        ``sizes`` are those that ``_encode`` returned. The result, ``[2, layer, token]``, is like that of ``excess_losses``.
         """
         lane = self._lane
         if not lane.may_lose_precision:
@@ -197,7 +199,7 @@ class BoundLane:
         rest: Mapping[int, torch.Tensor],
         fit_errors: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Encode layers with ``fit_errors`` that are not ``kept`` again, with ``halved`` means. Returns the remaining fit errors."""
+        """Re-encode layers that have ``fit_errors`` of tokens not ``kept``, with ``halved`` means. Returns the remaining fit errors."""
         for number in ((fit_errors[0] > 1) & ~kept).any(1).nonzero()[:, 0].tolist():
             for target, source in zip(sizes, self._encode_layer(slot, row, number, rest, halved), strict=True):
                 if target is not None and source is not None:
@@ -205,7 +207,7 @@ class BoundLane:
         return self._exact_fit_errors(slot, _RowStreams(self._lane, row), sizes, kept)
 
     def _with_poorly_fitting(self, used: Mapping[int, torch.Tensor], fit_errors: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Add the worst ``fit_errors`` for which there is room to the ``used`` tokens."""
+        """Add the tokens with the worst ``fit_errors`` to the ``used`` tokens, as many as there is room for."""
         result = dict(used)
         for number in (fit_errors[0] > 1).any(1).nonzero()[:, 0].tolist():
             own = used.get(number, torch.empty(0, dtype=torch.int64, device=fit_errors.device))
@@ -233,9 +235,10 @@ class BoundLane:
         streams[VALUES][0, 0, : len(tokens)] = values
 
     def _encode(self, slot: int, row: memoryview, threads: int, rest: Mapping[int, torch.Tensor]) -> TokenSizes:
-        """Encode all layers, or ``rest``, the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``.
+        """Encode all layers.
 
-        Returns the sizes of the layers' tokens as those of a batch.
+        If ``rest`` is given, encode it instead: the tokens of each layer that are not raw, ``[1, kv_head, token, dim]``. Returns the sizes
+        of the layers' tokens, with layers as the batch.
         """
         lane = self._lane
         if self._encoders is not None and not rest:
@@ -356,8 +359,7 @@ def _stretches(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, int
 
 
 def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
-    """Return the C encoder and decoder for one layer, the encoder and decoder for all layers together, and the check of all layers for
-    large errors.
+    """Return C functions: encoder and decoder for one layer, both for all layers, and the check of all layers for large errors.
 
     They are None if the C kernels do not support the codec.
     """
@@ -377,7 +379,7 @@ def _c_functions(lane: Lane) -> tuple[Any, Any, Any]:
 
 
 def _choosers(lane: Lane, keys: Sequence[torch.Tensor]) -> Any:
-    """Return the C functions that choose the raw tokens of one layer, and of all layers together.
+    """Return the C functions that choose raw tokens: one for a single layer, and one for all layers together.
 
     They are None if the C kernels do not choose the raw tokens, or if there are none.
     """

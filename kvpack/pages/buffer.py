@@ -16,11 +16,11 @@ from .overlap import Strided, find_overlap
 
 
 class PageBuffer:
-    """An engine's memory of pages, as slots: for the keys and the values of each layer, a tensor ``[slot, head, token, channel]``.
+    """An engine's memory of pages as slots, with a tensor ``[slot, head, token, channel]`` for the keys and for the values of each layer.
 
-    ``k`` and ``v`` are a list of such tensors, one for each layer, or one tensor ``[slot, layer, head, token, channel]``; ``v`` is None
-    for pages without values. Tensors may have any strides; nothing is copied. Raises InvalidParameter or InvalidType for tensors that do
-    not fit ``geometry``.
+    ``k`` and ``v`` are lists of such tensors, one for each layer, or one tensor ``[slot, layer, head, token, channel]`` each. ``v`` is None
+    for pages without values. Tensors may have any strides, and nothing is copied. Raises InvalidParameter or InvalidType for tensors that
+    do not fit ``geometry``.
     """
 
     def __init__(self, geometry: PageGeometry, k: Any, v: Any = None) -> None:
@@ -60,7 +60,10 @@ class PageBuffer:
 
     @cached_property
     def _shared(self) -> str:
-        """Describe which tensors share memory, as the values of an expanded tensor do, for a message; empty if none do."""
+        """Return a description, for messages, of the tensors that share memory, as the values of an expanded tensor do.
+
+        It is empty if no tensors share memory.
+        """
         names = [f"layers[{number}].{side}" for side, tensors in self.sides.items() for number in range(len(tensors))]
         tensors = [tensor for tensors in self.sides.values() for tensor in tensors]
         shared = find_overlap([_strided(tensor) for tensor in tensors]) if self.slots else None

@@ -1,4 +1,4 @@
-"""PageCodec: encode many pages at a time from an engine's memory to rows of one size, and decode them back."""
+"""PageCodec: encodes many pages at a time from an engine's memory to rows of one size, and decodes them back."""
 
 from __future__ import annotations
 
@@ -31,19 +31,24 @@ if TYPE_CHECKING:
 class PageCodec:
     """A codec that encodes pages of ``geometry`` with ``recipe`` to rows of exactly ``nbytes`` bytes, and decodes them (spec/row.md).
 
-    ``namespace`` is 32 bytes that all rows name, such as ``Identity.digest``. ``threads`` are the codec's own: the host's threads, random
-    state and default dtype stay as they are. Buffers are read and written in place: in host memory by C, which takes no memory for pages,
-    and on a CUDA device by its kernels, on the current stream, from and to rows in its memory. In host memory PyTorch operations replace
-    missing C code, layer by layer, for 8-bit scales, scales of channels, means of keys, and encoding by oscar and minifloat with a scale
-    per run. On a device a job is a few launches for each side and one for the checksums; recipes and geometries that no kernel takes
-    page by page are coded for all pages together, and the rest is copied through the host's memory, as rows there are. Raises
-    InvalidParameter, InvalidType and LimitExceeded for a recipe whose sizes depend on the values (lossless, transform, outliers, raw tokens
-    by ``sinks``) and for one that keeps a raw tail. Of the tokens that presets keep raw, a row has room for one in 64 of its page: those of
-    the lowest norm below ``raw_low_norm`` of the page's median, and, in codecs that encode tokens together, those above ``raw_high_norm``.
-    ``raw_first`` is ignored, because a page has no position in the sequence. Tokens that maps, means and scales fit badly take the rest of
-    the room. ``raw_tokens_left_out`` counts tokens without room, and one KvpackWarning of a codec reports those that cost others precision,
-    or lose it themselves. Pages of fewer than 64 tokens have no room, except for one token in those of the codec klt. A recipe of klt must
-    have its basis (``Recipe("klt-2", basis)``): raises MissingBasis without one, and InvalidParameter if the basis has other heads.
+    ``namespace`` is 32 bytes that all rows contain, such as ``Identity.digest``. The codec has its own ``threads`` threads, and does not
+    change the host's threads, random state or default dtype.
+
+    Buffers are read and written in place. In host memory, C kernels need no memory for pages. PyTorch operations replace missing C kernels,
+    layer by layer, for 8-bit scales, scales of channels, means of keys, and encoding by oscar and by minifloat with a scale per run. On a
+    CUDA device, kernels run on the current stream, from and to rows in the device's memory. A job consists of a few launches for each side
+    and one for the checksums. If no kernel supports a recipe and geometry page by page, all pages are coded together. Rows in host memory,
+    and the remaining cases, are copied through host memory.
+
+    Of the tokens that presets keep raw, a row has room for one in 64 of its page: those of the lowest norm below ``raw_low_norm`` of the
+    page's median, and, in codecs that encode tokens together, those above ``raw_high_norm``. ``raw_first`` is ignored, because a page has
+    no position in the sequence. Tokens that maps, means and scales do not fit well take the rest of the room. Pages of fewer than 64 tokens
+    have no room, except for one token with the codec klt. ``raw_tokens_left_out`` counts tokens without room. One KvpackWarning per codec
+    reports those that lose precision, or cause others to lose it.
+
+    Raises InvalidParameter, InvalidType and LimitExceeded for a recipe whose sizes depend on the values (lossless, transform, outliers, raw
+    tokens by ``sinks``), and for one that keeps a raw tail. A recipe of klt must have its basis (``Recipe("klt-2", basis)``): raises
+    MissingBasis without one, and InvalidParameter if the basis has a different number of heads.
     """
 
     def __init__(
@@ -86,22 +91,23 @@ class PageCodec:
 
     @property
     def raw_tokens_left_out(self) -> int:
-        """Number of tokens so far that should have been kept raw but found no room in their page. Reading it waits for devices."""
+        """Number of tokens so far that should have been kept raw, but for which their pages had no room. Reading it waits for devices."""
         return self._left_out.count + sum(int(device.left_out[0]) for device in self._devices.values())
 
     def encode_into(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> list[Outcome]:
-        """Encode the pages in ``slots`` to ``rows``; return, for each page, None or the error for which it has no row.
+        """Encode the pages in ``slots`` to ``rows``. Returns, for each page, None, or the error because of which it has no row.
 
         ``rows`` are writable buffers of at least ``nbytes`` bytes, or one uint8 tensor ``[page, byte]``; bytes after a row in its buffer
-        are left unchanged. ``keys`` are the engine's names of the pages, of any bytes. The row of a page with an error does not begin as a
-        row. Raises InvalidParameter or OutOfBounds for arguments that fit no page.
+        are left unchanged. ``keys`` are the engine's names of the pages, which may be any bytes. If a page has an error, the buffer of its
+        row does not begin like a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid for all pages.
         """
         return self.start_encode(pages, slots, rows, keys=keys).outcomes()
 
     def start_encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, *, keys: Sequence[bytes] | None = None) -> PageJob:
-        """Start ``encode_into`` without waiting for the device; in host memory the job is complete on return.
+        """Start ``encode_into`` without waiting for the device. In host memory, the job is complete on return.
 
-        Recipes with raw tokens or key means wait for the device: the next launches depend on the number of raw tokens in each page.
+        Recipes with raw tokens or key means do wait for the device, because the next launches depend on the number of raw tokens in each
+        page.
         """
         slots, digests = self.validate_arguments(pages, slots, keys)
         if (device := self._get_device_pages(pages)) is not None:
@@ -112,18 +118,18 @@ class PageCodec:
     def decode_into(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> list[Outcome]:
-        """Decode ``rows`` to the pages in ``slots``, and return for each page None or the error because of which it was left unchanged.
+        """Decode ``rows`` to the pages in ``slots``. Returns, for each page, None, or the error because of which it was left unchanged.
 
-        A row is checked before anything is written: its checksum, namespace, geometry, recipe and, with ``keys``, its name; with
-        ``values`` also the rules of its codecs, for rows that others may have written. ``rows`` may be longer than a row.
-        Raises InvalidParameter or OutOfBounds for arguments that fit no page.
+        A row is checked before anything is written: its checksum, namespace, geometry, recipe and, with ``keys``, its name. With
+        ``values``, the rules of its codecs are checked as well, for rows that others may have written. Buffers in ``rows`` may be longer
+        than a row. Raises InvalidParameter or OutOfBounds for arguments that are invalid for all pages.
         """
         return self.start_decode(rows, pages, slots, keys=keys, values=values).outcomes()
 
     def start_decode(
         self, rows: Rows, pages: PageBuffer, slots: Sequence[int], *, keys: Sequence[bytes] | None = None, values: bool = False
     ) -> PageJob:
-        """Start ``decode_into`` without waiting for the device; in host memory the job is complete on return."""
+        """Start ``decode_into`` without waiting for the device. In host memory, the job is complete on return."""
         check_flag(values, "values")
         slots, digests = self.validate_arguments(pages, slots, keys, written=True)
         if (device := self._get_device_pages(pages)) is not None:

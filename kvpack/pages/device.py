@@ -1,7 +1,7 @@
-"""Convert pages in device memory to rows and back with kernels. The host only provides tables, and reads the outcomes afterward.
+"""Conversion of pages in device memory to rows and back with kernels. The host only provides tables, and reads the outcomes afterward.
 
 Recipes that page kernels do not support are coded for all pages of a job together (``batched``). The host codes pages that kernels have
-rejected, to report their errors, and recipes whose digits must be checked before they are looked up in tables.
+rejected, to report their errors. It also handles recipes whose digits must be checked before they are looked up in tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rows = Sequence[Any] | torch.Tensor
 _MAX_COUNT = 2**31 - 1
 
 _REFUSED, _SUSPECT = 1, 2
-"""Status of a page that kernels could not encode, and of a page in which tokens may lose precision or cause other tokens to lose it."""
+"""Status of a page that kernels could not encode, and of a page in which tokens may lose precision or cause others to lose it."""
 
 
 class PageJob:
@@ -57,7 +57,7 @@ class PageJob:
 
     @property
     def on_device(self) -> bool:
-        """True if a CUDA device runs the job; otherwise the host has finished it."""
+        """True if the job runs on a CUDA device. Otherwise, the host has finished it."""
         return self._event is not None
 
     @property
@@ -97,10 +97,10 @@ class DevicePages:
             self._pads = torch.tensor(pads, dtype=torch.int32, device=device) if pads else None
             self._padding = None if self._pads is None else self._pads.to(torch.int64)
             self._shared_left_out, self.left_out = left_out, torch.zeros(2, dtype=torch.int64, device=device)
-            """Raw tokens for which pages had no slot, as ``LeftOutTokens`` counts them."""
+            """Counts of raw tokens for which pages had no slot, as in ``LeftOutTokens``."""
 
     def encode(self, pages: PageBuffer, slots: Sequence[int], rows: Rows, digests: Sequence[bytes | None]) -> PageJob:
-        """Start encoding pages to ``rows``, which are fastest in the device's memory."""
+        """Start encoding pages to ``rows``. This is fastest if the rows are in the device's memory."""
         target = rows if self._is_usable(rows) else torch.empty(len(slots), self._nbytes, dtype=torch.uint8, device=self._device)
         assert isinstance(target, torch.Tensor)
         with float32_no_grad(self._device):

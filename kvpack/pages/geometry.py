@@ -29,22 +29,22 @@ DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "u8": torch.uint8,
 }
-"""The torch dtypes of an engine's values by name. u8 is for pages whose bytes kvpack does not interpret."""
+"""torch dtypes of an engine's values by name. u8 is for pages whose bytes kvpack does not interpret."""
 ENCODING_DTYPES = {"fp8_e4m3": "bf16", "fp8_e5m2": "bf16"}
-"""The dtype to which 8-bit values are converted before encoding. It represents each of their values exactly."""
+"""Dtype to which 8-bit values are converted before encoding. It represents each of their values exactly."""
 MAX_BYTES = 2**40
 """Maximum number of bytes per layer of a page whose bytes kvpack does not interpret."""
 FEATURE = "page-dtype"
-"""The ignorable feature of a row's description with the engine's dtype."""
+"""Ignorable feature of a row's description with the engine's dtype."""
 
 
 @dataclass(frozen=True)
 class PageGeometry:
-    """The shape of a page: ``tokens`` tokens of ``layers`` layers, with ``heads`` heads of ``dim_k`` and ``dim_v`` values of ``dtype``.
+    """The shape of a page: ``tokens`` tokens of ``layers`` layers, with ``heads`` heads of ``dim_k`` and ``dim_v`` channels of ``dtype``.
 
-    ``dim_v`` None is a page of one side, such as MLA latents that are stored with one codec; latents of 512 values and 64 rotary ones
-    are two sides, ``dim_k=512, dim_v=64``, so that a recipe such as "k=group:b=4;v=raw" keeps the rotary part exactly.
-    ``dtype`` is one of ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` and ``u8``. Raises InvalidParameter.
+    ``dim_v`` is None for a page of one side, such as MLA latents that are stored with one codec. Latents with 512 values and 64 rotary
+    values have two sides, ``dim_k=512, dim_v=64``, so that a recipe such as "k=group:b=4;v=raw" keeps the rotary part exactly. ``dtype`` is
+    one of ``bf16``, ``fp16``, ``fp32``, ``fp8_e4m3``, ``fp8_e5m2`` and ``u8``. Raises InvalidParameter.
     """
 
     layers: int
@@ -82,19 +82,19 @@ class PageGeometry:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The number of values per token and head, for the keys ("k") and, if a page has them, the values ("v")."""
+        """Number of values per token and head, for the keys ("k") and, if a page has them, the values ("v")."""
         return {"k": self.dim_k} if self.dim_v is None else {"k": self.dim_k, "v": self.dim_v}
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of a page in the engine's memory."""
+        """Number of bytes of a page in the engine's memory."""
         return self.layers * self.heads * self.tokens * sum(self.dims.values()) * self.torch_dtype.itemsize
 
     def codec(self, recipe: Recipe, layer: int, side: str) -> Codec:
         """Return the codec of one side.
 
-        Raises MissingBasis, or InvalidParameter for sizes that depend on the values, for bytes that would be recoded, and for a basis with
-        a different number of heads.
+        Raises MissingBasis, or InvalidParameter for sizes that depend on the values, for opaque bytes that would be encoded, and for a
+        basis with a different number of heads.
         """
         dim, where = self.dims[side], f"layers[{layer}].{side}"
         codec = recipe.codec(layer, self.layers, side, dim, ENCODING_DTYPES.get(self.dtype, "bf16" if self.dtype == "u8" else self.dtype))
@@ -120,10 +120,10 @@ class PageGeometry:
         return codec
 
     def slots(self, codec: Codec) -> dict[str, int]:
-        """Return the fixed number of raw tokens for which a page has room, by stream; empty if there is no room.
+        """Return the fixed number of raw tokens for which a page has room, by stream, or an empty dict if there is no room.
 
-        A basis is calibrated without the tokens that recipes keep raw, and encodes them badly. So pages with a basis have room for at least
-        one.
+        A basis is calibrated without the tokens that recipes keep raw, and does not represent them well. Therefore, pages with a basis have
+        room for at least one.
         """
         raw, count = codec.sidecar(RawPositions), slot_count(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}

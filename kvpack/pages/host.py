@@ -1,4 +1,4 @@
-"""Convert pages in host memory to rows and back, with the codec's own threads."""
+"""Conversion of pages in host memory to rows and back, with the codec's own threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RowPlan(NamedTuple):
     lanes: Sequence[Lane]
 
     def error_of(self, row: memoryview, digest: bytes | None, values: bool, where: str) -> Outcome:
-        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked too."""
+        """Return the error of an invalid row, or None if it is valid. With ``values``, the rules of its codecs are checked as well."""
         try:
             frame = check_row(row, where)
             check_row_matches(row[: frame.length], frame, self.layout, self.namespace, digest, where)
@@ -72,7 +72,7 @@ class HostPages:
         digests: Sequence[bytes | None],
         names: Sequence[int] | None = None,
     ) -> list[Outcome]:
-        """Encode pages to ``targets``. Errors name the slots ``names`` (default: ``slots``)."""
+        """Encode pages to ``targets``. Errors refer to the slots as ``names``, which default to ``slots``."""
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 
@@ -103,7 +103,7 @@ class HostPages:
     def decode(
         self, sources: Sequence[memoryview], pages: PageBuffer, slots: Sequence[int], digests: Sequence[bytes | None], values: bool
     ) -> list[Outcome]:
-        """Check each row, and decode the valid ones into their slots. Return the error of each row, or None for a decoded one."""
+        """Check each row, and decode the valid ones into their slots. Returns the error of each row, or None if it was decoded."""
         plan = self._plan
         lanes = [BoundLane.of(lane, pages) for lane in plan.lanes]
 

@@ -39,7 +39,7 @@ class Lane:
     count: int
     places: Mapping[str, tuple[int, int]]
     stride: int
-    """Bytes from one layer's streams to the next layer's in a row."""
+    """Distance, in bytes, between the streams of consecutive layers in a row."""
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -51,12 +51,12 @@ class Lane:
 
     @cached_property
     def raw(self) -> RawPositions | None:
-        """The rule that chooses a page's raw tokens, or None if it has none."""
+        """Rule that chooses a page's raw tokens, or None if it has none."""
         return self.codec.sidecar(RawPositions)
 
     @cached_property
     def raw_rule(self) -> RawPositions | None:
-        """The rule that finds the tokens to keep raw, even if the page has no room for them, or None if none are to be kept raw."""
+        """Rule that finds the tokens to keep raw, even if the page has no room for them, or None if no tokens are to be kept raw."""
         # A token with a large norm shifts its page's mean.
         has_means = isinstance(self.plain_codec, CodecWithSidecars) and self.plain_codec.page_vectors
         if self.raw is not None or not (self.plain_codec.summary.shared_scales or has_means):
@@ -74,9 +74,10 @@ class Lane:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """The kinds of scales that several tokens or heads share.
+        """Kinds of scales that several tokens or heads share.
 
-        Pages without room for raw tokens are short; compared with their median, ordinary tokens would seem large, so they have none.
+        The result is empty for pages without room for raw tokens, because they are so short that ordinary tokens would seem large compared
+        with their median.
         """
         return self.plain_codec.summary.shared_scales - (frozenset() if self.slots else {TOKENS})
 
@@ -88,12 +89,12 @@ class Lane:
 
     @cached_property
     def slots(self) -> int:
-        """The number of raw tokens for which a page has room."""
+        """Number of raw tokens for which a page has room."""
         return next(iter(self.geometry.slots(self.codec).values()), 0)
 
     @cached_property
     def plain_codec(self) -> Codec:
-        """The codec of the tokens that are not raw."""
+        """Codec of the tokens that are not raw."""
         return self.codec.without_raw_positions
 
     def stream_bytes(self, row: memoryview, name: str) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class PageLayout:
     """The arrangement of a page of ``elements`` values in memory.
 
-    ``places`` has the position of each key and each value, int64 ``[layer, head, token, channel]``, by side.
+    ``places`` contains the position of each key and each value, int64 ``[layer, head, token, channel]``, by side.
     """
 
     geometry: PageGeometry
@@ -34,12 +34,13 @@ class PageLayout:
 
     @classmethod
     def detect(cls, geometry: PageGeometry, write: Writer, page: torch.Tensor) -> Self:
-        """Find the layout of a page by ``write(k, v)``, which puts values through the engine's own writer into ``page``.
+        """Detect the layout of a page with ``write(k, v)``, which writes values to ``page`` with the engine's own writer.
 
-        ``k`` and ``v`` are ``[layer, head, token, channel]`` of the geometry's dtype, ``v`` None for pages of one side; ``page`` is a
-        scratch page, contiguous, whose content is lost. Values are numbered, and each bit of the numbers is written once for each side;
-        then values of any bits must come back. A layout's name is not enough: pages of equal shape may be arranged differently. Raises
-        InvalidParameter unless the writer is a permutation: it must not lose, repeat, overlap or change values.
+        ``k`` and ``v`` are ``[layer, head, token, channel]`` in the geometry's dtype; ``v`` is None for pages of one side. ``page`` is a
+        contiguous scratch page, whose content is lost. Values are numbered, and each bit of the numbers is written once for each side.
+        Afterwards, values with any bits must be read back unchanged. A layout's name would not be enough, because pages of equal shape may
+        be arranged differently. Raises InvalidParameter unless the writer is a permutation, which does not lose, repeat, overlap or change
+        values.
         """
         if not isinstance(geometry, PageGeometry):
             raise InvalidType(f"geometry is {describe(geometry)}, expected a kvpack.pages.PageGeometry")
@@ -88,13 +89,13 @@ class PageLayout:
 
     @property
     def digest(self) -> str:
-        """The name of the layout, derived from the positions of its values. It is the ``layout`` for ``Identity.of_engine``."""
+        """Name of the layout, derived from the positions of its values. Pass it as ``layout`` to ``Identity.of_engine``."""
         data = b"".join(f"{side} {list(place.shape)}".encode() + place.numpy().tobytes() for side, place in self.places.items())
         return hashlib.sha256(data).hexdigest()
 
     @cached_property
     def strides(self) -> dict[str, tuple[int, tuple[int, int, int, int]]] | None:
-        """The offset of the first value and the strides of the axes, by side, or None if strides cannot describe the layout."""
+        """Offset of the first value and strides of the axes, by side, or None if strides cannot describe the layout."""
         result = {}
         for side, place in self.places.items():
             first = int(place[0, 0, 0, 0])
@@ -114,7 +115,7 @@ class PageLayout:
     def buffer(self, pool: torch.Tensor) -> PageBuffer:
         """View ``pool`` ``[slot, value]``, an engine's memory, as a ``PageBuffer``, without copying.
 
-        Raises InvalidParameter if strides cannot describe the layout: copy its pages with ``gather`` and ``scatter`` instead.
+        Raises InvalidParameter if strides cannot describe the layout. In that case, copy its pages with ``gather`` and ``scatter``.
         """
         self._check_pool(pool)
         if self.strides is None:
@@ -139,7 +140,7 @@ class PageLayout:
     def gather(self, pool: torch.Tensor, slots: Sequence[int], staging: PageBuffer) -> None:
         """Copy the pages in ``slots`` of ``pool`` ``[slot, value]`` to the first slots of ``staging``.
 
-        Raises InvalidParameter or OutOfBounds for slots and a staging that do not fit.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match.
         """
         for number, slot in enumerate(self._check_arguments(pool, slots, staging)):
             for side, place in self.places.items():
@@ -150,7 +151,7 @@ class PageLayout:
     def scatter(self, staging: PageBuffer, pool: torch.Tensor, slots: Sequence[int]) -> None:
         """Copy the first slots of ``staging`` to the pages in ``slots`` of ``pool`` ``[slot, value]``.
 
-        Raises InvalidParameter or OutOfBounds for slots and a staging that do not fit.
+        Raises InvalidParameter or OutOfBounds if ``slots`` or ``staging`` do not match.
         """
         chosen = self._check_arguments(pool, slots, staging, written=True)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Count the raw tokens for which an engine's pages have no room, and warn once if that costs precision."""
+"""Counting of raw tokens for which an engine's pages have no room, with one warning if they cost precision."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class LeftOutTokens:
     """A counter of tokens that should have been kept raw, but for which a page had no room. Safe to use from any thread.
 
-    A token of low norm is harmless: only its own error grows. A token is ``costly`` if tokens or heads that share scales with it lose
-    precision, because its norm is high or a shared scale does not fit it, or if it loses precision itself because a map, a mean or its own
-    scale does not fit it.
+    A token of low norm is harmless, because only its own error grows. A token is ``costly`` if tokens or heads that share scales with it
+    lose precision, because its norm is high or a shared scale does not fit it. It is also costly if it loses precision itself, because a
+    map, a mean or its own scale does not fit it.
     """
 
     def __init__(self, geometry: PageGeometry) -> None:

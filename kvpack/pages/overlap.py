@@ -1,7 +1,7 @@
-"""Determine from sizes and strides if strided values share bytes. An engine's tensors have too many values to compare one by one.
+"""Detection, from sizes and strides, of strided values that share bytes. Engines' tensors have too many values to compare them all.
 
 Two values of tensors A and B begin at p + Σ a_k·s_k and q + Σ b_k·t_k. They share bytes if bounded integers a and b bring these within an
-item of each other. The search goes from the largest stride down; the reach of the smaller strides leaves few choices.
+item of each other. The search starts with the largest stride. The range of the smaller strides leaves few choices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def overlaps(x: Strided, y: Strided) -> bool:
 
 
 def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
-    """Return the indices of two tensors that share bytes, or the same index twice if a tensor's own items do; None without any."""
+    """Return the indices of two tensors that share bytes, or the same index twice if a tensor overlaps itself, or None if none do."""
     for number, tensor in enumerate(tensors):
         if overlaps_itself(tensor):
             return number, number
@@ -70,7 +70,7 @@ def find_overlap(tensors: list[Strided]) -> tuple[int, int] | None:
 
 
 def _fold_pools(tensors: list[Strided]) -> Strided | None:
-    """Combine equally shaped tensors at equal distances into one with another axis, such as the layers of one pool."""
+    """Combine equally shaped tensors at equal distances, such as the layers of one pool, into one tensor with another axis."""
     if len({tensor[1:] for tensor in tensors}) != 1:
         return None
     begins = sorted(tensor.begin for tensor in tensors)

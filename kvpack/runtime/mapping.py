@@ -1,6 +1,6 @@
-"""Map files, and query the page cache.
+"""Mapping of files, and queries of the page cache.
 
-``map_file`` does not keep the file open, unlike ``mmap.mmap``, which needs a descriptor as long as it lives. A long prefix has many files.
+Unlike ``mmap.mmap``, ``map_file`` does not keep the file's descriptor open, because a long prefix has many files.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _LOWEST_BITS = bytes(number & 1 for number in range(256))
 
 _DEFAULT_MAX_MAPPINGS = 65_530
 _MAPPING_DIVISOR = 4
-"""kvpack uses at most one in this many of the process's allowed mappings, because threads and allocators need them too."""
+"""Divisor of the process's number of allowed mappings. kvpack uses at most this share, because threads and allocators need mappings, too.
+"""
 _MAPPED: set[int] = set()
-"""Addresses of the mappings in use. Changing a set needs no lock, for which a finalizer could not wait."""
+"""Addresses of the mappings in use. Changing a set needs no lock, which a finalizer could not wait for."""
 
 
 class _Mapping:
-    """A mapping of a file, which is unmapped with the last reference."""
+    """A mapping of a file, which is unmapped when the last reference is gone."""
 
     def __init__(self, address: int, size: int) -> None:
         self._address, self._size = address, size
@@ -59,7 +60,7 @@ def may_map() -> bool:
 
 
 def map_file(descriptor: int, size: int) -> memoryview:
-    """Map the first ``size`` bytes, at least one, of an open file. The mapping is writable and private: writes do not reach the file.
+    """Map the first ``size`` bytes (at least 1) of an open file. The mapping is writable and private: writes do not change the file.
 
     All pages are mapped at once, so that a disk error raises OSError now instead of a signal later.
     """
@@ -77,7 +78,7 @@ def map_file(descriptor: int, size: int) -> memoryview:
 def populate(address: int, size: int) -> None:
     """Fault in ``size`` bytes of a mapping from ``address``, which must be page-aligned, without blocking other threads.
 
-    Reading them from disk at once is faster than page by page. Older kernels map pages on first use. Raises OSError if pages cannot be
+    Reading them from disk all at once is faster than page by page. Older kernels map pages on first use. Raises OSError if pages cannot be
     read.
     """
     if _LIBC.madvise(address, size, _MADV_POPULATE_READ) and ctypes.get_errno() != _UNKNOWN_ADVICE:
@@ -85,7 +86,7 @@ def populate(address: int, size: int) -> None:
 
 
 def is_cold(descriptor: int, begin: int, end: int) -> bool:
-    """Return True if less than half of bytes ``[begin, end)`` of an open file is in the page cache, or False if that is unknown.
+    """Return True if less than half of bytes ``[begin, end)`` of an open file are in the page cache, or False if that is unknown.
 
     Linux reports it only for files that the user owns or may write to.
     """

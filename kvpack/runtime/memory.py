@@ -1,8 +1,8 @@
-"""Allocate memory for large results on the CPU, outside the heap and in huge pages if the system has them.
+"""Memory for large results on the CPU, allocated outside the heap and in huge pages if the system has them.
 
-Most of the time of writing to new memory is page faults: 0.4 to 0.7 ms per MiB with small pages, 0.1 ms with huge ones. The heap uses huge
-pages only within a single result, and then keeps them for other allocations of the process. The memory of a freed pack is reused by the
-next one unless the system has reclaimed it.
+Most of the time for writing to new memory is spent on page faults: 0.4 to 0.7 ms per MiB with small pages, and 0.1 ms with huge ones. The
+heap uses huge pages only within a single result, and then keeps them for other allocations of the process. The memory of a freed pack is
+reused by the next one unless the system has reclaimed it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_OWN_MEMORY_BYTES = 1 << 22
 """Minimum size in bytes of a result that gets its own memory."""
 
 MIN_ARENA_BYTES = 1 << 16
-"""Minimum size in bytes of a result in a shared arena; smaller results are on the heap."""
+"""Minimum size in bytes of a result in a shared arena. Smaller results are on the heap."""
 
 HUGE_PAGE_BYTES = 1 << 21
 """Size of a huge page in bytes on the processors for which there are C kernels."""
@@ -38,7 +38,7 @@ _spare: deque[mmap.mmap] = deque(maxlen=1)
 
 
 class _Block:
-    """A block of memory from which results are allocated in order. It is freed with the last of them."""
+    """A block of memory from which results are allocated in order. It is freed together with the last of them."""
 
     def __init__(self, nbytes: int) -> None:
         memory = _take_spare() if nbytes == _PIECE_BYTES else None
@@ -82,7 +82,7 @@ _pieces: ContextVar[list[_Block] | None] = ContextVar("kvpack_pieces_of_memory",
 
 @contextlib.contextmanager
 def shared_arena(values: int) -> Iterator[None]:
-    """Allocate results within this context next to each other if ``values`` 16-bit values take at least ``MIN_OWN_MEMORY_BYTES``."""
+    """Within this context, allocate results next to each other if ``values`` 16-bit values take at least ``MIN_OWN_MEMORY_BYTES``."""
     if 2 * values < MIN_OWN_MEMORY_BYTES or _pieces.get() is not None:
         yield
         return

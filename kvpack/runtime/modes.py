@@ -1,4 +1,4 @@
-"""Set the PyTorch modes in which kvpack computes, regardless of the caller's modes."""
+"""PyTorch modes in which kvpack computes, regardless of the caller's modes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 def flushes_subnormals() -> bool:
     """Return True if the calling thread replaces subnormal numbers by 0, as after ``torch.set_flush_denormal(True)``.
 
-    The setting is per thread and is inherited by threads that it starts. PyTorch has no function that returns it.
+    The setting is per thread, and is inherited by threads that the thread starts. PyTorch has no function that returns it.
     """
     return _SMALLEST_NORMAL * 0.5 == 0.0
 

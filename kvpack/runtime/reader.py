@@ -1,4 +1,4 @@
-"""Read files with several threads, and directly from disk."""
+"""Reading of files with several threads, and directly from disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIN_DIRECT_BYTES = 2**24
-"""Minimum size in bytes of a file that is read directly; for smaller files the page cache is as fast."""
+"""Minimum size in bytes of a file that is read directly. For smaller files, the page cache is as fast."""
 _PIECE_BYTES, _THREADS = 2**21, 8
 """Size of a direct read in bytes, and number of reading threads, which mostly wait for the disk."""
 _MILLISECONDS = 100
@@ -23,13 +23,13 @@ _MILLISECONDS = 100
 
 
 BLOCK = 4096
-"""Block size in bytes of direct reads, in the file and in memory. Disks with larger blocks are rare; there the page cache is used."""
+"""Block size in bytes of direct reads, in the file and in memory. For disks with larger blocks, which are rare, the page cache is used."""
 
 
 def open_direct(descriptor: int) -> int | None:
     """Return a new descriptor of the same open file whose reads bypass the page cache.
 
-    Returns None if the file system does not support that, as tmpfs.
+    Returns None if the file system, such as tmpfs, does not support that.
     """
     try:
         # Open it via /proc, because the file may have been renamed or removed.
@@ -46,10 +46,10 @@ def open_direct(descriptor: int) -> int | None:
 
 
 class ColdRead:
-    """Reads the first ``size`` bytes of an open file into ``memory`` in several threads and in order; ``data`` are these bytes.
+    """Reads the first ``size`` bytes of an open file into ``memory``, in several threads and in order. ``data`` contains these bytes.
 
-    The reads bypass the page cache where ``direct``, a descriptor from ``open_direct`` that is closed at the end, allows it. ``close``
-    waits for running reads; until then the descriptor must stay open.
+    If possible, reads bypass the page cache, using ``direct``, a descriptor from ``open_direct``, which is closed at the end. ``close``
+    waits for running reads. Until then, the descriptor must stay open.
     """
 
     def __init__(self, descriptor: int, size: int, direct: int, memory: memoryview) -> None:
@@ -76,7 +76,10 @@ class ColdRead:
         return min(begin, self._size)
 
     def wait(self, end: int) -> int:
-        """Wait for the bytes before ``end``. Returns the end of the bytes that have arrived, lower if the file ended. Raises OSError."""
+        """Wait for the bytes before ``end``. Returns the end of the bytes that have arrived, which is lower if the file ended.
+
+        Raises OSError.
+        """
         while self._reached < end and not self._is_short:
             expected = min(self._reached + _PIECE_BYTES, self._size)
             self._reached = next(self._ends)
@@ -94,9 +97,9 @@ class ColdRead:
 
 
 def read_cold(descriptor: int, size: int) -> ColdRead | None:
-    """Start to read the first ``size`` bytes of an open file directly from disk into new memory, if they are not in the page cache.
+    """Start reading the first ``size`` bytes of an open file directly from disk into new memory, if they are not in the page cache.
 
-    Returns None if the page cache should be used: because at least half of the file is in it, the file is small, or direct reads fail.
+    Returns None if the page cache should be used, because at least half of the file is in it, the file is small, or direct reads fail.
     """
     if size < MIN_DIRECT_BYTES or not is_cold(descriptor, 0, size) or (direct := open_direct(descriptor)) is None:
         return None
@@ -130,10 +133,10 @@ class Reader:
     """Reads ranges of an open file in C threads, in order.
 
     Each of ``reads`` is an offset, a number of bytes and a target address. Threads share each read in pieces of up to ``piece_bytes``. With
-    ``direct``, a descriptor from ``open_direct`` that is closed at the end, reads bypass the page cache; reads and pieces must then begin
+    ``direct``, a descriptor from ``open_direct`` that is closed at the end, reads bypass the page cache. Reads and pieces must then begin
     at multiples of ``BLOCK`` in the file and in memory, and whole blocks are written.
 
-    No read starts before ``allow``. Use the reader as a context manager: until it exits, the descriptor is read, and ``memory``, which
+    No read starts before ``allow``. Use the reader as a context manager. Until it exits, the descriptor is read, and ``memory``, which
     contains the addresses, is kept alive and written to. Raises MemoryError if no thread can be started.
     """
 
@@ -175,7 +178,7 @@ class Reader:
         self._library.kvpack_reader_allow(self._reader, stop)
 
     def wait(self, number: int) -> bool:
-        """Wait for the reads up to ``number``. Returns True if read ``number`` got all of its bytes."""
+        """Wait for all reads up to number ``number``. Returns True if that read got all of its bytes."""
         while not self._library.kvpack_reader_wait(self._reader, number + 1, _MILLISECONDS):
             continue
         return not self._reads[number].failed

@@ -1,7 +1,7 @@
 """Threads for concurrent calls, without waiting for threads to start.
 
-``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread, and forever if memory runs out before the thread runs.
-Here, the thread that requests a result makes the call itself if no other thread has started it.
+``threading.Thread.start``, which ThreadPoolExecutor uses, waits for the new thread. If memory runs out before the thread runs, it waits
+forever. Here, the thread that requests a result makes the call itself if no other thread has started it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: int, waiting: int = 0) -> Generator[Result, None, None]:
     """Yield ``call(item)`` for each item, in order, with up to ``at_once`` concurrent calls, and ``waiting`` more items fetched ahead.
 
-    If ``waiting`` is 0, idle threads wait until the next result is requested. Closing the iterator waits for running calls and drops those
-    not started.
+    If ``waiting`` is 0, idle threads wait until the next result is requested. Closing the iterator waits for running calls, and drops calls
+    that have not started.
     """
     remaining = iter(items)
     jobs = deque(map(_Job, islice(remaining, at_once + waiting)))
@@ -50,7 +50,7 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item], at_once: 
 
 
 class StartedCalls(Generic[Item, Result]):
-    """Calls ``call(item)`` for each item in up to ``at_once`` threads. Waiting threads make calls that no thread has started."""
+    """Calls ``call(item)`` for each item in up to ``at_once`` threads. Threads that wait make calls that no thread has started."""
 
     def __init__(self, call: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> None:
         self._jobs = [_Job(item) for item in items]
@@ -116,7 +116,7 @@ class _Job:
         return self._result
 
     def cancel(self) -> None:
-        """Prevent the call, or wait for it if it has started."""
+        """Prevent the call if it has not started, otherwise wait for it."""
         if not self._started.acquire(blocking=False):
             self.wait()
 
@@ -159,6 +159,6 @@ class WorkerThreads:
         return executor or self._pools.setdefault(os.getpid(), ThreadPoolExecutor(self._count, thread_name_prefix=self._name))
 
     def close(self) -> None:
-        """Wait for the threads' work and stop them. ``pool`` starts new threads."""
+        """Wait for the threads' work and stop them. ``pool`` starts new ones."""
         if (pool := self._pools.pop(os.getpid(), None)) is not None:
             pool.shutdown()

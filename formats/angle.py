@@ -19,8 +19,9 @@ from .lazy import functional, torch
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .parameter_checks import Fields, check_choice, check_fields, check_range
 from .rotation import KINDS
-from .streams import Layout, stored_norm
+from .streams import Layout
 from .tables import MAX_CACHED_TABLES, cache_per_device
+from .token_norms import stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -61,7 +61,7 @@ class BalancedFrames:
         if rotation not in self._query_matrices:
             with torch.inference_mode(False):
                 back = self.matrices.to(torch.float64).transpose(1, 2)
-                rotated = back if rotation.kind == "none" else back @ rotation.matrix(back.device).to(torch.float64).T
+                rotated = back @ rotation.matrix(back.device).to(torch.float64).T
                 self._query_matrices[rotation] = rotated.to(torch.float32).contiguous()
         return self._query_matrices[rotation]
 

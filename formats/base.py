@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from .codec_summary import CodecSummary
 from .columns import Columns
-from .head_norms import norms_per_head
 from .lazy import torch
 from .rotation import Rotation, rotation_of
 from .runs import RunEncoder
 from .streams import EntryStreams, Layout
 from .tables import BoundedCache
+from .token_norms import norms_per_head
 from .value_blocks import check_finite
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class Codec(EntryStreams, ABC):
     """True if the codec, unless it is lossless, supports all sidecars. Otherwise it supports only those with ``supports_every_codec``."""
     dim: int
     sidecars: tuple[Any, ...] = ()
+    raw_positions: Any = None
+    """The codec's ``RawPositions``, if it has this sidecar."""
 
     @property
     @abstractmethod
@@ -138,7 +140,7 @@ class Codec(EntryStreams, ABC):
 
     @property
     def without_raw_positions(self) -> Codec:
-        """The codec without its sidecar ``raw_positions``."""
+        """The codec without ``raw_positions``."""
         return self
 
     @abstractmethod
@@ -454,7 +456,7 @@ class PlainCodec(Codec):
 
     @property
     def shared_scales(self) -> frozenset[str]:
-        """Kinds of scales, proportional to norms, that heads or tokens share: a subset of ``head_norms.HEADS`` and ``head_norms.TOKENS``.
+        """Kinds of scales, proportional to norms, that heads or tokens share: a subset of ``token_norms.HEADS`` and ``token_norms.TOKENS``.
         """
         return frozenset()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .lazy import torch
-from .raw_positions import RawPositions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +33,7 @@ def select_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], indices:
 def split_sequences(codec: Codec, streams: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
     """Split the sequences into ``parts`` equal parts, and return the streams of each. Only raw tokens by position may be stored as entries.
     """
-    layouts, raw = codec.row_layouts, codec.sidecar(RawPositions)
+    layouts, raw = codec.row_layouts, codec.raw_positions
     by_stream = {name: streams[name].chunk(parts, 0) for name, layout in layouts.items() if layout.batch_axis == 0}
     batch = parts * next(iter(by_stream.values()))[0].shape[0]
     entries: list[dict[str, torch.Tensor]] = [{}] * parts if raw is None else raw.split_sequences(streams, parts, batch)

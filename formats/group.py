@@ -14,14 +14,14 @@ from . import scale_range
 from .base import MAX_DIM
 from .columns import Columns, default_fields
 from .family import ENCODER_ONLY, OPTIONAL, SEED, CodecFamily, in_range, one_of
-from .head_norms import HEADS, TOKENS
 from .lazy import torch
 from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .parameter_checks import Fields, check_fields
 from .rotation import KINDS
 from .runs import Run, RunEncoder
-from .streams import Layout, stored_norm
+from .streams import Layout
 from .tables import MAX_CACHED_TABLES
+from .token_norms import HEADS, TOKENS, stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from .errors import InvalidParameter
 from .lazy import torch
 from .sidecar import PageVector, RunStep, parse_map
-from .streams import Layout, stored_norm
+from .streams import Layout
+from .token_norms import stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,8 +17,9 @@ from .family import CodecFamily, in_range, one_of
 from .lazy import functional, numpy, torch
 from .parameter_checks import Fields, check_choice, check_fields
 from .runs import Run, RunEncoder
-from .streams import NORMS, Layout, stored_norm
+from .streams import NORMS, Layout
 from .tables import MAX_CACHED_TABLES, cache_per_device
+from .token_norms import stored_norm
 from .value_blocks import first_index, value_blocks
 
 if TYPE_CHECKING:

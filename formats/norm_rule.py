@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .head_norms import norms_per_head
 from .lazy import torch
-from .token_norms import LARGEST_STORED, LIMITS
+from .token_norms import LARGEST_STORED, LIMITS, norms_per_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,8 +23,9 @@ from .norm_rule import NORM_RULES, read_norm_rule, unbiased_factor
 from .octahedral_search import midpoints, nearest_level
 from .parameter_checks import Fields, check_fields
 from .rotation import KINDS
-from .streams import NORMS, Layout, stored_norm
+from .streams import NORMS, Layout
 from .tables import MAX_CACHED_TABLES, cache_per_device
+from .token_norms import stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,8 @@ from .lazy import torch
 from .parameter_checks import check_choice, check_range
 from .rotation import Rotation, rotation_of
 from .sidecar import ResidualSketch, parse_map
-from .streams import NORMS, Layout, stored_norm
+from .streams import NORMS, Layout
+from .token_norms import stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

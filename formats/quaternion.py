@@ -22,8 +22,9 @@ from .parameter_checks import Fields, check_fields
 from .quaternion_search import UNITS, Search
 from .rotation import KINDS, Rotation, rotation_of
 from .runs import Run, RunEncoder
-from .streams import Layout, stored_norm
+from .streams import Layout
 from .tables import MAX_CACHED_TABLES, cache_per_device
+from .token_norms import stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

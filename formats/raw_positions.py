@@ -15,7 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
-from .head_norms import (
+from .lazy import numpy, torch
+from .raw import DTYPES, TORCH_DTYPE_NAMES
+from .sidecar import RunStep, WholeTokens
+from .streams import Layout
+from .token_norms import (
     drop_crowded_pages,
     large_size_mask,
     mark_large,
@@ -24,10 +28,6 @@ from .head_norms import (
     norms_over_heads,
     norms_per_head,
 )
-from .lazy import numpy, torch
-from .raw import DTYPES, TORCH_DTYPE_NAMES
-from .sidecar import RunStep, WholeTokens
-from .streams import Layout
 from .value_blocks import BLOCK_VALUES, read_values, row_blocks
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RawPositions(WholeTokens):
     A norm is far from the median if it is below ``low_norm`` or above ``high_norm`` times the median; 0 disables a bound. With
     ``low_norm``, tokens whose values are near zero are raw too (``choice_norms``). With ``high_norm``, tokens are also raw if their norm in
     one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or tokens share
-    (``head_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
+    (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
 
     The norms are those of a token's keys, for values too, if the encoder receives the keys (``Run.norms``).
     """
@@ -248,7 +248,7 @@ class RawPositions(WholeTokens):
 def add_poorly_fitting(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tensor:
     """Add to ``chosen``, bool ``[batch, token]``, the tokens with ``fit_errors`` above 1, in pages with few of them.
 
-    ``fit_errors`` are those of ``head_norms.measure_fit_errors``.
+    ``fit_errors`` are those of ``token_norms.measure_fit_errors``.
     """
     return chosen | drop_crowded_pages((fit_errors > 1) & ~chosen)
 
@@ -278,7 +278,7 @@ def store_in_slots(
 ) -> Slots:
     """Store the raw tokens of pages ``x`` ``[page, kv_head, token, dim]`` in slots.
 
-    ``norms`` are the argument of ``RawPositions.choose``, and ``fit_errors`` the result of ``head_norms.measure_fit_errors`` if scales are
+    ``norms`` are the argument of ``RawPositions.choose``, and ``fit_errors`` the result of ``token_norms.measure_fit_errors`` if scales are
     shared. The position of a page in its sequence is unknown, so the first tokens of a sequence get no special treatment. If slots run out,
     tokens of high norm come first, in descending order; they are raw only with codecs that encode tokens together, because otherwise they
     do not affect other tokens. Tokens of low norm come next. Tokens that make a shared scale too large come last, the worst first, no

@@ -123,6 +123,8 @@ def rotation_of(kind: str, dim: int, seed: int = 0) -> Rotation:
 
 @cache_per_device
 def _matrix(kind: str, dim: int, seed: int) -> torch.Tensor:
+    if kind == "none":
+        return torch.eye(dim, dtype=torch.float32)
     matrix = torch.tensor(hadamard(dim), dtype=torch.float32)
     if kind == "signed-hadamard":
         matrix *= torch.tensor(signs(seed, dim), dtype=torch.float32)

@@ -65,6 +65,7 @@ class CodecWithSidecars(Codec):
         # Files and messages use the id and the dim of the inner codec.
         object.__setattr__(self, "id", self.codec.id)
         object.__setattr__(self, "dim", self.codec.dim)
+        object.__setattr__(self, "raw_positions", self.sidecar(RawPositions))
 
     @cached_property
     def without_raw_positions(self) -> Codec:

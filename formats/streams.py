@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from .errors import OutOfRange
 from .lazy import numpy, torch
 
 if TYPE_CHECKING:
@@ -108,32 +106,3 @@ class EntryStreams:
     def select_sequences(self, streams: Mapping[str, torch.Tensor], indices: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the streams of ``entry_tokens`` for the sequences ``indices``, int64 ``[row]``, in that order."""
         return {}
-
-
-def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
-    """Round norms or scales to their stored dtype.
-
-    Args:
-        values: Floating-point tensor of any shape.
-        dtype: Stored dtype, "F16" or "F32".
-        name: Name that the message uses for a value.
-
-    Returns:
-        The rounded values in the same shape: float16 or float32.
-
-    Raises:
-        OutOfRange: A value does not fit. The message contains its position, the value and the limit.
-
-    >>> kvpack.formats.streams.stored_norm(torch.tensor([1.0001]), "F16", "norm")
-    tensor([1.], dtype=torch.float16)
-    """
-    half = dtype == "F16"
-    # One pass over the unrounded values: 65520 and above would round to infinity.
-    if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
-        at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
-        raise OutOfRange(
-            f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest "
-            f"{'binary16 is 65504' if half else 'binary32 is 3.40282e+38'}: "
-            "scale the input, or choose fp32 norms or a raw codec"
-        )
-    return values.to(torch.float16 if half else torch.float32)

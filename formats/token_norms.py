@@ -1,11 +1,22 @@
-"""Stored norms of tokens: binary16, float32, or one byte for their logarithm (spec/packing.md, Norms of 8 bits)."""
+"""Norms of tokens: their stored forms (spec/packing.md, Norms of 8 bits), and tokens with unusual norms (spec/writers.md, Raw tokens).
+
+A norm is stored as binary16, float32, or one byte for its logarithm. The typical norm of a token is the median norm of its page,
+``PAGE_TOKENS`` consecutive tokens of a run.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 from .errors import OutOfRange
-from .lazy import torch
-from .streams import HALF_LIMIT, NORMS, stored_norm
+from .lazy import functional, torch
+from .streams import HALF_LIMIT, NORMS
 from .tables import cache_per_device
+from .value_blocks import BLOCK_VALUES, block_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
 
 LOG8 = "log8"
 TOKEN_NORMS = {**NORMS, LOG8: "U8"}
@@ -18,6 +29,27 @@ STEPS_PER_OCTAVE, MIN_LOG2 = 16, -7
 """Number of codes per octave, and the base-2 logarithm of the smallest nonzero norm, which has code 1."""
 
 _CODES = 256
+
+PAGE_TOKENS = 128
+"""Number of tokens per page, counted from the first token of a run. Tokens at the end that do not fill a page use the last ``PAGE_TOKENS``
+tokens instead.
+"""
+
+HEADS, TOKENS = "heads", "tokens"
+"""Kinds of shared scales: one scale may serve all heads of a token, or all tokens of a group."""
+
+SHARED_RATIO = 1.5
+"""Factor by which a shared scale may exceed the scale for a head's own norm before the head loses precision."""
+
+GROUP_RATIO = 2.0
+"""Multiple of the typical norm in a head above which a token costs the other tokens of its group precision."""
+
+MAX_PER_PAGE = 4
+"""Maximum number of tokens per page that are kept raw because of one head. If there are more, they are not outliers."""
+
+
+compiled_has_large_size: Callable[[torch.Tensor, float], bool | None] = lambda sizes, ratio: None  # noqa: E731
+"""A C implementation of ``has_large_size``, set by ``kvpack.coding.dispatch``. It returns None if the C kernels are unavailable."""
 
 
 def norm_features(norm: str) -> frozenset[str]:
@@ -55,6 +87,35 @@ def log8_bounds() -> torch.Tensor:
     return torch.tensor([_code_norm(0) / 2, *(_code_norm(place - 0.5) for place in range(1, _CODES - 1))], dtype=torch.float32)
 
 
+def stored_norm(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
+    """Round norms or scales to their stored dtype.
+
+    Args:
+        values: Floating-point tensor of any shape.
+        dtype: Stored dtype, "F16" or "F32".
+        name: Name that the message uses for a value.
+
+    Returns:
+        The rounded values in the same shape: float16 or float32.
+
+    Raises:
+        OutOfRange: A value does not fit. The message contains its position, the value and the limit.
+
+    >>> kvpack.formats.token_norms.stored_norm(torch.tensor([1.0001]), "F16", "norm")
+    tensor([1.], dtype=torch.float16)
+    """
+    half = dtype == "F16"
+    # One pass over the unrounded values: 65520 and above would round to infinity.
+    if values.numel() and not values.abs().amax().item() < (HALF_LIMIT if half else math.inf):
+        at = [int(i) for i in torch.nonzero(~(values.abs() < (HALF_LIMIT if half else math.inf)))[0]]
+        raise OutOfRange(
+            f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest "
+            f"{'binary16 is 65504' if half else 'binary32 is 3.40282e+38'}: "
+            "scale the input, or choose fp32 norms or a raw codec"
+        )
+    return values.to(torch.float16 if half else torch.float32)
+
+
 def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
     """Round float32 ``values`` to the stored form ``norm``. Raises OutOfRange if one does not fit; the message calls it ``name``."""
     if norm != LOG8:
@@ -71,3 +132,123 @@ def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
 def decode_norms(stored: torch.Tensor) -> torch.Tensor:
     """Return the ``stored`` norms as float32 of the same shape."""
     return log8_values(stored.device)[stored.to(torch.int64)] if stored.dtype == torch.uint8 else stored.to(torch.float32)
+
+
+def norms_per_head(x: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each token of ``x`` ``[batch, kv_head, token, dim]`` in each head: float32 ``[batch, kv_head, token]``."""
+    size = max(PAGE_TOKENS, BLOCK_VALUES * block_factor(x.device) // max(1, x.shape[0] * x.shape[1] * x.shape[3]))
+    return torch.cat([part.to(torch.float32).square().sum(3).sqrt() for part in torch.split(x, size, 2)], 2)
+
+
+def norms_over_heads(norms: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each token over all heads, ``[batch, token]``, from its norms per head, ``[batch, kv_head, token]``."""
+    return norms.square().sum(1).sqrt()
+
+
+def median_norms(norms: torch.Tensor) -> torch.Tensor:
+    """Return the median of ``norms`` ``[..., token]`` over each token's page. NaN norms are ignored."""
+    tokens, medians = norms.shape[-1], []
+    for pages, count in _pages(norms):
+        median = pages.nanmedian(-1).values
+        medians.append(median.repeat_interleave(PAGE_TOKENS, -1) if count == PAGE_TOKENS else median.expand(*norms.shape[:-1], count))
+    return torch.cat([norms[..., tokens:], *medians], -1)
+
+
+def large_size_mask(sizes: torch.Tensor, ratio: float) -> torch.Tensor | None:
+    """Return a mask of ``sizes`` ``[..., token]`` above ``ratio`` times the typical size, or None if no size is so large.
+
+    If the typical size is 0, no size counts as large: among zero tokens, such as padding, every other token is far from the median. NaN
+    sizes are ignored, and are not in the mask.
+    """
+    return mark_large(sizes, ratio) if has_large_size(sizes, ratio) else None
+
+
+def mark_large(sizes: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Return the mask of ``large_size_mask`` without waiting for a device. The mask is returned even if no size is large."""
+    medians = median_norms(sizes)
+    return (sizes > ratio * medians) & (medians > 0)
+
+
+def measure_fit_errors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
+    """Return a measure of how poorly each token fits the scales that it shares: float32 ``[batch, token]``.
+
+    Above 1, the fit is unacceptable. ``norms`` ``[batch, kv_head, token]`` are the norms from which scales are measured. ``shared`` lists
+    the kinds of shared scales: ``HEADS``, ``TOKENS`` or both.
+    """
+    result = torch.zeros_like(norms[:, 0]) if HEADS not in shared else shared_scale_factors(norms) / SHARED_RATIO
+    return result if TOKENS not in shared else torch.maximum(result, widening_factors(norms, shared) / GROUP_RATIO)
+
+
+def widening_factors(norms: torch.Tensor, shared: Collection[str]) -> torch.Tensor:
+    """Return the factor by which each token widens the typical range of its group, in its largest head: float32 ``[batch, token]``.
+
+    A scale that heads share is divided out first. The factor is 0 for tokens that are below ``GROUP_RATIO`` in every head.
+    """
+    none = torch.zeros_like(norms[:, 0])
+    # One of two tokens is not an outlier.
+    if norms.shape[2] < 3 or (HEADS not in shared and not has_large_size(norms, GROUP_RATIO)):
+        return none
+    medians = median_norms(norms)
+    largest = torch.where(medians > 0, norms / medians, 0.0).amax(1)
+    if HEADS in shared:
+        scale = norms_over_heads(norms)
+        largest = torch.where(scale > 0, largest / (scale / median_norms(scale)), 0.0)
+    return torch.where(largest > GROUP_RATIO, largest, none)
+
+
+def shared_scale_factors(norms: torch.Tensor) -> torch.Tensor:
+    """Return the factor by which a scale shared by heads is too large for the head with the worst fit: float32 ``[batch, token]``.
+
+    ``norms`` are the norms per head. The scale is proportional to the norm over all heads. A head needs the typical scale, or a
+    proportionally larger scale if its norm exceeds its typical norm. The factor is 0 for tokens whose scale is at most ``SHARED_RATIO``
+    times the typical scale.
+    """
+    scale = norms_over_heads(norms)
+    medians = median_norms(scale)
+    large = (scale > SHARED_RATIO * medians) & (medians > 0)
+    if norms.shape[1] == 1 or not large.any():
+        return torch.zeros_like(scale)
+    return torch.where(large, scale / medians / relative_norms(norms).amin(1).clamp_min(1.0), 0.0)
+
+
+def relative_norms(norms: torch.Tensor) -> torch.Tensor:
+    """Divide norms by the typical norm of their head. The result is infinite if the typical norm is 0."""
+    medians = median_norms(norms)
+    return torch.where(medians > 0, norms / medians, torch.inf)
+
+
+def drop_crowded_pages(chosen: torch.Tensor, max_per_page: int = MAX_PER_PAGE) -> torch.Tensor:
+    """Clear ``chosen``, bool ``[batch, token]``, in pages with more than ``max_per_page`` chosen tokens."""
+    batch, tokens = chosen.shape
+    counts = functional.pad(chosen, (0, -tokens % PAGE_TOKENS)).reshape(batch, -1, PAGE_TOKENS).sum(2)
+    return chosen & (counts <= max_per_page).repeat_interleave(PAGE_TOKENS, 1)[:, :tokens]
+
+
+def _pages(norms: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield pages of norms ``[..., page, token]``, each with the number of its last tokens that are compared with its median."""
+    tokens = norms.shape[-1]
+    whole = tokens // PAGE_TOKENS * PAGE_TOKENS
+    if whole:
+        yield norms[..., :whole].reshape(*norms.shape[:-1], whole // PAGE_TOKENS, PAGE_TOKENS), PAGE_TOKENS
+    if whole < tokens:
+        yield norms[..., max(0, tokens - PAGE_TOKENS) :].unsqueeze(-2), tokens - whole
+
+
+def has_large_size(sizes: torch.Tensor, ratio: float) -> bool:
+    """Return True if any of ``sizes`` ``[..., token]`` is above ``ratio`` times the median of its page. NaN sizes are ignored.
+
+    No median is computed: a size is above ``ratio`` times the median if it is above ``ratio`` times more than half of the other sizes.
+    """
+    answer = compiled_has_large_size(sizes, ratio)
+    if answer is not None:
+        return answer
+    for pages, count in _pages(sizes):
+        # This is also True for a page with NaN.
+        may_exceed = ~(pages[..., -count:].amax(-1) <= ratio * pages.amin(-1))
+        if may_exceed.any():
+            wide_pages = pages[may_exceed]
+            largest = wide_pages[..., -count:].nan_to_num(-torch.inf, posinf=torch.inf).amax(-1, keepdim=True)
+            half = ((~wide_pages.isnan()).sum(-1) - 1 >> 1).clamp_min(0)
+            if ((wide_pages * ratio < largest).sum(-1) > half).any():
+                return True
+    return False

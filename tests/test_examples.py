@@ -22,7 +22,7 @@ CODEC_NAMES = (
     "base.Codec", "codec_class", "codec_from_params", "columns.Columns", "columns.default_fields", "create_codec",
     "encoding_blocks.encode_by_rows", "family.CodecFamily", "options.Options", "parameter_checks.check_choice",
     "parameter_checks.check_fields", "parameter_checks.check_range", "rotation.Rotation", "runs.Run", "runs.RunEncoder",
-    "streams.Layout", "streams.stored_norm",
+    "streams.Layout", "token_norms.stored_norm",
 )  # fmt: skip
 """Names of ``kvpack.formats`` in the API reference."""
 OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE

@@ -15,16 +15,17 @@ import torch
 from kvpack.formats.angle import Angle
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.group import Group
-from kvpack.formats.head_norms import PAGE_TOKENS
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.lloyd_max import direction_table
 from kvpack.formats.minifloat import Minifloat, run_scales
 from kvpack.formats.octahedral import Octahedral
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.polar import Polar
+from kvpack.formats.products import product
 from kvpack.formats.quaternion import Quaternion, secondary_quaternions
 from kvpack.formats.scalar import Scalar
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.token_norms import PAGE_TOKENS
 from kvpack.formats.trellis import Trellis
 from kvpack.runtime.memory import empty
 
@@ -65,8 +66,8 @@ _MAX_MEAN = 2.0**60
 _FLOATS, _PAIRS, _POWERS = range(3)
 _ROUNDING_MARGIN = 1 - 2.0**-10
 _CACHE_SIZE = 64
-_TABLES = "tables of the C encoder"
-"""Key in ``Codec.derived_values``. Codecs that differ only in how they search compare equal, but need different tables."""
+_TABLES, _ROTATION = "tables of the C encoder", "matrix of the rotation"
+"""Keys of ``Codec.derived_values``. Codecs that differ only in how they search are equal, but need different tables."""
 
 
 @lru_cache(_CACHE_SIZE)
@@ -115,9 +116,11 @@ def encode(
     Returns None if ``formats/`` must encode ``x`` or reject some values. This is the case if the C kernels do not support the codec, the
     dtype or the strides. ``before`` contains the streams of the preceding tokens, if any; ``level`` is an index into ``library.levels()``.
     For a codec with ``direction_spread``, ``codec.coded_norms`` and the tokens' errors relative to them are written to ``norms`` and
-    ``errors``, contiguous float32 ``[batch, kv_head, token]``. If ``supports_skipping(codec)`` is True, tokens marked in ``skipped``,
-    contiguous bool ``[batch, token]``, are encoded as zeros. Raises MemoryError.
+    ``errors``, contiguous float32 ``[batch, kv_head, token]``. The tokens ``skipped``, contiguous bool
+    ``[batch, token]``, are encoded as zeros, which only Minifloat supports. Raises MemoryError.
     """
+    if skipped is not None and type(codec) is not Minifloat:
+        return None
     if x.dtype not in DTYPES or x.requires_grad or not (codec.dim == 1 or x.stride(3) == 1) or not supports(codec):
         return None
     if isinstance(codec, CodecWithSidecars):
@@ -129,11 +132,6 @@ def encode(
             return None
         streams_so_far[codec.run_scale] = scale
     return _encode(codec, x, streams_so_far, None, threads, level, norms, errors, skipped)
-
-
-def supports_skipping(codec: Codec) -> bool:
-    """Return True if ``encode`` can skip tokens."""
-    return type(codec) is Minifloat
 
 
 def encodes_in_one_call(codec: Codec) -> bool:
@@ -216,8 +214,11 @@ def _encode_centered(
     mean = _measure_pages(codec.codec, x, key_mean.tokens, codec.dim, threads, level).mul_(key_mean.share)
     if not mean.numel() or not mean.abs().amax().item() < _MAX_MEAN:
         return None
-    mean_streams = key_mean.encode_means(codec.rotation.forward(mean))
-    vectors = codec.rotation.inverse(key_mean.vectors(mean_streams)).contiguous()
+    if _ROTATION not in codec.derived_values:
+        codec.derived_values[_ROTATION] = codec.rotation.matrix()
+    matrix = codec.derived_values[_ROTATION]
+    mean_streams = key_mean.encode_means(product(mean.view(-1, codec.dim), matrix.T).view(mean.shape))
+    vectors = product(key_mean.vectors(mean_streams).view(-1, codec.dim), matrix).view(mean.shape)
     streams = _encode(codec.codec, x, {}, (vectors, key_mean.tokens), threads, level, norms, errors)
     return None if streams is None else streams | mean_streams
 
@@ -314,7 +315,7 @@ def _padded_table(values: list[float], padding: float) -> torch.Tensor:
 
 
 def norms(x: torch.Tensor) -> torch.Tensor | None:
-    """Compute ``formats.head_norms.norms_per_head`` in C. Returns None for unsupported dtypes and strides. Raises MemoryError."""
+    """Compute ``formats.token_norms.norms_per_head`` in C. Returns None for unsupported dtypes and strides. Raises MemoryError."""
     batch, heads, tokens, dim = x.shape
     if x.dtype not in DTYPES or not (x.stride(3) == 1 or dim == 1):
         return None
@@ -349,7 +350,7 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
 
 
 def has_large(sizes: torch.Tensor, ratio: float, level: int = 0, kind: int = _FLOATS) -> bool | None:
-    """Compute ``formats.head_norms.has_large_size`` in C.
+    """Compute ``formats.token_norms.has_large_size`` in C.
 
     Returns None if ``sizes`` are empty, not contiguous, or floats other than float32. ``level`` is an index into ``library.levels()``. For
     other values of ``kind``, sizes are computed from scales ``[batch, kv_head, token, scale, ...]``.

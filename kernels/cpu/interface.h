@@ -281,7 +281,7 @@ int64_t kvpack_rans(const Rans *call);
 int64_t kvpack_rans_encode(const RansEncode *call);
 int64_t kvpack_raw_slots(const RawSlots *call);
 
-/* Returns 1 if a size exceeds `ratio` times the lower median of its page, ignoring NaN (formats/head_norms.py, has_large), else 0. */
+/* Returns 1 if a size exceeds `ratio` times the lower median of its page, ignoring NaN (formats/token_norms.py, has_large), else 0. */
 int64_t kvpack_has_large(const Sizes *call);
 
 int64_t kvpack_join(const Join *call);

@@ -272,7 +272,7 @@ static int is_low(const RawSlots *call, float norm, float median) { return norm 
 
 static int is_high(const RawSlots *call, float norm, float median) { return call->high && norm > call->high * median && median > 0; }
 
-/* formats/head_norms.py, misfit: `norm` is that of all heads, `median` its usual one, `most` and `least` are those of relative_heads. */
+/* formats/token_norms.py, misfit: `norm` is that of all heads, `median` its usual one, `most` and `least` are those of relative_heads. */
 static float misfit_of(const RawSlots *call, float norm, float median, float most, float least) {
     float misfit = 0, wide = 0;
     if (call->shared && call->heads > 1 && norm > call->shared * median && median > 0) misfit = norm / median / least / call->shared;

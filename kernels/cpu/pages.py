@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 import torch
 
-from kvpack.formats.head_norms import GROUP_RATIO, HEADS, MAX_PER_PAGE, PAGE_TOKENS, SHARED_RATIO, TOKENS
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.streams import DTYPE_BYTES
+from kvpack.formats.token_norms import GROUP_RATIO, HEADS, MAX_PER_PAGE, PAGE_TOKENS, SHARED_RATIO, TOKENS
 
 from . import codecs, encode, library, rotations
 

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvpack.formats.raw import Raw as RawCodec
-from kvpack.formats.raw_positions import RawPositions
 from kvpack.kernels.tiles.addresses import uses_assembly
 
 from . import decode, klt, unpack
@@ -136,7 +135,7 @@ def _decode_with_fallback(parts: Sequence[SidePart], start: int, out: torch.Tens
 
 def _codec_without_raw(codec: Codec) -> Codec:
     """Return the codec that decodes all tokens except raw ones. This is ``codec`` without raw tokens if they are its only sidecar."""
-    return codec.family if codec.sidecar(RawPositions) is not None and codec.without_raw_positions is codec.family else codec
+    return codec.family if codec.raw_positions is not None and codec.without_raw_positions is codec.family else codec
 
 
 def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
@@ -147,7 +146,7 @@ def _raw_tokens(parts: Sequence[SidePart], start: int) -> RawTokens | None:
     if not parts:
         return None
     codec = parts[0].page.codec
-    raw = codec.sidecar(RawPositions)
+    raw = codec.raw_positions
     if raw is None or codec.without_raw_positions is not codec.family:
         return None
     tokens, sequences, values = [], [], []

@@ -124,8 +124,8 @@ def coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int
 @cache_per_device
 def _build_coordinate_matrices(rotation: Rotation, count: int, symbols: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     dim = rotation.dim
-    # The matrix has no zeros, and its signs are exactly its entries times sqrt(dim).
-    matrix = torch.eye(dim, dtype=torch.float32) if rotation.kind == "none" else rotation.matrix().sign().T
+    # The signs of a Hadamard rotation are exactly its entries times sqrt(dim).
+    matrix = rotation.matrix().sign().T
     padded = torch.zeros(max(MIN_AXIS, next_power_of_two(dim)), count, symbols, dtype=torch.float32)
     for channel in range(dim):
         padded[:dim, channel % count, channel // count] = matrix[:, channel]

@@ -227,8 +227,8 @@ def _copies(size: int) -> int:
 def _copy_layer(layer: Layer) -> Layer:
     sides = []
     for side in layer.sides.values():
-        pages = [replace(page, streams={name: stream.clone() for name, stream in page.streams.items()}) for page in side.runs]
-        sides.append(replace(side, runs=tuple(pages)))
+        runs = side.runs.mapped(side.codec, lambda streams: {name: stream.clone() for name, stream in streams.items()})
+        sides.append(replace(side, runs=runs))
     return kvpack.Layer(*sides)
 
 

@@ -64,7 +64,8 @@ class Cache(PackedObject):
             cache.
 
     Raises:
-        InvalidParameter: The positions or the number of sequences of the inputs differ from the cache's.
+        InvalidParameter: The positions or the number of sequences of the inputs differ from the cache's, or a layer's ``skipped`` is
+            negative, or is not 0 in a layer without keys and values.
 
     >>> cache = kvpack.pack(past, "octopus-3")
     >>> cache.tokens, len(cache), cache[:, :32].tokens
@@ -94,6 +95,11 @@ class Cache(PackedObject):
     """
 
     def __post_init__(self) -> None:
+        for number, layer in enumerate(self.layers):
+            if layer.skipped and (layer.skipped < 0 or not layer.sides):
+                raise InvalidParameter(
+                    f"layers[{number}].skipped is {layer.skipped}, expected at least 0, and exactly 0 for a layer without keys and values"
+                )
         if self.inputs is not None and self.inputs.first not in (None, self.start):
             raise InvalidParameter(
                 f"the cache starts at position {self.start}, but its inputs start at position {self.inputs.first}: pass inputs= for the "

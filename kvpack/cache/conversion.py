@@ -12,12 +12,11 @@ import torch
 
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES, encode, is_rounded
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import PAGE_TOKENS
 from kvpack.formats.raw import EXACT_DTYPES
-from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.token_norms import PAGE_TOKENS
 from kvpack.runtime.modes import float32_no_grad
 
-from .packed_runs import PackedRun
+from .packed_runs import PackedRun, PackedRuns
 from .side import Side, pack_side
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
     from kvpack.coding.recipes import Recipe
     from kvpack.formats.base import Codec
+    from kvpack.formats.raw_positions import RawPositions
 
     from .layer import Layer
 
@@ -82,7 +82,7 @@ def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
     get_norms = {name: cache(side.norms) for name, side in layer.sides.items()}
 
     def norms(codec: Codec) -> torch.Tensor | None:
-        raw = codec.sidecar(RawPositions)
+        raw: RawPositions | None = codec.raw_positions
         if raw is None or "k" not in get_norms:
             return None
         return raw.choice_norms(get_norms["k"](), get_norms["v"]() if "v" in get_norms else None)
@@ -99,7 +99,7 @@ def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, nor
     dtype, tokens = RAW_DTYPES[_exact_dtype(side)], side.tokens
     multiple = math.lcm(128, codec.token_group, side.codec.token_group)
     step = max(1, VALUES_AT_ONCE // (side.batch * side.heads * side.dim) // multiple) * multiple
-    raw = codec.sidecar(RawPositions)
+    raw = codec.raw_positions
     raw_layout = {} if raw is None else raw.layout(1, 1, 0)
     per_token = all(entry.per == "token" or name in raw_layout for name, entry in codec.layout(side.batch, side.heads, tokens).items())
     packed = tokens - tokens % window if window else tokens
@@ -119,7 +119,7 @@ def _reencode(side: Side, codec: Codec, window: int, where: str, first: int, nor
         except OutOfRange:
             return pack_side(side.unpack(dtype), codec, window, where, first, norms)
         tail = side.slice(packed, tokens).unpack(dtype)
-    return Side(codec, (PackedRun.joined(parts),), tail, window)
+    return Side(codec, PackedRuns.of([PackedRun.joined(parts)]), tail, window)
 
 
 def _exact_dtype(side: Side) -> str:

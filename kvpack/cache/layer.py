@@ -38,9 +38,6 @@ class Layer(PackedObject):
         skipped: Number of tokens at the beginning of the cache that the layer lacks, because a sliding window has dropped them.
         states: States of a recurrent or convolution layer after all tokens: tensors ``[batch, ...]`` by name, stored without encoding.
 
-    Raises:
-        InvalidParameter: ``skipped`` is negative, or is not 0 in a layer without keys and values.
-
     >>> layer = kvpack.pack(past, "octopus-3")[0]
     >>> layer.tokens, layer.k.heads, layer.v.dim
     (64, 2, 64)
@@ -50,10 +47,6 @@ class Layer(PackedObject):
     v: Side | None
     skipped: int = field(default=0, kw_only=True)
     states: Mapping[str, torch.Tensor] = field(default_factory=partial(MappingProxyType, {}), kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.skipped and (self.skipped < 0 or not self.sides):
-            raise InvalidParameter(f"skipped is {self.skipped}, expected at least 0, and exactly 0 for a layer without keys and values")
 
     @property
     def sides(self) -> dict[str, Side]:
@@ -132,7 +125,7 @@ class Layer(PackedObject):
         if k is not None and v is not None and k.shape[2] != v.shape[2]:
             raise InvalidParameter(f"{where}: k has {k.shape[2]} tokens, but v has {v.shape[2]}: pass the same number")
         unit = None
-        if any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
+        if any(side.codec.raw_positions for side in self.sides.values()):
             # The same raw tokens are chosen for keys and values, so both encode the same tokens at once.
             unit = math.lcm(*(side.codec.token_group for side in self.sides.values()))
 
@@ -147,7 +140,7 @@ class Layer(PackedObject):
             return raw.choice_norms(by_side["k"], by_side.get("v"))
 
         sides = {
-            name: side.append(x, f"{where}.{name}", first, unit, partial(norms, side.codec.sidecar(RawPositions)))
+            name: side.append(x, f"{where}.{name}", first, unit, partial(norms, side.codec.raw_positions))
             for name, (side, x) in new.items()
         }
         return replace(self, k=sides.get("k"), v=sides.get("v"))

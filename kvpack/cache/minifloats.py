@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.formats.minifloat import BLOCK_CHANNELS, E8M0_NAN, ELEMENTS, GRANULARITIES, Minifloat
 from kvpack.runtime.modes import float32_no_grad
 
-from .packed_runs import PackedRun
+from .packed_runs import PackedRun, PackedRuns
 from .side import Side
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Minifloats:
         """
         batch, heads, tokens, dim = self.shape
         tail = torch.empty(batch, heads, 0, dim, dtype=torch.bfloat16, device=self.elements.device)
-        return Side(self.codec, (PackedRun(self.codec, tokens, self.streams),), tail, window)
+        return Side(self.codec, PackedRuns.of([PackedRun(self.codec, tokens, self.streams)]), tail, window)
 
     @classmethod
     def of(cls, side: Side) -> Self:

@@ -20,7 +20,6 @@ from kvpack.file.inputs import Inputs
 from kvpack.file.limits import MAX_TOKENS
 from kvpack.formats.arguments import as_integer, as_list, check_callback, check_mapping
 from kvpack.formats.errors import InvalidParameter, InvalidType, KvpackWarning, MissingBasis, OutOfBounds, OutOfRange
-from kvpack.formats.raw_positions import RawPositions
 from kvpack.identity.arguments import model_fields
 from kvpack.runtime.memory import shared_arena
 from kvpack.runtime.modes import float32_no_grad
@@ -30,7 +29,7 @@ from .checksums import checksums, has_checksums
 from .dense_states import DenseLayer, extract_layers
 from .layer import Layer
 from .minifloats import ELEMENT_DTYPES, Minifloats
-from .side import Side, check_tensor, pack_sides, packed_tokens
+from .side import Side, check_tensor, pack_sides
 
 if TYPE_CHECKING:
     import os
@@ -359,12 +358,12 @@ def _pack_pair(
         if x is None or codec is None:
             both.append([None] * len(numbers))
         elif isinstance(x, torch.Tensor):
-            raw, chosen = codec.sidecar(RawPositions), None
+            raw, chosen = codec.raw_positions, None
             if raw is not None and isinstance(k, torch.Tensor):
                 rule = raw.first, raw.low_norm, raw.high_norm
                 if rule not in chosen_by_rule:
                     given = raw.choice_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
-                    chosen_by_rule[rule] = raw.choose(given[:, :, : packed_tokens(k.shape[2], window)], start + layer.skipped)
+                    chosen_by_rule[rule] = raw.choose(given[:, :, : k.shape[2] - k.shape[2] % (window or 1)], start + layer.skipped)
                 chosen = chosen_by_rule[rule]
             both.append(pack_sides(x, len(numbers), codec, window, where, start + layer.skipped, chosen=chosen))
             if side == "k":

@@ -60,13 +60,9 @@ class Side:
     """
 
     codec: Codec
-    runs: Sequence[PackedRun]
+    runs: PackedRuns
     tail: torch.Tensor
     window: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.runs, PackedRuns):
-            object.__setattr__(self, "runs", PackedRuns.of(self.runs))
 
     def __repr__(self) -> str:
         shape = f"{self.batch} x {self.heads} x {self.tokens} x {self.dim}"
@@ -91,12 +87,7 @@ class Side:
     @cached_property
     def packed_tokens(self) -> int:
         """Number of packed tokens."""
-        return self._runs.tokens
-
-    @property
-    def _runs(self) -> PackedRuns:
-        assert isinstance(self.runs, PackedRuns)
-        return self.runs
+        return self.runs.tokens
 
     @property
     def tokens(self) -> int:
@@ -106,7 +97,7 @@ class Side:
     @cached_property
     def boundaries(self) -> list[int]:
         """Token positions, ascending, where runs and the tail begin or end."""
-        return [0, *self._runs.ends.tolist(), self.tokens]
+        return [0, *self.runs.ends.tolist(), self.tokens]
 
     def run_at(self, start: int, stop: int) -> tuple[PackedRun | None, int]:
         """Return the run that contains tokens ``[start, stop)`` (None for the tail), and the run's first token.
@@ -218,7 +209,7 @@ class Side:
         if not 0 <= start <= stop <= self.tokens:
             raise OutOfBounds(f"tokens [{start}:{stop}] were requested from keys or values of {self.tokens} tokens")
         try:
-            runs = self._runs.slice(start, stop)
+            runs = self.runs.slice(start, stop)
         except OutOfBounds as error:
             raise OutOfBounds(f"a slice from token {start} {error}") from None
         tail_start, tail_stop = (max(0, position - self.packed_tokens) for position in (start, stop))
@@ -235,7 +226,7 @@ class Side:
             return self
         with float32_no_grad(self.device):
             chosen = torch.tensor(rows, dtype=torch.int64, device=self.device)
-            runs = self._runs.mapped(self.codec, lambda streams: select_sequences(self.codec, streams, chosen))
+            runs = self.runs.mapped(self.codec, lambda streams: select_sequences(self.codec, streams, chosen))
             return replace(self, runs=runs, tail=self.tail.index_select(0, chosen))
 
     def check_new_tokens(self, x: torch.Tensor, where: str) -> None:
@@ -283,7 +274,7 @@ class Side:
             position = None if first is None else first + self.packed_tokens
             key_norms = norms(self.packed_tokens, self.packed_tokens + ready)
             streams = encode(self.codec, tail[:, :, :ready], where, before, position, key_norms)
-            return replace(self, runs=self._runs.append(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
+            return replace(self, runs=self.runs.append(PackedRun(self.codec, ready, streams)), tail=tail[:, :, ready:].clone())
 
     def _tail_with(self, x: torch.Tensor, where: str) -> torch.Tensor:
         """Return the tail followed by ``x``, without rounding, in the tail's dtype if possible, otherwise in a wider dtype.
@@ -322,28 +313,28 @@ class Side:
                     "append the tokens instead, or pack it with window=0"
                 )
         sides = (self, *others)
-        return replace(sides[-1], runs=PackedRuns(tuple(stretch for side in sides for stretch in side._runs.stretches)))
+        return replace(sides[-1], runs=PackedRuns(tuple(stretch for side in sides for stretch in side.runs.stretches)))
 
     def merged(self) -> Side:
         """Return the same tokens in as few runs as possible, with one array per stream, as in a file."""
-        merged = self._runs.merged()
-        return self if merged is self._runs else replace(self, runs=merged)
+        merged = self.runs.merged()
+        return self if merged is self.runs else replace(self, runs=merged)
 
     def merged_runs(self) -> tuple[int, ...]:
         """Return the number of tokens in each run of ``merged()``."""
-        return self._runs.merged_runs()
+        return self.runs.merged_runs()
 
     def stored_streams(self) -> list[Mapping[str, torch.Tensor]]:
         """Return the streams of each stretch of consecutive runs. A ``merged()`` side has at most one stretch."""
-        return [stretch.streams for stretch in self._runs.stretches]
+        return [stretch.streams for stretch in self.runs.stretches]
 
     def repack(self, codec: Codec) -> Side:
         """Return the side with the same codes, packed as ``codec`` packs them."""
-        return replace(self, codec=codec, runs=self._runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
+        return replace(self, codec=codec, runs=self.runs.mapped(codec, lambda streams: self.codec.repack(streams, codec)))
 
     def with_run(self, run: PackedRun, tail: torch.Tensor) -> Side:
         """Return the side with ``run`` added, and ``tail`` as its tail."""
-        return replace(self, runs=PackedRuns((*self._runs.stretches, run.stretch)), tail=tail)
+        return replace(self, runs=PackedRuns((*self.runs.stretches, run.stretch)), tail=tail)
 
     def to(self, device: torch.device | str) -> Side:
         """Return the side with all buffers on ``device``. Raises InvalidParameter for an invalid device."""
@@ -352,7 +343,7 @@ class Side:
 
     def map_buffers(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Side:
         """Return the side with ``change`` applied to each buffer."""
-        runs = self._runs.mapped(self.codec, lambda streams: {name: change(stream) for name, stream in streams.items()})
+        runs = self.runs.mapped(self.codec, lambda streams: {name: change(stream) for name, stream in streams.items()})
         return replace(self, runs=runs, tail=change(self.tail))
 
 
@@ -403,12 +394,6 @@ def pack_side(x: torch.Tensor, codec: Codec, window: int, where: str, first: int
     return side
 
 
-def packed_tokens(tokens: int, window: int) -> int:
-    """Return the number of tokens that are packed when ``tokens`` new tokens are added."""
-    # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.
-    return tokens - tokens % window if window else tokens
-
-
 def pack_sides(
     x: torch.Tensor,
     layers: int,
@@ -424,7 +409,8 @@ def pack_sides(
     ``chosen`` are the raw tokens, as in ``encode``.
     """
     tokens = x.shape[2]
-    packed = packed_tokens(tokens, window)
+    # With a window, the newest tokens stay raw. Without one, all tokens are packed, including a partial last group.
+    packed = tokens - tokens % (window or 1)
     with float32_no_grad(x.device):
         if packed < tokens and codec.exact_dtype is None:
             check_finite(x[:, :, packed:], packed, where)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import xxhash
 
 from kvpack.file import row
-from kvpack.formats import head_norms, rans
+from kvpack.formats import rans, token_norms
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
-from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.lossless import Lossless
 from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.token_norms import norms_per_head
 
 from . import triton_version
 
@@ -62,22 +62,27 @@ _C_KERNELS = "the C kernels, which are missing or outdated (to build them, reins
 
 
 def encode(
-    codec: Codec, x: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None, sizes: TokenSizes = UNMEASURED
+    codec: Codec,
+    x: torch.Tensor,
+    before: Mapping[str, torch.Tensor] | None = None,
+    sizes: TokenSizes = UNMEASURED,
+    skipped: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Encode ``x`` ``[batch, kv_head, token, dim]`` with a kernel and return the streams.
 
     Returns None if the codec itself must encode: if no kernels run, if they do not support the codec, or if ``x`` has values that the codec
     may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. Unless the result is None, sizes are written
-    to the tensors in ``sizes``. Raises the errors of ``uses_triton`` and ``uses_c``.
+    to the tensors in ``sizes``. The tokens ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros; the result is also None if
+    the kernels cannot skip them. Raises the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode
         from kvpack.kernels.cpu import lossless
 
-        if isinstance(codec, Lossless) and lossless.supports_encoding(codec, x):
+        if isinstance(codec, Lossless) and skipped is None and lossless.supports_encoding(codec, x):
             return lossless.encode(codec, x, before)
-        return c_encode.encode(codec, x, before, norms=sizes.norms, errors=sizes.errors)
-    if not uses_triton(x.device):
+        return c_encode.encode(codec, x, before, norms=sizes.norms, errors=sizes.errors, skipped=skipped)
+    if skipped is not None or not uses_triton(x.device):
         return None
     from kvpack.kernels.encode import encode
 
@@ -85,20 +90,6 @@ def encode(
     if sizes.norms is not None and streams is not None:
         sizes.norms.copy_(codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([x.float()])), before))
     return streams
-
-
-def encode_without(
-    codec: Codec, x: torch.Tensor, skipped: torch.Tensor, before: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor] | None:
-    """Encode like ``encode``, but treat the tokens ``skipped``, contiguous bool ``[batch, token]``, as zeros.
-
-    Also returns None if the kernels cannot skip tokens.
-    """
-    if not uses_c(x.device):
-        return None
-    from kvpack.kernels.cpu import encode as c_encode
-
-    return c_encode.encode(codec, x, before, skipped=skipped) if c_encode.supports_skipping(codec) else None
 
 
 def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -243,7 +234,7 @@ def digests(ranges: Sequence[tuple[torch.Tensor, int, int]]) -> Callable[[], lis
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
-    """Return ``head_norms.norms_per_head(x)``, computed in C if possible.
+    """Return ``token_norms.norms_per_head(x)``, computed in C if possible.
 
     The last bits may differ, because the C kernels add in a different order.
     """
@@ -319,7 +310,7 @@ row.compiled = _add_words
 
 
 def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
-    """Run ``head_norms.has_large_size`` in C. Returns None if the C kernels are unavailable or disabled."""
+    """Run ``token_norms.has_large_size`` in C. Returns None if the C kernels are unavailable or disabled."""
     if not uses_c(sizes.device):
         return None
     from kvpack.kernels.cpu import encode as c_encode
@@ -328,7 +319,7 @@ def _has_large(sizes: torch.Tensor, ratio: float) -> bool | None:
 
 
 def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: float, device: torch.device) -> bool:
-    """Return True if ``head_norms.has_large_size`` is True for ``codec.error_sizes(streams)``.
+    """Return True if ``token_norms.has_large_size`` is True for ``codec.error_sizes(streams)``.
 
     The C kernels read the sizes directly from the streams if they can. ``device`` is that of the streams. The result may also be True for a
     size that reaches ``ratio`` only after rounding.
@@ -339,14 +330,14 @@ def has_large_error(codec: Codec, streams: Mapping[str, torch.Tensor], ratio: fl
         has_large = c_encode.has_large_error(codec, streams, ratio)
         if has_large is not None:
             return has_large
-    return head_norms.has_large_size(codec.family.error_sizes(streams), ratio)
+    return token_norms.has_large_size(codec.family.error_sizes(streams), ratio)
 
 
 def _runs_c() -> bool:
     return os.environ.get(VARIABLE, "") in ("", "cpu") and c_is_built()
 
 
-head_norms.compiled_has_large_size = _has_large
+token_norms.compiled_has_large_size = _has_large
 
 
 def uses_triton(device: torch.device) -> bool:

@@ -13,12 +13,12 @@ import torch
 from kvpack.errors import RoundedWarning
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.errors import InvalidParameter, OutOfRange
-from kvpack.formats.head_norms import drop_crowded_pages, large_size_mask, measure_fit_errors
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import VALUES, RawPositions, add_poorly_fitting, replace_tokens
 from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.token_norms import drop_crowded_pages, large_size_mask, measure_fit_errors
 from kvpack.formats.value_blocks import block_factor
 from kvpack.runtime.memory import empty
 from kvpack.runtime.modes import float32_no_grad
@@ -75,7 +75,7 @@ def encode(
         where: The location to name in messages.
         before: Streams of the run that this one continues, if there is one.
         position: Position of the first token, if known.
-        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``head_norms.norms_per_head``), if known. Defaults to those of ``x``.
+        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``token_norms.norms_per_head``), if known. Defaults to those of ``x``.
         layers: Number of layers whose sequences are in ``x``. An error may then be due to another layer's tokens.
         chosen: Raw tokens, bool ``[batch, token]``, if they have been chosen by norms. Defaults to those that ``norms`` select.
 
@@ -86,7 +86,7 @@ def encode(
     Issues a RoundedWarning if a codec that is lossless in its own dtype rounds values to this dtype. Issues a KvpackWarning about tokens
     that lose precision, because they share a scale or because the codec's maps and means do not fit them well.
     """
-    raw, plain = codec.sidecar(RawPositions), codec.without_raw_positions
+    raw, plain = codec.raw_positions, codec.without_raw_positions
     with float32_no_grad(x.device):
         sizes, given = allocate_sizes(plain, x), cache(partial(dispatch.norms, x))
         if raw is None:
@@ -122,7 +122,7 @@ def encode(
 
 
 def scale_fit_errors(codec: Codec, x: torch.Tensor, shared: Collection[str], where: str) -> torch.Tensor:
-    """Return ``head_norms.measure_fit_errors`` of ``x`` ``[batch, kv_head, token, dim]`` for the scales that ``shared`` names.
+    """Return ``token_norms.measure_fit_errors`` of ``x`` ``[batch, kv_head, token, dim]`` for the scales that ``shared`` names.
 
     Raises the errors of ``encode``.
     """
@@ -181,8 +181,8 @@ def _encode_others(
     if not torch.isfinite(raw_values[VALUES]).all():
         check_finite(x, 0, where)
     plain = codec.without_raw_positions
-    streams = dispatch.encode_without(plain, x, chosen, before)
-    if streams is None and not (plain.summary.entries or plain.summary.has_run_rows or dispatch.uses_triton(x.device)):
+    streams = dispatch.encode(plain, x, before, skipped=chosen)
+    if streams is None and not (plain.summary.entries or plain.summary.has_run_rows or x.device.type != "cpu"):
         # Rows of tokens can be replaced, which is faster on a CPU than copying all values without the raw tokens.
         with contextlib.suppress(OutOfRange):
             streams = encode_all(plain, x, where, before, position, sizes)

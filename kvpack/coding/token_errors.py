@@ -18,7 +18,7 @@ import torch
 
 from kvpack.formats.errors import KvpackWarning
 from kvpack.formats.group import PER_HEAD
-from kvpack.formats.head_norms import (
+from kvpack.formats.token_norms import (
     GROUP_RATIO,
     HEADS,
     PAGE_TOKENS,

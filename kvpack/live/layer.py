@@ -14,7 +14,6 @@ from kvpack.cache.side import check_tensor
 from kvpack.coding import dispatch
 from kvpack.coding.encoding import check_finite
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import float32_no_grad
 
 from .side import LiveSide
@@ -270,7 +269,7 @@ class LiveLayer:
         ``values`` are all keys and values that are not packed, by side.
         """
         position = self._start + self.skipped + first
-        if "k" not in values or not any(side.codec.sidecar(RawPositions) for side in self.sides.values()):
+        if "k" not in values or not any(side.codec.raw_positions for side in self.sides.values()):
             return position, {}
         return position, {name: self._norms(name, x, first) for name, x in values.items()}
 

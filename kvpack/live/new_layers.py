@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpack.cache.layer import Layer
+from kvpack.cache.packed_runs import PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, RAW_NAMES
 from kvpack.coding.recipes import SIDES
@@ -49,7 +50,7 @@ def empty_layer(recipe: Recipe, number: int, layers: int, k: torch.Tensor | None
             raise InvalidType(f"{where} has dtype {x.dtype}, expected bfloat16, float16 or float32")
         with prefix_errors(where, InvalidParameter):
             codec = recipe.codec(number, layers, name, x.shape[3], RAW_NAMES[x.dtype])
-        sides[name] = Side(codec, (), x[:, :, :0].clone(), recipe.window)
+        sides[name] = Side(codec, PackedRuns(), x[:, :, :0].clone(), recipe.window)
     if not any(sides.values()):
         raise InvalidParameter(f"layers[{number}]: k and v are both None: pass keys, values or both")
     return Layer(sides["k"], sides["v"])

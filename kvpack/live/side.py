@@ -12,7 +12,6 @@ from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES, encode
 from kvpack.coding.token_errors import collect_poor_fits, warn_of_poor_fits
-from kvpack.formats.raw_positions import RawPositions
 from kvpack.runtime.modes import float32_no_grad
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ class LiveSide:
 
     def __init__(self, side: Side, window: int, room: int, raw_tokens: int, in_place: bool) -> None:
         self.codec, self.window = side.codec, window
-        assert isinstance(side.runs, PackedRuns)
         self._runs: PackedRuns = side.runs
         self._given_window = side.window
         older = side.tail.shape[2] - raw_tokens
@@ -138,7 +136,7 @@ class LiveSide:
 
     def without_tokens(self, batch: int) -> Side:
         """Return a side with the same codec and no tokens for ``batch`` sequences."""
-        return Side(self.codec, (), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
+        return Side(self.codec, PackedRuns(), self.tail.new_empty(batch, self.heads, 0, self.dim), self._given_window)
 
     def with_unfinished(self, x: torch.Tensor) -> torch.Tensor:
         """Return the unfinished tokens followed by ``x`` ``[batch, kv_head, token, dim]``."""
@@ -168,7 +166,7 @@ class LiveSide:
         tokens' keys and values, if they are known. Raises InvalidParameter or OutOfRange, naming ``where``. A warning about lost precision
         is issued only once.
         """
-        runs, raw, chosen_by = self.runs, self.codec.sidecar(RawPositions), None
+        runs, raw, chosen_by = self.runs, self.codec.raw_positions, None
         if raw is not None and "k" in norms:
             known = {name: part[:, :, : x.shape[2]] for name, part in norms.items()}
             chosen_by = raw.choice_norms(known["k"], known.get("v"))
@@ -234,7 +232,6 @@ class LiveSide:
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` of the batch, int64 on the side's device, in that order."""
         side = self.side(0).select(indices)
-        assert isinstance(side.runs, PackedRuns)
         self._runs, self._open, self._joined = side.runs, [], None
         with float32_no_grad(self.tail.device):
             rows = indices.to(self.tail.device)

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.dispatch import UNMEASURED, TokenSizes
 from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
 from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses
 from kvpack.formats.balanced import Balanced
 from kvpack.formats.channel_scale import ChannelScale
-from kvpack.formats.head_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, store_in_slots, with_raw_tokens_of_slots
+from kvpack.formats.token_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
 from kvpack.runtime.modes import writable
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _measure(
     """Gather the values of pages.
 
     Returns them, ``[page and layer, kv_head, token, dim]``, with the norms of their keys and their fit errors. The norms are None if no raw
-    tokens are chosen. The fit errors (``head_norms.measure_fit_errors``) are None if no scales are shared.
+    tokens are chosen. The fit errors (``token_norms.measure_fit_errors``) are None if no scales are shared.
     """
     from kvpack.kernels.pages.lanes import gather
 
@@ -233,7 +233,8 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         raw = {name: streams.pop(name)[:, 0] for name in geometry.slots(lane.codec)}
         batch = len(chosen) * lane.count
         empty = torch.empty(batch, geometry.heads, 0, lane.codec.dim, dtype=geometry.computed_dtype, device=rows.device)
-        result = Side(lane.plain_codec, (PackedRun(lane.plain_codec, geometry.tokens, streams),), empty, 0).unpack(geometry.computed_dtype)
+        runs = PackedRuns.of([PackedRun(lane.plain_codec, geometry.tokens, streams)])
+        result = Side(lane.plain_codec, runs, empty, 0).unpack(geometry.computed_dtype)
         if raw:
             result = with_raw_tokens_of_slots(result, raw)
         if dtype.itemsize == 1:

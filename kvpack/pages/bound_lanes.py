@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy
 import torch
 
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.coding.dispatch import TokenSizes
 from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
 from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses, may_lose_precision, run_fits, sample_step
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import DTYPES as RAW_DTYPES
 from kvpack.formats.raw import Raw
@@ -32,6 +31,7 @@ from kvpack.formats.raw_positions import (
     replace_tokens,
     slot_mask,
 )
+from kvpack.formats.token_norms import norms_per_head
 
 from .lanes import address_of
 
@@ -283,7 +283,7 @@ class BoundLane:
             else:
                 empty = torch.empty(1, lane.geometry.heads, 0, lane.codec.dim, dtype=lane.geometry.computed_dtype, device="cpu")
                 plain = {name: streams[name] for name in lane.plain_codec.row_layouts}
-                side = Side(lane.plain_codec, (PackedRun(lane.plain_codec, lane.geometry.tokens, plain),), empty, 0)
+                side = Side(lane.plain_codec, PackedRuns.of([PackedRun(lane.plain_codec, lane.geometry.tokens, plain)]), empty, 0)
                 result = side.unpack(lane.geometry.computed_dtype)[0]
             if target.dtype.itemsize == 1 and target.dtype != torch.uint8:
                 limit = torch.finfo(target.dtype).max

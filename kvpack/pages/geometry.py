@@ -15,7 +15,7 @@ from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.klt import Klt
 from kvpack.formats.opaque import Opaque
 from kvpack.formats.raw import Raw
-from kvpack.formats.raw_positions import RawPositions, slot_count
+from kvpack.formats.raw_positions import slot_count
 
 if TYPE_CHECKING:
     from kvpack.coding.recipes import Recipe
@@ -125,7 +125,7 @@ class PageGeometry:
         A basis is calibrated without the tokens that recipes keep raw, and does not represent them well. Therefore, pages with a basis have
         room for at least one.
         """
-        raw, count = codec.sidecar(RawPositions), slot_count(self.tokens, int(isinstance(codec.family, Klt)))
+        raw, count = codec.raw_positions, slot_count(self.tokens, int(isinstance(codec.family, Klt)))
         return dict.fromkeys(raw.layout(1, 1, 0), count) if raw is not None and count else {}
 
     def contents(self, recipe: str | Recipe) -> Contents:

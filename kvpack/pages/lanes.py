@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from kvpack.coding.token_errors import MANY_RATIO
-from kvpack.formats.head_norms import TOKENS
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.raw_positions import RawPositions
 from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.token_norms import TOKENS
 
 if TYPE_CHECKING:
     from kvpack.file.header import Contents
@@ -52,7 +52,8 @@ class Lane:
     @cached_property
     def raw(self) -> RawPositions | None:
         """Rule that chooses a page's raw tokens, or None if it has none."""
-        return self.codec.sidecar(RawPositions)
+        raw: RawPositions | None = self.codec.raw_positions
+        return raw
 
     @cached_property
     def raw_rule(self) -> RawPositions | None:

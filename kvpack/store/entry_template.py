@@ -13,7 +13,7 @@ import torch
 
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.formats.raw_positions import POSITIONS, VALUES
@@ -47,9 +47,8 @@ class SideTemplate:
     def side(self, arrays: Mapping[torch.dtype, torch.Tensor]) -> Side:
         """Return the keys or values of a matching entry. ``arrays`` contains the entry's bytes as a tensor of each dtype."""
         streams = {name: torch.as_strided(arrays[dtype], shape, strides, first) for name, dtype, shape, strides, first in self.streams}
-        return Side(
-            self.template.codec, (PackedRun(self.template.codec, self.entry.runs[0], streams),), self.template.tail, self.template.window
-        )
+        run = PackedRun(self.template.codec, self.entry.runs[0], streams)
+        return Side(self.template.codec, PackedRuns.of([run]), self.template.tail, self.template.window)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from kvpack.coding.presets import RAW_CLAUSE, calibrated_codec, kvpack_codec
 from kvpack.coding.recipes import Recipe
 from kvpack.coding.token_errors import collect_poor_fits
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from kvpack.formats.head_norms import norms_per_head
-from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.token_norms import norms_per_head
 
 from .allocation import Allocation, Place, recipe_text
 
@@ -164,7 +163,7 @@ def _pack(
 ) -> Side:
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
-    raw = codec.sidecar(RawPositions)
+    raw = codec.raw_positions
     chosen_by = None if raw is None else raw.choice_norms(*norms)
     # Suppress warnings about tokens, because the candidate's loss is measured.
     with collect_poor_fits():

@@ -20,8 +20,8 @@ from kvpack.cache import tensor_files
 from kvpack.evaluation.windows import attention_shares
 from kvpack.file.atomic import write_file
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.head_norms import norms_per_head
 from kvpack.formats.raw_positions import RawPositions
+from kvpack.formats.token_norms import norms_per_head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

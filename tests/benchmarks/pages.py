@@ -12,7 +12,7 @@ import torch
 
 import kvpack
 from kvpack.bench.process_time import time_interleaved
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import encode, rounding_is_shown
 from kvpack.evaluation.sizes import check_size
@@ -110,7 +110,7 @@ class _Kernels:
     def __init__(self, codec: Any, x: torch.Tensor) -> None:
         self._codec, self._x = codec, x
         page = PackedRun(codec, x.shape[2], encode(codec, x, "page"))
-        self._side = Side(codec, (page,), x[:, :, :0], 0)
+        self._side = Side(codec, PackedRuns.of([page]), x[:, :, :0], 0)
 
     def encode(self) -> None:
         encode(self._codec, self._x, "page")

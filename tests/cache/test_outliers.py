@@ -12,7 +12,7 @@ import kvpack
 from kvpack.coding import dispatch
 from kvpack.coding.presets import PUBLISHED
 from kvpack.errors import KvpackWarning
-from kvpack.formats import head_norms
+from kvpack.formats import token_norms
 from kvpack.formats.errors import OutOfRange
 from kvpack.kernels.cpu import encode, library
 from support.real_layers import layers
@@ -465,11 +465,11 @@ def test_c_finds_unusually_large_sizes_like_pytorch(tokens: int, monkeypatch: py
         sizes = 0.3 + torch.rand(2, 3, tokens, generator=generator)
         sizes = sizes.masked_fill(torch.rand(sizes.shape, generator=generator) < 0.1 * (number % 3), torch.nan)
         for ratio in (1.2, 1.6, 2.0):
-            medians = head_norms.median_norms(sizes)
+            medians = token_norms.median_norms(sizes)
             compiled = [encode.has_large(sizes, ratio, level) for level in range(len(library.levels()))]
             with monkeypatch.context() as patch:
                 patch.setenv(dispatch.VARIABLE, "torch")
-                expected = head_norms.has_large_size(sizes, ratio)
+                expected = token_norms.has_large_size(sizes, ratio)
             assert expected == bool((sizes > ratio * medians).any())
             assert set(compiled) == {expected}
             found.append(expected)
@@ -498,7 +498,7 @@ def test_c_finds_large_scales_like_pytorch(recipe: str, dim: int, tokens: int) -
             side = kvpack.pack([(v, v)], recipe)[0].v
         assert side is not None
         codec, streams = side.codec, side.runs[0].streams
-        expected = head_norms.has_large_size(codec.family.error_sizes(streams), codec.error_spread)
+        expected = token_norms.has_large_size(codec.family.error_sizes(streams), codec.error_spread)
         for level in range(len(library.levels())):
             assert encode.has_large_error(codec, streams, codec.error_spread, level) == expected
         found.append(expected)

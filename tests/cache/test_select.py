@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvpack
+from kvpack.cache.packed_runs import PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES
 from kvpack.coding.presets import PUBLISHED
@@ -216,7 +217,7 @@ def test_invalid_lists_of_rows_are_refused(indices: Any, message: str) -> None:
 
 def test_an_empty_side_is_decoded_quickly_for_any_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A header may declare any number of sequences and heads if no token has a value."""
-    side = Side(create("raw", 16, dtype="fp16"), (), torch.empty(65536, 65536, 0, 16, dtype=torch.bfloat16), 0)
+    side = Side(create("raw", 16, dtype="fp16"), PackedRuns(), torch.empty(65536, 65536, 0, 16, dtype=torch.bfloat16), 0)
     monkeypatch.setattr(Side, "select", None)
     assert side.unpack().shape == (65536, 65536, 0, 16)
     assert side.norms().shape == (65536, 65536, 0)

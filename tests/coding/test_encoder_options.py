@@ -14,7 +14,6 @@ from kvpack.coding.encoder_options import ENCODER_OPTIONS, with_encoder_options
 from kvpack.coding.presets import PUBLISHED
 from kvpack.coding.recipes import Recipe
 from kvpack.formats import codec_from_params
-from kvpack.formats.raw_positions import RawPositions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +63,7 @@ def test_a_conversion_that_keeps_codes_uses_the_new_encoder_options(tmp_path: Pa
 
 def choice(codec: Codec) -> tuple[object, ...]:
     """Return the options with which ``codec`` selects raw tokens, which are not in headers."""
-    raw = codec.sidecar(RawPositions)
+    raw = codec.raw_positions
     return () if raw is None else (raw.first, raw.low_norm, raw.high_norm)
 
 

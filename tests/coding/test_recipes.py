@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvpack.coding.presets import EXACT
 from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, preset_name
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
-from kvpack.formats.raw_positions import RawPositions
 from kvpack.tuning.statistics import RAW
 
 
@@ -47,7 +46,7 @@ def test_an_addition_changes_the_clauses_before_it() -> None:
 def test_every_lossy_preset_keeps_tokens_raw() -> None:
     for name in PRESETS:
         for side in "kv":
-            raw = Recipe(name).codec(0, 4, side, 64).sidecar(RawPositions)
+            raw = Recipe(name).codec(0, 4, side, 64).raw_positions
             assert (raw is None) == (name in EXACT), name
             assert raw is None or raw.dtype == RAW.dtype
             low_norm = 0.5 if name.startswith("hqmq-") else RAW.low_norm

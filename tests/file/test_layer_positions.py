@@ -41,7 +41,7 @@ def test_a_cache_spans_the_tokens_that_its_layers_saw() -> None:
 def test_a_count_that_matches_no_layer_is_refused(sides: int, skipped: int) -> None:
     side = sliding()[0].k
     with pytest.raises(InvalidParameter, match=f"skipped is {skipped}"):
-        Layer(side if sides else None, None, skipped=skipped)
+        kvpack.Cache((Layer(side if sides else None, None, skipped=skipped),), "")
 
 
 def test_the_whole_cache_is_a_slice_of_itself() -> None:

@@ -9,9 +9,11 @@ import torch
 
 import kvpack
 from kvpack.errors import InvalidParameter, InvalidPayload
-from kvpack.formats import head_norms
+from kvpack.formats import token_norms
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.head_norms import (
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, add_poorly_fitting, replace_tokens, store_in_slots
+from kvpack.formats.sidecars import CodecWithSidecars
+from kvpack.formats.token_norms import (
     MAX_PER_PAGE,
     PAGE_TOKENS,
     drop_crowded_pages,
@@ -22,8 +24,6 @@ from kvpack.formats.head_norms import (
     shared_scale_factors,
     widening_factors,
 )
-from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, add_poorly_fitting, replace_tokens, store_in_slots
-from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.live.cache import LiveCache
 from support.strategies import create
 
@@ -57,7 +57,7 @@ def pairs(begin: int = 0, end: int = TOKENS) -> list[tuple[torch.Tensor, torch.T
 def raw_of(side: Side) -> list[list[int]]:
     """Return the raw tokens of each of two sequences."""
     found: list[list[int]] = [[], []]
-    raw, first = side.codec.sidecar(RawPositions), 0
+    raw, first = side.codec.raw_positions, 0
     assert raw is not None
     for page in side.runs:
         for token, sequence in zip(*(places.tolist() for places in raw.token_positions(page.streams)), strict=True):
@@ -270,7 +270,7 @@ def test_a_head_that_does_not_follow_the_shared_scale_widens_a_group() -> None:
     norms[0, 0, 5] *= 3
     norms[0, :, 6] *= 3
     norms[0, 7, 7] *= 1.9
-    alone, shared = (widening_factors(norms, of) for of in ({head_norms.TOKENS}, {head_norms.TOKENS, head_norms.HEADS}))
+    alone, shared = (widening_factors(norms, of) for of in ({token_norms.TOKENS}, {token_norms.TOKENS, token_norms.HEADS}))
     assert alone.nonzero().tolist() == [[0, 5], [0, 6]]
     assert alone[0, 5:7].tolist() == [3, 3]
     # The scale of token 6 is three times as large, that of token 5 little more than usual.
@@ -278,8 +278,8 @@ def test_a_head_that_does_not_follow_the_shared_scale_widens_a_group() -> None:
     assert 2.9 < shared[0, 5] < 3
     norms[0, 1] = 0
     norms[0, 1, 9] = 1
-    assert widening_factors(norms, {head_norms.TOKENS}).nonzero().tolist() == [[0, 5], [0, 6]]
-    assert not widening_factors(norms[..., 5:7] ** 4, {head_norms.TOKENS}).any()
+    assert widening_factors(norms, {token_norms.TOKENS}).nonzero().tolist() == [[0, 5], [0, 6]]
+    assert not widening_factors(norms[..., 5:7] ** 4, {token_norms.TOKENS}).any()
 
 
 def test_many_tokens_with_a_large_head_are_not_outliers() -> None:
@@ -303,10 +303,10 @@ def test_few_tokens_per_page_may_be_raw_for_a_shared_scale() -> None:
     norms[0, 0, 20 : 20 + MAX_PER_PAGE] = 3.0
     none = RawPositions(DIM, "bf16", high_norm=4.0).choose(norms)
     assert not none.any()
-    for shared in ({head_norms.HEADS}, {head_norms.TOKENS}):
+    for shared in ({token_norms.HEADS}, {token_norms.TOKENS}):
         assert add_poorly_fitting(none, measure_fit_errors(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + MAX_PER_PAGE)]
     norms[0, 0, 60] = 3.0
-    assert not add_poorly_fitting(none, measure_fit_errors(norms, {head_norms.HEADS, head_norms.TOKENS})).any()
+    assert not add_poorly_fitting(none, measure_fit_errors(norms, {token_norms.HEADS, token_norms.TOKENS})).any()
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_pages_keep_tokens_raw_if_a_shared_scale_does_not_fit(group: int) -> Non
     x[0, :, 5] *= 0.1
     x[:, 1, [9, 20]] *= torch.tensor([3.3, 2.5])[:, None]
     raw, norms = RawPositions(16, "bf16", low_norm=0.5, high_norm=4.0), norms_per_head(x)
-    alone, shared = (store_in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, measure_fit_errors(norms, {head_norms.HEADS})))
+    alone, shared = (store_in_slots(raw, x, norms, group, 2, misfits) for misfits in (None, measure_fit_errors(norms, {token_norms.HEADS})))
     assert [slots.streams[POSITIONS][..., 0].tolist() for slots in (alone, shared)] == [[[6, 0], [0, 0]], [[6, 10], [10, 21]]]
     assert [(slots.wanted & ~slots.chosen).sum(2).T.tolist() for slots in (alone, shared)] == [[[0, 0]] * 2, [[1, 1], [0, 0]]]
 

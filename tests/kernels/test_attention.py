@@ -14,7 +14,7 @@ import torch
 import kvpack
 from kvpack.attention import attention_kernels
 from kvpack.cache.layer import Layer
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch
 from kvpack.formats.group import Group
@@ -169,7 +169,7 @@ def test_powers_of_two_beyond_tiles_are_left_to_torch(element: str, spread: int,
     # Blocks of zeros lose nothing, whatever their scale.
     codes = codec.digits(side.runs[0].streams)[0]
     codes[..., 32:] = 0
-    zeros = Side(codec, [PackedRun(codec, 20, {**side.runs[0].streams, **codec.pack_digits(codes)})], side.tail)
+    zeros = Side(codec, PackedRuns.of([PackedRun(codec, 20, {**side.runs[0].streams, **codec.pack_digits(codes)})]), side.tail)
     check(Layer(zeros, zeros), 1)
 
 

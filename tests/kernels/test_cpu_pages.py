@@ -9,8 +9,8 @@ import torch
 
 from kvpack.coding import dispatch
 from kvpack.file import row as rows_of
-from kvpack.formats.head_norms import HEADS, TOKENS, measure_fit_errors, norms_per_head
 from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, slot_mask
+from kvpack.formats.token_norms import HEADS, TOKENS, measure_fit_errors, norms_per_head
 from kvpack.kernels.cpu import checksum, library
 from kvpack.kernels.cpu.pages import RawTokenChooser
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry

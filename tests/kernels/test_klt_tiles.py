@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpack.cache.layer import Layer
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import MissingBasis
@@ -111,7 +111,7 @@ def test_raw_tokens(tail: int) -> None:
             x = torch.randn(2, 2, page.tokens, codec.dim, generator=torch.Generator().manual_seed(number))
             _, own = kept.sidecars[0].encode(x, chosen, 1)  # type: ignore[attr-defined]
             pages.append(PackedRun(kept, page.tokens, {**page.streams, **own}))
-        layer.append(Side(kept, pages, side.tail))
+        layer.append(Side(kept, PackedRuns.of(pages), side.tail))
     check(Layer(*layer), 4)
     check(Layer(*layer), 2, q_len=3)
     from kvpack.kernels.attend import segments

@@ -7,7 +7,7 @@ import torch
 
 import kvpack
 from kvpack.cache.layer import Layer
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding import dispatch, triton_version
 from kvpack.formats.channel_scale import STREAM
@@ -354,7 +354,7 @@ def test_pages_with_channel_scales_and_a_raw_tail() -> None:
         PackedRun(scaled, page.tokens, {**page.streams, STREAM: (factor * shares).to(torch.float16)})
         for page, factor in zip(plain.runs, (8.0, 0.25), strict=True)
     )
-    layer = Layer(Side(scaled, pages, plain.tail), random_side(v_codec, 2, (64, 32), 9, 2, batch=2))
+    layer = Layer(Side(scaled, PackedRuns.of(pages), plain.tail), random_side(v_codec, 2, (64, 32), 9, 2, batch=2))
     check(layer, 4, q_len=3)
     # Kernels multiply the query by the factors, so that a CUDA graph may hold the whole call.
     assert attention.prepare(torch.randn(2, 4, 1, 64), layer, Options(0.125)).runs_only_kernels

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
+from kvpack.cache.packed_runs import PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.bases import Basis
 from kvpack.file import container
@@ -165,7 +166,7 @@ def test_arbitrary_valid_digits_of_any_codec(tmp_path_factory: pytest.TempPathFa
     runs = [source.randint(1, 3 + codec.token_group) for _ in range(source.randint(0, most))]
     made = [random_page(codec, batch, heads, run, source) for run in runs]
     tail = torch.randn(batch, heads, source.randint(0, 2), codec.dim).to(torch.bfloat16)
-    cache = Cache((Layer(Side(codec, tuple(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
+    cache = Cache((Layer(Side(codec, PackedRuns.of(page for page, _ in made), tail, 0), None),), "test", {}, start=0)
     folder = tmp_path_factory.mktemp("digits")
     side = assert_decoded_alike(saved(cache, folder), folder).layers[0]["k"]
     all_packings = codec.packings() | sidecar_packings(codec)
@@ -194,7 +195,7 @@ def test_arbitrary_levels_of_transform(
     batch, runs = source.randint(1, 2), [source.randint(1, 40) for _ in range(source.randint(0, 2))]
     pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
     tail = torch.randn(batch, heads, source.randint(0, 2), dim).to(torch.bfloat16)
-    sides = {side: Side(codec, pages, tail, 0)}
+    sides = {side: Side(codec, PackedRuns.of(pages), tail, 0)}
     folder = tmp_path_factory.mktemp("levels")
     data = saved(Cache((Layer(sides.get("k"), sides.get("v")),), "test", {}, start=0), folder)
     loaded = kvpack.load(folder / "saved.kvpack", basis=Basis.of_bytes(file))
@@ -255,7 +256,7 @@ def one_side(codec: Codec, runs: tuple[int, ...] = (2,), tail: int = 1) -> bytes
     source = random.Random(codec.id)
     pages = tuple(random_page(codec, 1, 2, run, source)[0] for run in runs)
     ones = torch.ones(1, 2, tail, codec.dim).to(torch.bfloat16)
-    cache = Cache((Layer(Side(codec, pages, ones, 0), None),), "test", {"name": "x"}, start=3)
+    cache = Cache((Layer(Side(codec, PackedRuns.of(pages), ones, 0), None),), "test", {"name": "x"}, start=3)
     with tempfile.TemporaryDirectory() as folder:
         return saved(cache, Path(folder))
 

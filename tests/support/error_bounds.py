@@ -205,7 +205,7 @@ def _nearest(angles: torch.Tensor, table: bytes) -> torch.Tensor:
 @of_any_rule
 def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check that every coordinate has the nearest level of its table, up to the rounding of the stored norm."""
-    u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
+    u = x.double() @ codec.rotation.matrix().double().T
     norm = u.norm(dim=-1, keepdim=True)
     nearest = torch.empty_like(u)
     for part, table in zip(codec.channel_sets, (codec.magnitude_table, codec.high_magnitude_table), strict=False):
@@ -223,7 +223,7 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
 def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check the bound of the worst path, which chooses each channel's nearest value while its last windows are tied to the first, plus the
     norm's rounding."""
-    u = x.double() @ codec.rotation.matrix().double().T if codec.rotation.kind != "none" else x.double()
+    u = x.double() @ codec.rotation.matrix().double().T
     norm = u.norm(dim=-1, keepdim=True)
     table = torch.frombuffer(bytearray(codec.table), dtype=torch.float16).double().view(1 << codec.bits, -1)
     unit = u / norm.clamp(min=2.0**-126)

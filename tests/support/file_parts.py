@@ -14,7 +14,7 @@ import zstandard
 import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.cache.layer import Layer
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import RAW_DTYPES, TORCH_DTYPES
 from kvpack.formats.klt import Klt
@@ -126,7 +126,7 @@ def random_page(
     codec: Codec, batch: int, heads: int, tokens: int, source: random.Random
 ) -> tuple[PackedRun, dict[str, list[torch.Tensor]]]:
     """Return a run of random valid digits, with numbers of either sign and any number of entries, and the digits."""
-    if raw := codec.sidecar(RawPositions):
+    if raw := codec.raw_positions:
         page, digits = random_page(codec.without_raw_positions, batch, heads, tokens, source)
         return PackedRun(codec, tokens, {**page.streams, **_random_raw(raw, batch, heads, tokens, source)}), digits
     if (coded := lossless_streams(codec, batch, heads, tokens, lambda: source.randrange(1 << 16))) is not None:
@@ -187,7 +187,7 @@ def random_side(
     source = random.Random(f"{codec!r} {seed}")
     pages = tuple(random_page(codec, batch, heads, run, source)[0] for run in runs)
     values = torch.tensor([source.gauss(0, 1) for _ in range(batch * heads * tail * codec.dim)])
-    return Side(codec, pages, values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
+    return Side(codec, PackedRuns.of(pages), values.view(batch, heads, tail, codec.dim).to(RAW_DTYPES[tail_dtype]), 0)
 
 
 def file_of(

@@ -10,6 +10,7 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
+from kvpack.cache.packed_runs import PackedRuns
 from kvpack.cache.side import pack_side
 from kvpack.coding.encoding import rounding_is_shown
 from kvpack.coding.token_errors import collect_poor_fits
@@ -55,4 +56,4 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
         reject()
     pages = [replace(page, streams={name: spread(stream) for name, stream in page.streams.items()}) for part in parts for page in part.runs]
     dtype = draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
-    return replace(parts[0], runs=tuple(pages), tail=poisoned(x[:, :, edges[-1] :].to(dtype)))
+    return replace(parts[0], runs=PackedRuns.of(pages), tail=poisoned(x[:, :, edges[-1] :].to(dtype)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpack.cache.layer import Layer
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.coding.encoding import TORCH_DTYPES
 from kvpack.coding.recipes import parse_recipe
@@ -107,7 +107,7 @@ def random_sidecars(codec: CodecWithSidecars, batch: int, heads: int, tokens: in
 def random_side(codec: Codec, heads: int, runs: tuple[int, ...], tail: int, seed: int, batch: int = 1) -> Side:
     pages = tuple(random_page(codec, batch, heads, tokens, seed + number) for number, tokens in enumerate(runs))
     rows = torch.randn(batch, heads, tail, codec.dim, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    return Side(codec, pages, rows)
+    return Side(codec, PackedRuns.of(pages), rows)
 
 
 def exact(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: bool = True, **mode: Any) -> torch.Tensor:

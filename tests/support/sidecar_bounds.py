@@ -11,13 +11,13 @@ from kvpack.formats.balanced import Balanced
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
-from kvpack.formats.head_norms import measure_fit_errors, norms_per_head
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.raw_positions import RawPositions, add_poorly_fitting, replace_tokens
+from kvpack.formats.raw_positions import add_poorly_fitting, replace_tokens
 from kvpack.formats.raw_tokens import RawTokens
 from kvpack.formats.runs import Run
+from kvpack.formats.token_norms import measure_fit_errors, norms_per_head
 from support.error_bounds import ROTATION_TOLERANCE
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def check_sidecars(
 ) -> None:
     """Check that unquantized values are exact, that the inner codec stays within its bound (``check``), and that nothing else is lost."""
     raw, rest = torch.zeros(x.shape[0], 1, x.shape[2], dtype=torch.bool), x
-    if by_position := codec.sidecar(RawPositions):
+    if by_position := codec.raw_positions:
         raw[by_position.token_positions(streams)[1], 0, by_position.token_positions(streams)[0]] = True
         stored, of_raw = x.to(_DTYPES[by_position.dtype]).to(torch.float32), raw[..., None].expand_as(x)
         assert torch.equal(decoded[of_raw].view(torch.int32), stored[of_raw].view(torch.int32))

@@ -11,7 +11,8 @@ from kvpack.formats.base import MAX_DIM
 from kvpack.formats.columns import Columns, default_fields
 from kvpack.formats.family import CodecFamily, in_range
 from kvpack.formats.parameter_checks import Fields, check_fields
-from kvpack.formats.streams import Layout, stored_norm
+from kvpack.formats.streams import Layout
+from kvpack.formats.token_norms import stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,8 @@ import torch
 
 from kvpack.formats.errors import InvalidParameter
 from kvpack.formats.sidecar import FramePart, RunStep, ValueMap, parse_choice
-from kvpack.formats.streams import Layout, stored_norm
+from kvpack.formats.streams import Layout
+from kvpack.formats.token_norms import stored_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

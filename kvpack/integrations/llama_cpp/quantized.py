@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.cache.packed_runs import PackedRun
+from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.cache.side import Side
 from kvpack.formats.columns import default_fields
 from kvpack.formats.errors import InvalidParameter, OutOfRange
@@ -78,7 +78,7 @@ class Quantized:
             "token_scale": torch.full((1, 1, tokens), _HALF, dtype=torch.float16, device="cpu"),
         }
         tail = torch.empty(1, heads, 0, dim, dtype=torch.float32, device="cpu")
-        return Side(self.codec, (PackedRun(self.codec, tokens, streams),), tail, window)
+        return Side(self.codec, PackedRuns.of([PackedRun(self.codec, tokens, streams)]), tail, window)
 
 
 def blocks_of(side: Side, kind: str, where: str) -> torch.Tensor:

@@ -72,8 +72,8 @@ def encode(
 
     Returns None if the codec itself must encode: if no kernels run, if they do not support the codec, or if ``x`` has values that the codec
     may reject. ``before`` contains the streams of preceding tokens whose run ``x`` continues. Unless the result is None, sizes are written
-    to the tensors in ``sizes``. The tokens ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros; the result is also None if
-    the kernels cannot skip them. Raises the errors of ``uses_triton`` and ``uses_c``.
+    to the tensors in ``sizes``. The tokens ``skipped``, contiguous bool ``[batch, token]``, are encoded as zeros; the result is also None
+    if the kernels cannot skip them. Raises the errors of ``uses_triton`` and ``uses_c``.
     """
     if uses_c(x.device):
         from kvpack.kernels.cpu import encode as c_encode

@@ -75,7 +75,7 @@ def encode(
         where: The location to name in messages.
         before: Streams of the run that this one continues, if there is one.
         position: Position of the first token, if known.
-        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``token_norms.norms_per_head``), if known. Defaults to those of ``x``.
+        norms: Norms of the layer's keys, ``[batch, kv_head, token]`` (``norms_per_head``), if known. Defaults to those of ``x``.
         layers: Number of layers whose sequences are in ``x``. An error may then be due to another layer's tokens.
         chosen: Raw tokens, bool ``[batch, token]``, if they have been chosen by norms. Defaults to those that ``norms`` select.
 

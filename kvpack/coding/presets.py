@@ -7,7 +7,7 @@ HQMQ, also store key means separately; the former use 8-bit norms for keys of up
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 RAW_CLAUSE = "raw=4,0.6,4"
@@ -25,18 +25,24 @@ CALIBRATED_RAW_CLAUSE = "raw=1,0.6,4"
 Later attention sinks are found by their low norms.
 """
 
-EXACT = ("raw", "bf16", "fp16", "fp32", "lossless")
-"""Presets with only lossless or raw codecs, which do not need raw tokens."""
-
 
 @dataclass(frozen=True)
 class Preset:
-    """A named recipe and its ``source``. If it fits only one model, ``layers`` and ``dim`` are the layers and head dim of that model."""
+    """A named recipe and its ``source``.
 
-    recipe: str
+    ``codecs`` are its clauses that select codecs, and ``raw`` the clause that selects raw tokens, or an empty string. If it fits only
+    one model, ``layers`` and ``dim`` are the layers and head dim of that model.
+    """
+
+    codecs: str
     source: str
     layers: int | None = None
     dim: int | None = None
+    raw: str = RAW_CLAUSE
+
+    @property
+    def recipe(self) -> str:
+        return f"{self.codecs};{self.raw}" if self.raw else self.codecs
 
 
 class KvpackPreset(NamedTuple):
@@ -132,14 +138,14 @@ def _mixed_kv_recipe(boosted: str, k_bins: int, v_bins: int) -> str:
 
 def _basic_presets() -> dict[str, Preset]:
     """Return lossless presets, kvpack's own presets, and formats used by serving engines."""
-    result = {"raw": Preset("kv=raw", "no compression, values stored in their own dtype")}
+    result = {"raw": Preset("kv=raw", "no compression, values stored in their own dtype", raw="")}
     for name in ("bf16", "fp16", "fp32"):
-        result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}")
+        result[name] = Preset(f"kv=raw:dtype={name}", f"no compression, stored as {name}", raw="")
     for name, preset in KVPACK_PRESETS.items():
         codes = "paths through a trellis" if preset.trellis else "codes"
         recipe = ";".join(f"{side}={kvpack_codec(side, *preset)}" for side in "kv")
         result[name] = Preset(recipe, f"kvpack's own: {codes} of {preset.bits} bits, key means, channel scales")
-    result["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded")
+    result["lossless"] = Preset("kv=lossless", "bf16 or fp16 values bit for bit, their exponents entropy-coded", raw="")
     result["fp8"] = Preset("kv=minifloat:element=e4m3", "engines' fp8: e4m3, one scale per tensor")
     result["mxfp8"] = Preset("kv=minifloat:element=e4m3,scales=e8m0", "OCP MX: e4m3 in blocks of 32 channels")
     result["mxfp4"] = Preset("kv=minifloat:element=e2m1,scales=e8m0", "OCP MX: e2m1 in blocks of 32 channels")
@@ -206,32 +212,30 @@ def _direction_presets() -> dict[str, Preset]:
         result[f"mixedkv-{model}"] = Preset(recipe, "TurboAngle MixedKV early boost, K8V4-log", layers, dim)
     for s in (24, 48, 96, 192):
         for r in (3, 4, 6):
-            result[f"hqmq-s{s}-r{r}"] = Preset(_hqmq_recipe(f"s={s},r={r}"), "HQMQ")
+            result[f"hqmq-s{s}-r{r}"] = Preset(_hqmq_codecs(f"s={s},r={r}"), "HQMQ", raw=HQMQ_RAW_CLAUSE)
     for s in (24, 48, 96, 192):
         for r in (4, 6):
-            result[f"hqmq-s{s}-r{r}-med3"] = Preset(_hqmq_recipe(f"s={s},r={r},outliers=3"), "HQMQ + Med3x")
+            result[f"hqmq-s{s}-r{r}-med3"] = Preset(_hqmq_codecs(f"s={s},r={r},outliers=3"), "HQMQ + Med3x", raw=HQMQ_RAW_CLAUSE)
     return result
 
 
-def _hqmq_recipe(words: str) -> str:
-    """Return a recipe with HQMQ's codec and separate key means. It has only norms of quadruples, and no token norms to store in 8 bits."""
+def _hqmq_codecs(words: str) -> str:
+    """Return the clauses for HQMQ's codec and separate key means. They have only norms of quadruples, which cannot use 8 bits."""
     return f"k=quaternion:{words},mean=128;v=quaternion:{words}"
 
 
 def _all_presets() -> dict[str, Preset]:
     result = _basic_presets() | _rotation_presets() | _group_presets() | _direction_presets()
     for name in ("octopus-2", "octopus-3", "octopus-4", "turboquant-2", "turboquant-3", "turboquant-4", "oscar-2", "oscar-2-u8"):
-        keys, values = result[name].recipe.split(";")
+        keys, values = result[name].codecs.split(";")
         result[f"{name}-scaled"] = Preset(f"{keys},channel_scale=fp16;{values}", f"{result[name].source}, for keys with outlier channels")
-    for name, preset in result.items():
-        if name not in EXACT:
-            raw = HQMQ_RAW_CLAUSE if name.startswith("hqmq-") else RAW_CLAUSE
-            result[name] = replace(preset, recipe=f"{preset.recipe};{raw}")
     return result
 
 
 PUBLISHED: dict[str, Preset] = _all_presets()
 
 ADDITIONS: dict[str, Preset] = {
-    "boundary-1": Preset("layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the raw keys in the first and the last layer; no gain on a real model"),
+    "boundary-1": Preset(
+        "layers=0,-1:k=raw", "OCTOPUS Sec. 4.2: the raw keys in the first and the last layer; no gain on a real model", raw=""
+    ),
 }

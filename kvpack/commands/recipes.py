@@ -310,7 +310,7 @@ def _row(
     recipe = parse_recipe(name)
     if recipe.uses_basis and basis is not None:
         recipe = Recipe(recipe, basis)
-    preset = PUBLISHED.get(name, Preset(recipe.text, ""))
+    preset = PUBLISHED.get(name, Preset(recipe.text, "", raw=""))
     model_shape = {name: value for name, value in (("layers", preset.layers), ("dim", preset.dim)) if value is not None}
     shape = DEFAULTS | model_shape | requested | ({} if model is None else model.shape)
     nominal: float | None = None

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpack.coding.presets import EXACT
 from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, preset_name
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
 from kvpack.tuning.statistics import RAW
@@ -46,8 +45,9 @@ def test_an_addition_changes_the_clauses_before_it() -> None:
 def test_every_lossy_preset_keeps_tokens_raw() -> None:
     for name in PRESETS:
         for side in "kv":
-            raw = Recipe(name).codec(0, 4, side, 64).raw_positions
-            assert (raw is None) == (name in EXACT), name
+            codec = Recipe(name).codec(0, 4, side, 64)
+            raw = codec.raw_positions
+            assert (raw is None) == (codec.exact_dtype is not None), name
             assert raw is None or raw.dtype == RAW.dtype
             low_norm = 0.5 if name.startswith("hqmq-") else RAW.low_norm
             assert raw is None or (raw.first, raw.low_norm, raw.high_norm) == (RAW.first, low_norm, RAW.high_norm)

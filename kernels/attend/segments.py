@@ -49,8 +49,7 @@ MAX_DECODED_VALUES = 1 << 22
 """Maximum number of values to decode at once (16 MiB in float32). At least one block of tokens is always decoded."""
 
 _side_segments: WeakKeyDictionary[Side, SideSegments] = WeakKeyDictionary()
-_decoded_tokens: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype], torch.Tensor]] = WeakKeyDictionary()
-_decoded_blocks: WeakKeyDictionary[PackedRun, dict[tuple[int, int], torch.Tensor]] = WeakKeyDictionary()
+_decoded_blocks: WeakKeyDictionary[PackedRun, dict[tuple[int, int, torch.dtype | None], torch.Tensor]] = WeakKeyDictionary()
 
 
 class SideSegment(NamedTuple):
@@ -174,23 +173,12 @@ def _page_segments(page: PackedRun, first: int, dtype: torch.dtype, first_page: 
     raw_codec = codec.codec if coded_segment is None else coded_segment.codec
     for start, stop in pairwise(edges):
         if start not in result and isinstance(codec.codec, Klt):
-            values = _decode_tokens(page, start, stop, dtype)
+            (values,) = _decode_blocks(page, [(start, stop)], dtype)
             raw = Raw(codec.dim, RAW_DTYPES[dtype])
             result[start] = SideSegment(raw, first + start, stop - start, {"values": values}, page=page, start=start)
         elif start not in result:
             result[start] = SideSegment(raw_codec, first + start, stop - start, {}, frame, page=page, start=start, raw=True)
     return [result[start] for start in edges[:-1]]
-
-
-def _decode_tokens(page: PackedRun, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return tokens ``[start, stop)`` of a page, decoded to the original frame. They are cached with the page.
-
-    The page exists longer than the layer object of a growing layer.
-    """
-    cached = _decoded_tokens.setdefault(page, {})
-    if (start, stop, dtype) not in cached:
-        cached[start, stop, dtype] = page.decode(start, stop).to(dtype)
-    return cached[start, stop, dtype]
 
 
 def _segment_with_sidecars(page: PackedRun, first: int, start: int, stop: int, frame: PackedRun | None) -> SideSegment:
@@ -276,13 +264,14 @@ def decode_segments(to_decode: Sequence[Segment], columns: tuple[int, ...], side
     return result
 
 
-def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Decode the token ranges ``blocks`` of ``page``, in ascending order, to the coded frame.
+def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Decode the token ranges ``blocks`` of ``page``, in ascending order: to ``dtype`` in the original frame, or to the coded frame.
 
-    A block is binary16, or float32 if binary16 is not accurate enough. Blocks are cached with the page, which outlives a growing layer.
+    In the coded frame, a block is binary16, or float32 if binary16 is not accurate enough. Blocks are cached with the page, which exists
+    longer than the layer object of a growing layer.
     """
     cached = _decoded_blocks.setdefault(page, {})
-    missing = [block for block in blocks if block not in cached]
+    missing = [block for block in blocks if (*block, dtype) not in cached]
     # Streams of entries, and those of several heads together, have fewer rows than there are heads.
     sequences = max(stream.shape[0] * stream.shape[1] for stream in page.streams.values())
     # Decoding the tokens between two blocks takes less time than the launches of a second call.
@@ -290,15 +279,17 @@ def _decode_blocks(page: PackedRun, blocks: Sequence[tuple[int, int]]) -> list[t
     while missing:
         first = missing[0][0]
         together = [block for block in missing if block[1] - first <= limit] or missing[:1]
-        frame = page.frame(first, together[-1][1])
-        exact = [frame[:, :, start - first : stop - first] for start, stop in together]
-        rounded = [values.to(torch.float16) for values in exact]
-        pairs = zip(rounded, exact, strict=True)
-        fits = torch.stack([(half - values).norm() <= MAX_HALF_ERROR * values.norm() for half, values in pairs]).tolist()
-        for block, half, values, fit in zip(together, rounded, exact, fits, strict=True):
-            cached[block] = half if fit else values.clone()
+        decode = page.frame if dtype is None else page.decode
+        values = decode(first, together[-1][1])
+        exact = [values[:, :, start - first : stop - first] for start, stop in together]
+        rounded = [block.to(dtype or torch.float16) for block in exact]
+        if dtype is None:
+            pairs = list(zip(rounded, exact, strict=True))
+            fits = torch.stack([(half - block).norm() <= MAX_HALF_ERROR * block.norm() for half, block in pairs]).tolist()
+            rounded = [half if fit else block.clone() for (half, block), fit in zip(pairs, fits, strict=True)]
+        cached |= {(*block, dtype): part for block, part in zip(together, rounded, strict=True)}
         missing = missing[len(together) :]
-    return [cached[block] for block in blocks]
+    return [cached[*block, dtype] for block in blocks]
 
 
 def layer_segments(k: Sequence[SideSegment], v: Sequence[SideSegment], begin: int, end: int) -> list[Segment]:

@@ -263,7 +263,7 @@ class Directory(SingleTierBackend):
         return entries, size
 
     def described(self, also: str | None = None) -> Described | None:
-        """Return the totals in the index by descriptive text; None without a current index.
+        """Return the totals in the index by descriptive text, or None if there is no current index.
 
         The result also contains the entries without a text, or with a text of kind ``also``.
         """

@@ -207,9 +207,7 @@ class Index:
         return None
 
     def oldest(self, count: int, after: tuple[int, int], until: int) -> list[tables.IndexRow]:
-        """Return up to ``count`` rows, least recently used first, that follow the pair ``after`` (last use, number) and were used by
-        ``until``.
-        """
+        """Return up to ``count`` rows after the pair ``after`` (last use, number), least recently used first, used by ``until``."""
         query = "SELECT id, rest, size, used FROM entries WHERE (used, id) > (?, ?) AND used <= ? ORDER BY used, id LIMIT ?"
         with self._guard():
             connection = self._open()

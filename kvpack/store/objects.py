@@ -102,7 +102,7 @@ class Objects:
     def read(self, name: str, max_bytes: int | None = None) -> Data | None:
         """Return an object's bytes, or None if it is missing.
 
-        Raises LimitExceeded, before fetching it, if it is larger than ``max_bytes`` (default: the client's limit).
+        Raises LimitExceeded, before fetching it, if it is larger than ``max_bytes``, which defaults to the client's limit.
         """
         self._check_process()
         try:
@@ -120,7 +120,7 @@ class Objects:
         return data if self._fill(name, memoryview(data), 0, tag) else None
 
     def read_beginning(self, name: str, max_bytes: int) -> Data | None:
-        """Return an object's bytes, or the first ``max_bytes`` + 1 if it is larger, or None if it is missing."""
+        """Return an object's bytes, or its first ``max_bytes`` + 1 bytes if it is larger. Returns None if it is missing."""
         data = self._read_beginning(name, max_bytes + 1)
         return None if data is None else data[0]
 
@@ -140,7 +140,7 @@ class Objects:
         return data if self._fill(name, memoryview(data)[:end], len(beginning), tag) else None
 
     def read_prefix(self, name: str) -> tuple[bytes, int] | None:
-        """Return an object's first bytes, which are enough to determine its kind, and its size, or None if it does not exist."""
+        """Return an object's first bytes, enough to determine its kind, and its size, or None if it does not exist."""
         data = self._read_beginning(name, FRONT_BYTES)
         return None if data is None else data[:2]
 
@@ -177,7 +177,7 @@ class Objects:
         return True
 
     def remove(self, name: str) -> bool:
-        """Remove an object. Returns False if the store reports that it did not exist, which S3 does not."""
+        """Remove an object. Returns False if the store reports that it did not exist, which S3 never reports."""
         self._check_process()
         try:
             self._obstore.delete(self._store, name)
@@ -186,7 +186,7 @@ class Objects:
         return True
 
     def _fill(self, name: str, data: memoryview, start: int, tag: str | None) -> bool:
-        """Fetch an object's bytes from ``start`` on into the same range of ``data``. Returns False if the object has changed meanwhile."""
+        """Fetch an object's bytes from ``start`` on into the same range of ``data``. Returns False if the object has changed."""
         condition = {} if tag is None else {"if_match": tag}
 
         def fetch(begin: int) -> bool:
@@ -209,19 +209,19 @@ class Objects:
 
 
 def _code_of(error: BaseException) -> str:
-    """Return the code in a service's answer, or an empty text."""
+    """Return the code in a service's answer, or an empty string."""
     code = _CODE.search(str(error))
     return "" if code is None else code[1] or code[2]
 
 
 def _check_missing(error: FileNotFoundError) -> None:
-    """Raise ``error`` if more than the object is missing: without its bucket, every object would be a miss like any other."""
+    """Raise ``error`` if more than the object is missing. If the bucket is missing, every object would otherwise count as a miss."""
     if _code_of(error) in _REFUSALS:
         raise error
 
 
 class Forked(Exception):
-    """The fault of a request that was not sent, because obstore does not work in a forked child."""
+    """Fault of a request that was not sent, because obstore does not work in a forked child."""
 
 
 def _open_url(url: str, timeout: float, options: Mapping[str, Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""Open the backend of a ``Store`` or ``PageStore``, with the cipher of its entries."""
+"""Opening of the backend of a ``Store`` or ``PageStore``, with the cipher of its entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OpenedBackend(NamedTuple):
-    """An open backend, its cipher if entries are encrypted, and ``check_values``.
+    """An open backend, its cipher if entries are encrypted, and the flag ``check_values``.
 
     ``check_values`` is True if every load must check values against the codecs' rules, in addition to checking digests.
     """
@@ -31,7 +31,7 @@ class OpenedBackend(NamedTuple):
 def open_for_identity(
     location: Any, identity: Identity, counters: Counters, options: StoreOptions, *, skip_sweep: bool = False
 ) -> OpenedBackend:
-    """Open ``location`` for entries of ``identity``; with ``skip_sweep``, opening changes nothing there.
+    """Open ``location`` for entries of ``identity``. With ``skip_sweep``, opening does not change the location.
 
     Values are checked if other users may write unencrypted entries, unless ``check_values`` decides otherwise. Raises InvalidParameter, and
     the errors of the backend.

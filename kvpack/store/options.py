@@ -1,4 +1,4 @@
-"""The options of stores and of their locations."""
+"""Options of stores and of their locations."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_SECONDS = 10**9
-"""The longest wait, 31 years: more than some systems count."""
+"""Maximum wait in seconds, 31 years. Some systems cannot represent longer times."""
 _MINIMUMS = {"max_bytes": 0, "min_free": 0, "ttl": 1}
 _BYTES = ("max_bytes", "min_free", "max_entry_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocationOptions:
-    """The options of one location; None means not given. Each kind of location supports some of them (locations.py)."""
+    """The options of one location. None means not given. Each kind of location supports some of them (locations.py)."""
 
     max_bytes: int | None = None
-    """The budget for all writers' entries at the location, in bytes."""
+    """Budget for all writers' entries at the location, in bytes."""
     min_free: int | None = None
-    """The number of bytes to leave free on a folder's disk."""
+    """Number of bytes to leave free on a folder's disk."""
     durable: bool | None = None
-    """True if a folder's entries are forced to the disk before a put returns."""
+    """True if a folder's entries are forced to disk before a put returns."""
     trusted_group: int | str | None = None
-    """The number or name of a group whose members may write to a folder."""
+    """Number or name of a group whose members may write to a folder."""
     ttl: int | None = None
-    """The seconds after which an unused entry expires."""
+    """Number of seconds after which an unused entry expires."""
     timeout: float | None = None
     """Maximum number of seconds per request to a server."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    """Settings of obstore by name, for an object store. They may contain secrets."""
+    """Settings of obstore for an object store, by name. They may contain secrets."""
 
     def keywords(self) -> dict[str, Any]:
         """Return the options of the location that are not None. Raises InvalidParameter for an invalid count or timeout."""
@@ -91,7 +91,7 @@ class Tier(LocationOptions):
     """One location of a store with several tiers, with its own options.
 
     Args:
-        location: A location, as for ``Store``; memory needs ``max_bytes``.
+        location: A location, as for ``Store``. For memory, ``max_bytes`` is required.
         max_bytes, min_free, durable, trusted_group, ttl, timeout, storage_options: As for ``Store``.
 
     >>> tiers = [kvpack.Tier("memory://", max_bytes=10**9), kvpack.Tier("store")]
@@ -117,6 +117,6 @@ def check_count(name: str, value: Any, minimum: int) -> None:
 
 
 def check_seconds(name: str, value: Any, instead: str = "") -> None:
-    """Raise InvalidParameter unless ``value`` is a number of seconds to wait; ``instead`` names what else is valid."""
+    """Raise InvalidParameter unless ``value`` is a number of seconds to wait. ``instead`` names what else is valid."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
         raise InvalidParameter(f"{name} is {describe(value)}, expected a number of seconds above 0 and at most {MAX_SECONDS:,}{instead}")

@@ -1,4 +1,4 @@
-"""PageStore: an engine's pages, stored by the engine's own keys in any location that a ``Store`` supports."""
+"""PageStore: an engine's pages, stored under the engine's own keys in any location that a ``Store`` supports."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     Pages = PageBuffer | Sequence[PageBuffer]
 
 _MAX_PAGES_PER_REQUEST = 1024
-"""Maximum number of pages in one request, even of small pages."""
+"""Maximum number of pages in one request, no matter how small they are."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted put or get. Once it is done, ``results`` has True for each of ``keys`` whose page was stored or loaded."""
+    """A submitted put or get. Once it is done, ``results`` contains True for each of ``keys`` whose page was stored or loaded."""
 
     number: int
     kind: Literal["put", "get"]
@@ -71,7 +71,7 @@ class BufferSlot(NamedTuple):
 
 
 class PageStore:
-    """A store of a serving engine's pages by the engine's own keys, shared by all processes that open the location with the same identity.
+    """A store of a serving engine's pages under the engine's own keys. Processes that open it with the same identity share it.
 
     Pages that are missing, damaged, or of another identity or geometry are misses. Damage and system faults are counted, not raised.
 
@@ -81,11 +81,11 @@ class PageStore:
             ``Identity.of_engine(folder, Recipe("klt-2", basis), ...)``.
         geometry: Layers, heads, tokens, dims and dtype of a page.
         threads: Number of threads that encode and decode.
-        jobs: Number of submitted puts that run at the same time, and of submitted gets.
+        jobs: Number of submitted puts, and number of submitted gets, that run at the same time.
         **options: As for ``Store``.
 
     Raises:
-        InvalidParameter: An argument can never work, such as a basis of another model; also the errors of ``PageCodec``.
+        InvalidParameter: An argument can never work, such as a basis of another model. Also raises the errors of ``PageCodec``.
 
     >>> geometry = kvpack.pages.PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
     >>> identity = kvpack.Identity("llama", "octopus-4", weights="revision-1")
@@ -127,7 +127,7 @@ class PageStore:
         self.close()
 
     def close(self) -> None:
-        """Wait for the submitted jobs, end the threads, and release connections. Entries stay. The store cannot be used afterward."""
+        """Wait for the submitted jobs, end the threads, and release connections. Entries are kept. The store cannot be used afterward."""
         # Jobs that were submitted are done first.
         self.drain()
         self._closed = True
@@ -141,19 +141,20 @@ class PageStore:
         return self._backend.contains_many(self._entry_keys(keys))
 
     def put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> list[bool]:
-        """Store the pages in ``slots`` under ``keys``; return, for each, True if it is stored now.
+        """Store the pages in ``slots`` under ``keys``. For each page, returns True if it is stored now.
 
         ``pages`` are an engine's memory, or a list with the memory of each key. ``ancestors`` are the keys of the pages before the first of
-        ``keys``, which continue one another: an ancestor is evicted after its descendants. Existing pages are kept; a page that cannot be
-        encoded is counted and skipped. The first page that does not fit ends the put. Rows of up to 64 pages (and, for more than one,
-        64 MiB) are in memory at a time and are sent to a server in one request. Raises the errors of ``PageCodec.encode_into``.
+        ``keys``. Pages continue one another, and an ancestor is evicted after its descendants. Existing pages are kept, and a page that
+        cannot be encoded is counted and skipped. The put ends at the first page that does not fit. At a time, the rows of up to 64 pages
+        (and up to 64 MiB, if more than one) are in memory and sent to a server in one request. Raises the errors of
+        ``PageCodec.encode_into``.
         """
         return self.put_new(keys, pages, slots, ancestors=ancestors)[0]
 
     def put_new(
         self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()
     ) -> tuple[list[bool], list[bool]]:
-        """Do the same as ``put``; return, for each of ``keys``, True if its page is stored now, and True if it was not before."""
+        """Store pages as ``put`` does. Returns, for each of ``keys``, True if its page is stored now, and True if it is new."""
         keys, slots = self._check_lists(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
         buffer_slots = self._buffer_slots(pages, slots, len(keys))
@@ -204,9 +205,9 @@ class PageStore:
         return result
 
     def get_into(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int]) -> list[bool]:
-        """Load the pages of ``keys`` into ``slots``, and return True for each page that was loaded. Other slots are left unchanged.
+        """Load the pages of ``keys`` into ``slots``. Returns True for each page that was loaded. Other slots are left unchanged.
 
-        ``pages`` are as for ``put``. If the pages continue one another, the first is evicted last. At most 64 MiB of rows are in memory at
+        ``pages`` are as for ``put``. If pages continue one another, the first one is evicted last. At most 64 MiB of rows are in memory at
         a time. Raises the errors of ``PageCodec.decode_into``.
         """
         keys, slots = self._check_lists(keys, slots)
@@ -235,14 +236,14 @@ class PageStore:
             self._backend.touch(names, time.time_ns())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove the entries of ``keys``. Returns the number removed. Raises InvalidParameter."""
+        """Remove the entries of ``keys``. Returns the number of entries removed. Raises InvalidParameter."""
         return self._delete(self._entry_keys(keys))
 
     def clear(self) -> int:
         """Remove every page of the identity, of any geometry, and return the number removed.
 
         This waits for submitted jobs, and reads the beginning of every entry. Pages that other threads and processes store meanwhile may
-        stay. Raises WriteFailed if some pages could not be removed.
+        remain. Raises WriteFailed if some pages could not be removed.
         """
         self._check_open()
         self.drain()
@@ -257,7 +258,7 @@ class PageStore:
         return removed
 
     def submit_put(self, keys: Sequence[bytes], pages: Pages, slots: Sequence[int], *, ancestors: Sequence[bytes] = ()) -> Job:
-        """Start ``put`` in a thread of the store; the slots must not change until the job is done. Raises InvalidParameter."""
+        """Start ``put`` in a thread of the store. The slots must not change until the job is done. Raises InvalidParameter."""
         ancestor_keys = tuple(_keys(ancestors, "ancestors"))
         return self._submit("put", keys, slots, lambda keys, slots: self.put(keys, pages, slots, ancestors=ancestor_keys))
 
@@ -274,7 +275,7 @@ class PageStore:
         return done
 
     def drain(self) -> None:
-        """Wait until every submitted job is done. After that, the store reads and writes no slot."""
+        """Wait until every submitted job is done. Afterwards, the store neither reads nor writes any slots."""
         with self._lock:
             jobs = list(self._unfinished_jobs.values())
         for job in jobs:
@@ -282,11 +283,12 @@ class PageStore:
             job._future.exception()
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters since the store was opened, as ``Store`` does, but of pages instead of chunks."""
+        """Return the counters since the store was opened, like those of ``Store``, but for pages instead of chunks."""
         return self._counters.as_dict()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location. A store of tiers also has the stats of its ``tiers``."""
+        """Return ``counters``, plus the ``entries`` and ``bytes`` at the location. A store with tiers also has the stats of its ``tiers``.
+        """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
@@ -294,7 +296,7 @@ class PageStore:
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
         """Return ``stats`` in Prometheus' text format, plus the size of a page in the engine's memory and as a row.
 
-        Every metric has ``labels`` (default: the identity's model).
+        Every metric has ``labels``, which default to the identity's model.
         """
         entries, size = self._backend.size()
         gauges = {
@@ -348,7 +350,7 @@ class PageStore:
             self._backend.accept([names[index] for index in whole], [valid[index] for index in whole], now)
 
     def _open(self, index: int, names: list[bytes], entry: FoundEntry, rows: dict[int, Any]) -> None:
-        """Decrypt an entry and put its row into ``rows``, or count the error."""
+        """Decrypt an entry and store its row in ``rows``, or count the error."""
         try:
             row = decrypt_entry(names[index], entry.data, self._cipher)
             if len(row) > self.codec.nbytes:
@@ -410,7 +412,7 @@ class PageStore:
 
     @property
     def _unfinished_jobs(self) -> dict[int, Job]:
-        """The unfinished jobs that this process has submitted. A forked child must not wait for its parent's jobs."""
+        """Unfinished jobs that this process has submitted. A forked child must not wait for its parent's jobs."""
         return self._submitted.setdefault(os.getpid(), {})
 
     def _check_open(self) -> None:
@@ -418,7 +420,7 @@ class PageStore:
             raise InvalidParameter(f"the store at {shown_location(self.location)} is closed: open another PageStore")
 
     def _check_lists(self, keys: Sequence[bytes], slots: Sequence[int]) -> tuple[list[bytes], list[int]]:
-        """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter for different lengths, or if the store is closed."""
+        """Return ``keys`` and ``slots`` as lists. Raises InvalidParameter if their lengths differ, or if the store is closed."""
         self._check_open()
         keys, slots = _keys(keys), as_list(slots, "slots", "slots, which are integers")
         if len(keys) != len(slots):
@@ -431,7 +433,7 @@ def _keys(keys: Sequence[bytes], what: str = "keys") -> list[bytes]:
 
 
 def _group_by_memory(numbers: Sequence[int], buffer_slots: Sequence[BufferSlot]) -> Iterator[tuple[PageBuffer, list[int]]]:
-    """Split ``numbers`` into runs of consecutive pages in the same memory, and yield each memory with its page numbers."""
+    """Split ``numbers`` into runs of consecutive pages in the same memory. Yields each memory with its page numbers."""
     for _, group in groupby(numbers, lambda index: id(buffer_slots[index].pages)):
         same = [*group]
         yield buffer_slots[same[0]].pages, same

@@ -1,4 +1,4 @@
-"""The pinned chains of a folder. Each pin is a file, named by its chain and its owner, with the chain's keys and the end of the pin.
+"""The pinned chains of a folder. A pin is a file, named by its chain and owner, that contains the chain's keys and the pin's end.
 
 Pins of earlier versions have no owner and no end. They are in a separate folder and stay in effect.
 """
@@ -28,7 +28,7 @@ _MAX_BYTES = 2**20 * KEY_BYTES
 
 
 class Pins:
-    """The pins of ``folder``, which all processes share. System errors are counted; ``active`` and ``keys`` raise OSError."""
+    """The pins of ``folder``, which all processes share. System errors are counted, except that ``active`` and ``keys`` raise OSError."""
 
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
@@ -49,7 +49,7 @@ class Pins:
         return True
 
     def remove(self, chain: Sequence[bytes], owner: str | None) -> bool:
-        """Remove the pins of a chain by ``owner`` (None: by all). Returns True if there were any."""
+        """Remove the pins of a chain by ``owner`` (None for all owners). Returns True if there were any."""
         try:
             removed = [path for pin, path in self._active_pins(chain[-1].hex()) if pin.key == chain[-1] and owner in (None, pin.owner)]
             for path in removed:
@@ -98,7 +98,7 @@ class Pins:
     def _read(self, name: str, path: str, *, quiet: bool = False) -> Pin | None:
         """Return the pin in a file, which may have ended, or None if the file is missing, is not a pin, or cannot be trusted.
 
-        A file that is not a valid pin is counted as a fault, unless ``quiet``.
+        A file that is not a valid pin is counted as a fault, unless ``quiet`` is True.
         """
         try:
             with self._folder.trust.open_checked(path) as (descriptor, status):

@@ -1,4 +1,4 @@
-"""Find, load and save the states after some of a prefix's chunks, for models with recurrent and convolution layers."""
+"""Search, loading and saving of the states after some of a prefix's chunks, for models with recurrent and convolution layers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 _CHUNKS_PER_REQUEST = 64
-"""Number of chunks in one search for states, which starts with the last chunks."""
+"""Number of chunks per search for states. The search starts with the last chunks."""
 
 
 class PrefixStates:
-    """The stored states of one identity's prefixes. Each prefix is given by the keys of its chunks."""
+    """The stored states of one identity's prefixes. A prefix is given by the keys of its chunks."""
 
     def __init__(self, backend: Backend, loader: Loader, cipher: Cipher | None, counters: Counters, reader: EntryReader) -> None:
         self._backend, self._loader, self._cipher, self._counters, self._reader = backend, loader, cipher, counters, reader
 
     def resumable_prefix(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the longest part of a stored prefix that is followed by stored states, from which a model can resume."""
+        """Return the keys of the longest part of a stored prefix that is followed by stored states, so that a model can resume from it."""
         for stop in range(len(keys), 0, -_CHUNKS_PER_REQUEST):
             start = max(0, stop - _CHUNKS_PER_REQUEST)
             result = self._backend.contains_many([states_key(key) for key in keys[start:stop]])
@@ -67,9 +67,9 @@ class PrefixStates:
         return None
 
     def save(self, states: StatesAt, chain: Sequence[bytes], places: Mapping[int, int], now_ns: int) -> int:
-        """Store ``states`` (by position) after chunks that are stored. Returns the last position whose states are stored now.
+        """Store ``states`` (by position) after chunks that are already stored. Returns the last position whose states are stored now.
 
-        ``places`` maps positions, ascending, to the places of their states in ``chain``, each after the place of its chunk.
+        ``places`` maps positions, ascending, to the indices of their states in ``chain``. States directly follow their chunk.
         """
         can_open = self._loader.can_open_states([chain[place - 1] for place in places.values()])
         last = 0

@@ -1,4 +1,4 @@
-"""Read a folder's files into private memory, where later writes to the files have no effect."""
+"""Reading of a folder's files into private memory, which later writes to the files do not affect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remove entries of older layouts, which no store looks for anymore, and bases that no entry needs."""
+"""Removal of entries in older layouts, which stores no longer look for, and of bases that no entry needs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 _FRONT_BYTES = 2**16
-"""The number of bytes that are searched for the current feature's name, which usually avoids parsing the header."""
+"""Number of bytes that are searched for the current feature's name. A match avoids parsing the header."""
 
 GRACE_NS = 3600 * 10**9
-"""Nanoseconds for which an unneeded basis stays after its last use, because its writer may be about to put the first chunk."""
+"""Time in nanoseconds for which an unneeded basis is kept after its last use. Its writer may be about to put the first chunk."""
 
 
 def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, *, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-    """Remove intact entries of older layouts with their pins, and bases that no entry has needed for an hour.
+    """Remove intact entries in older layouts with their pins, and bases that no entry has needed for an hour.
 
-    Entries stay if they are unreadable, of a newer layout, larger than ``max_entry_bytes``, or encrypted and unreadable with ``cipher``.
+    Entries are kept if they are unreadable, in a newer layout, larger than ``max_entry_bytes``, or encrypted with a key that ``cipher``
+    lacks.
     """
     to_remove, bases = [], []
     for stored, front in read_fronts(backend, _candidates(backend, cipher), max_entry_bytes):
@@ -52,13 +53,13 @@ def reclaim(backend: Backend, counters: Counters, cipher: Cipher | None = None, 
 
 
 def _candidates(backend: Backend, cipher: Cipher | None) -> Iterable[StoredEntry]:
-    """Return the entries that may have to be removed: all except those that are described as chunks, states or pages."""
+    """Return the entries that may have to be removed: all except those described as chunks, states or pages."""
     described = describe_new(backend) if cipher is None else None
     return backend.list() if described is None else described
 
 
 def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:
-    """Return "old" for an entry of an older layout, "basis" for a basis, and "" for any other entry."""
+    """Return "old" for an entry in an older layout, "basis" for a basis, and "" for any other entry."""
     try:
         data = decrypt_entry(stored.key, front, cipher)
         if FEATURE.encode() in bytes(memoryview(data)[:_FRONT_BYTES]):
@@ -70,7 +71,10 @@ def _kind_of(stored: StoredEntry, front: Data, cipher: Cipher | None) -> str:
 
 
 def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher | None, max_entry_bytes: int) -> list[StoredEntry]:
-    """Return the ``bases`` that no entry needs and that have not been used for an hour; no bases if some entry cannot be read."""
+    """Return the ``bases`` that no entry needs and that have not been used for an hour.
+
+    Returns none of them if some entry cannot be read.
+    """
     limit = time.time_ns() - GRACE_NS
     idle = {
         stored.key: digest
@@ -90,7 +94,7 @@ def _unused_bases(backend: Backend, bases: Sequence[StoredEntry], cipher: Cipher
 
 
 def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) -> str | None:
-    """Return the SHA-256 of a basis in hexadecimal digits, as recipes name it, or None if the basis is damaged or cannot be read."""
+    """Return the SHA-256 of a basis in hexadecimal digits, as in recipes, or None if the basis is damaged or cannot be read."""
     try:
         data = backend.peek(stored.key)
         return None if data is None else check_basis(stored.key, decrypt_entry(stored.key, data, cipher), cipher).hex()
@@ -99,7 +103,10 @@ def _basis_digest(backend: Backend, stored: StoredEntry, cipher: Cipher | None) 
 
 
 def _recipe_of(stored: StoredEntry, front: Data | None, cipher: Cipher | None, max_entry_bytes: int) -> str | None:
-    """Return an entry's recipe; "" if the entry cannot need an unencrypted basis or is damaged, and None if its recipe is unknown."""
+    """Return an entry's recipe, or None if it is unknown.
+
+    The result is "" if the entry cannot need an unencrypted basis or is damaged.
+    """
     try:
         check_size(f"entry {stored.key.hex()}", stored.size, max_entry_bytes)
         if front is None:

@@ -1,4 +1,4 @@
-"""Hide the users, passwords and keys of URLs in text that people see."""
+"""Removal of the users, passwords and keys of URLs from text that people see."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 _HIDDEN = "***"
 _QUERY_SECRETS = re.compile(r"([?&;][^=&;\s]*(?:user|pass|secret|token|key|credential|sig)[^=&;\s]*=)[^&\s]*", re.IGNORECASE)
-"""Query options such as ``?password=`` and ``&sig=``."""
+"""Pattern of query options such as ``?password=`` and ``&sig=``."""
 _USERS = re.compile(r"\b(rediss?://)\S*@|\b(unix://)\S*@(?=/)|(//)[^/?#\s]*@", re.IGNORECASE)
-"""Users and passwords. A password may contain any character, even where a URL does not allow it; the path of a Redis URL has no @."""
+"""Pattern of users and passwords. A password may contain any character, even if a URL does not allow it.
+
+The path of a Redis URL contains no @.
+"""
 
 
 def shown_location(location: Any) -> str:
-    """Return a location, or text with URLs, without the users, passwords and keys in it."""
+    """Return a location, or text that contains URLs, without users, passwords and keys."""
     if isinstance(location, (list, tuple)):
         return f"[{', '.join(map(shown_location, location))}]"
     text = _QUERY_SECRETS.sub(rf"\1{_HIDDEN}", str(location))

@@ -11,8 +11,8 @@
     {kvpack}:pins          a hash of chains pinned by an earlier version: all keys of a chain by its last key
 
 The braces keep all keys on one node of a cluster. Only the entries are authoritative: if the other keys are lost or inconsistent, the
-entries are counted again by scanning the server's keys. Until then, a put stores only what fits into the budget for certain: if the server
-uses less memory than the budget, or in exchange for older entries that are at least as large.
+entries are counted again by scanning the server's keys. Until then, a put stores entries only if they certainly fit the budget: if the
+server uses less memory than the budget, or in exchange for older entries that are at least as large.
 """
 
 from __future__ import annotations
@@ -50,28 +50,34 @@ if TYPE_CHECKING:
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 _BYTES_AT_ONCE = BATCH_BYTES
-"""Maximum total size of the entries in one request or reply. A single larger entry has its own request."""
+"""Maximum total size in bytes of the entries in one request or reply. A single larger entry gets its own request."""
 _SCRIPT_BYTES = 8 * 2**20
-"""Maximum total size of the entries that one script call stores, unless a single entry is larger. The call blocks all other clients."""
+"""Maximum total size in bytes of the entries that one script call stores, unless a single entry is larger.
+
+The call blocks all other clients.
+"""
 _KEYS_AT_ONCE = 1000
 """Maximum number of keys in one request."""
 _PER_CALL = 100
-"""Number of keys in one call of a script, which takes a few milliseconds: it blocks all other clients."""
+"""Number of keys in one script call. A call takes a few milliseconds, during which it blocks all other clients."""
 _FRONTS_AT_ONCE = 256
 _MIN_FRONT_BYTES = 4096
 _REFUSED, _STORED, _CROWDED = 0, 1, 3
-"""Replies of the put script for one entry. For an entry that exists already, the script returns its front and size instead."""
+"""Replies of the put script for one entry. For an existing entry, the script returns its front and size instead."""
 _NO_REPLY = object()
 NOTED_SECONDS = 5.0
-"""Seconds for which a put does not note the use of a chain again that was noted up to the entry before it: less for a short ``ttl``."""
+"""Time in seconds for which a put does not note the use of a chain again. It is shorter for a short ``ttl``.
+
+This applies to chains whose use was noted up to the previous entry.
+"""
 _MAX_TRIES = 8
-"""Number of times that a put makes room before it gives up, because other writers use the room first."""
+"""Number of times that a put makes room before it gives up. Other writers may use the room first."""
 _SPARE_BYTES = 2**20
-"""Maximum size of a reply in addition to its entries."""
+"""Maximum size of a reply, in bytes, in addition to its entries."""
 
 
 class _NewEntry(NamedTuple):
-    """The bytes of an entry to put, and its descriptive text, or ''."""
+    """The bytes of an entry to put, and its descriptive text, which may be empty."""
 
     data: bytes
     text: str
@@ -80,9 +86,9 @@ class _NewEntry(NamedTuple):
 class Redis(SingleTierBackend):
     """A backend that keeps entries on the server at ``url`` (redis://, rediss:// or unix://).
 
-    ``max_bytes`` is a hard budget for their bytes, ``ttl`` the seconds after which an unused entry expires, and ``timeout`` the maximum
-    seconds per request, plus one for each MiB of the reply. Raises InvalidParameter for an invalid URL and for a server with another
-    protocol, and MissingPackage without the package redis.
+    ``max_bytes`` is a hard budget for their bytes. ``ttl`` is the number of seconds after which an unused entry expires. ``timeout`` is the
+    maximum number of seconds per request, plus one second for each MiB of the reply. Raises InvalidParameter for an invalid URL and for a
+    server with another protocol, and MissingPackage if the package redis is not installed.
     """
 
     is_private = False
@@ -103,7 +109,7 @@ class Redis(SingleTierBackend):
         self._count = EntryCount(self._client, counters)
         self._abouts = RedisAbouts(self._client)
         self._front_bytes = FRONTS_BYTES
-        """Number of bytes with which a request for fronts begins: the longest front of the last request."""
+        """Number of bytes with which a request for fronts begins, which is the size of the longest front in the last request."""
         self._noted = b"", -math.inf
         """The last key of a chain whose use was noted, and the time when the use of its first entry was noted."""
 
@@ -221,7 +227,10 @@ class Redis(SingleTierBackend):
         return (0, 0) if reply is None else (reply[0], reply[1])
 
     def described(self, also: str | None = None) -> Described | None:
-        """Return the totals that the server keeps, and the entries without a description, or of the kind ``also``; None after a fault."""
+        """Return the totals that the server keeps, and the entries without a description or of the kind ``also``.
+
+        Returns None after a fault.
+        """
         return self._abouts.read(None if also is None else kind_text(also))
 
     def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
@@ -257,7 +266,7 @@ class Redis(SingleTierBackend):
         return NoLease() if reply is _NO_REPLY else _RedisLease(self._client, key, token) if reply else None
 
     def collect(self) -> None:
-        """Count the entries by scanning the server's keys, and evict entries until the budget holds."""
+        """Count the entries by scanning the server's keys, and evict entries until they fit the budget."""
         if self._count.collect() and self._max_bytes is not None:
             self._make_room((), ())
 
@@ -265,7 +274,7 @@ class Redis(SingleTierBackend):
         self._client.close()
 
     def _put(self, chain: Sequence[bytes], entries: Mapping[int, _NewEntry]) -> dict[int, bool]:
-        """Return, for each entry of one request, True if it is stored; ``entries`` are keyed by their position in ``chain``."""
+        """Return, for each entry of one request, True if it is stored. ``entries`` are keyed by their position in ``chain``."""
         results_by_position = {position: False for position, entry in entries.items() if len(entry.data) > self._form.max_bytes}
         self._counters.add("refused_chunks", len(results_by_position))
         replaced: set[int] = set()
@@ -311,7 +320,7 @@ class Redis(SingleTierBackend):
         return {position: results_by_position.get(position, False) for position in entries}
 
     def _outcome(self, position: int, result: Any, replaced: set[int]) -> bool | None:
-        """Return True if the script's reply means that the entry is stored, False if it was refused, and None to try again.
+        """Return True if the script's reply means that the entry is stored, False if it was refused, and None if it must be tried again.
 
         Positions of entries to replace are added to ``replaced``.
         """
@@ -324,7 +333,7 @@ class Redis(SingleTierBackend):
         return kind is Kind.READABLE
 
     def _group_for_script(self, positions: Sequence[int], entries: Mapping[int, _NewEntry], replaced: set[int]) -> Sequence[Sequence[int]]:
-        """Split entries, given by position, into groups for one call of the put script, which blocks all other clients while it runs."""
+        """Split entries, given by position, into groups for one call each of the put script, which blocks all other clients."""
         sizes = [(position, len(entries[position].data)) for position in positions]
         return [
             [*same]
@@ -333,7 +342,7 @@ class Redis(SingleTierBackend):
         ]
 
     def _touch_calls(self, chain: Sequence[bytes]) -> Sequence[Call]:
-        """Return the calls of a script that note the use of a chain, each of which takes the server a short time."""
+        """Return script calls that note the use of a chain. Each call takes the server only a short time."""
         # The server's clock is used, because clients' clocks may differ. A long chain's end goes first: its beginning must be newer.
         starts = range(0, len(chain), _KEYS_AT_ONCE)
         return [("touch", b"".join(chain[start : start + _KEYS_AT_ONCE]), _argument(self._ttl), start) for start in reversed(starts)]
@@ -346,7 +355,7 @@ class Redis(SingleTierBackend):
         replaced: set[int],
         is_counted: bool,
     ) -> tuple[Sequence[Any], float]:
-        """Send the entries of ``groups``. Returns the replies, and when the use of the entries before them was last noted."""
+        """Send the entries of ``groups``. Returns the replies, and the time when the use of the preceding entries was last noted."""
         # The script gives an entry a use no later than that of the one before it, so that is noted first.
         before = groups[0][0]
         key, noted = self._noted
@@ -372,7 +381,7 @@ class Redis(SingleTierBackend):
         return ("put", b"".join(chain[: group[-1] + 1]), _argument(self._max_bytes), _argument(self._ttl), *settings, *added)
 
     def _make_room(self, chain: Sequence[bytes], sizes: Sequence[int]) -> bool:
-        """Evict page by page until entries of ``sizes`` fit, or those that the budget allows. Returns True if they do."""
+        """Evict page by page until entries of ``sizes`` fit, or those of them that the budget allows. Returns True if they do."""
         assert self._max_bytes is not None
         needed = 0
         for size in sizes:
@@ -423,7 +432,7 @@ class Redis(SingleTierBackend):
         return [*result, *[(0, b"")] * (len(keys) - len(result))]
 
     def _fetch(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Sequence[bytearray]:
-        """Return the bytes of entries, up to the first whose size is no longer the one in ``sizes``. Never fetches more than ``sizes``."""
+        """Return the bytes of entries, up to the first whose size differs from ``sizes``. Never fetches more bytes than ``sizes``."""
         ranges = [
             (index, begin, min(begin + _BYTES_AT_ONCE, size))
             for index, size in enumerate(sizes)
@@ -464,7 +473,7 @@ def is_redis(location: str | os.PathLike[str]) -> bool:
 
 
 def _argument(limit: int | None) -> int | str:
-    """Return a script's argument for ``limit``."""
+    """Return the script argument for ``limit``."""
     return "" if limit is None else limit
 
 
@@ -475,7 +484,7 @@ def _split(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
 
 
 def _pad_with_zeros(parts: Sequence[bytes], size: int, end: int) -> Data | None:
-    """Return ``size`` bytes that begin with ``parts``, which have ``end`` bytes, or None if these are incomplete.
+    """Return ``size`` bytes that begin with ``parts``, which must have ``end`` bytes. Returns None if they are incomplete.
 
     The remaining bytes are zeros, which take no memory until they are read.
     """

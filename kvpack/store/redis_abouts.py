@@ -1,10 +1,10 @@
-"""Describe the entries on a Redis server, so that their totals by model and recipe are known without reading headers.
+"""Descriptions of the entries on a Redis server, so that their totals by model and recipe are known without reading headers.
 
     {kvpack}:about    a hash by key: 12 hexadecimal digits of the SHA-1 of the entry's descriptive text, a space, and the entry's size
-    {kvpack}:abouts   a hash: for those digits the text, and the number and the bytes of the entries that it describes
+    {kvpack}:abouts   a hash by those digits: the text, and the number and the bytes of the entries that it describes
 
-Every script that puts or removes an entry changes them (redis_scripts.py). They are only a hint: earlier versions of kvpack do not change
-them, so they are used only where they add up to the counts of all entries, and otherwise corrected page by page.
+Every script that puts or removes an entry changes them (redis_scripts.py). They are only a hint, because earlier versions of kvpack do not
+change them. They are used only if they add up to the counts of all entries; otherwise, they are corrected page by page.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from .redis_client import Client
 
 _AT_ONCE = 100
-"""Number of entries in a page: a script call takes a few milliseconds, during which all other clients wait."""
+"""Number of entries in a page. A script call takes a few milliseconds, during which all other clients wait."""
 _MAX_PAGES = 2**20
 _ID_DIGITS = 12
 _MAX_TRIES = 5
-"""Number of times that totals are read, which other programs may change in between."""
+"""Number of attempts to read totals, because other programs may change them in between."""
 
 
 class RedisAbouts:
@@ -38,7 +38,9 @@ class RedisAbouts:
         self._client = client
 
     def read(self, also: str | None) -> Described | None:
-        """Return the totals by text, and the entries without a text or with the text ``also``, or None if the server has no valid counts.
+        """Return the totals by text, and the entries without a text or with the text ``also``.
+
+        Returns None if the server has no valid counts.
         """
         missing: list[StoredEntry] | None = None
         for _ in range(_MAX_TRIES):
@@ -86,7 +88,7 @@ def _parse_totals(fields: Mapping[bytes, bytes]) -> list[tuple[str, int, int]] |
 
 
 def list_pages(client: Client, script: str, *before: str, at_once: int, after: Sequence[str] = ()) -> Iterator[StoredEntry]:
-    """Yield the entries that the pages of a scan by ``script`` return, each once."""
+    """Yield the entries on the pages of a scan by ``script``. Each entry is yielded once."""
     listed: set[bytes] = set()
     cursor = b"0"
     for _ in range(_MAX_PAGES):

@@ -1,4 +1,4 @@
-"""A client of a Redis server: pipelined requests, scripts by digest, a check of each reply, and limits on its bytes and time.
+"""A client of a Redis server with pipelined requests, scripts by digest, a check of each reply, and limits on its bytes and time.
 
 The limits apply even if the server sends only a byte now and then.
 """
@@ -37,7 +37,7 @@ _SCRIPTS = {
     **{"totals": TOTALS, "missing": MISSING, "describe": DESCRIBE},
 }
 FRONTS_BYTES = 64 * 1024
-"""Maximum number of bytes of an entry in the reply of the script that returns fronts: larger than the header of most entries."""
+"""Maximum number of bytes of an entry in the reply of the script that returns fronts. Most headers are smaller."""
 _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "put": put_results(FRONT_BYTES),
     "room": integers(4),
@@ -54,40 +54,40 @@ _REPLY_CHECKS: dict[str, Callable[[Any], Any]] = {
     "missing": entry_page,
     "describe": integer,
 }
-"""Check of each script's reply."""
+"""Check for each script's reply."""
 _OTHER_PROTOCOL = re.compile(r"""(Protocol Error: b?|[Pp]rotocol error, got )['"][A-Za-z0-9<\\]""")
-"""Message of redis-py for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
+"""Pattern of redis-py's message for a reply that begins like HTTP, TLS, SSH or memcached, and is not valid Redis."""
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(.*)'", re.DOTALL)
-"""The end of Python's message for an option that a connection class does not have."""
+"""Pattern of the end of Python's message for an option that a connection class does not have."""
 _FIXED_OPTIONS = {"decode_responses": False, "encoding": "utf-8", "encoding_errors": "strict", "protocol": 2}
-"""URL options that would change how replies are parsed, with the only values that work."""
+"""URL options that would change how replies are parsed, with the only supported values."""
 _URL_OPTIONS = {
     *("client_name", "db", "health_check_interval", "lib_name", "lib_version", "max_connections", "password", "retry_on_timeout"),
     *("socket_connect_timeout", "socket_keepalive", "socket_timeout", "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs"),
     *("ssl_certfile", "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_password", "username"),
 }
-"""Options that text can give: redis-py accepts others, whose values are Python objects, and fails later."""
+"""Options that text can specify. redis-py accepts others, whose values are Python objects, and fails later."""
 _DATABASE = re.compile(r"/?[0-9]*")
-"""The path of a URL: redis-py takes any other as database 0."""
+"""Pattern of the path of a URL. redis-py interprets any other path as database 0."""
 _UNKNOWN_COMMAND = "unknown command"
-"""The beginning of a server's message for a command that it does not have."""
+"""Beginning of a server's message about a command that it does not have."""
 _CALLER_STACK_LEVEL = 8
 """Number of stack frames between the warning and the caller that opens a store."""
 BYTES_PER_SECOND = 2**20
-"""The timeout of a request and its reply grows by one second for this many bytes."""
+"""Number of bytes by which the timeout of a request and its reply grows by one second."""
 _ANSWER_TYPES = b"+-:$*"
-"""The possible first bytes of a reply in protocol version 2."""
+"""Possible first bytes of a reply in protocol version 2."""
 _MAX_LINE_BYTES = 2**16
-"""Maximum size of a reply's first line, which is a status, an error, a number or a size."""
+"""Maximum size, in bytes, of a reply's first line, which is a status, an error, a number or a size."""
 _SHOWN_BYTES = 40
 
 
 class Client:
-    """A client of the server at ``url``. Replies have at most ``max_bytes``; ``timeout`` is the number of seconds for a request.
+    """A client of the server at ``url``. Replies have at most ``max_bytes`` bytes. ``timeout`` is the number of seconds for a request.
 
-    ``uses_ttl`` means that entries expire; servers with some policies evict these first. No method raises for a fault of the server: it is
-    counted. The constructor raises InvalidParameter for an invalid URL and for a server with another protocol, and MissingPackage without
-    the package redis.
+    ``uses_ttl`` is True if entries expire; servers with some policies evict these first. Methods do not raise for faults of the server, but
+    count them. The constructor raises InvalidParameter for an invalid URL and for a server with another protocol, and MissingPackage if the
+    package redis is not installed.
     """
 
     def __init__(self, url: str, counters: Counters, timeout: float, max_bytes: int, *, uses_ttl: bool) -> None:
@@ -134,14 +134,14 @@ class Client:
         return self._guard.request(operation, lambda: check(self._client.execute_command(*command)), default)
 
     def send_all(self, operation: str, commands: Sequence[Command]) -> Sequence[Any]:
-        """Return the server's replies to one request; [] if there is no reply.
+        """Return the server's replies to one request, or an empty list if there is no reply.
 
         A reply is None for a refused command, such as one for a key of another type. Each command is preceded by the check of its reply.
         """
         return self._count_faults(operation, self._send_pipeline(operation, commands))
 
     def call(self, script: str, *arguments: Any) -> Any:
-        """Return the checked reply of one script; None after a fault."""
+        """Return the checked reply of one script, or None after a fault."""
         return next(iter(self.call_each(script, [(script, *arguments)])), None)
 
     def call_each(self, operation: str, calls: Sequence[Call]) -> Sequence[Any]:
@@ -181,7 +181,7 @@ class Client:
         return [None if isinstance(reply, Exception) else reply for reply in replies]
 
     def _check_server(self, uses_ttl: bool) -> None:
-        """Load the scripts, and warn about a server that evicts on its own. A server that does not answer now may do so later.
+        """Load the scripts, and warn about a server that evicts on its own. A server that does not answer now may answer later.
 
         Raises InvalidParameter if the server speaks another protocol, or refuses the URL's user or database.
         """
@@ -238,7 +238,7 @@ def _check_url(url: str) -> None:
 
 
 def _check_not_refused(replies: Sequence[Any]) -> None:
-    """Raise InvalidParameter for a refusal that stays: the server or its user lacks a command, or the keys are on another node."""
+    """Raise InvalidParameter for a permanent refusal: the server or its user lacks a command, or the keys are on another node."""
     from redis.exceptions import MovedError, NoPermissionError
 
     for reply in replies:
@@ -256,7 +256,7 @@ def _check_not_refused(replies: Sequence[Any]) -> None:
 
 
 def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
-    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and replies to ``max_bytes``."""
+    """Return a subclass of redis-py's class ``connection`` that limits the duration of requests, and replies to ``max_bytes`` bytes."""
 
     class LimitedConnection(connection):  # type: ignore[misc]
         """A connection that limits the duration and the size of each reply."""
@@ -274,9 +274,9 @@ def limit_connection(connection: type[Any], max_bytes: int) -> type[Any]:
 
 
 class _Exchange:
-    """A socket that raises an error if a request and its reply take more than ``seconds``, or if the reply has more than ``max_bytes``.
+    """A socket that raises an error if a request and its reply take longer than ``seconds``, or if the reply exceeds ``max_bytes``.
 
-    Each MiB sent or received extends the time by one second.
+    Each MiB sent or received extends the time limit by one second.
     """
 
     def __init__(self, socket: Any, seconds: float | None, max_bytes: int) -> None:
@@ -290,7 +290,7 @@ class _Exchange:
         self._socket.settimeout(self._seconds)
 
     def sendall(self, data: Any, *flags: Any) -> None:
-        """Send ``data`` as a socket does, but with one time limit for the whole request. Raises TimeoutError."""
+        """Send ``data`` like ``socket.sendall``, but with one time limit for the whole request. Raises TimeoutError."""
         view = memoryview(data).cast("B")
         while len(view):
             self._apply_deadline(f"a request, of which {self._sent} bytes are sent,")
@@ -299,7 +299,7 @@ class _Exchange:
             view = view[count:]
 
     def recv(self, count: int, *flags: Any) -> bytes:
-        """Receive as a socket does, within the limits. Raises TimeoutError, InvalidResponse, or OSError for too many bytes."""
+        """Receive like ``socket.recv``, within the limits. Raises TimeoutError, InvalidResponse, or OSError for too many bytes."""
         # With a timeout of 0, the client only checks whether an idle connection has something to read.
         if self._socket.gettimeout() != 0:
             self._apply_deadline(f"a reply, of which {self._received} bytes have arrived,")
@@ -312,7 +312,7 @@ class _Exchange:
         return data
 
     def _check_first_line(self, data: bytes) -> None:
-        """Raise InvalidResponse for a reply in another protocol, whose first line may never end and so would block the client."""
+        """Raise InvalidResponse for a reply in another protocol. Its first line might never end, which would block the client."""
         from redis.exceptions import InvalidResponse
 
         if not self._received and data[0] not in _ANSWER_TYPES:
@@ -322,7 +322,7 @@ class _Exchange:
             raise InvalidResponse(f"Protocol Error: 'a line of more than {_MAX_LINE_BYTES} bytes'")
 
     def _apply_deadline(self, description: str) -> None:
-        """Set the socket's timeout to the remaining time. Raises TimeoutError if there is none; ``description`` is for the message."""
+        """Set the socket's timeout to the remaining time. Raises TimeoutError if there is none, with ``description`` in the message."""
         if self._seconds is not None:
             remaining = self._start + self._seconds + (self._sent + self._received) / BYTES_PER_SECOND - time.monotonic()
             if remaining <= 0:

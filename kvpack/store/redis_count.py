@@ -1,4 +1,4 @@
-"""Count the entries of a Redis server page by page, so that no call takes long and other clients can put, load and evict in between.
+"""Counting of the entries on a Redis server, page by page, so that no call takes long and other clients are served in between.
 
 All writers share one count, whose state is on the server: the keys counted so far, the sum of their sizes, and the cursor. Every script
 that changes a counted entry also changes the sum, so the sum is exact once the last page has been counted.
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from .redis_client import Client
 
 SUM_SECONDS = 600.0
-"""Seconds after which the sizes are summed again, because any user of the server may have changed the sum."""
+"""Age in seconds at which sizes are summed again, because any user of the server may have changed the sum."""
 WAIT_SECONDS = 0.05
-"""Seconds for which one put continues a count. Until it is complete, entries are exchanged (redis_scripts.py)."""
+"""Time in seconds for which one put continues a count. Until the count is complete, entries are exchanged (redis_scripts.py)."""
 TIME_SHARE = 0.25
-"""The share of the time that a client spends on counting, so that a put in several requests does not wait in each."""
+"""Maximum share of the time that a client spends on counting, so that a put with several requests does not wait in each of them."""
 NAMES_AT_ONCE = 300
 SIZES_AT_ONCE = 250
-"""Number of keys of the server, and of sizes, in one page."""
+"""Number of server keys, and of sizes, in one page."""
 MAX_PAGES = 2**20
-"""Maximum number of pages of a scan. A server with 300 million keys has no more."""
+"""Maximum number of pages in a scan, enough for a server with 300 million keys."""
 MIN_RECOUNT_SECONDS = 60.0
-"""Seconds after which a put that finds no room counts again, because another program may have changed the sum."""
+"""Age in seconds at which a put that finds no room counts again, because another program may have changed the sum."""
 
 _PHASES = ("sizes", "used", "names")
-"""The phases of a complete count: check the entries with a size, then those with a last use, and then add entries that have neither."""
+"""Phases of a complete count: check the entries with a size, check those with a last use, and add entries that have neither."""
 _BEGIN = b"0"
-"""The cursor of the first page, and the one returned with the last."""
+"""Cursor of the first page, which is also returned with the last page."""
 _DONE, _UNSOUND = 1, -1
 """Results of the script that sums sizes: the sum is complete, or the counts on the server are inconsistent."""
 
 
 class EntryCount:
-    """The count of the entries on the server of ``client``. Safe to use from any thread; one thread at a time updates it."""
+    """The count of the entries on the server of ``client``. Safe to use from any thread, but only one thread at a time updates it."""
 
     def __init__(self, client: Client, counters: Counters) -> None:
         self._client, self._counters = client, counters
@@ -53,11 +53,11 @@ class EntryCount:
 
     @property
     def is_known(self) -> bool:
-        """True if the sum of the sizes has been counted since it was last lost."""
+        """True if the sizes have been summed since their sum was last lost."""
         return self._summed is not None
 
     def advance(self) -> None:
-        """Continue a count for at most ``WAIT_SECONDS``. If the sum is only old, a put continues by one page, and uses the sum."""
+        """Continue a count for at most ``WAIT_SECONDS``. If the sum is merely old, continue by one page only, and use the sum."""
         with self._lock:
             if self._summed is None:
                 self._step(partial(self._sum, trusted=True))
@@ -80,7 +80,7 @@ class EntryCount:
     def recount(self) -> bool:
         """Count the entries by scanning the server's keys, because their sum was lost. Returns True if it is known now.
 
-        Otherwise the server does not answer, or the time is up, and later puts continue.
+        Otherwise, the server did not answer or the time was up, and later puts continue.
         """
         with self._lock:
             self._summed = None
@@ -93,7 +93,7 @@ class EntryCount:
             return self._recount(float("inf"))
 
     def _step(self, count: Callable[[float], bool]) -> bool:
-        """Call ``count`` with a deadline and return its result, which is True for a complete count. Returns False if it is too early."""
+        """Call ``count`` with a deadline. Returns its result, which is True for a complete count, or False if it is too early to count."""
         begun = time.monotonic()
         if begun < self._due:
             return False

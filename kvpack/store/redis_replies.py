@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_INTEGER = 2**53
-"""The largest integer up to which Lua's numbers, which are binary64, are exact."""
+"""Largest integer up to which Lua's numbers, which are binary64, represent all integers exactly."""
 _MESSAGE_BYTES = 2**16
 _CURSOR_DIGITS = 20
 _PAGE_BYTES = 2**20
@@ -22,7 +22,7 @@ LISTED_BYTES = KEY_BYTES + 16
 
 
 class NotRedis(Exception):
-    """The error for a reply that no Redis server would send."""
+    """Error for a reply that no Redis server would send."""
 
 
 def integer(reply: Any) -> int:
@@ -66,7 +66,7 @@ def member_list(reply: Any) -> list[bytes]:
 
 
 def fronts(max_bytes: int) -> Callable[[Any], list[Any]]:
-    """Return a check for a number, then for each entry a size, and at most ``max_bytes`` bytes or an error."""
+    """Return a check for a number, followed, for each entry, by a size and at most ``max_bytes`` bytes or an error."""
     check_bytes = bytes_up_to(max_bytes)
 
     def check(reply: Any) -> list[Any]:
@@ -109,7 +109,7 @@ def was_set(reply: Any) -> bool:
 def put_results(front_bytes: int) -> Callable[[Any], list[Any]]:
     """Return a check for the reply of the script that puts entries.
 
-    The reply is only -1, or evicted entries and bytes, a message, and a result for each entry.
+    The reply is either only -1, or the evicted entries and bytes, a message, and a result for each entry.
     """
 
     def result(item: Any) -> Any:
@@ -138,7 +138,7 @@ def entry_page(reply: Any) -> tuple[bytes, bytes]:
 
 
 def totals(reply: Any) -> tuple[int, int, int, dict[bytes, bytes]] | None:
-    """Check the reply of the script that returns totals: three numbers, and a hash, or None for an empty reply."""
+    """Check the reply of the script that returns totals: three numbers and a hash. Returns None for an empty reply."""
     found = _check_list(reply, "numbers, and fields with values")
     if not found:
         return None

@@ -1,6 +1,6 @@
-"""Choose entries to remove from a store by model, recipe, age or tenant, based on their headers.
+"""Selection of entries to remove from a store by model, recipe, age or tenant, based on their headers.
 
-Entries do not name their tenant: they are found by the roots of their chains, whose hashes include the tenant.
+Entries do not contain their tenant. They are found by the roots of their chains, whose hashes include the tenant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EntryFilter:
-    """A filter for entries of one ``model``, canonical ``recipe`` and ``tenant``, last used before ``used_before_ns``. None matches all."""
+    """A filter for entries by ``model``, canonical ``recipe``, ``tenant`` and last use before ``used_before_ns``. None matches all."""
 
     model: str | None = None
     recipe: str | None = None
@@ -30,7 +30,7 @@ class EntryFilter:
     used_before_ns: int | None = None
 
     def keys(self, catalog: Catalog) -> set[bytes]:
-        """Return the keys of matching chunks and of the states after them. A filter by age only also matches engines' pages."""
+        """Return the keys of matching chunks and of the states after them. A filter by age alone also matches engines' pages."""
         candidates = catalog.entries.keys() if self.tenant is None else _tenant_keys(catalog, self.tenant)
         selected = {key for key in candidates if self._matches(catalog.entries[key])}
         selected |= {catalog.states[key].stored.key for key in selected & set(catalog.states)}
@@ -62,14 +62,14 @@ def chain_keys(catalog: Catalog, roots: Iterable[bytes]) -> set[bytes]:
 
 
 def roots_of(identity: Identity) -> tuple[bytes, bytes]:
-    """Return the two possible parents of the first chunks of ``identity``: without states, and with states."""
+    """Return the two possible parent keys of the first chunks of ``identity``: without states, and with states."""
     return identity.digest, states_key(identity.digest)
 
 
 def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinned: bool) -> int:
     """Remove the entries of ``keys`` and return the number removed.
 
-    Pinned entries are removed, with their pins, only if ``pinned``.
+    Pinned entries are removed, with their pins, only if ``pinned`` is True.
     """
     to_remove = set(keys)
     if pinned:
@@ -82,7 +82,7 @@ def remove(backend: Backend, counters: Counters, keys: Iterable[bytes], *, pinne
 
 
 def unpin_chains(backend: Backend, keys: set[bytes]) -> None:
-    """Undo the pins of chains that contain one of ``keys``. Without it, the rest of a chain is not found, and must not stay pinned."""
+    """Undo the pins of chains that contain one of ``keys``. Without that entry, the rest is unreachable and must not stay pinned."""
     for pin in backend.pins():
         if not keys.isdisjoint(pin.chain):
             backend.unpin([pin.key])

@@ -1,4 +1,5 @@
-"""Convert the states after a chunk to an entry's bytes and back: a kvpack file without tokens (spec/store.md, States)."""
+"""Conversion of the states after a chunk to an entry's bytes and back. The entry is a kvpack file without tokens (spec/store.md, States).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .backend import Data
 
 FEATURE = "prefix-states"
-"""The ignorable feature of an entry with states: its key, the key of the chunk that the states follow, and the digest of its payload."""
+"""Ignorable feature of an entry with states: its key, the key of the chunk that the states follow, and the digest of its payload."""
 
 
 @dataclass(frozen=True)

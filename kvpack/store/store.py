@@ -53,36 +53,38 @@ CHUNK_TOKENS = 256
 class Store:
     """A prefix store: packed prefixes of one identity, shared by every process that opens the same location.
 
-    Prefixes are stored in chunks. Faults such as full disks, dead servers and damaged entries count as misses in ``stats``; the store
+    Prefixes are stored in chunks. Faults such as full disks, dead servers and damaged entries count as misses in ``stats``. The store
     neither raises nor returns wrong data.
 
     Args:
         location: A folder, created with the first entry (in /dev/shm, entries are in memory); ``"memory://"``; the URL of a Redis or Valkey
-            server (redis://, rediss://, unix://); an object store, by URL (s3://, gs://, az://) or as an object of ``obstore.store``; or
-            a list of these as *tiers*, fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``. A ``Tier`` gives a
-            location options of its own. Hits in a slower tier are verified and copied up; saves go to every tier.
-        identity: Everything that the values depend on, except the tokens. The basis of its recipe is stored before the first chunk; without
-            one, the store's own is used, and if the store has none, nothing is loaded or saved.
+            server (redis://, rediss://, unix://); an object store, by URL (s3://, gs://, az://) or as an object of ``obstore.store``; or a
+            list of these as *tiers*, fastest first, such as ``["memory://", "/var/cache/kvpack", "s3://..."]``. Use ``Tier`` to set the
+            options of one location. Hits in a slower tier are verified and copied up. Saves go to every tier.
+        identity: Everything that the values depend on, except the tokens. The basis of its recipe is stored before the first chunk. If the
+            recipe lacks the basis that it needs, the store's own is used, and if the store has none, nothing is loaded or saved.
         chunk: Tokens per chunk, a multiple of the recipe's token groups.
         lease: Seconds for which a ``load`` that does not find the whole prefix leases the first missing chunk, so that several workers
-            compute a prefix only once: others that request it wait until this store saves it or is closed. Use the time that the
-            longest prompt takes. A holder that dies delays them by at most ``lease``; a folder notices immediately. None: no waiting.
-        max_bytes: Budget for all entries at the location, of all writers; the least recently used are evicted first. Folders are measured
-            in blocks, as the disk does. While another store uses a folder with a larger budget, this one evicts nothing.
-        ttl: Seconds after which an entry expires unless a store saves or loads it; the last user decides. Pinned entries stay. ``save`` and
-            ``collect`` remove expired entries from folders and object stores.
-        min_free: Bytes that stay free on the disk of a folder.
-        durable: Force entries to the disk of a folder before ``save`` returns.
-        trusted_group: Number or name of a group whose members may write to the folder, and are trusted with its contents. Otherwise a
-            folder that others may write to is refused, and a folder of another user is only read, as copies (spec/store.md, Trust).
-        timeout: Maximum number of seconds per request; default: 1 for Redis, 5 for object stores.
-        storage_options: Settings of obstore by name, such as endpoint; the environment has the others.
-        write_back: Write every tier but the first in the background; ``close`` waits for them.
-        encryption: AES keys of 16, 24 or 32 bytes by id. Entries are encrypted with the first and read with any. An unencrypted entry
-            counts as damaged; an entry with an unknown key stays, and does not count as stored.
-        check_values: Check the rules of the codecs, not only digests, on every load; default: if other users may write unencrypted entries.
-        max_entry_bytes: Maximum size of an entry, and of the values of one of its layers at 16 bits each. Larger entries are neither
-            saved nor read.
+            compute a prefix only once. Others that request it wait until this store saves it or is closed. Use the time that the longest
+            prompt takes. A holder that dies delays the others by at most ``lease``, and in a folder not at all. By default, there is no
+            waiting.
+        max_bytes: Budget for the entries of all writers at the location. The least recently used entries are evicted first. In folders,
+            sizes are rounded up to disk blocks. While another store uses the folder with a larger budget, this one evicts nothing.
+        ttl: Seconds after which an entry expires unless a store saves or loads it. The ``ttl`` of the last user applies. Pinned entries do
+            not expire. ``save`` and ``collect`` remove expired entries from folders and object stores.
+        min_free: Number of bytes to leave free on a folder's disk.
+        durable: Force a folder's entries to disk before ``save`` returns.
+        trusted_group: Number or name of a group whose members may write to the folder, and are trusted with its contents. Otherwise, a
+            folder that others may write to is refused, and another user's folder is only read, by copying files (spec/store.md, Trust).
+        timeout: Maximum number of seconds per request. Defaults to 1 for Redis and 5 for object stores.
+        storage_options: Settings of obstore by name, such as endpoint. Other settings come from environment variables.
+        write_back: Write all tiers except the first in the background. ``close`` waits for them.
+        encryption: AES keys of 16, 24 or 32 bytes by id. Entries are encrypted with the first key and read with any of them. An unencrypted
+            entry counts as damaged. An entry with an unknown key is kept, but does not count as stored.
+        check_values: Check the rules of the codecs, not only digests, on every load. By default, they are checked if other users may write
+            unencrypted entries.
+        max_entry_bytes: Maximum size of an entry, and of the values of one of its layers at 16 bits each. Larger entries are neither saved
+            nor read.
 
     Raises:
         InvalidParameter: An argument can never work, such as a chunk that does not fit the recipe.
@@ -142,7 +144,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Release connections and leases; loaded caches stay valid, and the entries stay."""
+        """Release connections and leases. Loaded caches stay valid, and entries are kept."""
         if self._leases is not None:
             self._leases.close()
         self._backend.close()
@@ -150,16 +152,17 @@ class Store:
     def keys(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> list[bytes]:
         """Return the keys of a prefix's whole chunks, first chunk first (spec/store.md). Raises InvalidParameter.
 
-        ``inputs`` names everything else that chunks depend on, such as images or embeddings: for every chunk a digest of at most 64 bytes,
-        b"" if its ids determine it. A digest is part of the chunk's key, and so of all later keys. Every method takes it so.
+        ``inputs`` contains, for every chunk, a digest (at most 64 bytes) of everything else that the chunk depends on, such as images or
+        embeddings. The digest is b"" if the ids determine the chunk. It is part of the chunk's key, and so affects all later keys. All
+        methods accept ``inputs`` in this form.
         """
         return chunk_keys(self._root, token_bytes(token_ids), self.chunk, inputs)
 
     def match(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None) -> int:
         """Return the length in tokens of the longest stored prefix, a multiple of ``chunk``, without loading it.
 
-        For a model that keeps states, it is the longest prefix with stored states. ``token_ids`` is a list or an array ``[token]`` or ``[1,
-        token]`` of integers, as for every method. Raises InvalidParameter.
+        For a model that keeps states, it is the longest prefix with stored states. As for all methods, ``token_ids`` is a list or an array
+        ``[token]`` or ``[1, token]`` of integers. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         keys = chunk_keys(self._root, ids, self.chunk, inputs)
@@ -175,9 +178,9 @@ class Store:
     ) -> tuple[int, Cache | None]:
         """Return the longest stored prefix: its length in tokens and its cache, or (0, None).
 
-        Every digest is checked; the cache's pages are views of mapped files, or copies on ``device``. A model needs a token to continue
-        from: pass all ids except the last. For a layer with a sliding window (``Identity.windows``), only the chunks within the window are
-        loaded; for layers that keep states, those after the prefix's last token. Raises InvalidParameter.
+        Every digest is checked. The cache's pages are views of mapped files, or copies on ``device``. Pass all ids except the last, because
+        a model needs a token to continue from. For a layer with a sliding window (``Identity.windows``), only the chunks within the window
+        are loaded. For layers that keep states, the states after the prefix's last token are loaded. Raises InvalidParameter.
         """
         ids = token_bytes(token_ids)
         digests = check_inputs(inputs, ids, self.chunk)
@@ -203,18 +206,20 @@ class Store:
         return keys if self._states is None else self._states.resumable_prefix(keys)
 
     def save(self, token_ids: Any, cache: Cache, *, inputs: Sequence[bytes] | None = None) -> int:
-        """Store every whole chunk of the prefix that ``cache`` contains packed, and return the number of tokens now stored.
+        """Store every whole packed chunk of the prefix in ``cache``, and return the number of tokens now stored.
 
-        ``cache`` is a packed cache, or an object that contains one as ``packed``, from the first token on; tokens of a raw tail are not
-        stored. ``token_ids`` has one id per token of the cache: cut the longer of the two, as ``token_ids[:-1]`` if the newest
-        token has no key yet. A cache that contains all its own ids (``Cache.inputs``) is stored up to the shorter of the two.
+        ``cache`` is a packed cache that starts at the first token, or an object that contains one as ``packed``. Tokens of a raw tail are
+        not stored. ``token_ids`` must have one id per token of the cache. If their lengths differ, cut the longer of the two, for example
+        with ``token_ids[:-1]`` if the newest token has no key yet. A cache that contains all its own ids (``Cache.inputs``) is stored up to
+        the shorter length.
 
-        Raises InvalidParameter for a wrong number of ids, for ids other than the cache's own, and for these caches: of another
-        recipe, model or start than position 0; of several sequences; in which a sliding window has dropped tokens, unless their chunks
-        are stored (``KvpackCache(..., keep_all=True)`` keeps all); whose layers keep states, and have none at the end of a chunk
-        (``kvpack.prefill`` and ``KvpackCache.snapshot_states``), after the last of which nothing is stored; dependent on more than token
-        ids (``Cache.inputs``) without ``inputs`` that name it; and so long that the model's rotary embedding uses different
-        frequencies from those for shorter sequences (``match`` and ``load`` find nothing for such ids).
+        For layers that keep states, ``cache`` must have states at the end of some chunk (see ``kvpack.prefill`` and
+        ``KvpackCache.snapshot_states``). Chunks after the last such state are not stored.  Raises InvalidParameter for a wrong number of
+        ids, and for ids that differ from the cache's own. It also raises InvalidParameter for a cache with another recipe or model, that
+        does not start at position 0, that has several sequences, or that lacks states. The same applies if a sliding window has dropped
+        tokens whose chunks are not stored (``KvpackCache(..., keep_all=True)`` keeps all tokens), if the cache depends on more than token
+        ids (``Cache.inputs``) but ``inputs`` is missing, and if the cache is so long that the model's RoPE uses different frequencies than
+        for shorter sequences (``match`` and ``load`` find nothing for such ids).
         """
         cache = getattr(cache, "packed", cache)
         check_cache(cache, self.identity)
@@ -251,7 +256,7 @@ class Store:
                 self._leases.release(requested)
 
     def _log_short_prefix(self, tokens: int) -> None:
-        """Log the first prefix that is too short to be stored, because all its later lookups are misses."""
+        """Log the first prefix that is too short to be stored, because later lookups of it will all be misses."""
         if not self._has_logged_short_prefix:
             self._has_logged_short_prefix = True
             log.warning(
@@ -301,9 +306,9 @@ class Store:
         return self._states.save(states, chain, ends, now)
 
     def _chain(self, keys: Sequence[bytes], states: StatesAt) -> tuple[list[bytes], list[int]]:
-        """Return the keys of all entries of a prefix, and the places in them of each chunk and of the end.
+        """Return the keys of all entries of a prefix, and the index in them of each chunk and of the end.
 
-        States follow their chunk, so that they are evicted after the next chunk and before their own.
+        States follow their chunk, so that they are evicted after the next chunk but before their own.
         """
         chain, places = [*self._leading_keys], []
         for index, key in enumerate(keys, 1):
@@ -312,7 +317,7 @@ class Store:
         return chain, [*places, len(chain)]
 
     def _batches(self, indices: Sequence[int], links: Sequence[ChunkLink], cache: Cache) -> Iterator[dict[int, list[memoryview]]]:
-        """Encode the entries of chunks, and return them in batches for one request each, up to the first chunk that cannot be encoded."""
+        """Encode the entries of chunks in batches, one per request. Stops at the first chunk that cannot be encoded."""
 
         def encoded() -> Iterator[tuple[tuple[int, list[memoryview]], int]]:
             for index in indices:
@@ -324,7 +329,7 @@ class Store:
         return map(dict, batches(encoded(), BATCH_ENTRIES, BATCH_BYTES))
 
     def _pieces(self, cache: Cache, index: int, link: ChunkLink) -> list[memoryview] | None:
-        """Return the pieces of one chunk's entry; count the fault and return None if it cannot be encoded."""
+        """Return the pieces of one chunk's entry. If it cannot be encoded, the fault is counted and None is returned."""
         key, parent, chunk_ids, digest = link
         try:
             chunk = self._with_identity(cache[:, index * self.chunk : (index + 1) * self.chunk])
@@ -340,10 +345,10 @@ class Store:
         return pieces
 
     def pin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None, seconds: int = PIN_SECONDS) -> int:
-        """Protect the longest stored prefix from eviction, in every process. Returns its length in tokens.
+        """Protect the longest stored prefix from eviction by any process. Returns its length in tokens.
 
-        The pin lasts until ``unpin``, ``delete`` or ``seconds`` from now (default: a day). It belongs to ``owner`` (default: the host and
-        the process) and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
+        The pin lasts until ``unpin`` or ``delete``, but at most ``seconds`` seconds (by default, a day). It belongs to ``owner`` (by
+        default, the host and the process), and replaces the owner's earlier pin of the prefix. Raises InvalidParameter.
         """
         hold = make_hold(owner, seconds)
         keys = self.keys(token_ids, inputs=inputs)
@@ -352,7 +357,7 @@ class Store:
         return len(usable) * self.chunk if usable and self._backend.pin([*before, *self._with_states(usable)], hold) else 0
 
     def unpin(self, token_ids: Any, *, inputs: Sequence[bytes] | None = None, owner: str | None = None) -> bool:
-        """Undo ``pin`` of the same prefix, by ``owner`` or by all. Returns True if it was pinned. Raises InvalidParameter."""
+        """Undo ``pin`` of the same prefix, by ``owner`` or by all owners. Returns True if it was pinned. Raises InvalidParameter."""
         keys, owner = self.keys(token_ids, inputs=inputs), validate_owner(owner)
         pinned = {pin.key for pin in self._backend.pins() if owner in (None, pin.owner)}
         chains = (self._with_states(keys[:count]) for count in range(len(keys), 0, -1))
@@ -381,8 +386,8 @@ class Store:
     def clear(self) -> int:
         """Remove every stored prefix of this identity, with its pins, and return the number of entries removed.
 
-        This reads the header of every entry. Chunks with a missing ancestor are found neither by this method nor by ``load``; they are
-        evicted eventually.
+        This reads the header of every entry. Neither this method nor ``load`` finds chunks with a missing ancestor, which are eventually
+        evicted.
         """
         catalog = read_catalog(self._backend, cipher=self._cipher, max_entry_bytes=self._max_entry_bytes)
         keys = chain_keys(catalog, [self._root])
@@ -390,13 +395,13 @@ class Store:
         return remove(self._backend, self._counters, keys, pinned=True)
 
     def basis(self) -> Basis | None:
-        """Return the recipe's basis, from the identity or from the store, or None if the recipe needs none, or neither has it."""
+        """Return the recipe's basis, from the identity or from the store, or None if the recipe needs none or neither has it."""
         return None if self._stored_basis is None else self._stored_basis.get()
 
     def collect(self) -> None:
-        """Remove files of dead writers, entries of older layouts, and bases that no entry has needed for an hour.
+        """Remove files of dead writers, entries in older layouts, and bases that no entry has needed for an hour.
 
-        Then count the remaining entries again, and evict entries until the budget holds.
+        Afterwards, recount the remaining entries, and evict entries until they fit the budget.
         """
         reclaim(self._backend, self._counters, self._cipher, max_entry_bytes=self._max_entry_bytes)
         self._backend.collect()
@@ -408,15 +413,15 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Return ``counters``, plus the ``entries`` and ``bytes`` stored at its location.
 
-        They are counted by listing the location. In a directory, only the folders that have changed since the last count are listed. A
-        store of tiers also has ``tiers``, a list with the stats of each tier.
+        They are counted by listing the location. In a directory, only folders that have changed since the last count are listed. A store
+        with tiers also has ``tiers``, a list with the stats of each tier.
         """
         entries, size = self._backend.size()
         tiers = {"tiers": self._backend.stats()} if isinstance(self._backend, Tiers) else {}
         return {**self.counters(), "entries": entries, "bytes": size, **tiers}
 
     def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
-        """Return ``stats`` in Prometheus' text format, every metric with ``labels`` (default: the identity's model)."""
+        """Return ``stats`` in Prometheus' text format. Every metric has ``labels``, which default to the identity's model."""
         entries, size = self._backend.size()
         gauges = {"entries": ("Entries at the location.", entries), "bytes": ("Total size in bytes of the entries at the location.", size)}
         text = prometheus_text(self._counters, self._backend, gauges)
@@ -443,11 +448,11 @@ class Store:
         return self._reader.basis is not None
 
     def _has_fixed_frequencies(self, ids: bytes) -> bool:
-        """Return True if a sequence of ``ids`` and one more token has the same rotary frequencies as every shorter one."""
+        """Return True if a sequence of ``ids`` and one more token has the same RoPE frequencies as every shorter sequence."""
         return self._max_sequence is None or len(ids) // ID_BYTES < self._max_sequence
 
     def _move_cache(self, cache: Cache, device: torch.device | str) -> Cache | None:
-        """Copy the cache to ``device``; count the fault and return None if the device lacks memory."""
+        """Copy the cache to ``device``. If the device lacks memory, the fault is counted and None is returned."""
         import torch
 
         try:

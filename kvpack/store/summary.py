@@ -1,4 +1,4 @@
-"""Compute the totals of a location by model and recipe. In a folder with an index, and on Redis, only new entries' headers are read."""
+"""Totals of a location by model and recipe. In a folder with an index, and on Redis, only the headers of new entries are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Summary:
         return [(dict(model), recipe, count) for (model, recipe), count in sorted(self.chunks.items())]
 
     def add(self, text: dict[str, Any], entries: int, size: int) -> None:
-        """Add ``entries`` entries of ``size`` bytes in total, described by ``about``, to the counts."""
+        """Add ``entries`` entries of ``size`` bytes in total, described by ``text``, to the counts."""
         if text["kind"] != "chunk":
             self.kinds[text["kind"]].update(entries=entries, bytes=size)
             return
@@ -73,7 +73,7 @@ def summarize(
 
 
 def describe_new(backend: Backend) -> Sequence[StoredEntry] | None:
-    """Describe entries that have no description yet, and return all that are not described as chunks, states or pages.
+    """Describe entries that have no description yet, and return all entries that are not described as chunks, states or pages.
 
     Returns None for a location without descriptions.
     """

@@ -1,6 +1,6 @@
 """Several tiers as one backend, fastest first, such as memory, a folder and a server.
 
-An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is written to all tiers before
+An entry read from a slower tier is copied to the faster tiers once it has been checked. A saved entry is either written to all tiers before
 ``save`` returns (write-through), or to the first tier, and to the others in the background (write-back). Each tier evicts by its own
 budget.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TierStats = list[dict[str, Any]]
 
 USE_RECORD_SECONDS = 60.0
-"""Seconds between records of a prefix's use in a tier that was not queried. A record may cost a request."""
+"""Interval in seconds between records of a prefix's use in a tier that was not queried. A record may cost a request."""
 _MAX_NOTED = 4096
 
 
@@ -224,10 +224,10 @@ class Tiers:
     def _query_in_turn(
         self, keys: Sequence[bytes], ask: Callable[[Backend, Sequence[bytes]], Any], count_keys: Callable[[Any], int], beyond: int = -1
     ) -> Iterator[tuple[int, Any]]:
-        """Query tiers for ``keys`` in order, and yield (tier, reply) as long as some tier has the next key.
+        """Query tiers for ``keys`` in order. Yields (tier, reply) as long as some tier has the next key.
 
-        ``count_keys`` counts the keys in a reply. The fastest tier is queried first each time, and no tier twice for a key that it lacks.
-        For the first key, only tiers slower than ``beyond`` are queried.
+        ``count_keys`` counts the keys in a reply. Each time, the fastest tier is queried first, but no tier is queried twice for a key that
+        it lacks. For the first key, only tiers slower than ``beyond`` are queried.
         """
         found = 0
         exhausted_at: dict[int, int] = dict.fromkeys(range(beyond + 1), 0)

@@ -1,7 +1,7 @@
-"""Check that only the owner of a store's folder can have written its files (spec/store.md, Trust).
+"""Checks that only the owner of a store's folder can have written its files (spec/store.md, Trust).
 
-Folders and files of other users, or writable by group or others, are not used unless the caller trusts the members of a group. Files that
-another user may change are copied before they are checked, so that they cannot change between check and use.
+Folders and files that belong to other users, or that the group or others may write, are not used unless the caller trusts the members of a
+group. Files that another user may change are copied before they are checked, so that they cannot change between check and use.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _GROUP_FOLDER, _GROUP_FILE = 0o2770, 0o660
-"""Modes of folders and files for a trusted group. The set-group-ID bit makes new files belong to the folder's group."""
+"""Modes of folders and files for a trusted group. With the set-group-ID bit, new files belong to the folder's group."""
 _MAX_GID = 2**32 - 2
 
 _PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors that mean a path can never be a store for this user, unlike errors that a faulty disk causes."""
+"""Errors which mean that a path can never be a store for this user, unlike errors that a faulty disk causes."""
 
 
 class Untrusted(PermissionError):
-    """The error for a folder or a file that users other than the store's owner may have written."""
+    """Error for a folder or file that users other than the store's owner may have written."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
 
 
 class NotAnEntry(OSError):
-    """Raised for a folder, a link, a FIFO or a device at the path of an entry."""
+    """Error for a folder, a link, a FIFO or a device at the path of an entry."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, f"{path} is not a regular file")
 
 
 class Trust:
-    """The check of who may write to the folder ``root``. Its ``owner`` is this user if the folder does not exist yet.
+    """Check of the users who may write to the folder ``root``. If the folder does not exist yet, its ``owner`` is this user.
 
-    ``trusted_group`` is the number or name of a group whose members may write there and are trusted like the owner. Raises
-    InvalidParameter if ``root`` cannot be a store, because others may write to it, it is not a folder, or it cannot be accessed, or if this
-    user is not in the trusted group.
+    ``trusted_group`` is the number or name of a group whose members may write there and are trusted like the owner. Raises InvalidParameter
+    if ``root`` cannot be a store, because others may write to it, it is not a folder, or it cannot be accessed, or if this user is not in
+    the trusted group.
     """
 
     def __init__(self, root: str, trusted_group: int | str | None = None) -> None:
@@ -94,7 +94,7 @@ class Trust:
 
     @contextlib.contextmanager
     def open_checked(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a regular file below the root for reading; yield its descriptor and status. Raises OSError or Untrusted."""
+        """Open a regular file below the root for reading. Yields its descriptor and status. Raises OSError or Untrusted."""
         try:
             descriptor = self._open(path)
         except OSError as error:
@@ -132,7 +132,7 @@ class Trust:
             folder = os.path.dirname(folder)
 
     def assign_owner(self, descriptor: int) -> None:
-        """Give a file or folder that this user has just created to the store's owner, and to the trusted group if there is one.
+        """Assign a file or folder that this user has just created to the store's owner, and to the trusted group if there is one.
 
         Raises OSError, or Untrusted if it belongs to an untrusted user.
         """
@@ -187,7 +187,7 @@ class Trust:
 
 
 def _group_number(group: int | str) -> int:
-    """Return the number of a group of this process. Raises InvalidParameter."""
+    """Return the number of a group to which this process belongs. Raises InvalidParameter."""
     number: Any = group
     if isinstance(group, str):
         try:

@@ -1,4 +1,4 @@
-"""The parts of a prefix that sliding windows need: older chunks are not loaded, and chunks that a layer has dropped are not saved."""
+"""The parts of a prefix that sliding windows need. Older chunks are not loaded, and chunks that a layer has dropped are not saved."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Windows:
-    """The sliding windows of a model's layers in tokens (None: the layer has no window), and the number of tokens per chunk."""
+    """The sliding windows of a model's layers in tokens (None for a layer without a window), and the number of tokens per chunk."""
 
     layers: tuple[int | None, ...]
     chunk: int
 
     def first_chunk(self, chunks: int) -> int:
-        """Return the index of the first of ``chunks`` chunks that the next token attends to in any layer."""
+        """Return the index of the first of ``chunks`` chunks to which the next token attends in any layer."""
         if not self.layers or None in self.layers:
             return 0
         return min(self._first_token(chunks * self.chunk, window) for window in self.layers if window is not None) // self.chunk
 
     def crop(self, cache: Cache) -> Cache:
-        """Return ``cache`` with only those chunks of each layer that the token after its last one attends to."""
+        """Return ``cache`` with only those chunks of each layer to which the token after its last one attends."""
         # If only later chunks were loaded, the cache is a prefix whose layers have skipped the earlier tokens.
         skipped = cache.start
         layers = [replace(layer, skipped=skipped) if layer.sides else layer for layer in cache]
@@ -39,15 +39,15 @@ class Windows:
         return replace(cache, layers=tuple(layers))
 
     def _first_token(self, tokens: int, window: int) -> int:
-        """Return the first token of the first chunk that the token at position ``tokens`` attends to."""
+        """Return the first token of the first chunk to which the token at position ``tokens`` attends."""
         return max(0, tokens - window + 1) // self.chunk * self.chunk
 
 
 def check_complete(cache: Cache, stored: int) -> None:
-    """Check that every layer still has all tokens after the first ``stored``, which the store has already.
+    """Check that every layer still has all tokens after the first ``stored`` tokens, which the store already has.
 
-    Otherwise, raises InvalidParameter if nothing is stored, and issues a KvpackWarning if something is, because the missing chunks may
-    have been stored earlier and evicted.
+    Otherwise, InvalidParameter is raised if nothing is stored. If something is stored, a KvpackWarning is issued instead, because the
+    missing chunks may have been stored earlier and evicted.
     """
     for number, layer in enumerate(cache):
         if layer.skipped > stored and layer.tokens:

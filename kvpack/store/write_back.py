@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 QUEUE_BYTES = 256 * 2**20
 """Maximum number of queued bytes. An entry that does not fit is dropped, because the engine must not wait."""
 FLUSH_SECONDS = 30.0
-"""Seconds that ``close`` waits for the queued entries."""
+"""Maximum time in seconds that ``close`` waits for the queued entries."""
 
 
 class WriteBack:
@@ -64,7 +64,7 @@ class WriteBack:
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Write the queued entries for at most ``FLUSH_SECONDS``; the rest is dropped and counted."""
+        """Write the queued entries for at most ``FLUSH_SECONDS``. The remaining entries are dropped and counted."""
         self._reset_in_child()
         deadline = time.monotonic() + FLUSH_SECONDS
         with self._condition:

@@ -26,7 +26,7 @@ def uniform(places: Sequence[Place], k: str, v: str) -> Allocation:
 
 
 def recipe_clauses(allocation: Allocation) -> list[str]:
-    """Return the clauses of a short recipe: the most common codecs of keys and values, then the layers that differ, as ranges."""
+    """Return the clauses of a short recipe: the most common codecs of keys and values, followed by the layers that differ, as ranges."""
     common = {}
     for side in "kv":
         counts = Counter(codec for (_, its_side), codec in sorted(allocation.items()) if its_side == side)

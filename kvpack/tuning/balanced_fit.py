@@ -1,4 +1,4 @@
-"""Compute balanced frames from calibration statistics (spec/writers.md, Calibration), and estimate the benefit of more text."""
+"""Balanced frames computed from calibration statistics (spec/writers.md, Calibration), and the estimated benefit of more text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from .statistics import KeyMoments
 
 RIDGE = 1e-3
-"""Share of the mean second moment that is added to each channel's, because calibration sees only a sample of keys and queries."""
+"""Share of the mean second moment that is added to each channel's. Calibration sees only a sample of keys and queries."""
 
 
 def fit_balanced_keys(
     moments_by_layer: Sequence[KeyMoments], ropes: Sequence[Rope | None] | None, progress: Progress | None = None
 ) -> dict[int, BalancedKeys]:
-    """Return the balanced frames of each layer, with key means before RoPE if the rotation of keys is known (``ropes``).
+    """Return the balanced frames of each layer, with key means before RoPE if the rotation of keys (``ropes``) is known.
 
     ``progress`` counts layers.
     """
@@ -57,7 +57,7 @@ def balancing_frames(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Return the cost ``[kv_head]`` of an isotropic error in the frames, relative to encoding without frames.
 
-    The error is proportional to the size of keys in the frame, and its cost to that of queries.
+    The error is proportional to the size of keys in the frame, and its cost to the size of queries.
     """
     inverse = torch.linalg.inv(frames)
     cost = _trace(inverse.mT @ keys @ inverse) * _trace(frames @ queries @ frames.mT)
@@ -65,7 +65,7 @@ def frame_cost(frames: torch.Tensor, keys: torch.Tensor, queries: torch.Tensor) 
 
 
 def compare_halves(halves: Sequence[tuple[KeyMoments, KeyMoments]]) -> dict[str, float] | None:
-    """Return the cost of frames fitted to half of the text, on the same half (``own``) and on the other (``other``).
+    """Return the cost of frames fitted to half of the text, on the same half (``own``) and on the other half (``other``).
 
     Returns None without two halves. Costs are those of ``frame_cost``, averaged over layers and heads. A basis's frames are fitted to both
     halves.

@@ -1,4 +1,4 @@
-"""Compute a basis's rows from calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
+"""Computation of a basis's rows from calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     Array = numpy.ndarray[Any, Any]
 
 RIDGE = 1e-2
-"""Share of a channel's cost that is added to it, because calibration sees only a sample of errors."""
+"""Share of a channel's cost that is added to it. Calibration sees only a sample of errors."""
 
 MIN_CHANNEL = 1e-3
-"""Minimum weight of an error in a channel, as a share of the mean over channels, if costs are added per channel."""
+"""Minimum weight of an error in a channel, as a share of the mean weight over channels, if costs are added per channel."""
 
 MIN_COST = 0.1
 """Minimum cost of an error in any layer, relative to the average cost of an equally large error over all layers.
 
-A calibration may see few or no tokens for which a layer matters. The value was chosen with a fifth of the text that calibration did not
+A calibration may see few or no tokens for which a layer matters. The value was chosen on a fifth of the text, which calibration did not
 read (spec/writers.md, Calibration).
 """
 
@@ -42,7 +42,7 @@ _SPREAD = 1.05
 
 
 def fit_rows(statistics: Statistics, step: Callable[[], None]) -> dict[tuple[int, str], torch.Tensor]:
-    """Return the rows ``[kv_head, row, dim]`` of each layer's keys and values; ``step`` is called after each."""
+    """Return the rows ``[kv_head, row, dim]`` of each layer's keys and values. ``step`` is called after each layer's keys or values."""
     fitted = {}
     for name, cost in costs_of(statistics, [name for name in statistics.sums if name.count(".") == 1], MIN_COST).items():
         sums = statistics.sums[name]
@@ -75,7 +75,7 @@ def costs_of(statistics: Statistics, names: Sequence[str], minimum: float) -> di
 
 
 def channel_costs(cost: torch.Tensor) -> torch.Tensor:
-    """Return the cost of errors in single channels ``[..., channel]``, from costs ``[..., dim, dim]``, with a small minimum.
+    """Return the cost of errors in single channels ``[..., channel]``, given costs ``[..., dim, dim]``, with a small minimum.
 
     The minimum is proportional to the costs, so that scaling a model's keys up and its queries down does not change the result.
     """
@@ -103,7 +103,7 @@ def _floors(statistics: Statistics, costs: dict[str, torch.Tensor], least: float
 def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tuple[torch.Tensor, Array, torch.Tensor]:
     """Return a head's rows, the cost-weighted standard deviations of its columns, and its flattened tables.
 
-    The rows are the mean, then the transform matrix.
+    The rows are the mean, followed by the transform matrix.
     """
     dim = len(mean)
     matrix, back, deviations = transform_of(covariance, cost)
@@ -121,7 +121,7 @@ def _fit_head(mean: Array, covariance: Array, cost: Array, samples: Array) -> tu
 def transform_of(covariance: Array, cost: Array) -> tuple[Array, Array, Array]:
     """Return the matrix from columns to channels, its inverse, and the columns' standard deviations in descending order.
 
-    Columns are scaled so that the cost of an error is its square in each of them.
+    Columns are scaled so that the cost of an error in any of them is the error's square.
     """
     ridge = RIDGE * channel_costs(torch.from_numpy(cost)).numpy()
     ridged = cost + numpy.diag(numpy.maximum(ridge, numpy.finfo(float).tiny))
@@ -139,7 +139,7 @@ def _row(values: Array) -> torch.Tensor:
 
 
 def _training_values(values: Array) -> Array:
-    """Return values for training tables in ascending order, selected evenly by size."""
+    """Return values for training tables, in ascending order, selected evenly by size."""
     step = max(1, len(values) // MAX_TRAINING_VALUES)
     ordered: Array = numpy.sort(values)[step // 2 :: step]
     return ordered

@@ -1,4 +1,4 @@
-"""kvpack calibrate: make a model's basis from a text, for the codecs klt and transform and for keys in balanced frames."""
+"""kvpack calibrate: create a model's basis from a text, for the codecs klt and transform and for keys in balanced frames."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ DEFAULT_TOKENS = 4096
 DEFAULT_SCORE = 256
 DEFAULT_WINDOWS = 16
 BALANCED_TOKENS, BALANCED_WINDOWS = 2048, 2
-"""Tokens and windows for balanced frames only; 12 times as much text is no better."""
+"""Number of tokens per window and number of windows if only balanced frames are made. 12 times as much text is no better."""
 POSITIONS = 1 << 15
-"""Maximum number of positions for which balanced frames are made by default."""
+"""Default maximum number of positions for which balanced frames are made."""
 ROWS_POSITIONS = 4096
-"""Maximum number of positions for which klt's rows are made by default, because more would harm short contexts."""
+"""Default maximum number of positions for which klt's rows are made. More would harm short contexts."""
 WIDTHS_TOKENS = 1024
 """Number of tokens in windows that are read with the keys or values of one layer packed. The last quarter is scored."""
 SAMPLES = 8192
 """Number of tokens, over all windows, whose keys and values are kept to train tables."""
 PROGRESS_SUFFIX = ".progress"
 MAX_LAYER_CHANNELS = 512
-"""Maximum number of channels in a layer with a single frame by default. Decoding needs up to that many products per value."""
+"""Default maximum number of channels in a layer with a single frame. Decoding needs up to that many products per value."""
 SHOWN_BITS = (0.3, 0.6, 1.0)
 LOADED_DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes in which models are loaded; a basis works for all of them."""
+"""Dtypes in which models are loaded. A basis works for all of them."""
 _SAMPLE_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a calibration; None selects the default, or the limit of the model and the text if that is smaller.
+    """Settings of a calibration. None selects the default, or the limit of the model and the text if that is smaller.
 
     Attributes:
         tokens: Tokens per window.
         scored_tokens: Number of tokens per window that are predicted. They are not in the window's cache.
         windows: Number of windows.
-        twin: Factor of the twin with outlier channels, or None for the model itself.
+        twin: Factor of the outlier channels in the model's twin, or None for the model itself.
         seed: Seed of the windows.
         scope: Scope of frames: "head", "layer" or, for a basis without frames, "none".
-        balanced_only: Omit everything for klt and transform. Windows are then read once, and nothing is predicted.
+        balanced_only: Omit everything that only klt and transform need. Windows are then read once, and nothing is predicted.
         widths: Number of windows that are read again for each layer's keys and values, for the widths of kvpack's own presets.
         positions: Number of positions of a context for which keys are described (``spread``), or None for ``POSITIONS`` and
             ``ROWS_POSITIONS``.
@@ -96,9 +96,9 @@ class Settings:
 def run(
     model: str | None, text: str | None, out: str, settings: Settings, *, dtype: str = "fp16", progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Calibrate the model in folder ``model`` on the file ``text``, write the basis to ``out``, and return a report as JSON values.
+    """Calibrate the model in folder ``model`` on the file ``text``, and write the basis to ``out``. Returns a report as JSON values.
 
-    Progress is saved to ``out`` + ".progress" after each window, so that an interrupted calibration resumes; the file is removed at the
+    Progress is saved to ``out`` + ".progress" after each window, so that an interrupted calibration can resume. The file is removed at the
     end. Raises InvalidParameter for unsupported sizes and for a model with layers without keys and values, MissingFile, WriteFailed and
     OutOfRange.
     """
@@ -256,7 +256,7 @@ def _sample(model: Any, text: Text) -> torch.Tensor:
 
 
 def _check_pairs(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Raise InvalidParameter unless all layers have keys and values per head."""
+    """Raise InvalidParameter unless all layers have separate keys and values for each head."""
     if any(k is None or v is None for k, v in pairs):
         raise InvalidParameter("the model has layers without keys and values, which calibration does not support: use another model")
     for x in (x for pair in pairs for x in pair):
@@ -289,7 +289,7 @@ def _gather(
     layer_ropes: Sequence[Rope | None] | None,
     progress: Progress | None,
 ) -> Statistics:
-    """Return the statistics of all windows, continuing from the file ``path``.
+    """Return the statistics of all windows, starting from those in the file ``path``.
 
     Without predictions, only statistics of keys are gathered.
     """
@@ -328,12 +328,12 @@ def _calibration_id(model: Any, text: Text, sizes: dict[str, Any]) -> str:
 
 
 def folder_identity(folder: Path, dtype: str = "auto") -> dict[str, str]:
-    """Return the identity of the model in ``folder``, loaded in ``dtype`` ("auto": the checkpoint's dtype)."""
+    """Return the identity of the model in ``folder``, loaded in ``dtype``. "auto" is the checkpoint's dtype."""
     return identity_of(_load_weights(folder, dtype))
 
 
 def check_basis(basis: Basis, folder: Path) -> None:
-    """Raise InvalidParameter if ``basis`` is for a different model from the one in ``folder``."""
+    """Raise InvalidParameter if ``basis`` is not for the model in ``folder``."""
     basis.check_model(identity_for(_load_weights(folder, "auto"), basis))
 
 

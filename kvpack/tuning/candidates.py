@@ -1,4 +1,4 @@
-"""The codecs from which a search chooses, and their sizes in a model's files."""
+"""Codecs from which a search chooses, and their sizes in a model's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpack.evaluation.windows import UncompressedResult
 
 _SCALED = ("", ",channel_scale=fp16")
-"""Suffixes for keys without and with channel scales. Outlier channels need scales with a rotation; otherwise scales may do harm."""
+"""Suffixes for keys without and with channel scales. With a rotation, outlier channels need scales; otherwise, scales may do harm."""
 
 _GROUPS = ("2,g=64", "2,g=32", "3,g=64", "4,g=128", "6,g=128")
 
@@ -45,7 +45,7 @@ RUNGS = (
     *(f"k=group:b={words},scales=u8" for words in ("2,g=64", "2,g=32", "3,g=64", "4,g=64", "5,g=64", "6,g=64", "8,g=64")),
     *(f"v=scalar:b={b}" for b in (2, 3, 4, 5, 6, 8)),
 )
-"""Candidates of the fast search: one family each for keys and values, in which more bytes always mean smaller errors.
+"""Candidates of the fast search: one family each for keys and values in which more bytes always mean smaller errors.
 
 Groups of tokens have one scale per channel, so outlier channels of keys do no harm.
 """
@@ -53,10 +53,10 @@ Groups of tokens have one scale per channel, so outlier channels of keys do no h
 _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_clause(RAW_CLAUSE).items())
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
-"""Widths in the search by widths."""
+"""Widths, in bits, in the search by widths."""
 
 BY_WIDTHS = tuple(f"{side}={kvpack_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
-"""Candidates of the search by widths, with key means, without which different widths per layer do harm."""
+"""Candidates of the search by widths. They have key means, without which different widths per layer do harm."""
 
 BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" for bits in BITS)
 """Candidates for keys if the basis has balanced frames."""
@@ -68,13 +68,13 @@ FRAMED = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 
 """Additional candidates if the basis has frames."""
 
 DECODED = ("transform", "lossless")
-"""Codecs whose packed bytes attention cannot use directly; it decodes them tile by tile."""
+"""Codecs whose packed bytes attention cannot use directly. It decodes them tile by tile."""
 
 SIDES = ("k", "v")
 
 
 def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse candidates such as ``k=scalar:b=3``, ``kv=...``, or only a codec (for both), and return them by "k" and "v".
+    """Parse candidates such as ``k=scalar:b=3``, ``kv=...``, or only a codec (for both). Returns them by "k" and "v".
 
     Raises InvalidParameter for an unknown codec, a text with several clauses, and if keys or values have no candidate.
     """
@@ -96,7 +96,7 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def is_attendable(codec: str) -> bool:
-    """Return True if attention can use the packed bytes of ``codec`` (as written in a recipe) directly."""
+    """Return True if attention can use the packed bytes of ``codec`` directly. The codec is written as in a recipe."""
     return codec.partition(":")[0] not in DECODED
 
 
@@ -104,7 +104,7 @@ def is_attendable(codec: str) -> bool:
 class PackedCandidates:
     """All packed candidates of all tensors (keys or values of one layer), so that file sizes are known without packing again.
 
-    ``left_out`` has the reasons why tensors cannot use candidates.
+    ``left_out`` contains the reasons why tensors cannot use some candidates.
     """
 
     packed: dict[Place, dict[str, Side]]
@@ -130,7 +130,7 @@ class PackedCandidates:
 
 
 def pack_candidates(exact: UncompressedResult, candidates: dict[str, list[str]], basis: Basis | None = None) -> PackedCandidates:
-    """Pack a whole window with each candidate, as a measurement does: first its prefix, then the scored tokens appended.
+    """Pack a whole window with each candidate, as a measurement does: first its prefix, to which the scored tokens are then appended.
 
     ``basis`` is for candidates with the codecs klt and transform. Raises MissingBasis, or InvalidParameter if a tensor can use none of the
     candidates.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 EARLY = 4
-"""Number of first layers that the first attempts boost. Later ones boost twice and four times as many."""
+"""Number of first layers that the first attempts boost. Later attempts boost twice and four times as many."""
 
 RUNS = 5
 """Maximum number of recipes that are measured."""
@@ -22,7 +22,7 @@ Rungs = dict[str, list[str]]
 
 
 def fast_search(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the best recipe, and the best uniform one. Recipes have finer keys or finer values in early layers.
+    """Return the best recipe, and the best uniform one. Recipes encode keys or values more finely in early layers.
 
     A boost of 4 layers is tried for keys and for values. The better of the two is then extended to 8 and 16 layers as long as that helps. A
     boost uses the finest codec that the budget allows. Raises InvalidParameter for an impossible budget.
@@ -54,7 +54,7 @@ def fast_search(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _baselines(search: Search, rungs: Rungs) -> Iterator[Allocation]:
-    """Yield uniform allocations from most bytes to fewest. Keys are as fine as values or one step finer, because they matter more."""
+    """Yield uniform allocations from most bytes to fewest. Keys are as fine as values, or one step finer because they matter more."""
     k, v = rungs["k"], rungs["v"]
     for total in range(len(k) + len(v) - 2, -1, -1):
         # If keys or values have no finer candidates left, only the other ones continue.

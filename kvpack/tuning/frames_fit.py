@@ -1,4 +1,4 @@
-"""Compute a basis's frames from calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
+"""Computation of a basis's frames from calibration statistics: transforms, scales and tables (spec/writers.md, Calibration)."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ LARGEST_DEVIATION = 2.0**-4
 MIN_OCTAVES, MAX_OCTAVES = -4, 6
 """Range of the columns' standard deviations, in steps, for which there are tables: 2^-4 to 2^6."""
 DEAD_ZONE = 0.06
-"""Amount by which the rounding threshold is raised above half a step when the values of levels are computed.
+"""Amount by which the rounding threshold exceeds half a step when the values of levels are computed.
 
-Encoders do not use it. It makes the values a little larger, so that keys lose less attention to raw tokens. With SmolLM2-135M,
-transform-0.6 had a KL divergence of 0.042 with these values, and 0.055 and 0.067 with 0.95 and 1.08 times these values, in two windows.
+Encoders do not use it. It makes the values slightly larger, so that keys lose less attention to raw tokens. In two windows, SmolLM2-135M
+with transform-0.6 had a KL divergence of 0.042 with these values, and of 0.055 and 0.067 with 0.95 and 1.08 times these values.
 """
 
 REACH = 63
 """Largest level that has a symbol."""
 _TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
 _MIN_BITS, _MAX_BITS = 0.1, 3.0
-"""Range of the average bits per value for which tables are trained on a step."""
+"""Range of average bits per value. Tables are trained on all steps within it."""
 LARGEST_SCALE = 1.25
 """Maximum factor by which a table's values are scaled. Most columns of small tables are 0, and their energy must not be compensated."""
 _SMOOTHED = 8.0
-"""Number of levels of a Laplace distribution that are added to the counts of each table."""
+"""Weight of a Laplace distribution, in levels, that is added to the counts of each table."""
 _MIN_PART = 1e-5
-"""Minimum share of a level with a symbol. For rarer levels, escapes take less space than a symbol."""
+"""Minimum share of levels for a level to have a symbol. For rarer levels, escapes take less space."""
 
 
 def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None]) -> dict[tuple[int, str], Frames]:
-    """Return the frames of each layer's keys and values; ``step`` is called after each."""
+    """Return the frames of each layer's keys and values. ``step`` is called after each layer's keys or values."""
     names = [name for name in statistics.sums if name.endswith(f".{SUFFIX}")]
     fitted: dict[tuple[int, str], list[tuple[Array, Array, Array, Array]]] = {}
     for name, cost in costs_of(statistics, names, MIN_COST).items():
@@ -97,7 +97,7 @@ def _columns(
 
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
-    """Return tables by the columns' standard deviation in steps, trained on the levels of all columns at all steps of common recipes."""
+    """Return tables by the columns' standard deviation in steps. They are trained on all columns at all steps of common recipes."""
     levels = 2 * REACH + 1
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
@@ -144,7 +144,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
 
 
 def _levels(steps: Array, dead_zone: float) -> Array:
-    """Round columns to levels as encoders do, with a ``dead_zone``."""
+    """Round columns to levels as encoders do, but with a ``dead_zone``."""
     result: Array = numpy.sign(steps) * numpy.floor(numpy.abs(steps) + (0.5 - dead_zone))
     return result
 

@@ -1,4 +1,4 @@
-"""Choose the best codecs for a budget, assuming that the losses of all tensors (keys or values of one layer) add up."""
+"""Selection of the best codecs for a budget, assuming that the losses of all tensors (keys or values of one layer) add up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .candidates import PackedCandidates
 
 Losses = dict["Place", dict[str, float]]
-"""Loss of each tensor with each codec that it can have."""
+"""Loss of each tensor with each codec that it can use."""
 
 Point = tuple[int, float, str]
 """Bytes, loss and codec of a choice."""
@@ -23,9 +23,9 @@ Point = tuple[int, float, str]
 def allocate(priced: PackedCandidates, losses: Losses, budget: int) -> Allocation:
     """Return the allocation with the smallest total loss for a file of at most ``budget`` bytes.
 
-    Each tensor starts with its smallest codec, and the step with the largest decrease of loss per byte is taken while one fits (Lagrangian
-    bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still fits. Raises InvalidParameter if the
-    smallest file exceeds the budget.
+    Each tensor starts with its smallest codec. As long as one fits, the step with the largest decrease of loss per byte is taken
+    (Lagrangian bit allocation: Shoham and Gersho, 1988). The remaining bytes are used for any codec that still fits. Raises
+    InvalidParameter if the smallest file exceeds the budget.
     """
     hulls = {
         place: hull((priced.stream_bytes(place, codec), loss, codec) for codec, loss in place_losses.items())
@@ -86,10 +86,10 @@ def hull(points: Iterable[Point]) -> list[Point]:
 
 
 def _gain(first: Point, second: Point) -> float:
-    """Return the decrease of loss per byte."""
+    """Return the decrease of loss per byte from the ``first`` to the ``second`` point."""
     return (first[1] - second[1]) / (second[0] - first[0])
 
 
 def _slope(points: list[Point], number: int) -> float:
-    """Return the heap key of a step, which puts the largest gain first."""
+    """Return the heap key of a step. It sorts the step with the largest gain first."""
     return -_gain(points[number - 1], points[number])

@@ -1,4 +1,4 @@
-"""Save losses to a file, so that interrupted searches resume, and searches for other budgets reuse measurements."""
+"""Storage of losses in a file, so that interrupted searches can resume, and searches with other budgets reuse measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def identity(exact: Sequence[UncompressedResult]) -> str:
 
 @dataclass
 class Journal:
-    """The losses of recipes on the windows with the identity ``windows``, saved to the file ``path`` (None: only in memory)."""
+    """The losses of recipes on the windows with the identity ``windows``, saved to the file ``path`` unless it is None."""
 
     path: str | None
     windows: str

@@ -1,4 +1,4 @@
-"""Measure the loss of a recipe: the divergence of a model's predictions over packed files from its predictions without packing."""
+"""Measurement of a recipe's loss: the divergence of a model's predictions over packed files from its predictions without packing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """The cost of one recipe, with one number per window; ``bytes`` and ``values`` are totals over the windows' files.
+    """The cost of one recipe, with one number per window. ``bytes`` and ``values`` are totals over the windows' files.
 
     The KL divergence (nats per token) is the expected increase in log-perplexity on text sampled from the uncompressed model. It hardly
-    depends on the text, so a few windows suffice to compare codecs whose perplexities they could not distinguish.
+    depends on the text, so a few windows suffice to compare codecs, even if perplexities in these windows would not distinguish them.
     """
 
     kl_divergences: list[float]
@@ -56,7 +56,8 @@ class Windows:
     """Windows of a text that are read repeatedly.
 
     ``step`` is called after each window that is read, and ``on_measured`` after each new loss. ``losses`` are keyed by recipe text, which
-    names the ``basis`` if it needs one. ``exact`` has the uncompressed model's results, with only the prefix of the pairs, in bf16.
+    contains the digest of the ``basis`` if it needs one. ``exact`` contains the uncompressed model's results, with only the prefix of the
+    pairs, in bf16.
     """
 
     model: Any
@@ -80,7 +81,7 @@ class Windows:
         return first
 
     def loss(self, recipe: str) -> Loss:
-        """Return the loss of ``recipe``, measuring each recipe text only once. Raises OutOfRange if a codec cannot represent the values."""
+        """Read windows ``[1, token]`` without packing, and return the complete results of the first one."""
         recipe = Recipe(recipe, self.basis).text
         if recipe in self.losses:
             for _ in self.exact:

@@ -1,4 +1,4 @@
-"""Measure the loss of each layer's keys and values at one width, from which kvpack's own presets derive widths."""
+"""Measurement of the loss of each layer's keys and values at one width, from which kvpack's own presets derive widths."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kvpack.coding.bases import Basis
 
 MEASURED_BITS = 2
-"""Width at which tensors are measured: coarse enough for losses above the noise, and fine enough that losses add up."""
+"""Width, in bits, at which tensors are measured. It is small enough for losses above the noise, and large enough that losses add up."""
 
 SCORED_PART = 4
-"""One in this many tokens of a window is scored."""
+"""Divisor of a window's tokens: one in this many is scored."""
 
 
 def single_place_recipe(layer: int, side: str, codec: str) -> str:

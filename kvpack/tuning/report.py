@@ -1,4 +1,4 @@
-"""Print the report of a search."""
+"""Printing of the report of a search."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _row(name: str, measurement: dict[str, Any]) -> list[str]:
 
 
 def _layer_rows(layers: list[dict[str, str]], *, attended: bool) -> list[list[str]]:
-    """Return one row per sequence of layers with the same codecs; if ``attended``, also how attention reads them."""
+    """Return one row per range of layers with the same codecs. If ``attended``, rows also contain how attention reads these layers."""
     rows: list[tuple[int, int, dict[str, str]]] = []
     for number, codecs in enumerate(layers):
         if rows and rows[-1][2] == codecs:

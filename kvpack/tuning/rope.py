@@ -1,4 +1,4 @@
-"""Find the RoPE of each layer of a model by reading single tokens at several positions."""
+"""Detection of the RoPE of each layer of a model, by reading single tokens at several positions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _POSITIONS = (1, 5, 331)
 """Positions other than 0 at which tokens are read."""
 
 TOLERANCE = 1e-3
-"""Maximum error of a key that is rotated from position 0 to another, relative to the key."""
+"""Maximum error of a key that is rotated from position 0 to another position, relative to the key."""
 
 
 def find_ropes(model: Any, tokens: torch.Tensor) -> list[Rope | None]:
-    """Return the RoPE of each layer, or None for keys that do not depend on their position. ``tokens`` is ``[1, token]`` from a text.
+    """Return the RoPE of each layer, or None for keys that do not depend on their position. ``tokens`` are ``[1, token]`` from a text.
 
     A sequence of one token attends only to itself, so its keys at two positions differ only by RoPE. RoPE of any type (default, linear,
-    llama3, yarn, ...) is described by its frequencies; if they depend on the length of the sequence, they are those of sequences of up to
+    llama3, yarn, ...) is described by its frequencies. If these depend on the length of the sequence, they are those of sequences of up to
     ``Rope.longest`` tokens. Raises InvalidParameter, naming the layer, for keys that depend on positions in another way.
     """
     single_tokens = tokens[0, :_TOKENS, None]

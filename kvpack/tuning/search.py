@@ -1,4 +1,4 @@
-"""The thorough search: losses of single tensors (a layer's keys or values), a greedy allocation, and exchanges confirmed by the loss."""
+"""The thorough search: losses of single tensors (keys or values of a layer), a greedy allocation, and exchanges confirmed by the loss."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from .measurement import Loss, Windows
 
 UNIFORM = 6
-"""Number of uniform recipes that are measured: the most promising ones by their sensitivities."""
+"""Number of uniform recipes that are measured: those that are most promising according to their sensitivities."""
 
 ROUNDS = 2
 """Maximum number of rounds of exchanges."""
 
 EXCHANGES = 4
-"""Typical number of recipes that a round measures after its single changes, for estimating progress."""
+"""Typical number of recipes that a round measures after its single changes, used to estimate progress."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Search:
     sensitivities: Losses = field(default_factory=dict)
 
     def measure(self, description: str, allocation: Allocation) -> Measurement:
-        """Measure the real loss of ``allocation`` and add it to ``measurements``."""
+        """Measure the actual loss of ``allocation``, and add it to ``measurements``."""
         result = Measurement(description, allocation, self.windows.loss(recipe_text(allocation)))
         self.measurements.append(result)
         return result
@@ -64,15 +64,15 @@ class Search:
 
 
 def best(measured: list[Measurement]) -> Measurement:
-    """Return the measurement with the smallest KL divergence; ties go to the first."""
+    """Return the measurement with the smallest KL divergence. Among equal ones, the first wins."""
     return min(measured, key=lambda measurement: measurement.loss.kl_divergence)
 
 
 def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
     """Return the tuned allocation, and the best uniform one or None if no uniform recipe fits.
 
-    Losses of single tensors are measured with all others uncompressed, because they add up best then, and only predict the loss of an
-    allocation. The measured loss of the whole allocation decides. Raises InvalidParameter for an impossible budget.
+    Losses of single tensors are measured with all others uncompressed, because they add up best in that case. They only predict the loss of
+    an allocation; the measured loss of the whole allocation decides. Raises InvalidParameter for an impossible budget.
     """
     _check_budget(search)
     search.sensitivities = measure_sensitivities(search)
@@ -119,7 +119,7 @@ def _check_budget(search: Search) -> None:
 
 
 def measure_within_budget(search: Search, description: str, losses: Losses) -> Measurement:
-    """Return the allocation with the smallest loss whose files fit the budget in all windows; some need more bytes in some windows."""
+    """Return the allocation with the smallest loss whose files fit the budget in all windows. File sizes may differ between windows."""
     budget = search.budget
     while True:
         result = search.measure(description, allocate(search.priced, losses, budget))
@@ -142,9 +142,9 @@ def _promising_uniforms(search: Search) -> list[Allocation]:
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:
-    """Return ``tuned`` with more bytes in some tensors and fewer in others, or None if that does not lower the real loss.
+    """Return ``tuned`` with more bytes in some tensors and fewer in others, or None if that does not lower the actual loss.
 
-    The effect of each tensor is measured with all others as in ``tuned``. Effects of many simultaneous changes may not add up; then fewer
+    The effect of each tensor is measured with all others as in ``tuned``. If the effects of many simultaneous changes do not add up, fewer
     are tried, starting with the largest gains.
     """
     losses: Losses = {}

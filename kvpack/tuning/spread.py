@@ -1,4 +1,4 @@
-"""Extend statistics of keys to all positions of a context, from windows that start at position 0.
+"""Extension of key statistics to all positions of a context, from windows that start at position 0.
 
 RoPE rotates keys and queries by their position. Slow channel pairs rotate only a little within a window, so their statistics hold only for
 the window's positions. Scores depend on differences of positions, so at other positions keys and queries are the same, but rotated.
@@ -32,7 +32,7 @@ def window_positions(tokens: int, positions: int) -> list[int]:
 
 
 def spread_moments(statistics: KeyMoments, rope: Rope | None, starts: Sequence[int]) -> KeyMoments:
-    """Average a layer's moments over windows that start at ``starts``. Returns them unchanged without ``rope``."""
+    """Average a layer's moments over windows that start at ``starts``. Without ``rope``, they are returned unchanged."""
     if rope is None:
         return statistics
     rotations = _rotations(rope, statistics.keys.shape[-1], starts)

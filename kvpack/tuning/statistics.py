@@ -1,8 +1,8 @@
-"""Collect calibration statistics from windows of text: means, covariances and samples of keys and values, and costs of errors in them.
+"""Calibration statistics from windows of text: means, covariances and samples of keys and values, and costs of their errors.
 
 The cost is the Fisher information: gradients, with respect to keys and values, of the log-probability of a next token sampled from the
-model's own prediction (Martens 2020, Sec. 5). Predictions at higher temperatures are sampled too, because gradients of a likely token are
-almost zero if the model is certain, whatever an error would change.
+model's own prediction (Martens 2020, Sec. 5). Predictions at higher temperatures are sampled as well, because if the model is certain,
+gradients of a likely token are almost zero, no matter what an error would change.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 TEMPERATURES = (1.0, 3.0, 10.0)
-"""Temperatures at which next tokens are sampled. Each has the same share of the cost."""
+"""Temperatures at which next tokens are sampled. Each contributes the same share of the cost."""
 
 RAW = RawPositions(1, "bf16", 4, 0.6, 4.0)
 """Raw tokens of lossy presets (``presets.RAW_CLAUSE``): attention sinks, whose values need not be representative.
 
-They are not counted. Of the first four, recipes such as klt-1.75 keep only the first raw.
+They are not counted. Recipes such as klt-1.75 keep only the first of the first four tokens raw.
 """
 
 PREFIXES = 4
-"""Number of prefixes of a window after each of which some tokens are predicted.
+"""Number of prefixes of a window. After each of them, some tokens are predicted.
 
 RoPE rotates queries by their position, so an error in one channel of a key affects queries at some positions more than at others.
 """
 
 SAMPLED_OF_FRAMES = 8
-"""One in this many of the tokens kept for tables is also kept for the tables of frames."""
+"""Sampling rate of frames: one in this many of the tokens kept for tables is also kept for the tables of frames."""
 
 PAGE = 128
 """Number of tokens whose mean is subtracted from keys, as in kvpack's own presets (``presets.kvpack_codec``)."""
@@ -55,12 +55,12 @@ _FORMAT = "kvpack calibration with pages"
 _SUMS = ("counts", "sums", "products", "costs", "shares", "moments")
 
 _MAX_HEADER_BYTES = 2**26
-"""Maximum size of a header in bytes; there are samples for each window, layer and side."""
+"""Maximum size of a header in bytes. There are samples for each window, layer and side."""
 
 
 @dataclass(frozen=True)
 class Framing:
-    """The extent of frames: the channels of a head or a layer (``scope``), with keys before their layer's RoPE."""
+    """The extent of frames: the channels of a head or of a layer (``scope``). Keys are represented before their layer's RoPE."""
 
     scope: str
     ropes: Sequence[Rope | None]
@@ -76,8 +76,8 @@ class Framing:
 class KeyMoments:
     """Sums over ``tokens`` keys of a layer, and over ``rows`` queries that attend to them, in float64 for each KV head.
 
-    ``keys``, ``pages`` and ``queries`` ``[kv_head, dim, dim]`` are sums of outer products: of keys, of keys minus the mean of their page of
-    ``PAGE`` tokens, and of queries. ``keys_before_rope`` ``[kv_head, dim]`` are sums of keys before RoPE.
+    ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``, are sums of outer products: of keys, of keys minus the mean of their page
+    of ``PAGE`` tokens, and of queries. ``keys_before_rope`` ``[kv_head, dim]`` are sums of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -89,7 +89,7 @@ class KeyMoments:
 
     @classmethod
     def of(cls, k: torch.Tensor, queries: torch.Tensor, rows: int, rope: Rope | None) -> KeyMoments:
-        """Return the moments of keys ``[1, kv_head, token, dim]`` from position 0 on, without raw tokens.
+        """Return the moments of keys ``[1, kv_head, token, dim]``, which start at position 0, without raw tokens.
 
         ``queries`` are already summed.
         """
@@ -114,7 +114,7 @@ class QueryMoments:
         self._heads: dict[int, torch.Tensor] = {}
 
     def observe(self, layer: int, queries: torch.Tensor) -> None:
-        """Add ``queries`` ``[1, q_head, token, dim]`` of a layer."""
+        """Add the ``queries`` of a layer, ``[1, q_head, token, dim]``."""
         q = queries[0].to(torch.float64)
         self._heads[layer] = q.transpose(1, 2) @ q
         self.rows[layer] = q.shape[1]
@@ -129,7 +129,7 @@ class QueryMoments:
 
 @dataclass
 class Statistics:
-    """Sums over tokens, by layer and side ("3.k", for frames "3.k.frames"), for the model and text with the digest ``of``.
+    """Sums over tokens, by layer and side ("3.k", or "3.k.frames" for frames), for the model and text with the digest ``of``.
 
     Attributes:
         counts: Numbers of counted tokens, float64 ``[]``.
@@ -154,8 +154,8 @@ class Statistics:
     def add(self, model: Any, tokens: torch.Tensor, pairs: Pairs, seed: int, sampled: int, framing: Framing | None = None) -> None:
         """Add a window ``tokens`` ``[1, token]``, whose first tokens have ``pairs``, and keep ``sampled`` tokens as samples.
 
-        All tokens without pairs are predicted, after the prefixes returned by ``prefixes``. With ``framing``, statistics of frames are
-        added too. Raises InvalidParameter if predictions are not finite, or depend on no pair.
+        All tokens without pairs are predicted, after the prefixes that the function ``prefixes`` returns. With ``framing``, statistics of
+        frames are added as well. Raises InvalidParameter if predictions are not finite, or do not depend on any pair.
         """
         generator = torch.Generator().manual_seed(seed)
         raw = [~_encoded_tokens(k) for k, _ in pairs]
@@ -179,7 +179,7 @@ class Statistics:
                 self._count(name, values, ~raw[number], few if name.endswith(".frames") else chosen)
 
     def add_moments(self, window: int, pairs: Pairs, queries: QueryMoments, ropes: Sequence[Rope | None] | None) -> None:
-        """Add the keys of a window with ``pairs`` of each layer, and its ``queries``; do nothing if a layer has no queries."""
+        """Add the keys of a window with ``pairs`` of each layer, and its ``queries``. Nothing is added if a layer has no queries."""
         query_parts = [queries.of_layer(number, k.shape[1]) for number, (k, _) in enumerate(pairs)]
         if any(part is None for part in query_parts):
             return
@@ -190,7 +190,7 @@ class Statistics:
                 _add(self.moments, f"{number}.{window % 2}.{name}", getattr(key_moments, name))
 
     def halves(self) -> list[tuple[KeyMoments, KeyMoments]] | None:
-        """Return the moments of both halves of the windows, by layer, or None if there are none, and zeros for a half without windows."""
+        """Return the moments of both halves of the windows, by layer, or None if there are none. A half without windows has zeros."""
         if not self.moments:
             return None
         layers = 1 + max(int(name.partition(".")[0]) for name in self.moments)
@@ -228,7 +228,7 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str, of: str) -> Statistics:
-        """Return the statistics in the file ``path``; empty if it does not exist. Raises InvalidParameter for other files."""
+        """Return the statistics in the file ``path``, which are empty if it does not exist. Raises InvalidParameter for other files."""
         result = cls(of)
         if not os.path.lexists(path):
             return result
@@ -252,7 +252,7 @@ class Statistics:
 
 
 def prefixes(count: int, predicted: int) -> list[tuple[int, int]]:
-    """Return (length, predicted) for each prefix of ``count`` tokens, ascending: its length, and the number of tokens to predict after it.
+    """Return the length of each prefix of ``count`` tokens, ascending, with the number of tokens to predict after it.
 
     In total, ``predicted`` tokens are predicted. There are fewer than ``PREFIXES`` prefixes if there are few tokens.
     """
@@ -274,7 +274,7 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
 
 
 def _encoded_tokens(k: torch.Tensor) -> torch.Tensor:
-    """Return a mask, bool ``[token]``, of the tokens in keys ``[1, kv_head, token, dim]`` that caches do not keep raw."""
+    """Return a mask, bool ``[token]``, of the tokens of keys ``[1, kv_head, token, dim]`` that caches do not keep raw."""
     raw = RAW.choose(norms_per_head(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
 
@@ -295,7 +295,7 @@ def _outer_products(gradient: torch.Tensor, counted: torch.Tensor) -> torch.Tens
 
 
 def _gradients(model: Any, tokens: torch.Tensor, pairs: Pairs, generator: torch.Generator) -> Iterator[Pairs]:
-    """Yield, for each temperature, gradients of sampled next tokens' log-probabilities with respect to ``pairs``."""
+    """Yield, for each temperature, the gradients of sampled next tokens' log-probabilities with respect to ``pairs``."""
     from transformers import DynamicCache
 
     leaves = [(k.detach().clone().requires_grad_(), v.detach().clone().requires_grad_()) for k, v in pairs]

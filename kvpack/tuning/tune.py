@@ -1,7 +1,7 @@
 """kvpack tune: search for a recipe for one model, and report the result.
 
 Windows of a text are evaluated in two parts, as in ``kvpack bench quality``: the first part is packed, saved and loaded, and the model
-reads the second part over it. Some windows are held out: the search does not use them, and the report compares recipes on them.
+reads the second part over it. Some windows are held out. The search does not use them, and the report compares recipes on them.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ MAX_TOKEN_GROUP = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a search; None selects the default, or the limit of the model and the text if that is smaller.
+    """Sizes of a search. None selects the default, or the limit of the model and the text if that is smaller.
 
-    ``tokens`` is the size of a window, and its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows and the report
-    ``held_out_windows`` further ones. Codecs that encode tokens in groups keep part of a group raw, and those bytes count; multiples of 128
-    avoid that.
+    ``tokens`` is the size of a window, and its last ``scored_tokens`` tokens are scored. The search uses ``windows`` windows, and the
+    report uses ``held_out_windows`` additional ones. Codecs that encode tokens in groups keep incomplete groups raw, which increases the
+    size. Multiples of 128 avoid that.
     """
 
     tokens: int | None = None
@@ -107,18 +107,18 @@ def run(
     only_attendable: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Search for a recipe of at most ``bits`` bits per value, counting all bytes of a window's file, and return a report as JSON values.
+    """Search for a recipe of at most ``bits`` bits per value, counting all bytes of a window's file. Returns a report as JSON values.
 
     Args:
-        model: Folder or hub name of the model, or None for the demo's.
-        text: File with the text, or None for the demo's.
+        model: Folder or hub name of the model, or None for the demo's model.
+        text: File with the text, or None for the demo's text.
         bits: Budget in bits per value.
         settings: Sizes of the search.
         quick: Use the fast search with three to five recipes.
-        widths: Use the search by widths, with one recipe for each layer and side.
+        widths: Use the search by widths, which measures one recipe for each layer and side.
         candidates: Codecs such as ``k=scalar:b=3``.
         out: Recipe file to write.
-        measurements: File that keeps losses for later searches.
+        measurements: File in which losses are kept for later searches.
         basis: The model's basis file, which adds candidates.
         only_attendable: Omit codecs that attention decodes tile by tile.
         progress: Called as ``progress(done, total)``.
@@ -192,7 +192,7 @@ def _codecs(candidates: Sequence[str], only_attendable: bool) -> dict[str, list[
 def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_attendable: bool) -> Sequence[str]:
     """Return the default candidates of the search.
 
-    The fast search needs one family of codecs, in which more bytes mean smaller errors, and the search by widths another.
+    The fast search needs a family of codecs in which more bytes mean smaller errors. The search by widths needs another one.
     """
     if widths:
         values = tuple(codec for codec in BY_WIDTHS if codec.startswith("v="))
@@ -204,7 +204,7 @@ def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_
 
 
 def _check_folder(path: str) -> None:
-    """Raise WriteFailed for a file that cannot be written, before the search starts."""
+    """Raise WriteFailed, before the search starts, if the file cannot be written."""
     folder = os.path.dirname(path) or "."
     if not path or (os.path.exists(path) and not os.path.isfile(path)):
         raise WriteFailed(f"cannot write {path!r}: it is not a regular file")

@@ -1,8 +1,8 @@
-"""The search by widths: losses of single tensors (keys or values of one layer) are measured at 2 bits and predicted for other widths.
+"""The search by widths. Losses of single tensors (keys or values of one layer) are measured at 2 bits and predicted for other widths.
 
 Each additional bit divides the error of a Lloyd-Max code, and with it the loss, by about 4. The loss of a tensor at 2 bits therefore
-predicts its loss at any width, and a bit goes where loss * 4^(2 - bits) decreases most per byte. Only the chosen recipes are measured as a
-whole.
+predicts its loss at any width. Each bit is assigned where loss * 4^(2 - bits) decreases most per byte. Only the chosen recipes are measured
+as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .search import Measurement, Search
 
 MAX_CHECKED_RECIPES = 2
-"""Number of recipes measured as a whole: the result, and the largest uniform one that fits."""
+"""Number of recipes that are measured as a whole: the result, and the largest uniform recipe that fits."""
 
 
 def steps(layers: int) -> int:
@@ -32,7 +32,7 @@ def steps(layers: int) -> int:
 
 
 def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
-    """Return the chosen allocation, and the largest uniform one within the budget or None if none fits.
+    """Return the chosen allocation, and the largest uniform one within the budget, or None if no uniform one fits.
 
     Raises InvalidParameter if the budget is below the smallest candidates.
     """
@@ -53,7 +53,7 @@ def by_widths(search: Search) -> tuple[Measurement, Measurement | None]:
 
 
 def _predict_losses(search: Search, measured: dict[tuple[int, str], tuple[str, float]]) -> Losses:
-    """Return the predicted losses of all candidates in each tensor, minus the smallest loss, which is noise that no width reduces."""
+    """Return the predicted losses of all candidates in each tensor, minus the smallest loss, which is noise that no width can reduce."""
     floor = min(loss for _, loss in measured.values())
     raised = increase_losses({place: loss - floor for place, (_, loss) in measured.items()})
     result: Losses = {}

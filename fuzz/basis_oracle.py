@@ -28,7 +28,7 @@ SEEDS = (
     balanced_basis({0: (2, 8)}, 1, "fp32"),
     balanced_basis({0: (2, 8)}, 1, "fp16", SHAPES),
 )
-"""Small bases: without frames, with frames of heads or of layers, and with balanced frames."""
+"""Small bases: without frames, with frames per head or per layer, and with balanced frames."""
 _MAX_VALUES = 1 << 13
 _TOKENS = 5
 
@@ -43,7 +43,7 @@ def load_basis(data: bytes) -> Basis | None:
 
 
 def check_basis(data: bytes) -> bool:
-    """Return True if a basis is accepted. Data that it encodes must load from a file and decode to finite values, unless it is refused."""
+    """Return True if a basis is accepted. Data encoded with it must load from a file and decode to finite values, or be refused."""
     basis = load_basis(data)
     if basis is None:
         return False

@@ -29,7 +29,7 @@ NUMBERS: dict[str, tuple[bytes, ...]] = {
 
 
 def mutate_bytes(data: bytes, source: random.Random, max_bytes: int = 1 << 15) -> bytes:
-    """Return ``data`` after one edit: a bit or byte is changed, or a block is overwritten, inserted, removed, copied or cut off.
+    """Return ``data`` after one edit: a changed bit or byte, or an overwritten, inserted, removed, copied or truncated block.
 
     The result has at most ``max_bytes`` bytes.
     """
@@ -91,8 +91,9 @@ def mutate_numbers(data: bytes, dtype: str, source: random.Random) -> bytes:
 
 
 def mutate_text(data: bytes, words: Sequence[bytes], source: random.Random, max_bytes: int = 1 << 12) -> bytes:
-    """Return text ``data`` after one edit: one of ``words`` is inserted, a number or word is replaced, a part is repeated, or any byte
-    changes.
+    """Return the text ``data`` after one edit.
+
+    One of ``words`` is inserted, a number or word is replaced, a part is repeated, or any byte is changed.
     """
     kind = source.randrange(5)
     at = source.randrange(len(data) + 1)

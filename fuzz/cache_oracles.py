@@ -1,4 +1,4 @@
-"""Checks of attention over accepted files and of appending to them, including the memory that both take."""
+"""Checks of attention over accepted files and of appending to them, including their memory use."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def check_append(data: bytes) -> bool:
 
 
 def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | None, ...]], shown: list[warnings.WarningMessage]) -> None:
-    """Check that appended values are exact while they are raw. Only a codec with a narrower dtype may round them, with a warning."""
+    """Check that appended values are exact while they are raw. Only a codec with a narrower dtype may round them, and must issue a warning.
+    """
     # Random values may have outliers that do not fit a scale.
     shown = [warning for warning in shown if "lose precision" not in str(warning.message)]
     assert all(issubclass(warning.category, RoundedWarning) for warning in shown), [str(warning.message) for warning in shown]
@@ -130,8 +131,9 @@ def _source(data: bytes) -> random.Random:
 
 
 def _values(source: random.Random, side: Side | None, count: int) -> torch.Tensor | None:
-    """Return values to append to a layer's keys or values: in the widest dtype, which a raw codec may refuse or round, or in their own
-    dtype.
+    """Return values to append to a layer's keys or values, in the side's own dtype or in the widest dtype.
+
+    A raw codec may refuse or round values in the widest dtype.
     """
     if side is None:
         return None

@@ -1,9 +1,9 @@
-"""Write the committed corpus: the smallest inputs from fuzzing runs that reach code which the seeds do not reach.
+"""Write the committed corpus: the smallest inputs from fuzzing runs that reach code that seeds do not reach.
 
     python -m fuzz.run --seconds 600 --found fuzz-found
     python -m fuzz.corpus --found fuzz-found
 
-Committed inputs stay while they still reach new code; the name of an input is the digest of its bytes.
+Committed inputs are kept as long as they reach additional code. The name of an input is the digest of its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fuzz.seeds import committed_inputs, corpus_path
 from fuzz.targets import TARGETS
 
 MAX_BYTES = 60_000
-"""Maximum size of a target's archive in bytes. All archives together stay below a megabyte."""
+"""Maximum size in bytes of a target's archive. All archives together stay below a megabyte."""
 _DATE = (2026, 1, 1, 0, 0, 0)
 
 

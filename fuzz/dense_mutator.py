@@ -1,4 +1,4 @@
-"""Mutation of safetensors files of dense keys and values, which `kvpack pack` reads: of their JSON header or their bytes."""
+"""Mutation of safetensors files of dense keys and values, which `kvpack pack` reads. Edits change their JSON header or their bytes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def mutate_entry(data: bytes, vocabulary: Vocabulary, source: random.Random, max
 
 
 class EntryOracle:
-    """Oracle that compares a reader with known entry shapes to one that parses every entry in full."""
+    """Oracle that compares a reader that knows the shapes of entries with one that parses every entry in full."""
 
     def __init__(self) -> None:
         self.chains = {recipe: make_entries(recipe) for recipe in RECIPES}

@@ -1,7 +1,7 @@
-"""Random mutation of kvpack files. Lengths and digests are then repaired, because otherwise every edit would only break a digest.
+"""Random mutation of kvpack files. Lengths and digests are repaired afterwards, because otherwise every edit would only break a digest.
 
-A file is split into its header and its stored tensors, one of them is changed, and the file is joined again. Changes of a codec, of keys or
-values, or of layers may also fit the tensors to the new header, so that they reach the codec's own rules.
+A file is split into its header and its stored tensors, one of them is changed, and the file is joined again. Edits of a codec, of keys or
+values, or of layers may also adjust the tensors to the new header, so that they reach the codec's own rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PADS = re.compile(rb'"kvpack\.pad\.[0-9]+":\{"dtype":"U8","shape":\[[0-9]+\],"data_offsets":\[([0-9]+),([0-9]+)\]\}')
 _MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, msgpack.UnpackException)
-"""Errors raised when a file with a malformed header is split or joined."""
+"""Errors that are raised when a file with a malformed header is split or joined."""
 
 
 @dataclass
@@ -87,8 +87,9 @@ def mutate_file(data: bytes, vocabulary: Vocabulary, source: random.Random, max_
 
 
 def repair(parts: Parts, packed: bytes | None = None) -> bytes | None:
-    """Return the file of ``parts`` with correct lengths and digests, or None if they are malformed. ``packed`` replaces the header if
-    given.
+    """Return the file of ``parts`` with correct lengths and digests, or None if they are malformed.
+
+    ``packed`` replaces the header if given.
     """
     try:
         return parts.joined(packed)
@@ -113,7 +114,7 @@ def _change_payload(parts: Parts, vocabulary: Vocabulary, source: random.Random)
 
 
 def _change_field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
-    """Change a value of the header without adjusting anything that depends on it."""
+    """Change a value in the header without adjusting anything that depends on it."""
     mutate_place(parts.header, vocabulary.words, source)
 
 
@@ -157,7 +158,7 @@ def _change_filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) 
 
 
 def _then_refit(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
-    """Return an edit that applies ``change`` and then fits the tensors to the changed header."""
+    """Return an edit that applies ``change`` and then adjusts the tensors to the changed header."""
 
     def edit(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Parts:
         try:
@@ -227,7 +228,7 @@ def _change_layers(parts: Parts, vocabulary: Vocabulary, source: random.Random) 
 
 
 def _change_front(joined: bytes, source: random.Random) -> bytes:
-    """Change a byte of the length or of the JSON header. They have no digest, but only one form is valid."""
+    """Change a byte of the length or of the JSON header. They have no digest, but only one form of each is valid."""
     end = 8 + int.from_bytes(joined[:8], "little")
     text = joined[: min(end, len(joined))]
     used = len(text.rstrip(b" ")) + 2

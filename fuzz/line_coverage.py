@@ -1,4 +1,4 @@
-"""Measure the lines of the library that inputs cover, and select the inputs that add coverage."""
+"""Measurement of the library lines that inputs cover, and selection of the inputs that add coverage."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Tracer:
 
 
 def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], seconds: float) -> dict[str, list[int]]:
-    """Return, by file, the lines that ``run`` executes on as many of ``inputs`` as ``seconds`` allow."""
+    """Return, by file, the lines that ``run`` executes on as many of ``inputs`` as it can process in ``seconds`` seconds."""
     tracer, end = Tracer(), time.perf_counter() + seconds
     lines: dict[str, set[int]] = {}
     for data in inputs:
@@ -81,7 +81,7 @@ def covered_lines(run: Callable[[bytes], object], inputs: Iterable[bytes], secon
 
 
 def minimize(run: Callable[[bytes], object], inputs: Iterable[bytes], known: Iterable[bytes]) -> list[bytes]:
-    """Return the smallest of ``inputs`` that together cover every line transition that ``inputs`` cover and ``known`` do not."""
+    """Return the smallest of ``inputs`` that together cover every line transition that ``inputs`` cover and ``known`` lacks."""
     tracer = Tracer()
     steps: set[Arc] = set()
     for data in known:

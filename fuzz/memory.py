@@ -1,4 +1,4 @@
-"""Measure the memory that one input takes: the growth of resident memory that the system reports, including libraries' buffers."""
+"""Measurement of the memory that one input needs: the growth of resident memory, including libraries' buffers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks of arbitrary bytes given to the readers of containers, headers and recipes. They do not need torch.
+"""Checks of arbitrary bytes passed to the readers of containers, headers and recipes. They do not need torch.
 
-A check reads an input as a program would, and returns True if it is accepted. A KvpackError means that it is refused; any other exception
-is a failure. Comparisons with another reader are separate functions, because they take longer and run on fewer inputs.
+A check reads an input as a program would, and returns True if it is accepted. A KvpackError means that it is refused, and any other
+exception is a failure. Comparisons with another reader are separate functions, because they take longer and run on fewer inputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from kvpack.file.container import File
 
 MAX_DECODED_BYTES = 1 << 20
-"""The readers' ``memory_limit`` for one input, as a program would set it for untrusted files."""
+"""``memory_limit`` of the readers for one input, as a program would set it for untrusted files."""
 MAX_COMPARED_BYTES = 1 << 15
-"""Maximum number of decoded bytes of inputs that are compared. The second decoder is slow."""
+"""Maximum number of decoded bytes of inputs to compare. The second decoder is slow."""
 
 
 def open_verified(data: bytes) -> File | None:
@@ -46,7 +46,7 @@ def open_verified(data: bytes) -> File | None:
 
 
 def check_container(data: bytes) -> bool:
-    """Check that writing an accepted file again results in the same bytes, so that no other file has its contents."""
+    """Check that rewriting an accepted file results in the same bytes, so that no other file has its contents."""
     file = open_verified(data)
     if file is None:
         return False
@@ -82,7 +82,7 @@ def needs_basis(file: File) -> bool:
 
 
 def read_by_decoder(data: bytes, bases: Sequence[bytes] = ()) -> tuple[Any, str]:
-    """Return the file as read by the second decoder with ``bases``, and ""; or None and the rule that the file breaks."""
+    """Return the file as read by the second decoder with ``bases``, and an empty string, or None and the rule that the file breaks."""
     try:
         return decoder.read(data, decompress, bases), ""
     except decoder.Refused as refused:
@@ -179,7 +179,7 @@ def check_recipe(data: bytes) -> bool:
 
 
 def check_recipe_file(data: bytes, path: str) -> bool:
-    """Check that a recipe file, written to ``path``, parses to the recipe of its clauses, or is refused with its name in the message."""
+    """Check that a recipe file, written to ``path``, parses to the recipe of its clauses, or is refused by name."""
     with open(path, "wb") as file:
         file.write(data)
     recipe, refusal = None, ""

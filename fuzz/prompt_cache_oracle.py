@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "U64": 8, "U8": 1, "BOOL": 1}
 MAX_MIB = 64
-"""Maximum memory, in MiB, that reading a file may take in addition to its size."""
+"""Maximum memory, in MiB, for reading a file, in addition to its size."""
 _COUNTS = (0, 1, 2, 5, 16, 255, 256, 2**31 - 1, 2**31, 2**32, 2**40 - 1, 2**40, 9 * 10**9, 2**63 - 1, 2**63, 2**64 - 1)
 _WORDS = ("0.0", "0.1", "0.2", "0.5", "1.0", "2.0", "KVCache", "RotatingKVCache", "ConcatenateKVCache", "QuantizedKVCache", *SIZES, "", "5")
 
@@ -109,7 +109,7 @@ class PromptCacheOracle:
         self._file, self._out = folder / "prompt.safetensors", folder / "again.safetensors"
 
     def check(self, data: bytes) -> bool:
-        """Return True if the file is accepted. Fails if reading takes too much memory, or if the file written back has other tokens."""
+        """Return True if the file is accepted. Fails if reading needs too much memory, or if the file written back has other tokens."""
         self._file.write_bytes(data)
         taken = measure_growth(lambda: self._accepted(len(data)))
         assert taken is None or taken <= MAX_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"

@@ -8,6 +8,6 @@ from support.reader_programs import all_started, differences, in_files
 
 
 def check_readers(data: bytes, suffix: str, bases: tuple[bytes, ...], file: Any, rule: str) -> None:
-    """Check that the available readers agree with the second decoder, which read ``file``, or refused it by ``rule``."""
+    """Check that the available readers agree with the second decoder, which accepted ``file`` or refused it because of ``rule``."""
     faults = list(differences(all_started(), data, suffix, in_files(bases), file, rule))
     assert not faults, "; ".join(faults)

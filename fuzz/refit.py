@@ -1,4 +1,4 @@
-"""Fit a file's tensors to a changed header: each gets the name, dtype and size that the codecs and layers require."""
+"""Adjustment of a file's tensors to a changed header. Each gets the name, dtype and size that the codecs and layers require."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _COUNTS: dict[str, Callable[[bytes], int]] = {
 
 
 def refit_tensors(parts: Parts, source: random.Random) -> Parts:
-    """Return ``parts`` with the tensors that its header requires. Tensors keep as many of their bytes as fit.
+    """Return ``parts`` with the tensors that its header requires. Tensors keep as many of their bytes as possible.
 
-    Raises KvpackError, or any error of a malformed header, if there are no such tensors.
+    Raises KvpackError, or an error of a malformed header, if there are no such tensors.
     """
     stored = {row[0]: _content(row, data) for row, data in zip(parts.header["tensors"], parts.tensors, strict=True)}
     codecs = [codec_from_params(params) for params in parts.header["codecs"]]
@@ -81,7 +81,7 @@ def _fit_bytes(known: bytes, size: int, source: random.Random) -> bytes:
 
 
 def _count_entries(codec: Codec, side: dict[str, Any], where: str, stored: dict[str, bytes], source: random.Random) -> None:
-    """Set ``entries`` of ``side`` to the numbers that its fitted flags or counts determine, or remove it if there are no such streams."""
+    """Set ``entries`` of ``side`` to the numbers that its adjusted flags or counts determine, or remove it without such streams."""
     names = [name for name, layout in codec.layout(1, 1, 0).items() if layout.per == "entry"]
     side.pop("entries", None)
     if not names:

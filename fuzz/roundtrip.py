@@ -47,9 +47,9 @@ class Report:
 
 
 def run(seconds: float, codec_id: str | None, first_seed: int) -> Report:
-    """Run examples of ``codec_id``, or of every codec if it is None, for ``seconds``. At least one batch runs; each has its own seed.
+    """Run examples of ``codec_id``, or of every codec if it is None, for ``seconds`` seconds.
 
-    Ends early after ``MAX_FAILURES`` failing batches.
+    At least one batch runs. Each batch has its own seed. The run ends early after ``MAX_FAILURES`` failing batches.
     """
     report = Report()
     end = time.monotonic() + seconds

@@ -85,7 +85,7 @@ class RowOracle:
         return bytes(row)
 
     def check(self, data: bytes) -> bool:
-        """Return True if a row is accepted. A refused row must not write values, and no row may crash a codec."""
+        """Return True if a row is accepted. A refused row must not cause any writes, and no row may crash a codec."""
         codec = self._described_codec(data)
         pages, values = _empty(codec)
         (refused,) = codec.decode_into([data], pages, [0], values=True)
@@ -95,8 +95,9 @@ class RowOracle:
         return refused is None
 
     def compare(self, data: bytes) -> None:
-        """Check that other readers accept the same rows as a codec built from their description, and decode the same values within its
-        tolerance.
+        """Check that other readers accept the same rows as a codec created from their description.
+
+        They must decode the same values within the codec's tolerance.
         """
         codec = self._described_codec(data)
         pages, values = _empty(codec)

@@ -3,8 +3,8 @@
     python -m fuzz.run --seconds 60
     python -m fuzz.run --target container --target header --executions 1000000
 
-Exits with 1 if an input crashed or hung a target or took too much memory, or if a target died. Every failing input is saved as a file, and
-the command that repeats it is printed.
+Exits with 1 if an input crashed a target, made it hang, or needed too much memory, or if a target died. Every failing input is saved as a
+file, and the command that repeats it is printed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_targets(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of the targets to run, in the order of the table. The shares of consecutive seeds are all targets."""
+    """Return the names of the targets to run, in the order of the table."""
     names = arguments.target or list(TARGETS)
     return names[arguments.seed % arguments.share :: arguments.share]
 

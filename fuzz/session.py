@@ -19,7 +19,7 @@ MAX_FAILURES = 20
 
 @dataclass
 class Report:
-    """Results of a run. Memory is resident memory in MiB: after the imports, before the first input, and at its peak.
+    """Results of a run. Memory figures are resident memory in MiB: after the imports, before the first input, and at the peak.
 
     ``memory_of_files`` is the part that is mapped from library files, which all processes share.
     """
@@ -44,7 +44,7 @@ class Report:
 
 
 class Session:
-    """Run of a target's inputs for ``seconds`` or ``executions``. Failing inputs are written to ``failures``."""
+    """Run of a target's inputs for ``seconds`` seconds or ``executions`` inputs. Failing inputs are written to ``failures``."""
 
     def __init__(self, report: Report, target: Target, seconds: float, executions: int | None, failures: Path) -> None:
         self.report, self.target, self.failures = report, target, failures
@@ -116,7 +116,7 @@ def stable_hash(data: bytes) -> int:
 def resident_mib(name: str) -> float:
     """Return a resident memory figure of this process in MiB: ``VmRSS`` (current), ``RssFile`` (mapped from files) or ``VmHWM`` (peak).
 
-    0 if the system does not report it.
+    Returns 0 if the system does not report it.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -44,7 +44,9 @@ class SlotOracle:
         self._file, self._out = folder / "slot", folder / "again"
 
     def check(self, data: bytes) -> bool:
-        """Return True if the file is accepted. Fails unless the file can be written with the same layers, and reads back as the same cache.
+        """Return True if the file is accepted.
+
+        Fails unless the file can be written with the same layers, and reads back as the same cache.
         """
         self._file.write_bytes(data)
         return any([self._accepted(None, False, data), self._accepted({0: 4, 2: 4}, False, data), self._accepted(None, True, data)])

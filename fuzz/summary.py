@@ -8,14 +8,14 @@ from fuzz.line_coverage import READERS, runnable_lines
 from kvpack.output import print_table
 
 MAX_MEMORY_MIB = 256.0
-"""Maximum memory of a process, without library code mapped from files. PyTorch alone takes 75 MiB."""
+"""Maximum memory of a process in MiB, without library code mapped from files. PyTorch alone needs 75 MiB."""
 MAX_GROWTH_MIB = 80.0
-"""Maximum memory that a run may add to that of the libraries.
+"""Maximum memory in MiB that a run may add to that of the libraries.
 
 The libraries' memory includes more than 140 MiB for PyTorch and 30 MiB for libFuzzer's tables.
 """
 ENCODER_MIB = {"append": 40.0}
-"""Additional memory of a target that encodes its inputs: encoders keep search tables, within the constant of kvpack.file.footprint."""
+"""Additional memory in MiB of targets that encode their inputs. Encoders keep search tables, within the limit of kvpack.file.footprint."""
 
 
 def problems(reports: list[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fuzz targets by name: their seeds, their mutations, and the properties that every input must have.
+"""Fuzz targets by name, with their seeds, their mutations, and the properties that every input must have.
 
 A target is created in the process that runs it, so that processes without torch stay small.
 """
@@ -31,7 +31,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 class Target:
     """A fuzz target. ``check`` returns True if an input is accepted, and raises if a property does not hold.
 
-    ``compare`` compares one in ``every`` inputs with another reader; its time does not count as the input's. ``share`` is the target's
+    ``compare`` compares one in ``every`` inputs with another reader. Its time does not count as the input's. ``share`` is the target's
     share of a run's time.
     """
 

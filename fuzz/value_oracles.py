@@ -59,7 +59,7 @@ def check_values(data: bytes) -> bool:
 
 
 def compare_values(data: bytes) -> None:
-    """Check that the second decoder accepts the same files with the same values.
+    """Check that the second decoder accepts the same files and decodes the same values.
 
     The values must also stay the same when the cache is sliced, and when it is saved and loaded.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fuzz.targets import Target
 
 TIMEOUT_SECONDS = 30
-"""Number of seconds on one input after which a run ends. More than one second counts as a hang."""
+"""Time in seconds on one input after which a run ends. More than one second counts as a hang."""
 _LIBFUZZER = ("-len_control=0", "-rss_limit_mb=0", f"-timeout={TIMEOUT_SECONDS}", "-verbosity=1", "-print_pcs=0")
 
 
@@ -121,7 +121,7 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
 
 
 def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
-    """Run the seeds, then mutations of seeds and of accepted mutations. If the process dies, the current input remains on disk."""
+    """Run the seeds, followed by mutations of seeds and of accepted mutations. If the process dies, the current input remains on disk."""
     source, pool = random.Random(seed), list(inputs)
     session.failures.mkdir(parents=True, exist_ok=True)
     running = session.failures / f"native-{session.report.target}-{os.getpid()}"

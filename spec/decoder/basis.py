@@ -16,7 +16,7 @@ TABLE_VALUES = 510
 
 
 def basis_rows(dim: int) -> int:
-    """Return N(dim), the smallest number of rows of a head in a basis."""
+    """Return N(dim), the minimum number of rows per head in a basis."""
     return 2 + dim + ceil_div(TABLE_VALUES * ceil_div(dim, RUN_COLUMNS), dim)
 
 

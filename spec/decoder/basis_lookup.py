@@ -16,7 +16,7 @@ Bases = Mapping[bytes, Callable[[], File]]
 
 
 def find_basis(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
-    """Return the basis with ``digest``."""
+    """Return the basis with ``digest``. Raises ``Refused``, naming ``rule``, if the caller does not have it."""
     require(digest in bases, rule, f"{prefix}*: MissingBasis: the basis {digest.hex()} was not given")
     found = bases[digest]()
     require(BASIS in found.required, "basis.md, File", f"{prefix}*: {digest.hex()} is a cache and no basis")
@@ -24,7 +24,7 @@ def find_basis(digest: bytes, bases: Bases, rule: str, prefix: str) -> File:
 
 
 def balanced_matrices(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
-    """Return the matrix of each head: side-cars.md, Balanced keys."""
+    """Return the matrix of each head (side-cars.md, Balanced keys)."""
     rule = f"{SIDECARS}, Layout"
     needed_basis = side.codec.sidecars["balanced"].basis
     assert needed_basis is not None
@@ -40,7 +40,7 @@ def balanced_matrices(side: Side, prefix: str, bases: Bases) -> list[dict[str, l
 
 
 def basis_values(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[float]]]:
-    """Return the part of the basis that each head needs: its rows, or its frame."""
+    """Return the part of the basis that each head needs: its rows or its frame."""
     rule = f"codecs/{side.codec.id}.md, Parameters and ranges"
     assert side.codec.basis is not None
     digest, layer, name = side.codec.basis
@@ -59,7 +59,10 @@ def basis_values(side: Side, prefix: str, bases: Bases) -> list[dict[str, list[f
 
 
 def frame_values(side: Side, prefix: str, basis: File) -> list[dict[str, list[float]]]:
-    """Return, for each head, its rows of the frame with one value per channel, the scales of the frame's columns, the tables and RoPE."""
+    """Return, for each head, its rows of the frame, the scales of the frame's columns, the tables and RoPE.
+
+    The rows have one value per channel.
+    """
     rule = "codecs/transform.md, Parameters and ranges"
     assert side.codec.basis is not None
     _, layer, name = side.codec.basis

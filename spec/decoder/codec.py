@@ -16,7 +16,7 @@ from .refusal import require
 class NumberStream:
     """A stream of scales, norms or raw values: ``[batch, heads or 1, rows, *sizes]``.
 
-    It has one row per ``tokens`` tokens, or if ``per`` is "run", one row per run. If ``per`` is "entry", its shape is ``[1, 1, entry,
+    It has one row per ``tokens`` tokens, or, if ``per`` is "run", one row per run. If ``per`` is "entry", its shape is ``[1, 1, entry,
     *sizes]``.
     """
 
@@ -32,7 +32,7 @@ class NumberStream:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A sidecar with its parameters and its streams; streams of codes come first."""
+    """A sidecar with its parameters and its streams. Code streams come first."""
 
     codes: Mapping[str, Columns]
     numbers: Sequence[NumberStream]
@@ -53,7 +53,7 @@ Numbers = Mapping[str, list[float]]
 class Codec:
     """A codec with its parameters.
 
-    ``decode`` decodes a token of one head to the coded frame. ``tolerance`` returns, for each value, the largest deviation that the codec's
+    ``decode`` decodes one head's token to the coded frame. ``tolerance`` returns, for each value, the largest deviation that the codec's
     page allows. ``check`` enforces rules of the page beyond the ranges of digits and the finiteness of numbers.
     """
 
@@ -69,21 +69,21 @@ class Codec:
     rotation_seed: int = 0
     sidecars: Mapping[str, Sidecar] = field(default_factory=dict)
     derive_digits: Callable[[Any, str], dict[str, list[list[list[int]]]]] = lambda side, prefix: {}
-    """Derives further rows of digits from other streams of a layer's keys or values, in the form of code streams."""
+    """Function that derives additional rows of digits from other streams of a layer's keys or values, in the form of code streams."""
     basis: tuple[bytes, int, str] | None = None
     """Digest, layer and side of the basis that a reader needs."""
     feature: str = ""
-    """Required feature that corresponds to a parameter."""
+    """Required feature that corresponds to a parameter, or an empty string."""
     scope: str = ""
-    """Scope of the basis's frames, for a codec that needs frames instead of rows."""
+    """Scope of the basis's frames, if the codec needs frames instead of rows."""
     heads: int = 0
-    """The only number of heads that the codec accepts, or 0 for any number."""
+    """The only number of heads that the codec accepts, or 0 if it accepts any number."""
     check_sizes: Callable[[Any, str], None] = lambda side, prefix: None
-    """Checks the rules that need neither the basis nor decoded values."""
+    """Function that checks the rules that need neither the basis nor decoded values."""
 
     @property
     def streams(self) -> dict[str, Columns | NumberStream]:
-        """All streams in order: those of the codec, then those of its sidecars."""
+        """All streams in order: those of the codec, followed by those of its sidecars."""
         result: dict[str, Columns | NumberStream] = {}
         parts: list[Codec | Sidecar] = [self, *self.sidecars.values()]
         for part in parts:
@@ -96,9 +96,9 @@ RAW_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def take_parameters(entry: Mapping[str, Any], ranges: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> list[Any]:
-    """Return the parameters in the order of the page, each checked against its range: integers, allowed values, or a type.
+    """Return the parameters in the order of the page. Each is checked against its range: integers, allowed values, or a type.
 
-    A seed may be any integer, because those of the msgpack profile are from 0 to 2^64 - 1. Parameters in ``optional`` come last, and are
+    A seed may be any integer, because integers in the msgpack profile are from 0 to 2^64 - 1. Parameters in ``optional`` come last, and are
     None if they are absent.
     """
     rule = f"codecs/{entry['id']}.md, Parameters and ranges"

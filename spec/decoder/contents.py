@@ -32,7 +32,7 @@ class Side:
     """The keys or the values of one layer, with everything that ``read`` decodes from its tensors.
 
     ``digits`` contains the rows of every code stream, ``numbers`` those of every other stream. ``values`` are the decoded values of
-    ``shape`` in C order, in the original frame, and ``tolerances`` the largest deviation allowed to another reader for each of them.
+    ``shape`` in C order, in the original frame. ``tolerances`` are the largest deviations that another reader may have from each of them.
     """
 
     codec: Codec

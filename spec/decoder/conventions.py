@@ -16,10 +16,9 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def f32(x: float) -> float:
-    """Round ``x`` correctly to binary32.
+    """Return the number of rows of ``stream`` (container.md, Runs and tail).
 
-    Python computes in binary64, whose 53 bits exceed 2 * 24 + 1. Rounding the sum, product or quotient of two binary32 numbers once more
-    therefore gives the same result as binary32 arithmetic.
+    A stream with one row per g tokens starts a new row at each run.
     """
     try:
         return float(struct.unpack("<f", struct.pack("<f", x))[0])
@@ -28,7 +27,7 @@ def f32(x: float) -> float:
 
 
 def f16(x: float) -> float:
-    """Round ``x`` correctly to binary16."""
+    """Return the shape of a row of ``stream``. An entry of raw tokens covers all heads."""
     try:
         return float(struct.unpack("<e", struct.pack("<e", x))[0])
     except OverflowError:

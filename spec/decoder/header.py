@@ -31,7 +31,7 @@ def take_keys(value: Any, keys: list[str], name: str) -> list[Any]:
 
 
 def require_integer(value: object, low: int, high: int, name: str) -> None:
-    """Require an integer within the range of section Fields and within its limit."""
+    """Require an integer to be within the range given in section Fields and within its limit."""
     if not isinstance(value, int) or value < low:
         refuse(FIELDS, f"{name} is {value!r}, expected an integer of at least {low}")
     require(value <= high, LIMITS, f"{name} is {value}, expected at most {high}")
@@ -48,7 +48,7 @@ def take_names(value: Any, value_type: type, name: str) -> dict[str, Any]:
 
 
 def parse_msgpack(data: bytes, more_codecs: Sequence[str] = ()) -> dict[str, Any]:
-    """Parse a header. One that is not canonical is refused; if it says that a newer version wrote it, that is the reason given.
+    """Parse a header. A header that is not canonical is refused; if a newer version wrote it, that is reported as the reason.
 
     ``more_codecs`` are codecs that occur only in rows.
     """
@@ -65,9 +65,10 @@ def parse_msgpack(data: bytes, more_codecs: Sequence[str] = ()) -> dict[str, Any
 def take_header(
     header: dict[str, Any], known: Mapping[str, Callable[[Mapping[str, Any]], Codec]] | None = None, *, without_tensors: bool = False
 ) -> File:
-    """Check container.md, Fields, and return the file without its contents. New versions, features and codecs have been reported before.
+    """Check container.md, Fields, and return the file without its contents.
 
-    ``known`` are the codecs. ``without_tensors`` is True for the page of a row.
+    New versions, features and codecs must have been reported before. ``known`` are the codecs. ``without_tensors`` is True for the page of
+    a row.
     """
     require(header.get("format") == FORMAT, FIELDS, f"format is {header.get('format')!r}, expected {FORMAT}")
     required: Any = header.get("required")
@@ -170,7 +171,7 @@ def take_side(value: Any, codecs: list[Codec], what: str) -> Side:
 
 
 def take_entries(value: Any, names: list[str], what: str) -> dict[str, int]:
-    """Return the number of rows of the streams ``names``, which have a row per entry."""
+    """Return the number of rows of the streams ``names``, which have one row per entry."""
     if not names:
         return {}
     if not isinstance(value, dict) or list(value) != names:

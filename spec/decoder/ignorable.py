@@ -19,7 +19,7 @@ OFFSETS = "container.md, Position offsets"
 
 
 def take_starts(file: File, is_required: bool) -> list[int]:
-    """Return the start of every layer: container.md, Layer positions."""
+    """Return the start of every layer (container.md, Layer positions)."""
     require(
         is_required == (LAYER_POSITIONS in file.ignorable),
         POSITIONS,
@@ -45,7 +45,7 @@ def take_starts(file: File, is_required: bool) -> list[int]:
 
 
 def take_offsets(file: File, states: list[tuple[int, Tensor]], is_required: bool) -> list[int] | None:
-    """Return the offset of every sequence: container.md, Position offsets."""
+    """Return the offset of every sequence (container.md, Position offsets)."""
     require(
         is_required == (POSITION_OFFSETS in file.ignorable),
         OFFSETS,
@@ -67,7 +67,7 @@ def take_offsets(file: File, states: list[tuple[int, Tensor]], is_required: bool
 
 
 def take_states(file: File, is_required: bool) -> list[tuple[int, Tensor]]:
-    """Return the layer and the tensor of every state: container.md, Layer states."""
+    """Return the layer and the tensor of every state (container.md, Layer states)."""
     require(is_required == (LAYER_STATE in file.ignorable), STATES, f"{LAYER_STATE} must be in both required and ignorable, or in neither")
     if not is_required:
         return []
@@ -104,7 +104,7 @@ def take_states(file: File, is_required: bool) -> list[tuple[int, Tensor]]:
 
 
 def take_hidden(file: File, is_required: bool, sequences: list[int]) -> list[tuple[int, int, int]]:
-    """Return every range of hidden tokens: container.md, Hidden tokens. ``sequences`` are the numbers of sequences in the states."""
+    """Return every range of hidden tokens (container.md, Hidden tokens). ``sequences`` are the numbers of sequences in the states."""
     require(
         is_required == (HIDDEN_TOKENS in file.ignorable), HIDDEN, f"{HIDDEN_TOKENS} must be in both required and ignorable, or in neither"
     )

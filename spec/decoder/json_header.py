@@ -22,7 +22,7 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Position of a tensor or pad in the data section; ``tensor`` is None for a pad."""
+    """Position of a tensor or pad in the data section. ``tensor`` is None for a pad."""
 
     begin: int
     end: int
@@ -30,7 +30,7 @@ class TensorSpan:
 
 
 def tensor_spans(header_bytes: int, tensors: Sequence[Tensor]) -> list[TensorSpan]:
-    """Return the positions of tensors and pads: container.md, Tensors and alignment."""
+    """Return the positions of tensors and pads (container.md, Tensors and alignment)."""
     spans, at = [], header_bytes
     for tensor in tensors:
         if at % ALIGNMENT:
@@ -42,7 +42,7 @@ def tensor_spans(header_bytes: int, tensors: Sequence[Tensor]) -> list[TensorSpa
 
 
 def json_header(header: bytes, tensors: Sequence[Tensor]) -> bytes:
-    """Return the JSON header, which is determined by the tensor ``kvpack.header`` and the tensors that it lists."""
+    """Return the JSON header. It is determined by the tensor ``kvpack.header`` and the tensors that it lists."""
     parts = [JSON_START.decode() + f'{FORMAT} {xxh3_128(header).hex()}"}}']
 
     def entry(name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> str:

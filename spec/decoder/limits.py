@@ -18,5 +18,5 @@ MAX_BINARY_BYTES = 65_536
 MAX_WINDOW_BYTES = 8_388_608
 MAX_RATIO = 256
 MAX_DEPTH = 100
-"""Maximum nesting depth. No value of this version exceeds five; headers of later versions are read up to this depth."""
+"""Maximum nesting depth. No value of this version is nested deeper than five; headers of later versions are read up to this depth."""
 LIMITS = "container.md, Limits"

@@ -9,7 +9,7 @@ from .limits import MAX_NAMES, MAX_STRING_BYTES
 
 
 def take_metadata(data: bytes) -> dict[str, str | int | float]:
-    """Return the metadata: container.md, Metadata. Empty if the bytes do not have the format of the page."""
+    """Return the metadata (container.md, Metadata). It is empty if the bytes do not have the format of the page."""
     result: dict[str, str | int | float] = {}
     at, last = 0, b""
     while at < len(data):

@@ -9,9 +9,9 @@ from .limits import MAX_BINARY_BYTES, MAX_DEPTH, MAX_ENTRIES, MAX_NAMES, MAX_STR
 from .refusal import refuse, require
 
 OTHER_TYPES = {0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
-"""Types that later versions may use, by first byte: the number of bytes that follow it."""
+"""Number of bytes after the first byte, for types that later versions may use."""
 EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Extension types with a length, by first byte: the number of bytes of the length."""
+"""Number of bytes of the length, by first byte, for extension types with a length."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class UnknownValue:
 
 
 class Msgpack:
-    """Parser of one msgpack value. ``breach`` describes the first part that is not canonical, and its position.
+    """Parser of one msgpack value. ``breach`` describes the first part that is not canonical and its position.
 
     A later version may write types that this one does not know, so parsing continues after a breach. Numbers and lengths that are not in
     their shortest form are breaches, so values need not be encoded again.
@@ -50,8 +50,9 @@ class Msgpack:
         return self.data[self.at - count : self.at]
 
     def read_number(self, first: int, forms: tuple[tuple[int, int], ...], below: int) -> int | None:
-        """Return the number after ``first`` if that is one of ``forms``, otherwise None. ``below`` is the least number without a shorter
-        form.
+        """Return the number after ``first`` if that is one of ``forms``, otherwise None.
+
+        ``below`` is the smallest number that has no shorter form.
         """
         for form, count in forms:
             if first == form:

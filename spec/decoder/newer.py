@@ -11,16 +11,16 @@ from .msgpack import EXTENSIONS, OTHER_TYPES
 from .refusal import require
 
 NUMBERS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-"""Integer types by first byte: the number of bytes that follow it."""
+"""Number of bytes after the first byte, for integer types."""
 SIZED = {
     **{0xD9: ("string", 1), 0xDA: ("string", 2), 0xDB: ("string", 4), 0xC4: ("other", 1), 0xC5: ("other", 2), 0xC6: ("other", 4)},
     **{0xDC: ("array", 2), 0xDD: ("array", 4), 0xDE: ("map", 2), 0xDF: ("map", 4)},
 }
-"""Types with a length, by first byte: the type, and the number of bytes of the length."""
+"""Type and number of bytes of the length, by first byte, for types with a length."""
 
 
 class UnexpectedEnd(Exception):
-    """Exception raised if the bytes end within a value."""
+    """Error for bytes that end within a value."""
 
 
 class Walker:
@@ -36,7 +36,7 @@ class Walker:
         return self.data[self.at - count : self.at]
 
     def read_head(self) -> tuple[str, int]:
-        """Return the type of the next value, and its number, its length in bytes, or its number of entries."""
+        """Return the type of the next value, with its number, its length in bytes, or its number of entries."""
         first = self.take(1)[0]
         if first < 0x80:
             return "integer", first

@@ -20,6 +20,6 @@ def norm_feature(norm: str) -> str:
 
 
 def decode_norm_byte(c: int) -> float:
-    """Return the norm of a byte: packing.md, Norms of 8 bits."""
+    """Return the norm for a byte (packing.md, Norms of 8 bits)."""
     octave, part = divmod(c - 1, 16)
     return math.ldexp(f32(2.0 ** (part / 16)), octave - 7) if c else 0.0

@@ -31,7 +31,7 @@ def within_limits(bases: Sequence[int], fields: int) -> bool:
 
 @dataclass(frozen=True)
 class Columns:
-    """columns(n, [B0, B1, ...], F) with the alphabets of the digits. All numbers are within the limits."""
+    """columns(n, [B0, B1, ...], F), with the alphabets of the digits. All numbers are within the limits."""
 
     symbols: int
     bases: tuple[int, ...]
@@ -94,5 +94,5 @@ def default_fields(symbols: int, bases: tuple[int, ...]) -> int:
 
 
 def default_row_bytes(symbols: int, *bases: int) -> int:
-    """Return the number of bytes per row of several streams with one digit each, each with its default F."""
+    """Return the number of bytes per row of several streams with one digit each, if each has its default F."""
     return sum(Columns(symbols, (base,), default_fields(symbols, (base,)), (base,)).row_bytes for base in bases)

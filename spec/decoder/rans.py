@@ -18,7 +18,7 @@ def check_frequencies(where: str, table: Sequence[int]) -> None:
 
 
 def decode_chunk(where: str, table: Sequence[int], first_states: Sequence[int], chunk_words: Sequence[int], n: int) -> list[int]:
-    """Return the ``n`` symbols of a chunk in which all symbols have the same table: section Decode."""
+    """Return the ``n`` symbols of a chunk in which all symbols have the same table (section Decode)."""
     symbols, words_read = decode_symbols(where, [table] * n, first_states, chunk_words)
     require(words_read == len(chunk_words), "rans.md, Decode", f"{where} takes {words_read} of its {len(chunk_words)} words")
     return symbols
@@ -26,12 +26,12 @@ def decode_chunk(where: str, table: Sequence[int], first_states: Sequence[int], 
 
 @cache
 def slots(table: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return the sum of frequencies below every symbol of a table, and the symbol of every slot."""
+    """Return, for a table, the sum of frequencies below every symbol, and the symbol of every slot."""
     return list(accumulate(table, initial=0)), [s for s, frequency in enumerate(table) for _ in range(frequency)]
 
 
 def read_first_states(where: str, halves: Sequence[int]) -> list[int]:
-    """Return the first states of the lanes from their low and high halves: section Segments."""
+    """Return the first states of the lanes, given their low and high halves (section Segments)."""
     states = [low + 65536 * high for low, high in zip(halves[::2], halves[1::2], strict=True)]
     least = min(states, default=MIN_STATE)
     require(least >= MIN_STATE, "rans.md, Segments", f"{where}: a first state is {least}")
@@ -41,7 +41,7 @@ def read_first_states(where: str, halves: Sequence[int]) -> list[int]:
 def decode_symbols(
     where: str, tables: Sequence[Sequence[int]], first_states: Sequence[int], chunk_words: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Return the symbols of a chunk, each decoded with its own table, and the number of words that they take: section Decode."""
+    """Return the symbols of a chunk and the number of words that they use (section Decode). Each symbol has its own table."""
     states = read_first_states(where, first_states)
     symbols, words_read = [], 0
     for i, table in enumerate(tables):

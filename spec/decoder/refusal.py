@@ -6,8 +6,9 @@ from typing import NoReturn
 
 
 class Refused(Exception):
-    """Error for a file that breaks a rule of the text. ``rule`` is the page and the section; ``detail`` describes the position and the
-    fault.
+    """Error for a file that breaks a rule of the text.
+
+    ``rule`` is the page and the section, and ``detail`` describes the position and the fault.
     """
 
     def __init__(self, rule: str, detail: str) -> None:

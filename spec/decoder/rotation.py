@@ -70,10 +70,10 @@ def rotate_back(kind: str, seed: int, u: list[float]) -> list[float]:
 
 
 def rotate_tolerance(u: list[float], tolerance: list[float], of_head: float = 0.0) -> list[float]:
-    """Return the tolerance after a rotation: README.md, Conformance.
+    """Return the tolerance after a rotation (README.md, Conformance).
 
-    It is the Euclidean norm, over the head, of the tolerances before, plus the tolerance of the rotation. ``of_head`` is a part that is
-    already such a norm.
+    It is the Euclidean norm, over the head, of the previous tolerances, plus the tolerance of the rotation. ``of_head`` is a part that
+    already is such a norm.
     """
     return [math.hypot(*tolerance) + of_head + 2.0**-18 * math.hypot(*u) + 2.0**-126] * len(u)
 

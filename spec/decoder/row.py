@@ -84,7 +84,7 @@ def read_row(data: bytes, bases: Sequence[bytes] = ()) -> Row:
 
 
 def take_page(header: dict[str, Any]) -> File:
-    """Check the description of a page: the map of a header, with the restrictions of row.md."""
+    """Check the description of a page, which is the map of a header with the restrictions of row.md."""
     required = header.get("required")
     is_plain = header.get("tensors") == [] and isinstance(required, list) and all(name in CODEC_FEATURES for name in required)
     require(is_plain, ROW, "the description names tensors or features")

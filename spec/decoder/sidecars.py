@@ -39,7 +39,7 @@ def take_flags(value: Mapping[str, Any], symbols: int, name: str) -> Columns:
 
 
 def take_sidecars(entry: Mapping[str, Any], codec: Codec) -> dict[str, Sidecar]:
-    """Return the sidecars that the map of a codec names, each within its ranges."""
+    """Return the sidecars in the map of a codec, with each parameter checked against its range."""
     names = [name for name in SIDECAR_KEYS if name in entry]
     require(list(entry)[len(entry) - len(names) :] == names, SIDECARS, f"the keys of {codec.id} are in the order {list(entry)}")
     require(not names or codec.id != "raw", SIDECARS, f"raw has the sidecars {names}, but supports none")

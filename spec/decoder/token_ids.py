@@ -14,7 +14,7 @@ ID_BYTES = 4
 def take_inputs(data: bytes) -> tuple[list[int], list[tuple[int, str]]] | None:
     """Return the ids of ``inputs``, and the inputs that ids do not determine, each with the position of its first token.
 
-    None if the bytes do not have the format of the page.
+    Returns None if the bytes do not have the format of the page.
     """
     at = 8 + ID_BYTES * word64(data, 0)
     if len(data) < 8 or at > len(data):

@@ -19,7 +19,7 @@ from .sidecars import SIDECARS, check_special_values
 
 
 def decode_side(side: Side, prefix: str, contents: Mapping[str, bytes], bases: Bases) -> None:
-    """Check the codec's rules and decode all tokens of each head, packed tokens before the tail: section Reading, step 9."""
+    """Check the codec's rules, and decode all tokens of each head, packed tokens first (section Reading, step 9)."""
     codec = side.codec
     for name, stream in codec.streams.items():
         if isinstance(stream, Columns):
@@ -79,7 +79,7 @@ def code_rows(side: Side, name: str, packing: Columns, contents: Mapping[str, by
 
 
 def entry_flags(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
-    """Return the flags of each stream with a row per entry, by token and sequence (and head and chunk): side-cars.md, Layout."""
+    """Return the flags of each stream with one row per entry, by token and sequence (and head and chunk): side-cars.md, Layout."""
     result: dict[str, dict[tuple[int, ...], int]] = {}
     if "outliers" in side.codec.sidecars:
         rows = enumerate(side.digits["outlier_flags"])
@@ -92,12 +92,12 @@ def entry_flags(side: Side) -> dict[str, dict[tuple[int, ...], int]]:
 
 
 def entry_indices(flags: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], int]:
-    """Return the entry number of each flag that is 1. Keys of ``flags`` begin with token and sequence, the order of the entries."""
+    """Return the entry number of each flag that is 1. Keys of ``flags`` begin with token and sequence, in the order of the entries."""
     return {place: number for number, place in enumerate(sorted(place for place, flag in flags.items() if flag))}
 
 
 def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
-    """Return the entry number of each raw token, by token and sequence: side-cars.md, Layout."""
+    """Return the entry number of each raw token, by token and sequence (side-cars.md, Layout)."""
     count, rule = side.entries["raw_positions"], f"{SIDECARS}, Layout"
     has = side.entries["raw_values"]
     require(has == count, rule, f"{prefix}raw_values has {has} entries for {count} positions")
@@ -125,7 +125,7 @@ def position_indices(side: Side, prefix: str) -> dict[tuple[int, ...], int]:
 def decode_token(
     side: Side, places: Mapping[str, Mapping[tuple[int, ...], int]], place: tuple[int, int, int], digits: Digits, row: Numbers
 ) -> tuple[list[float], list[float]]:
-    """Return the values of a token of one sequence and head, ``place``, and their tolerances: side-cars.md, Decode."""
+    """Return the values of one token, at ``place`` (its sequence and head), and their tolerances (side-cars.md, Decode)."""
     codec, (t, b, h) = side.codec, place
     for name, values in (("raw_positions", "raw_values"), ("raw_tokens", "raw_tokens")):
         if (t, b) in places.get(name, {}):
@@ -175,7 +175,7 @@ def decode_token(
 
 
 def page_vector(codec: Codec, row: Numbers) -> list[float]:
-    """Return the vector to add to u: section Decode, step 3."""
+    """Return the vector to add to u (section Decode, step 3)."""
     bits, (scale,) = codec.sidecars["key_mean"].bits, row["key_mean_scale"]
     codes = [int(code) for code in row["key_mean"]]
     if bits == 4:
@@ -184,11 +184,11 @@ def page_vector(codec: Codec, row: Numbers) -> list[float]:
 
 
 def residual_signs(seed: int, digit: Sequence[int]) -> list[float]:
-    """Return R'ᵀ s: section Decode, step 4."""
+    """Return R'ᵀ s (section Decode, step 4)."""
     return rotate_back("signed-hadamard", seed, [-1.0 if bit else 1.0 for bit in digit])
 
 
 def number_row(side: Side, stream: NumberStream, row: int) -> list[float]:
-    """Return the numbers in row ``row`` of ``stream``, counted over all heads and sequences."""
+    """Return the numbers in row ``row`` of ``stream``. Rows are counted over all heads and sequences."""
     size = math.prod(stream.sizes)
     return side.numbers[stream.name][row * size : (row + 1) * size]

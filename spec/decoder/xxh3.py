@@ -25,7 +25,7 @@ def swap_bytes(x: int, count: int) -> int:
 
 
 def fold(a: int, b: int) -> int:
-    """Return the exclusive or of the two halves of the 128-bit product."""
+    """Return the exclusive or of both halves of the 128-bit product."""
     product = a * b
     return product & MASK ^ product >> 64
 

@@ -7,8 +7,7 @@ from .refusal import require
 
 
 def check_frame(name: str, frame: bytes, content: int, checksums: bool) -> None:
-    """Check that ``frame`` is one frame with a content size, without a dictionary, with a window within the limit, and with nothing around
-    it.
+    """Check that ``frame`` is exactly one frame with a content size, no dictionary, and a window within the limit.
 
     If ``checksums`` is True, the frame must have a checksum.
     """

@@ -1,4 +1,4 @@
-"""Vectors for questions raised by readers' authors: bases without packed tokens, differing batches, positions of texts, and zeros."""
+"""Vectors for questions of authors of readers: bases without packed tokens, differing batches, positions of texts, and zeros."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def add_refused_bases() -> None:
 
 
 def state(kind: str, *, name: str | None = None, dtype: str | None = None, shape: tuple[int, ...] | None = None) -> Callable[[Parts], None]:
-    """Return a change of the state ``kind`` of layer 0: another name, dtype or shape, with matching data."""
+    """Return a change of the state ``kind`` of layer 0 to another name, dtype or shape, with matching data."""
 
     def apply(parts: Parts) -> None:
         records = parts.header["ignorable"]["layer-state"]

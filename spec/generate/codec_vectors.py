@@ -1,4 +1,4 @@
-"""Conformance vectors with invalid codec parameters, codes or numbers. Each breaks one rule."""
+"""Conformance vectors with invalid codec parameters, codes or numbers. Each one breaks one rule."""
 
 from __future__ import annotations
 

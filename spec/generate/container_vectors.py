@@ -392,7 +392,7 @@ def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], No
 
 
 def with_header(apply: Callable[[bytes], bytes], *changes: Callable[[Parts], object]) -> bytes:
-    """Return a file whose header is changed by ``changes``, then packed, then changed as bytes by ``apply``."""
+    """Return a file whose header is changed by ``changes``, packed, and then changed as bytes by ``apply``."""
     parts = Parts.of(one_side(GROUP))
     for change in changes:
         change(parts)

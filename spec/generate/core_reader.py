@@ -1,4 +1,4 @@
-"""Reader of the core profile, which supports no required feature (spec/README.md, Profiles)."""
+"""Reader of the core profile, which does not support any required features (spec/README.md, Profiles)."""
 
 from __future__ import annotations
 

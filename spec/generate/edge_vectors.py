@@ -1,4 +1,4 @@
-"""Valid vectors for arithmetic that no other vector covers: zeros, whose tolerance is only its smallest term, and sizes at limits."""
+"""Valid vectors for arithmetic that other vectors do not cover: sizes at limits, and zeros, whose tolerance is its smallest term."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MANIFEST_FORMAT = 2
 LEAST_NORMAL = 2.0**-126
-"""Smallest positive normal binary32."""
+"""Smallest positive normal binary32 number."""
 ID_FEATURES = ("inputs", "token-ids.", "row-ids.")
 OF_OPERATIONS = ("group", "minifloat")
 """Codecs that decode exactly and whose values are results of arithmetic."""

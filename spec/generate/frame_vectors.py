@@ -25,10 +25,10 @@ EITHER = {
     "literals-bit-left", "literals-bit-missing", "literals-no-end-mark", "tree-of-depth-12",
     "four-streams-of-four-literals",
 }  # fmt: skip
-"""Breaches of RFC 8878 that some versions of libzstd accept: in blocks before version 1.5.7, in literals and trees up to it."""
+"""Breaches of RFC 8878 that some versions of libzstd accept: before 1.5.7 those in blocks, and up to it those in literals and trees."""
 
 REPEATED, REPEAT = 0x54, 0xFC
-"""The modes of a sequences section whose three tables have one code each, and of one that reuses the previous block's tables."""
+"""Modes of a sequences section whose three tables have one code each, and of one that reuses the previous block's tables."""
 
 
 def add_all() -> None:
@@ -49,7 +49,7 @@ def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Cal
 
 
 def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:
-    """Return random bytes of ``symbols`` kinds; the first kinds are the most frequent."""
+    """Return random bytes with ``symbols`` distinct values. The first values are the most frequent."""
     source = random.Random(seed)
     return bytes(first + min(source.randrange(symbols) for _ in range(3)) for _ in range(size))
 
@@ -230,7 +230,7 @@ def add_refused() -> None:
 
 
 def add_literals() -> None:
-    """Add frames with four literal streams of 56 bits each, whose Huffman tree has eleven weights: 64 literals with one-bit codes."""
+    """Add frames with four literal streams of 56 bits each. Their Huffman tree has eleven weights, and 64 literals have one-bit codes."""
     right, streams = bytes.fromhex("8aba9876543210"), [bytes.fromhex("ffffffffffffff1f")] * 4
 
     def changed(weights: bytes = right, **ends: int) -> Callable[[], bytes]:

@@ -13,8 +13,9 @@ THREE = one_side(RAW, runs=(3,), tail=0, heads=1)
 
 
 def with_features(data: bytes = THREE, **features: bytes) -> bytes:
-    """Return ``data`` with additional ignorable features. In their names, a double underscore stands for a period, a single one for a
-    hyphen.
+    """Return ``data`` with additional ignorable features.
+
+    In their names, a double underscore stands for a period, and a single one for a hyphen.
     """
     parts = Parts.of(data)
     added = {name.replace("__", ".").replace("_", "-"): content for name, content in features.items()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Invalid:
     """A refused vector: its fault, the rule that it breaks, the error class, and its bytes.
 
-    ``either`` is True if a reader may decode it instead, to any values.
+    ``either`` is True if a reader may also decode it, to any values.
     """
 
     shows: str

@@ -1,4 +1,4 @@
-"""Conformance vectors of rows in spec/row-vectors. ``python -m spec.generate.page_vectors`` writes those that are missing."""
+"""Conformance vectors of rows in spec/row-vectors. ``python -m spec.generate.page_vectors`` writes missing ones."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def changed(at: int, value: bytes) -> Callable[[], bytes]:
 
 
 def described(change: Callable[[dict[str, Any]], Any], recipe: str = "raw", geometry: PageGeometry = SMALL) -> Callable[[], bytes]:
-    """Return a function that creates a small row with a changed description; its length is adjusted, so that nothing else is wrong."""
+    """Return a function that creates a small row with a changed description. The length is adjusted, so that nothing else is wrong."""
 
     def make() -> bytes:
         row = row_of(recipe, geometry)
@@ -208,7 +208,7 @@ def by_basis() -> bytes:
 
 
 def opaque(**parameters: Any) -> Callable[[], bytes]:
-    """Return a function that creates a row of bytes whose codec has other parameters."""
+    """Return a function that creates a row of bytes whose codec has these ``parameters``."""
     return described(lambda header: header["codecs"][0].update(parameters), geometry=PageGeometry(1, 1, 2, 8, None, "u8"))
 
 
@@ -217,7 +217,7 @@ def both(**values: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def outliers(header: dict[str, Any]) -> None:
-    """Give every codec the sidecar outliers, although neither keys nor values use it."""
+    """Add the sidecar outliers to every codec, although neither keys nor values use it."""
     for codec in header["codecs"]:
         codec["outliers"] = {"fields": 1}
     both(entries={"outliers": 0})(header)

@@ -37,7 +37,7 @@ WIDE = create("group", 260, b="2", block_rotation="20", channel_order="u16")
 CODED = (GROUP, OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR)
 
 Broken = tuple[str, "Codec", dict[str, Any], str]
-"""End of a vector's name, a codec, its changed parameters, and the purpose of the vector."""
+"""Suffix of a vector's name, a codec, its changed parameters, and the purpose of the vector."""
 
 
 def ascending(count: int) -> bytes:
@@ -94,7 +94,7 @@ def add_alone(name: str, rule: str, codec: Codec, changes: dict[str, Any], shows
 
 
 def ranges(codec: Codec, *bounds: tuple[str, int, int]) -> list[Broken]:
-    """Return, for each parameter, the integers just below and just above its range. A negative bound means that there is none."""
+    """Return, for each parameter, the integers just below and just above its range. A negative bound means that there is no bound."""
     found: list[Broken] = []
     for name, below, above in bounds:
         found += [
@@ -104,7 +104,7 @@ def ranges(codec: Codec, *bounds: tuple[str, int, int]) -> list[Broken]:
 
 
 def words(codec: Codec, *names: str) -> list[Broken]:
-    """Return a word that no codec defines, for each parameter."""
+    """Return, for each parameter, a word that no codec defines."""
     return [(f"{name}-unknown".replace("_", "-"), codec, {name: "other"}, f"{name} is other") for name in names]
 
 
@@ -229,7 +229,7 @@ PARAMETERS: dict[str, list[Broken]] = {
 
 
 def add_fields() -> None:
-    """Add numbers of fields that make a column too large, with one vector per limit."""
+    """Add numbers of fields that make a column too large, with one vector for each limit."""
     bits = create("group", 5, b="1", g="16")
     for name, codec, fields, shows in (
         ("0", GROUP, {"codes": 0}, "empty fields"),

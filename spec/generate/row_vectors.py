@@ -149,7 +149,7 @@ def add_subnormal() -> None:
 
 
 def add_runs() -> None:
-    """Add files with two runs of a codec that allows only one, because it encodes tokens one by one."""
+    """Add files with two runs for a codec that allows only one, because it encodes tokens one by one."""
     shows = "two runs of codec minifloat with scales per block, which encodes tokens one by one"
     add("two-runs-of-mxfp8", "container-18", "InvalidHeader", shows, lambda: one_side(MXFP8, edit("layers.0.k.runs", [1, 1]), tail=0))
     for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR, MINIFLOAT):

@@ -292,7 +292,7 @@ def unused(parts: Parts) -> None:
 
 
 def with_positions(parts: Parts, words: list[list[int]], values: int | None = None, last: str = "0000", used: int | None = None) -> None:
-    """Give the keys these raw positions. Used values are 1, unused values 0, and the last value is ``last``."""
+    """Add these raw positions to the keys. Used values are 1, unused values are 0, and the last value is ``last``."""
     count = len(words) if values is None else values
     side = parts.header["layers"][0]["k"]
     for name, rows in (("raw_positions", len(words)), ("raw_values", count)):

@@ -1,4 +1,4 @@
-"""Vectors of store entries in spec/store-vectors. ``python -m spec.generate.store_vectors`` writes those that are missing."""
+"""Vectors of store entries in spec/store-vectors. ``python -m spec.generate.store_vectors`` writes missing ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENCRYPTION_KEYS = {f"k{size}": bytes(range(size)) for size in (16, 24, 32)}
 class Vector:
     """An entry vector: the entry, its requested key, the reader's encryption keys, and the expected result.
 
-    ``read`` is the number of the chunk that is read, or None if the entry counts as absent. ``damaged`` is None if that is left open.
+    ``read`` is the number of the chunk that is read, or None if the entry counts as absent. ``damaged`` is None if readers may decide.
     """
 
     shows: str

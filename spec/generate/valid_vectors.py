@@ -1,4 +1,4 @@
-"""Conformance vectors that every reader of their profile decodes: parameters at their limits, odd shapes and special values."""
+"""Conformance vectors that every reader of their profile must decode: parameters at their limits, odd shapes and special values."""
 
 from __future__ import annotations
 

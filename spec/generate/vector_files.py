@@ -1,7 +1,7 @@
 """Conformance vectors in spec/vectors: their manifest (spec/vectors.md), and the code that writes new ones.
 
-``python -m spec.generate.vector_files`` writes missing vectors and their manifest lines, and changes no others. Vectors never change, so
-the code that wrote older ones has been removed. What is left writes new vectors, and serves as their model.
+``python -m spec.generate.vector_files`` writes missing vectors and their manifest lines, and does not change others. Vectors never change,
+so the code that wrote older ones has been removed. The remaining code writes new vectors, and serves as an example for them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def defined() -> dict[str, Valid | Invalid]:
 
 
 def refused_by_decompressors() -> set[str]:
-    """Return the files with errors in a frame that only a decompressor detects."""
+    """Return the files with errors in a frame that only a decompressor can detect."""
     defined()
     return frame_vectors.BLOCKS_REFUSED
 
@@ -86,7 +86,7 @@ def bases(line: dict[str, Any]) -> list[bytes]:
 
 
 def profile_of(file: Any) -> str:
-    """Return the smallest profile whose readers decode a file read by the second decoder."""
+    """Return the smallest profile whose readers decode ``file``, which the second decoder has read."""
     plain = all(codec.id in core_reader.CODECS and not getattr(codec, "sidecars", {}) for codec in file.codecs)
     return "core" if plain and all(tensor.filter == "none" for tensor in file.tensors) else "full"
 

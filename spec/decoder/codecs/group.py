@@ -69,7 +69,7 @@ def group(entry: Mapping[str, Any]) -> Codec:
 
 
 def decode_8_bits(row: Numbers, member: int, k: float) -> float:
-    """Return the scale (``member`` 0) or center (1) of the integer ``k``: section Scales of 8 bits."""
+    """Return the scale (``member`` 0) or center (``member`` 1) for the integer ``k`` (section Scales of 8 bits)."""
     step, minimum = row["scale_range"][2 * member : 2 * member + 2]
     r = f32(minimum + step * k)
     return f16(f32(r * abs(r)))

@@ -65,7 +65,7 @@ def klt(entry: Mapping[str, Any]) -> Codec:
                 at += size
 
     def head_codes(side: Any, prefix: str) -> dict[str, list[list[list[int]]]]:
-        """Return the code and the width of each column, for each token of a head."""
+        """Return the code and the width of each column for each token of a head."""
         numbers: dict[str, list[Any]] = side.numbers
         rows: list[list[list[int]]] = [[[], []] for _ in range(side.batch * side.heads * side.packed)]
         for token in range(side.batch * side.packed):
@@ -79,7 +79,7 @@ def klt(entry: Mapping[str, Any]) -> Codec:
         return {"codes": rows}
 
     def mean_and_values(digits: Digits, row: Numbers) -> tuple[list[float], list[float]]:
-        """Return m and v of section Decode."""
+        """Return m and v as defined in section Decode."""
         mean = [256.0 * value for value in row["rows"][:dim]]
         tables = row["rows"][dim * (2 + dim) :]
         v = [0.0] * dim

@@ -37,7 +37,7 @@ def lossless(entry: Mapping[str, Any]) -> Codec:
     ]
 
     def exponent_digits(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
-        """Return the exponent fields as digits of every token: section Decode, step 1."""
+        """Return the exponent fields as digits of every token (section Decode, step 1)."""
         stored: dict[str, list[Any]] = side.numbers
         counts, words_of_all = stored["word_counts"], stored["words"]
         total = sum(counts)

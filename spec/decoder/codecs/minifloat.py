@@ -18,7 +18,7 @@ NONFINITE_CODES = {"e4m3": range(0x7F, 0x80), "e5m2": range(0x7C, 0x80), "e2m1":
 
 
 def decode_element(name: str, c: int) -> float:
-    """Return the value of a finite code: section Decode, step 2."""
+    """Return the value of a finite code (section Decode, step 2)."""
     bits, _, fraction_bits, bias = ELEMENTS[name]
     g, magnitude = divmod(c, 2 ** (bits - 1))
     e, f = divmod(magnitude, 2**fraction_bits)

@@ -80,7 +80,7 @@ def octahedral(entry: Mapping[str, Any]) -> Codec:
 
 
 def _octahedral_direction(xi: float, eta: float, sign: int) -> tuple[float, float, float]:
-    """Return the direction of steps 1 to 4 of section Decode."""
+    """Return the direction computed by steps 1 to 4 of section Decode."""
     z = (1 - xi) - eta
     x, y = (xi, eta) if z >= 0 else (1 - eta, 1 - xi)
     length = math.sqrt(x * x + y * y + z * z)

@@ -66,8 +66,9 @@ def transform(entry: Mapping[str, Any]) -> Codec:
         read_first_states(f"{prefix}states", stored["states"])
 
     def column_digits(side: Side, prefix: str) -> dict[str, list[list[list[int]]]]:
-        """Return, for each token of a head, its number in its group, and the table, symbol and level of each column: section Decode, steps
-        1 and 2.
+        """Return the digits of the columns of each token of a head (section Decode, steps 1 and 2).
+
+        A token has its number in its group, and the table, symbol and level of each column.
         """
         stored: dict[str, list[Any]] = side.numbers
         counts, groups = chunk_word_counts(side), group_sizes(side)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from .codec_summary import CodecSummary
 from .columns import Columns
+from .foreign import check_digits, check_layouts, is_foreign
 from .lazy import torch
 from .rotation import Rotation, rotation_of
 from .runs import RunEncoder
@@ -310,10 +311,15 @@ class Codec(EntryStreams, ABC):
     @cached_property
     def row_layouts(self) -> Mapping[str, Layout]:
         """Layouts of all streams for 0 tokens: dtype, row length and the unit that a row belongs to."""
-        return self.layout(1, 1, 0)
+        layouts = self.layout(1, 1, 0)
+        if is_foreign(self.family):
+            check_layouts(self, layouts)
+        return layouts
 
     def pack(self, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Pack the digits of one code stream, each ``[batch, kv_head, token, symbol]``, into its planes."""
+        if is_foreign(self):
+            check_digits(self, stream, digits)
         return {f"{stream}.{plane}": words for plane, words in enumerate(self.packings()[stream].pack(digits))}
 
     def unpack(self, stream: str, streams: Mapping[str, torch.Tensor], unpacker: Unpacker = Columns.unpack) -> list[torch.Tensor]:

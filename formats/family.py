@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .base import Codec, PlainCodec
-from .errors import InvalidParameter, InvalidPayload
-from .lazy import torch
+from .errors import InvalidParameter
 from .norm_rule import error_spread, typical_error
 from .parameter_checks import Fields, check_choice, check_range
-from .runs import RunEncoder
 from .tables import MAX_CACHED_TABLES
 from .token_norms import norm_features
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from .options import Options
-    from .runs import Run
-    from .streams import Layout
 
 OPTIONAL = {"optional": True}
 """Metadata of a parameter that is stored only if it differs from its default."""
@@ -37,8 +33,6 @@ def one_of(choices: Iterable[Any]) -> dict[str, Any]:
     """Return the metadata of a parameter whose value is one of the strings or integers in ``choices``."""
     return {"known": tuple(choices)}
 
-
-_TORCH_NAMES = {"U8": "uint8", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 SEED = in_range(0, 2**64 - 1)
 
@@ -61,12 +55,6 @@ class CodecFamily(PlainCodec):
 
     stores_directions: ClassVar[bool] = False
     """True if the codec stores a number proportional to each token's norm, and codes for its direction (``direction_spread``)."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        # The encoders of kvpack's own codecs are tested instead, which costs users nothing.
-        if not cls.__module__.startswith("kvpack."):
-            _check_encoder(cls)
 
     @property
     def direction_spread(self) -> float:
@@ -213,105 +201,3 @@ def _list_names(names: Iterable[str]) -> str:
 
 def _is_optional(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("optional", False))
-
-
-def _check_encoder(codec_class: type[PlainCodec]) -> None:
-    """Make the codec raise InvalidParameter for unknown dtypes in ``scales``, and for encoded or decoded tensors outside its layout."""
-    scales, pack, encode, begin = codec_class.scales, codec_class.pack, codec_class.encode, codec_class.begin
-    decode_digits = codec_class.decode_digits
-
-    @wraps(scales)
-    def checked_scales(self: Codec, batch: int, heads: int, tokens: int) -> dict[str, Layout]:
-        layouts = scales(self, batch, heads, tokens)
-        for name, layout in layouts.items():
-            check_choice(self.id, f"the dtype of stream {name!r} in scales", layout.dtype, tuple(_TORCH_NAMES))
-        return layouts
-
-    @wraps(pack)
-    def checked_pack(self: Codec, stream: str, *digits: torch.Tensor) -> dict[str, torch.Tensor]:
-        _check_digits(self, stream, digits)
-        return pack(self, stream, *digits)
-
-    # A subclass may extend an encoder, and its layout describes only the final result.
-    @wraps(encode)
-    def checked_encode(self: PlainCodec, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        streams = encode(self, x) or {}
-        if type(self).encode is checked_encode and type(self).begin is Codec.begin:
-            _check_streams(self, streams, x.shape)
-        return streams
-
-    @wraps(begin)
-    def checked_begin(self: PlainCodec, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-        encoder = begin(self, run, before)
-        if type(self).begin is not checked_begin:
-            return encoder
-
-        def encode_block(block: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
-            streams = encoder.encode(block, start)
-            _check_streams(self, {**encoder.streams, **streams}, block.shape)
-            return streams
-
-        return RunEncoder(encoder.streams, encode_block)
-
-    @wraps(decode_digits)
-    def checked_decode(self: Codec, digits: tuple[torch.Tensor, ...], streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        values = decode_digits(self, digits, streams)
-        if type(self).decode_digits is checked_decode:
-            _check_values(self, values)
-        return values
-
-    codec_class.scales, codec_class.decode_digits = checked_scales, checked_decode  # type: ignore[method-assign]
-    codec_class.pack, codec_class.encode = checked_pack, checked_encode  # type: ignore[assignment, method-assign]
-    if begin is not Codec.begin:
-        codec_class.begin = checked_begin  # type: ignore[assignment, method-assign]
-
-
-def _check_digits(codec: Codec, stream: str, digits: Sequence[torch.Tensor]) -> None:
-    where, packing = f"codec {codec.id}: encode packs stream {stream!r}", codec.packings().get(stream)
-    if packing is None:
-        raise InvalidParameter(f"{where}, which packings lacks: add it there")
-    shapes, expected = [list(digit.shape) for digit in digits], [packing.symbols] * len(packing.bases)
-    if [shape[-1] for shape in shapes] != expected:
-        raise InvalidParameter(f"{where} from digits of shapes {shapes}, expected last axes {expected}: reshape them, or change packings")
-    for digit, alphabet in zip(digits, packing.alphabets, strict=True):
-        values = digit.to(torch.float64)
-        if values.numel() and not (values.amin() >= 0 and values.amax() < alphabet and not values.frac().any()):
-            raise InvalidParameter(
-                f"{where} from digits {values.amin().item():g} to {values.amax().item():g}, expected integers from 0 to {alphabet - 1}: "
-                "round or clamp them, or change packings"
-            )
-
-
-def _check_streams(codec: Codec, streams: Mapping[str, torch.Tensor], shape: Sequence[int]) -> None:
-    """Check that ``streams``, encoded from values of ``shape``, match the codec's layout, and that a reader accepts and decodes them."""
-    layout = codec.layout(*shape[:3])
-    for name in {**layout, **streams}:
-        entry, stream = layout.get(name), streams.get(name)
-        sizes = [] if entry is None else list(entry.shape)
-        if entry and entry.per == "entry" and stream is not None:
-            # The number of entries depends on the values.
-            sizes[2:3] = stream.shape[2:3]
-        expected = f"{_TORCH_NAMES[entry.dtype]} {sizes}" if entry else f"only {', '.join(layout)}"
-        given = "missing" if stream is None else f"{str(stream.dtype).removeprefix('torch.')} {list(stream.shape)}"
-        if given != expected:
-            raise InvalidParameter(
-                f"codec {codec.id}: encode's stream {name!r} is {given}, expected {expected}: change encode, or scales and packings"
-            )
-    try:
-        # NumPy lacks bfloat16.
-        words = {name: x.view(torch.uint16) if x.dtype == torch.bfloat16 else x for name, x in streams.items()}
-        codec.check({name: x.detach().cpu().numpy() for name, x in words.items()}, "encode")
-    except InvalidPayload as error:
-        raise InvalidParameter(f"codec {codec.id}: readers would refuse what encode returns: {error}") from None
-    # The last group of tokens may be padded.
-    _check_values(codec, codec.decode_frame(streams), shape[:3] if codec.token_group == 1 else (*shape[:2], "token"))
-
-
-def _check_values(codec: Codec, values: torch.Tensor, shape: Sequence[int | str] = ("batch", "kv_head", "token")) -> None:
-    """Check the dtype and shape of decoded ``values``. Axes that ``shape`` gives by name may have any size."""
-    expected = [*shape, codec.dim]
-    sizes = [size if isinstance(axis, int) else axis for size, axis in zip(values.shape, expected, strict=False)]
-    if values.dtype != torch.float32 or values.dim() != 4 or sizes != expected:
-        given = f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
-        text = f"float32 [{', '.join(map(str, expected))}]"
-        raise InvalidParameter(f"codec {codec.id}: decode_digits returns {given}, expected {text}: change decode_digits")

@@ -13,6 +13,7 @@ from .base import Codec
 from .batch import take_rows
 from .columns import Columns
 from .errors import InvalidParameter, OutOfRange
+from .foreign import begin_run
 from .lazy import torch
 from .raw_positions import RawPositions
 from .runs import Run, RunEncoder
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     Streams = Mapping[str, torch.Tensor]
     Encode = Callable[[torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
     Kernel = Callable[[Codec, torch.Tensor, int], dict[str, torch.Tensor] | None]
-    Observer = Callable[[torch.Tensor, int], None]
+    Observer = Callable[[torch.Tensor, int, Streams], None]
 
 _SAFE_MAGNITUDE = 2.0**100
 """Bound below which no sidecar turns a codec's decoded value into infinity."""
@@ -209,18 +210,19 @@ class CodecWithSidecars(Codec):
         """Begin a run as in ``Codec.begin``.
 
         ``kernel(codec, block, start)`` returns the codec's streams, or None if the codec must encode the block itself.
-        ``watch(block, start)`` is called with each block of the codec's input. ``start`` is the number of a block's first token.
+        ``watch(block, start, streams)`` is called with each block of the codec's input and its streams. ``start`` is the number of a
+        block's first token.
         """
         steps, run_streams = self._begin_steps(run, before, self.whole_tokens)
-        inner = self.codec.begin(steps.run(), before)
+        inner = begin_run(self.codec, steps.run(), before)
 
         def encode(x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
             block, taken = steps.encode(x, start)
-            if watch:
-                watch(block, start)
             # Only the codec's own encoder knows the results computed for the whole run.
             result = kernel(self.codec, block, start) if kernel and not inner.streams else None
             streams = inner.encode(block, start) if result is None else result
+            if watch:
+                watch(block, start, {**inner.streams, **streams})
             streams |= self._sketches(block, {**inner.streams, **streams}, run_streams | taken) | taken
             if x.numel() and not x.abs().amax().item() < _SAFE_MAGNITUDE:
                 _require_finite(self.decode({**inner.streams, **run_streams, **streams}), "decoded")

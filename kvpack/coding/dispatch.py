@@ -17,6 +17,7 @@ import xxhash
 from kvpack.file import row
 from kvpack.formats import rans, token_norms
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
+from kvpack.formats.foreign import check_decoded, is_foreign
 from kvpack.formats.lossless import Lossless
 from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
@@ -100,11 +101,15 @@ def decode_frame(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Ten
     """
     if isinstance(codec, CodecWithSidecars):
         return codec.complete(decode_frame(codec.codec, streams), streams)
-    if not uses_triton(next(iter(streams.values())).device):
-        return codec.decode_frame(streams)
-    from kvpack.kernels.decode import decode
+    if uses_triton(next(iter(streams.values())).device):
+        from kvpack.kernels.decode import decode
 
-    return decode.decode_frame(codec, streams)
+        values = decode.decode_frame(codec, streams)
+    else:
+        values = codec.decode_frame(streams)
+    if is_foreign(codec):
+        check_decoded(codec, values)
+    return values
 
 
 def decode(codec: Codec, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from kvpack.errors import RoundedWarning
 from kvpack.formats.arguments import prefix_errors
 from kvpack.formats.errors import InvalidParameter, OutOfRange
+from kvpack.formats.foreign import begin_run
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
 from kvpack.formats.raw_positions import VALUES, RawPositions, add_poorly_fitting, replace_tokens
@@ -238,36 +239,41 @@ def _encode_in_blocks(
     layout = codec.layout(batch, heads, tokens)
     blocks = _blocks(codec, x)
     entries: dict[int, dict[str, torch.Tensor]] = {}
+    measured: set[int] = set()
 
     def encode_block(start: int, stop: int) -> None:
         part = _values(codec, x, start, stop, where)
         with prefix_errors(f"{where}, tokens {start} to {stop - 1}", OutOfRange):
             encoded = run.encode(part, start)
-        if sizes.errors is not None and not isinstance(codec, CodecWithSidecars):
-            sizes.errors[:, :, start:stop] = relative_errors(codec, encoded, part)
+        if not isinstance(codec, CodecWithSidecars):
+            measure(part, start, encoded)
         for name, entry in layout.items():
             if entry.per == "token":
                 streams[name][:, :, start // entry.tokens_per_row : -(-stop // entry.tokens_per_row)] = encoded[name]
         entries[start] = {name: encoded[name] for name, entry in layout.items() if entry.per == "entry"}
 
-    def measure(block: torch.Tensor, start: int) -> None:
+    def measure(block: torch.Tensor, start: int, encoded: Mapping[str, torch.Tensor]) -> None:
+        here = slice(start, start + block.shape[2])
         if sizes.norms is not None:
-            sizes.norms[:, :, start : start + block.shape[2]] = dispatch.norms(block)
+            sizes.norms[:, :, here] = dispatch.norms(block)
+        if sizes.errors is not None and start not in measured:
+            sizes.errors[:, :, here] = relative_errors(codec.family, encoded, block)
 
     def encode_inner(inner: Codec, block: torch.Tensor, start: int) -> dict[str, torch.Tensor] | None:
         if sizes.errors is None:
             return dispatch.encode(inner, block)
         errors = torch.empty(block.shape[:3], dtype=torch.float32, device=block.device)
         encoded = dispatch.encode(inner, block, sizes=TokenSizes(errors=errors))
-        if encoded is None:
-            encoded = inner.encode(block)
-            errors = relative_errors(inner, encoded, block)
-        sizes.errors[:, :, start : start + block.shape[2]] = errors
+        if encoded is not None:
+            sizes.errors[:, :, start : start + block.shape[2]] = errors
+            measured.add(start)
         return encoded
 
     with float32_no_grad(x.device):
         streams = {name: empty(entry.shape, TORCH_DTYPES[entry.dtype], x.device) for name, entry in layout.items() if entry.per == "token"}
-        begin = partial(codec.begin, kernel=encode_inner, watch=measure) if isinstance(codec, CodecWithSidecars) else codec.begin
+        begin = partial(begin_run, codec)
+        if isinstance(codec, CodecWithSidecars):
+            begin = partial(codec.begin, kernel=encode_inner, watch=measure)
         with prefix_errors(where, OutOfRange):
             given = Run((batch, heads, tokens, dim), x.device, lambda: (_values(codec, x, *block, where) for block in blocks), position)
             run = begin(given, before)

@@ -1,0 +1,106 @@
+"""Checks of codecs that are not part of kvpack, whose mistakes would otherwise be found only when a file is read.
+
+The encoders of kvpack's own codecs are tested instead, which costs users nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import InvalidParameter, InvalidPayload
+from .lazy import torch
+from .parameter_checks import check_choice
+from .runs import RunEncoder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .runs import Run
+    from .streams import Layout
+
+_TORCH_NAMES = {"U8": "uint8", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+
+
+def is_foreign(codec: Any) -> bool:
+    """Return True if ``codec`` is not part of kvpack."""
+    return not type(codec).__module__.startswith("kvpack.")
+
+
+def begin_run(codec: Any, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
+    """Return ``codec.begin(run, before)`` for a codec without sidecars.
+
+    If it is a foreign codec, its encoder raises InvalidParameter for streams that do not match the codec's layout or that readers would
+    refuse, and for decoded values of another dtype or shape.
+    """
+    encoder: RunEncoder = codec.begin(run, before)
+    if not is_foreign(codec):
+        return encoder
+
+    def encode(block: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+        streams = encoder.encode(block, start) or {}
+        given = {**encoder.streams, **streams}
+        _check_streams(codec, given, block.shape)
+        if not start:
+            # The last group of tokens may be padded.
+            tokens = block.shape[2] if codec.token_group == 1 else "token"
+            check_decoded(codec, codec.decode_frame(given), (*block.shape[:2], tokens))
+        return streams
+
+    return RunEncoder(encoder.streams, encode)
+
+
+def check_layouts(codec: Any, layouts: Mapping[str, Layout]) -> None:
+    """Raise InvalidParameter if a stream's dtype is unknown."""
+    for name, layout in layouts.items():
+        check_choice(codec.id, f"the dtype of stream {name!r} in scales", layout.dtype, tuple(_TORCH_NAMES))
+
+
+def check_digits(codec: Any, stream: str, digits: Sequence[torch.Tensor]) -> None:
+    """Raise InvalidParameter if ``digits`` cannot be packed as the code ``stream``."""
+    where, packing = f"codec {codec.id}: encode packs stream {stream!r}", codec.packings().get(stream)
+    if packing is None:
+        raise InvalidParameter(f"{where}, which packings lacks: add it there")
+    shapes, expected = [list(digit.shape) for digit in digits], [packing.symbols] * len(packing.bases)
+    if [shape[-1] for shape in shapes] != expected:
+        raise InvalidParameter(f"{where} from digits of shapes {shapes}, expected last axes {expected}: reshape them, or change packings")
+    for digit, alphabet in zip(digits, packing.alphabets, strict=True):
+        values = digit.to(torch.float64)
+        if values.numel() and not (values.amin() >= 0 and values.amax() < alphabet and not values.frac().any()):
+            raise InvalidParameter(
+                f"{where} from digits {values.amin().item():g} to {values.amax().item():g}, expected integers from 0 to {alphabet - 1}: "
+                "round or clamp them, or change packings"
+            )
+
+
+def check_decoded(codec: Any, values: torch.Tensor, shape: Sequence[int | str] = ("batch", "kv_head", "token")) -> None:
+    """Raise InvalidParameter for decoded ``values`` of another dtype or shape. Axes that ``shape`` gives by name may have any size."""
+    for axes in dict.fromkeys((("batch", "kv_head", "token"), tuple(shape))):
+        expected = [*axes, codec.dim]
+        sizes = [size if isinstance(axis, int) else axis for size, axis in zip(values.shape, expected, strict=False)]
+        if values.dtype != torch.float32 or values.dim() != 4 or sizes != expected:
+            given = f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
+            text = f"float32 [{', '.join(map(str, expected))}]"
+            raise InvalidParameter(f"codec {codec.id}: decode_digits returns {given}, expected {text}: change decode_digits")
+
+
+def _check_streams(codec: Any, streams: Mapping[str, torch.Tensor], shape: Sequence[int]) -> None:
+    """Raise InvalidParameter if ``streams``, encoded from values of ``shape``, do not match the layout, or readers would refuse them."""
+    layout = codec.layout(*shape[:3])
+    for name in {**layout, **streams}:
+        entry, stream = layout.get(name), streams.get(name)
+        sizes = [] if entry is None else list(entry.shape)
+        if entry and entry.per == "entry" and stream is not None:
+            # The number of entries depends on the values.
+            sizes[2:3] = stream.shape[2:3]
+        expected = f"{_TORCH_NAMES[entry.dtype]} {sizes}" if entry else f"only {', '.join(layout)}"
+        given = "missing" if stream is None else f"{str(stream.dtype).removeprefix('torch.')} {list(stream.shape)}"
+        if given != expected:
+            raise InvalidParameter(
+                f"codec {codec.id}: encode's stream {name!r} is {given}, expected {expected}: change encode, or scales and packings"
+            )
+    try:
+        # NumPy lacks bfloat16.
+        words = {name: x.view(torch.uint16) if x.dtype == torch.bfloat16 else x for name, x in streams.items()}
+        codec.check({name: x.detach().cpu().numpy() for name, x in words.items()}, "encode")
+    except InvalidPayload as error:
+        raise InvalidParameter(f"codec {codec.id}: readers would refuse what encode returns: {error}") from None

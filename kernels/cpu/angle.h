@@ -18,36 +18,44 @@ static void pair_digits(const Codec *codec, const Loaded *in, int64_t i, int32_t
     if (codec->norm_kind != NORM_STORED) digits_of(&packing[last], packing_words(codec, in, last), 0, i, code);
 }
 
-/* Cosine and sine of bins. With `quarter_bits`, tables cover a quarter turn of 2^quarter_bits bins; the bits above choose the quarter. */
-INLINE void directions_of(const Codec *codec, vi bin, vf *cosine, vf *sine) {
+/* Cosine and sine of bins, from tables of `entries`. With `quarter_bits`, tables cover a quarter turn of 2^quarter_bits bins; the bits above
+   choose the quarter. */
+INLINE void directions_of(const Codec *codec, int64_t entries, vi bin, vf *cosine, vf *sine) {
     int32_t bits = (int32_t)codec->quarter_bits;
     vi at = bits ? bin & ((1 << bits) - 1) : bin;
-    vf first = lookup(codec->table[0].data, codec->table[0].entries, at), second = lookup(codec->table[1].data, codec->table[1].entries, at);
+    vf first = lookup(codec->table[0].data, entries, at), second = lookup(codec->table[1].data, entries, at);
     if (bits) {
-        vi quarter = bin >> bits, swapped = -(quarter & 1);
+        vi swapped = bin << (31 - bits) >> 31;
         vf changed = (vf)(((vi)first ^ (vi)second) & swapped);
-        first = (vf)((vi)first ^ (vi)changed ^ ((quarter + 1) & 2) << 30);
-        second = (vf)((vi)second ^ (vi)changed ^ (quarter & 2) << 30);
+        first = (vf)((vi)first ^ (vi)changed ^ ((bin + (1 << bits)) << (30 - bits) & INT32_MIN));
+        second = (vf)((vi)second ^ (vi)changed ^ (bin << (30 - bits) & INT32_MIN));
     }
     *cosine = first;
     *sine = second;
 }
 
+INLINE void angle_pairs(const Codec *codec, int64_t entries, const int32_t *bin, const int32_t *code, const float *numbers, float *pairs) {
+    for (int t = 0; t < TILE; t += LANES) {
+        vf cosine, sine, norm = load(numbers + t);
+        directions_of(codec, entries, load_int(bin + t), &cosine, &sine);
+        if (codec->norm_kind != NORM_STORED) norm = load(numbers + TILE + t) + norm * to_float(load_int(code + t));
+        if (codec->norm_kind == NORM_LOG) norm = power_of_two(norm);
+        store(pairs + t, cosine * norm);
+        store(pairs + TILE + t, sine * norm);
+    }
+}
+
 static void angle_decode(const Codec *codec, const Loaded *in, float *tile) {
     int32_t bin[TILE], code[TILE];
-    for (int64_t i = 0; 2 * i < codec->dim; i++) {
+    const float *numbers = in->numbers;
+    int64_t entries = codec->table[0].entries;
+    for (int64_t i = 0; 2 * i < codec->dim; i++, tile += 2 * TILE, numbers += codec->norm_kind == NORM_STORED ? TILE : 0) {
         pair_digits(codec, in, i, bin, code);
-        for (int t = 0; t < TILE; t += LANES) {
-            vf cosine, sine, norm;
-            directions_of(codec, load_int(bin + t), &cosine, &sine);
-            if (codec->norm_kind == NORM_STORED)
-                norm = load(in->numbers + i * TILE + t);
-            else {
-                norm = load(in->numbers + TILE + t) + load(in->numbers + t) * to_float(load_int(code + t));
-                if (codec->norm_kind == NORM_LOG) norm = power_of_two(norm);
-            }
-            store(tile + 2 * i * TILE + t, cosine * norm);
-            store(tile + (2 * i + 1) * TILE + t, sine * norm);
-        }
+        if (entries == 16)
+            angle_pairs(codec, 16, bin, code, numbers, tile);
+        else if (LEVEL == 4 && entries == 32)
+            angle_pairs(codec, 32, bin, code, numbers, tile);
+        else
+            angle_pairs(codec, entries, bin, code, numbers, tile);
     }
 }

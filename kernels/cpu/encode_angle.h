@@ -114,7 +114,7 @@ static int angle_encode(const Encode *call, const Encoded *out) {
             store_int(bin + t, found);
             /* Relative to the largest, no square overflows. */
             vf scale = 1.f / larger(load(most + t), splat(0x1p-126f));
-            directions_of(codec, found, &cosine, &sine);
+            directions_of(codec, codec->table[0].entries, found, &cosine, &sine);
             x *= scale, y *= scale, norm *= scale;
             store(product + t, load(product + t) + (x * cosine + y * sine) * norm);
             store(sum + t, load(sum + t) + x * x + y * y);

@@ -137,18 +137,23 @@ INLINE vi smaller_int(vi a, vi b) {
 #endif
 }
 
+/* a * b + c, rounded once where the processor can. */
+INLINE vf product_and_sum(vf a, vf b, vf c) {
+#if LEVEL == 4
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LEVEL == 3
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 /* x / divisor, correctly rounded, of values of at most 11 significant bits, except that 0 loses its sign; the reciprocal is that of the
    divisor, which is not below 2^-80, or else 0, which makes every quotient 0. */
 INLINE vf short_quotient(vf x, vf divisor, vf reciprocal) {
 #if LEVEL >= 3
     vf quotient = x * reciprocal;
-#if LEVEL == 4
-    vf rest = (vf)_mm512_fnmadd_ps((__m512)quotient, (__m512)divisor, (__m512)x);
-    return (vf)_mm512_fmadd_ps((__m512)rest, (__m512)reciprocal, (__m512)quotient);
-#else
-    vf rest = (vf)_mm256_fnmadd_ps((__m256)quotient, (__m256)divisor, (__m256)x);
-    return (vf)_mm256_fmadd_ps((__m256)rest, (__m256)reciprocal, (__m256)quotient);
-#endif
+    return product_and_sum(product_and_sum(-quotient, divisor, x), reciprocal, quotient);
 #else
     return (vf)((vi)(x / divisor) & (reciprocal > 0.f));
 #endif
@@ -373,19 +378,27 @@ INLINE vf exponential(vf x) {
 
 /* 2^x: 0 below -126, infinite for x >= 128, NaN for NaN. Cephes' polynomial. */
 INLINE vf power_of_two(vf x) {
+#if LEVEL == 4
+    vf rounded = (vf)_mm512_roundscale_ps((__m512)x, 0), rest = (vf)_mm512_reduce_ps((__m512)x, 0);
+#else
     const vf magic = splat(12582912.f);
     vf bounded = choose(x < -126.f, splat(-126.f), choose(x > 127.f, x - 1.f, x));
     vf rounded = bounded + magic, rest = bounded - (rounded - magic);
+#endif
     vf p = splat(1.535336188319500e-4f);
-    p = p * rest + 1.339887440266574e-3f;
-    p = p * rest + 9.618437357674640e-3f;
-    p = p * rest + 5.550332471162809e-2f;
-    p = p * rest + 2.402264791363012e-1f;
-    p = p * rest + 6.931472028550421e-1f;
-    p = p * rest + 1.f;
+    p = product_and_sum(p, rest, splat(1.339887440266574e-3f));
+    p = product_and_sum(p, rest, splat(9.618437357674640e-3f));
+    p = product_and_sum(p, rest, splat(5.550332471162809e-2f));
+    p = product_and_sum(p, rest, splat(2.402264791363012e-1f));
+    p = product_and_sum(p, rest, splat(6.931472028550421e-1f));
+    p = product_and_sum(p, rest, splat(1.f));
+#if LEVEL == 4
+    return (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126), _CMP_NLT_UQ), (__m512)p, (__m512)rounded);
+#else
     vf power = p * (vf)(((vi)rounded - (vi)magic + 127) << 23);
     power = choose(x > 127.f, power * choose(x >= 128.f, splat(INFINITY), splat(2.f)), power);
     return (vf)((vi)power & ~(x < -126.f));
+#endif
 }
 
 /* Tables of up to this many entries are looked up in registers. */

@@ -66,6 +66,7 @@ static int64_t load_packing(const Packing *packing, const Stream *streams, int64
     return packing->planes * packing->width;
 }
 
+/* Numbers of 32 bits, or bytes. */
 static void load_numbers(const Values *values, const Stream *s, const char *table, int64_t batch, int64_t head, const Piece *piece,
                          float *out) {
     const char *rows = s->data + batch * s->batch + head * s->head + piece->token * s->row;
@@ -75,20 +76,15 @@ static void load_numbers(const Values *values, const Stream *s, const char *tabl
             float *to = out + i * TILE + piece->at + t;
             if (values->dtype == F32)
                 memcpy(to, row + 4 * i, 4);
-            else if (values->dtype == F16)
-                *to = half(word_at(row + 2 * i));
-            else if (values->dtype == BF16) {
-                uint32_t bits = (uint32_t)word_at(row + 2 * i) << 16;
-                memcpy(to, &bits, 4);
-            } else if (values->dtype == LOG8)
+            else if (values->dtype == LOG8)
                 *to = values->table[(uint8_t)row[i]];
             else
                 *to = table ? half(word_at(table + 4 * (uint8_t)row[i] + 2 * (i & 1))) : (float)(uint8_t)row[i];
         }
 }
 
-/* Many 16-bit numbers per token: transposed as words, then widened. `words` holds the numbers of one tile. */
-static void load_many(const Values *values, const Stream *s, int64_t batch, int64_t head, const Piece *piece, uint16_t *words, float *out) {
+/* The same of 16-bit numbers, transposed as words and then widened. `words` holds the numbers of one tile. */
+static void load_word_numbers(const Values *values, const Stream *s, int64_t batch, int64_t head, const Piece *piece, uint16_t *words, float *out) {
     transpose(s->data + batch * s->batch + head * s->head + piece->token * s->row, s->row, piece->count, values->count, words);
     for (int64_t i = 0; i < values->count; i++) {
         int64_t t = 0;
@@ -185,27 +181,28 @@ enum { CACHE_LINE = 64 };
 /* The bytes of one token. */
 static int64_t bytes_of(const Values *values) { return values->count * (values->dtype == F32 ? 4 : values->dtype >= U8 ? 1 : 2); }
 
-static void prefetch_rows(const Stream *stream, int64_t batch, int64_t head, int64_t rows, int64_t bytes) {
+static void prefetch_rows(const Stream *stream, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t bytes) {
     int64_t step = stream->row > 0 && stream->row < CACHE_LINE ? CACHE_LINE / stream->row : 1;
-    for (int64_t r = 0; r < rows; r += step)
-        for (int64_t b = 0; b < bytes; b += CACHE_LINE) __builtin_prefetch(row_of(stream, batch, head, r) + b);
+    for (int64_t r = first; r < first + rows; r += step)
+        for (int64_t b = 0; b < bytes; b += CACHE_LINE) __builtin_prefetch(row_of(stream, batch, head, r) + b, 0, 2);
 }
 
-/* Prefetches the rows of segments that begin in the tile from token `start` on, `number` its first: the processor reads ahead only where
-   rows follow those that it has read. */
+/* Prefetches the rows of the tile from token `start` on, `number` its first segment, to the second-level cache. Where rows are multiplied as
+   they are stored, the processor itself reads those ahead that follow the ones it has read. */
 static void prefetch_segments(const Side *side, int64_t batch, int64_t head, int64_t start, int64_t number) {
     const Codec *codec = side->codec;
     for (; number < side->count && segment_of(side, number)->first < start + TILE; number++) {
         const Segment *segment = segment_of(side, number);
-        if (segment->first < start) continue;
-        int64_t left = start + TILE - segment->first, count = segment->tokens < left ? segment->tokens : left;
+        int64_t from = start > segment->first ? start - segment->first : 0, left = start + TILE - segment->first;
+        if (from && (codec->family == RAW || codec->family == LOSSLESS)) continue;
+        int64_t count = (segment->tokens < left ? segment->tokens : left) - from;
         const Stream *stream = segment->streams;
         for (int64_t i = 0; i < codec->packings + codec->sketches; i++)
             for (int64_t plane = 0; plane < codec->packing[i].planes; plane++)
-                prefetch_rows(stream++, batch, head, count, 2 * codec->packing[i].width);
-        for (int64_t i = 0; i < codec->value_streams; i++) prefetch_rows(stream++, batch, head, count, bytes_of(&codec->values[i]));
+                prefetch_rows(stream++, batch, head, from, count, 2 * codec->packing[i].width);
+        for (int64_t i = 0; i < codec->value_streams; i++) prefetch_rows(stream++, batch, head, from, count, bytes_of(&codec->values[i]));
         if (codec->scales_stream >= 0)
-            prefetch_rows(segment->streams + codec->scales_stream, batch, head, (count + codec->size - 1) / codec->size, 4 * codec->dim);
+            prefetch_rows(segment->streams + codec->scales_stream, batch, head, from / codec->size, (count + codec->size - 1) / codec->size, 4 * codec->dim);
     }
 }
 
@@ -226,8 +223,8 @@ static void load_tile(const Codec *codec, int with_words, Loaded *tile) {
             const Values *values = &codec->values[i];
             const Stream *table = codec->table_stream < 0 ? 0 : piece->segment->streams + codec->table_stream;
             const char *pairs = table ? table->data + batch * table->batch + head * table->head : 0;
-            if (values->dtype <= BF16 && values->count >= 8)
-                load_many(values, streams, batch, head, piece, tile->words + codec->columns * TILE, numbers);
+            if (values->dtype <= BF16)
+                load_word_numbers(values, streams, batch, head, piece, tile->words + codec->columns * TILE, numbers);
             else
                 load_numbers(values, streams, pairs, batch, head, piece, numbers);
             numbers += values->count * TILE;

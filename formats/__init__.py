@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .angle import Angle
-from .balanced import Balanced
+from .balanced import FrameMap
 from .block_rotation import BlockRotation
 from .channel_order import ChannelOrder
 from .channel_scale import ChannelScale
@@ -63,7 +63,7 @@ CODECS: dict[str, type[CodecFamily]] = _Codecs(
 
 SIDECARS: dict[str, type[Sidecar]] = {
     sidecar.name: sidecar
-    for sidecar in (Balanced, ChannelScale, ChannelOrder, BlockRotation, KeyMean, Outliers, Qjl, RawTokens, RawPositions)
+    for sidecar in (FrameMap, ChannelScale, ChannelOrder, BlockRotation, KeyMean, Outliers, Qjl, RawTokens, RawPositions)
 }
 """Sidecars by name, in the order of their keys and streams in a file."""
 
@@ -92,7 +92,7 @@ def codec_class(codec_id: str) -> type[CodecFamily]:
         ) from None
 
 
-def sidecar_words() -> tuple[str, ...]:
+def sidecar_option_names() -> tuple[str, ...]:
     """Return the names of the recipe options that select and configure sidecars."""
     return tuple(word for sidecar in SIDECARS.values() for word in sidecar.words)
 
@@ -119,7 +119,7 @@ def create_codec(codec_id: str, dim: int, side: str, options: Options) -> Codec:
     4.0
     """
     sidecars: list[Sidecar | None] = []
-    if options.mentions_any(sidecar_words()):
+    if options.mentions_any(sidecar_option_names()):
         sidecars = [sidecar.from_options(dim, side, options) for sidecar in SIDECARS.values()]
         options.sketched = any(isinstance(sidecar, ResidualSketch) for sidecar in sidecars)
     return _with_sidecars(codec_class(codec_id).create(dim, side, options), sidecars)

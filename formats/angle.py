@@ -34,12 +34,12 @@ NORMS = ("fp32", "linear", "log")
 ARRANGEMENTS = ("dense", "direct")
 RANGES = ("fp16", "fp32")
 _NORM_WORDS = ("fp32", *(f"{kind}{bits}" for kind in NORMS[1:] for bits in range(1, 9)))
-_TOKENS_OF_ONE_HEAD = 1 << 11
+_HEAD_TOKENS_PER_BLOCK = 1 << 11
 # The minimum of a token of zeros is the most negative binary16: 2^-65504 is 0 in binary32.
 _ZERO_TOKEN_MINIMUM = -65504.0
 # Norms below 1/256 of the largest are stored as 1/256, because they would widen the logarithmic range too much.
 _MAX_OCTAVES = 8.0
-_SMALLEST_NORMAL = 2.0**-126
+_MIN_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Angle(CodecFamily):
         return {"range": Layout(self._range_dtype, (batch, heads, tokens, 2))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return encode_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
+        return encode_in_blocks(x, _HEAD_TOKENS_PER_BLOCK, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         u = self.rotation.forward(x)
@@ -190,7 +190,7 @@ class Angle(CodecFamily):
 
 def _unbiased_factor(norms: torch.Tensor, projected: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
     """Return the factor by which norm_rule=unbiased multiplies the norms ``[..., pair]`` of each token: ``[..., 1]``."""
-    largest = norms.amax(-1, keepdim=True).clamp_min_(_SMALLEST_NORMAL)
+    largest = norms.amax(-1, keepdim=True).clamp_min_(_MIN_NORMAL)
     product, squares, length = (
         (left / largest).mul_(other / largest).sum(-1, keepdim=True)
         for left, other in ((projected, decoded), (norms, norms), (decoded, decoded))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis
+from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis_error
 from .errors import InvalidParameter
 from .products import plain_product, product
 from .sidecar import ValueMap, parse_map
@@ -32,7 +32,7 @@ FRAMES = ("balanced", "centered")
 
 
 @dataclass(frozen=True)
-class Balanced(ValueMap):
+class FrameMap(ValueMap):
     """Sidecar that maps keys into the frames ``frame`` (one of ``FRAMES``) of ``layer`` in the basis with SHA-256 ``basis``.
 
     ``source`` contains the frames once the codec has received its basis; it is not stored.
@@ -101,7 +101,7 @@ class Balanced(ValueMap):
         heads.
         """
         if self.source is None:
-            raise missing_basis(self.basis_location)
+            raise missing_basis_error(self.basis_location)
         try:
             return self.source.check_heads(heads)
         except InvalidParameter as error:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import InvalidParameter, MissingBasis
-from .inverses import check_reach, invert_for_encoding
+from .inverses import check_decoded_range, invert_for_encoding
 from .lazy import torch
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ MAX_LAYER = 4095
 """Largest layer of a basis that a codec or sidecar may name."""
 
 
-def missing_basis(place: str) -> MissingBasis:
+def missing_basis_error(place: str) -> MissingBasis:
     """Create the error for a codec that has no basis. ``place`` is the part of the basis that it needs."""
     return MissingBasis(f"the {place} are needed, but were not passed: pass basis= when loading or converting the cache")
 
 
-LARGEST_GAIN = 65504.0
+MAX_GAIN = 65504.0
 """Maximum gain of a token: the largest finite binary16."""
 
 
@@ -128,10 +128,10 @@ class BasisRows:
     def inverse(self) -> torch.Tensor:
         """Inverse of ``matrix``, float32 ``[batch, kv_head, channel, column]``, for encoders.
 
-        Raises the errors of ``check_reach`` and ``invert_for_encoding``.
+        Raises the errors of ``check_decoded_range`` and ``invert_for_encoding``.
         """
         largest = self._tables.abs().amax(-1).repeat_interleave(RUN_COLUMNS, -1)[..., : self.dim]
-        check_reach(LARGEST_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")
+        check_decoded_range(MAX_GAIN * largest.to(torch.float64) + self.mean[:, :, 0].abs(), self.matrix, None, "the rows of the basis")
         return invert_for_encoding(self.matrix, "a matrix of the basis").to(self.rows.device)
 
     def on_device(self, device: torch.device) -> BasisRows:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import rans
 from .errors import InvalidParameter
-from .inverses import check_reach, invert_for_encoding
+from .inverses import check_decoded_range, invert_for_encoding
 from .lazy import numpy, torch
 from .tables import MAX_CACHED_TABLES
 
@@ -169,10 +169,10 @@ class Frames:
     def inverse(self) -> torch.Tensor:
         """Inverse of the column rows, float32 ``[frame, channel, column]``, for encoders.
 
-        Raises the errors of ``check_reach`` and ``invert_for_encoding``.
+        Raises the errors of ``check_decoded_range`` and ``invert_for_encoding``.
         """
         largest = self.rows.new_full(self.rows[:, 1:, 0].shape, MAX_LEVEL)
-        check_reach(largest, self.rows[:, 1:], self.rows[:, 0], "the frames of the basis")
+        check_decoded_range(largest, self.rows[:, 1:], self.rows[:, 0], "the frames of the basis")
         return invert_for_encoding(self.rows[:, 1:], "a frame of the basis")
 
     def tables_at(self, step: int) -> Numbers:

@@ -41,7 +41,7 @@ TOKEN_SCALE_FEATURE = "token-scale-per-head"
 
 SCALE_DTYPES = ("fp16", "u8")
 CENTERS = ("middle", "zero")
-SMALLEST_HALF = 2.0**-24
+MIN_HALF = 2.0**-24
 """The smallest positive binary16."""
 
 
@@ -168,7 +168,7 @@ class Group(CodecFamily):
         else:
             stored_center, center = scale_range.encode_nearest(self._center(low, high), chosen_range, scale_range.CENTER)
             stored_scale, scale = scale_range.encode_nearest(self._scale(low, high, center), chosen_range, scale_range.SCALE)
-        per_step = scale.clamp_min(SMALLEST_HALF).reciprocal()
+        per_step = scale.clamp_min(MIN_HALF).reciprocal()
         offset = self._middle - center * per_step
         codes = (grouped * per_step.unsqueeze(dim)).add_(offset.unsqueeze(dim)).round_().clamp_(0, 2**self.bits - 1)
         codes = codes.flatten(2, 3)[:, :, : u.shape[2]] if self.axis == "token" else codes.flatten(3, 4)[..., : self.dim]

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from .base import MAX_DIM
-from .basis import DIGEST_BYTES, LARGEST_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, missing_basis, row_count, run_columns, run_count
+from .basis import DIGEST_BYTES, MAX_GAIN, MAX_LAYER, MAX_WIDTH, BasisRows, missing_basis_error, row_count, run_columns, run_count
 from .columns import Columns, default_fields
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, in_range, one_of
@@ -216,7 +216,7 @@ class Klt(CodecFamily):
         """Return the rows of the basis. Raises MissingBasis if the codec has none, or InvalidParameter if they are not for ``heads`` heads.
         """
         if self.source is None:
-            raise missing_basis(self.basis_location)
+            raise missing_basis_error(self.basis_location)
         try:
             return self.source.check_heads(heads)
         except InvalidParameter as error:
@@ -486,7 +486,7 @@ def _gains(squared_length: torch.Tensor, product_sum: torch.Tensor, decoded_leng
     """
     near = (product_sum > 0) & (squared_length * decoded_length <= 2 * product_sum.square())
     gains = torch.where(near, squared_length / product_sum, product_sum.clamp_min(0) / decoded_length)
-    return torch.where(torch.isfinite(gains), gains, 1.0).clamp_max(LARGEST_GAIN)
+    return torch.where(torch.isfinite(gains), gains, 1.0).clamp_max(MAX_GAIN)
 
 
 @lru_cache(MAX_CACHED_TABLES)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.nn import functional
 else:
 
-    class _OnFirstUse:
+    class _LazyModule:
         def __init__(self, load: Callable[[], ModuleType]) -> None:
             self._load = load
 
@@ -37,6 +37,6 @@ else:
 
         return functional
 
-    numpy, torch, functional = _OnFirstUse(_numpy), _OnFirstUse(_torch), _OnFirstUse(_functional)
+    numpy, torch, functional = _LazyModule(_numpy), _LazyModule(_torch), _LazyModule(_functional)
 
 __all__ = ["functional", "numpy", "torch"]

@@ -79,7 +79,7 @@ _MIN_BLOCK_SIZE_FACTOR = 0.009
 
 _MAX_HEADROOM = 16.0
 _GROWTH_FACTOR = 2.0
-_LARGEST_SCALED = 3.4e38
+_MAX_SCALED = 3.4e38
 _SATURATION_MARGIN = 1 + 1 / 32
 
 
@@ -378,7 +378,7 @@ def _scale_for(largest: torch.Tensor, quotient_limit: float, half: bool) -> torc
 
     The result is one unit larger if a subnormal scale would saturate values.
     """
-    largest = largest.clamp_max(_LARGEST_SCALED)
+    largest = largest.clamp_max(_MAX_SCALED)
     scale = _divide(largest, quotient_limit).to(torch.float16 if half else torch.float32)
     bits = scale.view(torch.int16 if half else torch.int32)
     # Values up to half a step above the largest element round to it.

@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from .lazy import torch
-from .token_norms import LARGEST_STORED, LIMITS, norms_per_head
+from .token_norms import LIMITS, MAX_STORED, norms_per_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ NORM_RULES = ("unbiased", "norm")
 SKETCHED_NORM_RULE = "norm"
 """Default rule for a codec with a sketched residual. The sketch already makes products unbiased, and works best with a small residual."""
 
-_SMALLEST_NORMAL = 2.0**-126
+_MIN_NORMAL = 2.0**-126
 
 _SPREADS = (1.75, 1.9, 2.3, 3.1, 4.2, 6.0, 7.5, 9.0)
 """``error_spread`` by bits per value, from 1, for 64 channels."""
@@ -72,14 +72,14 @@ def normalize_rows(rows: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor
     """
     # In binary64 no square overflows or underflows.
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(torch.float32)
-    return rotation.forward(rows) * norm.clamp(min=_SMALLEST_NORMAL).reciprocal_(), norm[:, 0]
+    return rotation.forward(rows) * norm.clamp(min=_MIN_NORMAL).reciprocal_(), norm[:, 0]
 
 
 def unbiased_norm(norm: torch.Tensor, unit: torch.Tensor, decoded: torch.Tensor, dtype: str) -> torch.Tensor:
     """Return ``unbiased_factor`` for the unit rows that ``normalize_rows`` returned with ``norm``, and that decode to ``decoded`` ``[row,
     dim]``.
     """
-    product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_SMALLEST_NORMAL))
+    product = (unit * decoded).sum(-1) / (norm / norm.clamp(min=_MIN_NORMAL))
     return unbiased_factor(norm, product, decoded.square().sum(-1), dtype)
 
 
@@ -93,4 +93,4 @@ def unbiased_factor(
     norm fits but the factor does not, the factor is the largest number of the dtype.
     """
     is_usable = (product > 0) & (squares * decoded <= 2 * product.square()) & (norm < LIMITS[dtype])
-    return torch.where(is_usable, (norm * (squares / product)).clamp_max(LARGEST_STORED[dtype]), norm)
+    return torch.where(is_usable, (norm * (squares / product)).clamp_max(MAX_STORED[dtype]), norm)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ARRANGEMENTS = ("dense", "direct")
 
-SMALLEST_DIM = 4
+MIN_DIM = 4
 """Minimum head dim. For a smaller head dim, the norm of a triplet has no density."""
 
 _DIRECT_FIELDS = 3
@@ -46,7 +46,7 @@ _ONE_DIGIT_BITS = 8
 _SIGN_PATTERNS = 4
 _MAX_SCALED_DIRECTIONS = 1 << 14
 """Maximum number of pairs of a direction and a norm for which a table stores all products."""
-_SMALLEST_NORMAL = 2.0**-126
+_MIN_NORMAL = 2.0**-126
 _SAFE_NORMS = (2.0**-40, 2.0**40)
 _CHUNK_ROWS = 4096
 
@@ -62,7 +62,7 @@ class Octahedral(CodecFamily):
     id: ClassVar[str] = "octahedral"
     stores_directions: ClassVar[bool] = True
 
-    dim: int = field(metadata=in_range(SMALLEST_DIM, MAX_DIM))
+    dim: int = field(metadata=in_range(MIN_DIM, MAX_DIM))
     b_dir: int = field(metadata=in_range(1, 8))
     b_norm: int = field(metadata=in_range(0, 8))
     arrangement: str = field(metadata=one_of(ARRANGEMENTS))
@@ -134,7 +134,7 @@ class Octahedral(CodecFamily):
         book = codebook(self.direction_table, rows.device)
         index = book.nearest(x, y, z, self.rounding)
         # OCTOPUS Eq. 12: the best norm is nearest to the projection; scalar rounding uses the triplet's own length.
-        length = length.clamp(min=_SMALLEST_NORMAL)
+        length = length.clamp(min=_MIN_NORMAL)
         radius = (_length(x, y, z) if self.rounding == "scalar" else book.projection(index, x, y, z)).div_(length)
         norm_index = nearest_level(radius, midpoints(self.norm_table))
         if self.norm_rule == "unbiased":
@@ -259,7 +259,7 @@ def _scale_and_measure(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if not rows.numel() or (length.min() > _SAFE_NORMS[0] and length.max() < _SAFE_NORMS[1]):
         return rows, length, length[:, 0]
-    peak = rows.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST_NORMAL)
+    peak = rows.abs().amax(-1, keepdim=True).clamp_(min=_MIN_NORMAL)
     rows = rows / peak
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return rows, length, (length * peak)[:, 0]

@@ -17,12 +17,12 @@ ROUNDINGS = ("scalar", "local2x2", "local3x3", "full")
 _GRID_ROUNDING = "local2x2"
 _CELLS_PER_LEVEL = 64
 _MAX_CELLS = 1024
-_ROWS_OF_CELLS = 64
+_CELL_ROWS_PER_BLOCK = 64
 _MAX_CACHED_CODEBOOKS = 4
-_LARGEST_GRID_CODEBOOK = 1 << 12
+_MAX_GRID_CODEBOOK = 1 << 12
 _MAX_COMPARISONS = 15
 _FULL_SEARCH_PRODUCTS = 1 << 22
-_SMALLEST_SUM = 1e-30
+_MIN_SUM = 1e-30
 
 
 def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ def octahedral_coordinates(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) ->
     For z < 0 the fold 1 - y / l equals (x + |z|) / l, so adding max(-z, 0) to x and y covers both signs of z.
     """
     folded = (-z).clamp_(min=0)
-    scale = torch.add(x, y).add_(z).add_(folded, alpha=2).clamp_(min=_SMALLEST_SUM).reciprocal_()
+    scale = torch.add(x, y).add_(z).add_(folded, alpha=2).clamp_(min=_MIN_SUM).reciprocal_()
     return (x + folded).mul_(scale), folded.add_(y).mul_(scale)
 
 
@@ -88,7 +88,7 @@ class Codebook:
         """
         if rounding == "full":
             return self._full_search(x, y, z)
-        if rounding == "local3x3" and self.levels**2 <= _LARGEST_GRID_CODEBOOK:
+        if rounding == "local3x3" and self.levels**2 <= _MAX_GRID_CODEBOOK:
             return self._grid_search(x, y, z)
         return self.local_search(x, y, z, rounding)
 
@@ -151,8 +151,8 @@ class Codebook:
         corners = torch.arange(self._cells + 1, dtype=torch.float32, device=self._device) / self._cells
         bands = []
         # Processing all cells at once would need fifty times the grid's memory.
-        for first in range(0, self._cells, _ROWS_OF_CELLS):
-            eta, xi = torch.meshgrid(corners[first : first + _ROWS_OF_CELLS + 1], corners, indexing="ij")
+        for first in range(0, self._cells, _CELL_ROWS_PER_BLOCK):
+            eta, xi = torch.meshgrid(corners[first : first + _CELL_ROWS_PER_BLOCK + 1], corners, indexing="ij")
             z = 1 - xi - eta
             nearest = self.local_search(torch.where(z < 0, 1 - eta, xi), torch.where(z < 0, 1 - xi, eta), z, _GRID_ROUNDING)
             lowest = nearest[:-1, :-1]

@@ -18,7 +18,7 @@ _DEFAULT: Final = ""
 """Value of ``omitted`` for options that, when omitted, have the method's default."""
 
 
-class UnknownWord(InvalidParameter):
+class InvalidOption(InvalidParameter):
     """Error for an option or value that the codec does not support. ``word`` is the part of the recipe to point at."""
 
     def __init__(self, message: str, word: str) -> None:
@@ -82,66 +82,68 @@ class Options:
         return not self._words.keys().isdisjoint(names)
 
     def integer(self, name: str, default: int | None, low: int, high: int, *, omitted: str | None = _DEFAULT) -> int:
-        """Read an integer from ``low`` to ``high``. Raises UnknownWord if it is out of range, or missing without a ``default``."""
+        """Read an integer from ``low`` to ``high``. Raises InvalidOption if it is out of range, or missing without a ``default``."""
         text = self._read(name)
         if text is None:
             if default is None:
-                raise UnknownWord(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
+                raise InvalidOption(f"codec {self.codec} needs {name}=<{low} to {high}>", self.codec)
             return default
         try:
             value = int(text)
         except ValueError:
             value = low - 1
         if not low <= value <= high:
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected an integer from {low} to {high}", f"{name}={text}")
+            raise InvalidOption(f"{self.codec}:{name} is {text!r}, expected an integer from {low} to {high}", f"{name}={text}")
         self._record(name, str(value), str(default) if omitted == _DEFAULT else omitted)
         return value
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
-        """Read one or more integers from ``low`` to ``high``, separated by dots. Raises UnknownWord if one is out of range or none is
+        """Read one or more integers from ``low`` to ``high``, separated by dots. Raises InvalidOption if one is out of range or none is
         given.
         """
         text = self._read(name)
         if text is None:
-            raise UnknownWord(f"codec {self.codec} needs {name}=, one or more integers from {low} to {high} separated by dots", self.codec)
+            raise InvalidOption(
+                f"codec {self.codec} needs {name}=, one or more integers from {low} to {high} separated by dots", self.codec
+            )
         choices = {str(value): value for value in range(low, high + 1)}
         words = text.split(".")
         if not set(words) <= set(choices):
-            raise UnknownWord(
+            raise InvalidOption(
                 f"{self.codec}:{name} is {text!r}, expected integers from {low} to {high} separated by dots", f"{name}={text}"
             )
         self._record(name, text, None)
         return tuple(choices[word] for word in words)
 
     def choice(self, name: str, default: str, choices: tuple[str, ...], *, omitted: str | None = _DEFAULT) -> str:
-        """Read one of the words in ``choices``. Raises UnknownWord for any other word."""
+        """Read one of the words in ``choices``. Raises InvalidOption for any other word."""
         text = self._read(name)
         if text is None:
             return default
         if text not in choices:
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(choices)}", f"{name}={text}")
+            raise InvalidOption(f"{self.codec}:{name} is {text!r}, expected one of {', '.join(choices)}", f"{name}={text}")
         self._record(name, text, default if omitted == _DEFAULT else omitted)
         return text
 
     def fraction(self, name: str, default: float) -> float:
-        """Read a number above 0 and below 1 with at most four decimal places. Raises UnknownWord for anything else."""
+        """Read a number above 0 and below 1 with at most four decimal places. Raises InvalidOption for anything else."""
         text = self._read(name)
         if text is None:
             return default
         value = float(text) if re.fullmatch(r"0?\.[0-9]{1,4}", text) else 0.0
         if not value:
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected a number above 0 and below 1, such as 0.6", f"{name}={text}")
+            raise InvalidOption(f"{self.codec}:{name} is {text!r}, expected a number above 0 and below 1, such as 0.6", f"{name}={text}")
         self._record(name, f"{value:.4g}", None)
         return value
 
     def ratio(self, name: str, default: float) -> float:
-        """Read a number above 1 and up to 1,000 with at most four decimal places. Raises UnknownWord for anything else."""
+        """Read a number above 1 and up to 1,000 with at most four decimal places. Raises InvalidOption for anything else."""
         text = self._read(name)
         if text is None:
             return default
         value = float(text) if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) else 0.0
         if not 1 < value <= 1000:
-            raise UnknownWord(f"{self.codec}:{name} is {text!r}, expected a number above 1 and up to 1000, such as 4", f"{name}={text}")
+            raise InvalidOption(f"{self.codec}:{name} is {text!r}, expected a number above 1 and up to 1000, such as 4", f"{name}={text}")
         self._record(name, f"{value:.8g}", None)
         return value
 
@@ -153,12 +155,12 @@ class Options:
         return text
 
     def finish(self) -> None:
-        """Raise UnknownWord if the recipe contains an option that was never read."""
+        """Raise InvalidOption if the recipe contains an option that was never read."""
         for name, value in self._words.items():
             if name in self._known:
                 continue
             names = ", ".join([*self._known, *(name for name in self._extra if name not in self._known)])
-            raise UnknownWord(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
+            raise InvalidOption(f"codec {self.codec} has no option {name!r}; its options are {names}", f"{name}={value}")
 
     def _record(self, name: str, text: str, omitted: str | None) -> None:
         """Record the spelling ``text`` of a given option, unless omitting the option means the same."""

@@ -29,7 +29,7 @@ CHUNK = 4
 _MIN_NORM = 2.0**-13
 """Minimum norm of an outlier. Below 2^-14, binary16 has less and less precision, so the codec encodes smaller chunks."""
 
-_LARGEST_MULTIPLIER = 1000
+_MAX_MULTIPLIER = 1000
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Outliers(FramePart):
 
     @classmethod
     def from_options(cls, dim: int, side: str, options: Options) -> Self | None:
-        multiplier = options.integer("outliers", 0, 1, _LARGEST_MULTIPLIER)
+        multiplier = options.integer("outliers", 0, 1, _MAX_MULTIPLIER)
         return cls(dim, default_fields(max(1, dim // CHUNK), (2,)), multiplier) if multiplier else None
 
     @classmethod
@@ -107,7 +107,7 @@ class Outliers(FramePart):
         flagged = _norms(chunks) > threshold
         values = chunks.permute(2, 0, 1, 3, 4)[flagged.permute(2, 0, 1, 3)]
         if not (values.abs() < HALF_LIMIT).all():
-            _raise_first_too_large(chunks, flagged)
+            _reject_too_large(chunks, flagged)
         planes = {f"{FLAGS}.{plane}": words for plane, words in enumerate(self.packing.pack([flagged.to(torch.int32)]))}
         without_outliers = chunks.masked_fill(flagged[..., None], 0.0).flatten(3)
         return without_outliers, planes | {VALUES: values.to(torch.float16)[None, None]}
@@ -136,7 +136,7 @@ class Outliers(FramePart):
         check_finite(f"{where}.{VALUES}", values, "outliers")
 
 
-def _raise_first_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
+def _reject_too_large(chunks: torch.Tensor, flagged: torch.Tensor) -> NoReturn:
     """Raise OutOfRange, naming the first outlier that does not fit in binary16."""
     batch, head, token, chunk, k = torch.nonzero(flagged[..., None] & ~(chunks.abs() < HALF_LIMIT))[0].tolist()
     raise OutOfRange(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_BITS = 8
 
-_TOKENS_OF_ONE_HEAD = 1 << 11
+_HEAD_TOKENS_PER_BLOCK = 1 << 11
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Polar(CodecFamily):
         rule = read_norm_rule(options)
         options.finish()
         _check_dim(dim)
-        bits = ".".join(map(str, words * _most_levels(dim) if len(words) == 1 else words))
+        bits = ".".join(map(str, words * _max_levels(dim) if len(words) == 1 else words))
         levels = _levels(dim, bits)
         table = b"".join(polar_angle_table(*pair, 2**level.bits) for level in levels[1:] for pair in level.pairs)
         fields = tuple((name, default_fields(_symbols(run), (2 ** run[0].bits,))) for name, run in _streams(levels).items())
@@ -135,7 +135,7 @@ class Polar(CodecFamily):
         return {"radius": Layout(NORMS[self.norm], (batch, heads, tokens, self.radii))}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return encode_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
+        return encode_in_blocks(x, _HEAD_TOKENS_PER_BLOCK, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         radii = self.rotation.forward(x)
@@ -189,7 +189,7 @@ def _check_tables(levels: tuple[Level, ...], angle_table: bytes) -> None:
                 )
 
 
-def _most_levels(dim: int) -> int:
+def _max_levels(dim: int) -> int:
     """Return the number of levels after which one radius is left."""
     return (dim - 1).bit_length()
 
@@ -197,9 +197,9 @@ def _most_levels(dim: int) -> int:
 @lru_cache(MAX_CACHED_TABLES)
 def _levels(dim: int, bits: str) -> tuple[Level, ...]:
     words = bits.split(".")
-    if len(words) > _most_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
+    if len(words) > _max_levels(dim) or not set(words) <= set(map(str, range(1, MAX_BITS + 1))):
         raise InvalidParameter(
-            f"codec polar: bits is {bits!r}, expected 1 to {_most_levels(dim)} integers from 1 to {MAX_BITS}, separated by dots, at dim "
+            f"codec polar: bits is {bits!r}, expected 1 to {_max_levels(dim)} integers from 1 to {MAX_BITS}, separated by dots, at dim "
             f"{dim}"
         )
     levels = []

@@ -40,9 +40,9 @@ DEFAULT_SEED = 435
 
 _QUATERNIONS_AT_ONCE = 128
 """Number of secondary quaternions whose codewords are computed at once."""
-_TOKENS_OF_ONE_HEAD = 1 << 12
+_HEAD_TOKENS_PER_BLOCK = 1 << 12
 _EXPONENT_BITS = 0x7F800000
-_SMALLEST_NORMAL = 2.0**-126
+_MIN_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Quaternion(CodecFamily):
         return {"scale": Layout(self._norm_dtype, (batch, heads, tokens))}
 
     def begin(self, run: Run, before: Mapping[str, torch.Tensor] | None) -> RunEncoder:
-        _search(self.seed, self.secondary).expect(math.prod(run.shape) // 4, run.device)
+        _search(self.seed, self.secondary).announce(math.prod(run.shape) // 4, run.device)
         return super().begin(run, before)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return encode_in_blocks(x, _TOKENS_OF_ONE_HEAD, self._encode_block)
+        return encode_in_blocks(x, _HEAD_TOKENS_PER_BLOCK, self._encode_block)
 
     def _encode_block(self, x: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
         u = self.rotation.forward(x)
@@ -125,7 +125,7 @@ class Quaternion(CodecFamily):
         if not _squares_are_safe(radius):
             # A power of two scales every token near 1, if no square overflows or underflows.
             largest = u.abs().amax(-1, keepdim=True)
-            power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_SMALLEST_NORMAL)
+            power = (largest.view(torch.int32) & _EXPONENT_BITS).view(torch.float32).clamp_min_(_MIN_NORMAL)
             planes = [plane.div_(power) for plane in planes]
             length = _length(planes)
             radius = length * power

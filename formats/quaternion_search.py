@@ -50,7 +50,7 @@ class Search:
         self._grids: dict[torch.device, Grid] = {}
         self._expected = 0
 
-    def expect(self, chunks: int, device: torch.device) -> None:
+    def announce(self, chunks: int, device: torch.device) -> None:
         """Announce that ``chunks`` more chunks will be searched on ``device``. The grid is built once their total justifies it.
 
         The grid is built before a search, never during one, so the codewords do not depend on blocks or threads.
@@ -84,7 +84,7 @@ class Search:
 
     def search_rotations(self, planes: Planes) -> torch.Tensor:
         """Search all secondary quaternions by rotation. Ties go to the lowest s, then to an axis before a half unit."""
-        return _search_in_blocks(planes, self._explicit_block)
+        return _search_in_blocks(planes, self._search_block)
 
     def search_grid(self, planes: Planes) -> torch.Tensor:
         """Search the codewords that the chunk's cell lists. Ties go to the first in the list."""
@@ -96,12 +96,12 @@ class Search:
     def _build_grid(self, device: torch.device) -> None:
         self._grids[device] = Grid(self._codebook.to(device))
 
-    def _explicit_block(self, planes: Planes) -> torch.Tensor:
+    def _search_block(self, planes: Planes) -> torch.Tensor:
         best = torch.full_like(planes[0], -1.0)
         winner = torch.zeros_like(best, dtype=torch.int32)
         for s, quaternion in enumerate(self._secondary.tolist()):
-            largest, half = _axis_and_half(_multiply_by_conjugate(planes, quaternion))
-            _keep_larger(best, winner, torch.maximum(largest, half), s)
+            largest, half = _unit_products(_multiply_by_conjugate(planes, quaternion))
+            _update_best(best, winner, torch.maximum(largest, half), s)
         chosen = self._secondary.to(best.device).T.index_select(1, winner)
         return winner * UNITS + _nearest_unit(_multiply_by_conjugate(planes, tuple(chosen)))
 
@@ -169,7 +169,7 @@ class Grid:
                 planes = _gather(planes, unfinished)
                 places, row, best, winner = (array.index_select(0, unfinished) for array in (places, row, best, winner))
             contender = self._lists[k].index_select(0, row)
-            _keep_larger(best, winner, _weighted_sum(planes, _gather(self._codebook, contender)), contender)
+            _update_best(best, winner, _weighted_sum(planes, _gather(self._codebook, contender)), contender)
             nearest.index_copy_(0, places, winner)
         return nearest
 
@@ -220,7 +220,7 @@ def _prune_in_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     block = max(1, _ENTRIES_AT_ONCE // lists.shape[1])
     blocks = zip(torch.split(cells, block), torch.split(lists, block), torch.split(lengths, block), strict=True)
-    keep = torch.cat([_can_be_nearest(codebook, *parts, size) for parts in blocks])
+    keep = torch.cat([_candidate_mask(codebook, *parts, size) for parts in blocks])
     lengths = keep.sum(1)
     cell, column = keep.nonzero().T
     position = keep.cumsum(1)[cell, column] - 1
@@ -230,7 +230,7 @@ def _prune_in_blocks(
     return pruned, lengths
 
 
-def _can_be_nearest(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
+def _candidate_mask(codebook: torch.Tensor, cells: torch.Tensor, lists: torch.Tensor, lengths: torch.Tensor, size: int) -> torch.Tensor:
     """Return a bool mask shaped like ``lists``: True for codewords that are nearest to some direction in their cell.
 
     The direction at map coordinates t is (1 - sum |t|, t). An inner product is therefore its value at the cell's lowest corner plus a slope
@@ -279,7 +279,7 @@ def _multiply_by_conjugate(planes: Planes, quaternion: Weights) -> list[torch.Te
     return [_weighted_sum(planes, row) for row in rows]
 
 
-def _axis_and_half(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
+def _unit_products(planes: Planes) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two inner products: with the nearest of the units +-1, +-i, +-j, +-k, and with the nearest half unit."""
     w, x, y, z = (plane.abs() for plane in planes)
     largest = torch.maximum(torch.maximum(w, x), torch.maximum(y, z))
@@ -299,13 +299,13 @@ def _nearest_unit(planes: Planes) -> torch.Tensor:
     negative = [_sign_bit(plane) for plane in planes]
     best, number = planes[0].abs(), negative[0].clone()
     for axis in (1, 2, 3):
-        _keep_larger(best, number, planes[axis].abs(), 2 * axis + negative[axis])
-    _, half = _axis_and_half(planes)
-    _keep_larger(best, number, half, 8 + sum(sign << axis for axis, sign in enumerate(negative)))
+        _update_best(best, number, planes[axis].abs(), 2 * axis + negative[axis])
+    _, half = _unit_products(planes)
+    _update_best(best, number, half, 8 + sum(sign << axis for axis, sign in enumerate(negative)))
     return number
 
 
-def _keep_larger(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
+def _update_best(best: torch.Tensor, winner: torch.Tensor, score: torch.Tensor, contender: torch.Tensor | int) -> None:
     """Replace ``best`` and ``winner`` in place wherever ``score`` is larger. A sign mask is several times faster than torch.where."""
     above = (best - score).view(torch.int32) >> 31
     winner.bitwise_xor_((winner ^ contender).bitwise_and_(above))

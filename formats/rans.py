@@ -113,7 +113,7 @@ def encode_in_numpy(symbols: Numbers, lengths: Numbers, tables: Numbers, table: 
     padded = numpy.zeros((chunks, steps * LANES), symbols.dtype)
     padded[:, :longest] = symbols[:, :longest]
     for step in reversed(range(steps)):
-        part, rows = padded[:, step * LANES : (step + 1) * LANES], _tables_of_step(table, step)
+        part, rows = padded[:, step * LANES : (step + 1) * LANES], _step_tables(table, step)
         frequency, start = tables[rows, part].astype(numpy.uint64), starts[rows, part].astype(numpy.uint64)
         active = numpy.arange(step * LANES, (step + 1) * LANES) < lengths[:, None]
         full = active & (states >= frequency << numpy.uint64(32 - PRECISION))
@@ -150,7 +150,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
     at, states = begins.copy(), chunks.states.astype(numpy.uint32).reshape(-1)
     for step in range(steps):
         slot = states & numpy.uint32(TOTAL - 1)
-        first = numpy.broadcast_to(_tables_of_step(table, step) * TOTAL, (count, LANES)).reshape(-1)
+        first = numpy.broadcast_to(_step_tables(table, step) * TOTAL, (count, LANES)).reshape(-1)
         entries = slots.take(first + slot, mode="clip")
         symbols[step] = (entries & numpy.uint32(0xFF)).reshape(count, LANES)
         following = ((entries >> numpy.uint32(8) & numpy.uint32(TOTAL - 1)) + numpy.uint32(1)) * (states >> numpy.uint32(PRECISION))
@@ -170,7 +170,7 @@ def decode_in_numpy(chunks: Chunks, lengths: Numbers, tables: Numbers, table: Nu
     return DecodedChunks(in_order, at - begins, states.reshape(count, LANES))
 
 
-def _tables_of_step(table: Numbers, step: int) -> Numbers:
+def _step_tables(table: Numbers, step: int) -> Numbers:
     """Return the table number of each symbol in a step, int64 ``[chunk, LANES]``, or ``[chunk, 1]`` if each chunk has one table."""
     if table.ndim == 1:
         return table[:, None].astype(numpy.int64)

@@ -65,8 +65,8 @@ class RawPositions(WholeTokens):
     """Sidecar that stores the ``first`` tokens of a sequence, and tokens whose norm is far from their page's median, as ``dtype``.
 
     A norm is far from the median if it is below ``low_norm`` or above ``high_norm`` times the median; 0 disables a bound. With
-    ``low_norm``, tokens whose values are near zero are raw too (``choice_norms``). With ``high_norm``, tokens are also raw if their norm in
-    one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or tokens share
+    ``low_norm``, tokens whose values are near zero are raw too (``selection_norms``). With ``high_norm``, tokens are also raw if their norm
+    in one head is above ``high_norm`` times that head's median, or if they do not fit the scales that heads or tokens share
     (``token_norms.measure_fit_errors``). These two rules apply only to pages with few such tokens.
 
     The norms are those of a token's keys, for values too, if the encoder receives the keys (``Run.norms``).
@@ -118,10 +118,10 @@ class RawPositions(WholeTokens):
         shared = codec.family.shared_scales
         if shared and self.high_norm:
             rest = _replace_in_run(run, chosen, codec.token_group) if codec.changes_norms else run
-            chosen = add_poorly_fitting(chosen, measure_fit_errors(codec.coded_norms(rest, before), shared))
+            chosen = mark_poor_fits(chosen, measure_fit_errors(codec.coded_norms(rest, before), shared))
         return RunStep({}, lambda block, start: self.encode(block, chosen[:, start : start + block.shape[2]], codec.token_group, start))
 
-    def choice_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+    def selection_norms(self, keys: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
         """Return the norms from which ``choose`` selects tokens: those of ``keys``, but 0 for tokens whose ``values`` are near zero.
 
         Both are norms ``[batch, kv_head, token]``; ``values`` is None if they are unknown.
@@ -136,7 +136,7 @@ class RawPositions(WholeTokens):
         """Return a mask of the tokens of a run to keep raw, bool ``[batch, token]``, given ``norms`` ``[batch, kv_head, token]``.
 
         ``position`` is the position of the first token. If it is None, the run begins the sequence unless it ``continues`` another run.
-        Tokens that do not fit the codec are added later by ``add_poorly_fitting``.
+        Tokens that do not fit the codec are added later by ``mark_poor_fits``.
         """
         batch, _, tokens = norms.shape
         chosen = torch.zeros(batch, tokens, dtype=torch.bool, device=norms.device)
@@ -245,7 +245,7 @@ class RawPositions(WholeTokens):
                 raise InvalidPayload(f"{where}.{VALUES}: an unused entry is not zero, expected zeros after the {used} used entries")
 
 
-def add_poorly_fitting(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tensor:
+def mark_poor_fits(chosen: torch.Tensor, fit_errors: torch.Tensor) -> torch.Tensor:
     """Add to ``chosen``, bool ``[batch, token]``, the tokens with ``fit_errors`` above 1, in pages with few of them.
 
     ``fit_errors`` are those of ``token_norms.measure_fit_errors``.
@@ -341,7 +341,7 @@ def count_left_out(wanted: torch.Tensor, chosen: torch.Tensor, fit_errors: torch
     return (left & ~chosen).sum((1, 2))
 
 
-def with_raw_tokens_of_slots(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def restore_slot_tokens(values: torch.Tensor, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a copy of the pages ``values`` ``[page, kv_head, token, dim]`` with the raw tokens of ``streams`` ``[page, slot, ...]``.
 
     The host does not wait for the device.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .options import Options
 
 
-SMALLEST_DIM = 2
+MIN_DIM = 2
 """Minimum head dim. For a smaller head dim, a coordinate of a unit vector has no density."""
 
 ROUNDINGS = ("nearest", "scaled")
@@ -64,7 +64,7 @@ class Scalar(CodecFamily):
     id: ClassVar[str] = "scalar"
     stores_directions: ClassVar[bool] = True
 
-    dim: int = field(metadata=in_range(SMALLEST_DIM, MAX_DIM))
+    dim: int = field(metadata=in_range(MIN_DIM, MAX_DIM))
     bits: int = field(metadata=in_range(1, 8))
     bits_high: int
     high_channels: bytes
@@ -158,16 +158,16 @@ class Scalar(CodecFamily):
     def _best_codes(self, unit: torch.Tensor) -> list[torch.Tensor]:
         """For each unit row, return the codes of its multiple, among ``SCALES``, whose decoded direction is nearest to the row."""
         best = self._nearest_codes(unit * SCALES[0])
-        sine, squares = self._sine(unit, SCALES[0], best)
+        sine, squares = self._squared_sine(unit, SCALES[0], best)
         for scale in SCALES[1:]:
             codes = self._nearest_codes(unit * scale)
-            own_sine, own_squares = self._sine(unit, scale, codes)
+            own_sine, own_squares = self._squared_sine(unit, scale, codes)
             better = own_sine * squares < sine * own_squares
             sine, squares = torch.where(better, own_sine, sine), torch.where(better, own_squares, squares)
             best = [torch.where(better[:, None], new, old) for new, old in zip(codes, best, strict=True)]
         return best
 
-    def _sine(self, unit: torch.Tensor, scale: float, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _squared_sine(self, unit: torch.Tensor, scale: float, codes: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the squared sine of the angle between each row of ``unit`` and its decoded codes, as a fraction.
 
         ``codes`` are those of the rows times ``scale``. The result is a numerator and a denominator ``[row]``; the denominator is the sum

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .arguments import prefix_errors
-from .balanced import Balanced
+from .balanced import FrameMap
 from .base import Codec
 from .batch import take_rows
 from .columns import Columns
@@ -87,11 +87,11 @@ class CodecWithSidecars(Codec):
         return any(value_map.layout(1, 1, 0) for value_map in self.value_maps)
 
     @cached_property
-    def folded_frame(self) -> Balanced | None:
+    def folded_frame(self) -> FrameMap | None:
         """The codec's value map, if it is the only one and can be combined with the rotation into one product for queries; otherwise None.
         """
         (value_map,) = self.value_maps if len(self.value_maps) == 1 else (None,)
-        return value_map if isinstance(value_map, Balanced) and type(self.codec).query is Codec.query else None
+        return value_map if isinstance(value_map, FrameMap) and type(self.codec).query is Codec.query else None
 
     @cached_property
     def page_vectors(self) -> tuple[PageVector, ...]:

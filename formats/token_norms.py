@@ -61,14 +61,14 @@ def _code_norm(place: float) -> float:
     return float(2.0 ** (MIN_LOG2 + place / STEPS_PER_OCTAVE))
 
 
-LARGEST_LOG8 = _code_norm(_CODES - 2)
+MAX_LOG8 = _code_norm(_CODES - 2)
 LOG8_LIMIT = _code_norm(_CODES - 1.5)
 """The smallest norm that is too large for a byte: it would round to a code above 255."""
 
 LIMITS = {"F16": HALF_LIMIT, "F32": float("inf"), "U8": LOG8_LIMIT}
 """For each stored dtype, the smallest norm that does not fit."""
 
-LARGEST_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": LARGEST_LOG8}
+MAX_STORED = {"F16": 65504.0, "F32": 3.4028234663852886e38, "U8": MAX_LOG8}
 """The largest finite number of each stored dtype."""
 
 
@@ -123,7 +123,7 @@ def encode_norms(values: torch.Tensor, norm: str, name: str) -> torch.Tensor:
     if values.numel() and not values.amax().item() < LOG8_LIMIT:
         at = [int(i) for i in torch.nonzero(~(values < LOG8_LIMIT))[0]]
         raise OutOfRange(
-            f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {LARGEST_LOG8:.6g}: scale the "
+            f"{name} at {at} is {values[tuple(at)].item():.6g}, but the largest that fits in 8 bits is {MAX_LOG8:.6g}: scale the "
             "input, or choose norm=fp16"
         )
     return torch.bucketize(values, log8_bounds(values.device), right=True).to(torch.uint8)

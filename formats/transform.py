@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from . import rans
 from .base import MAX_DIM
-from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis
+from .basis import DIGEST_BYTES, MAX_LAYER, missing_basis_error
 from .errors import InvalidParameter, InvalidPayload, OutOfRange
 from .family import CodecFamily, in_range, one_of
 from .frames import MAX_LEVEL, SCALES_PER_OCTAVE
@@ -154,7 +154,7 @@ class Transform(CodecFamily):
         heads.
         """
         if self.source is None:
-            raise missing_basis(self.basis_location)
+            raise missing_basis_error(self.basis_location)
         try:
             return self.source.check_heads(heads, self.dim)
         except InvalidParameter as error:

@@ -80,7 +80,7 @@ def check_append(data: bytes) -> bool:
         cache = load_checked(data)
         if cache is None or cache.values > MAX_VALUES:
             return cache is not None
-        source = _source(data)
+        source = _random_source(data)
         count = source.randrange(1, 40)
         if any(side.batch * side.heads * side.dim * count > MAX_VALUES for layer in cache for side in layer.sides.values()):
             return True
@@ -126,7 +126,7 @@ def _check_added(cache: Cache, longer: Cache, pairs: list[tuple[torch.Tensor | N
     assert may_round or not shown, "a RoundedWarning was issued, but no codec rounds"
 
 
-def _source(data: bytes) -> random.Random:
+def _random_source(data: bytes) -> random.Random:
     return random.Random(hashlib.blake2b(data).digest())
 
 
@@ -146,7 +146,7 @@ def _values(source: random.Random, side: Side | None, count: int) -> torch.Tenso
 
 def _queries(cache: Cache, data: bytes) -> list[tuple[Layer, torch.Tensor, dict[str, Any]]]:
     """Return queries and options for each layer with keys, derived from the bytes of the file."""
-    source, queries = _source(data), []
+    source, queries = _random_source(data), []
     for layer in cache:
         if layer.k is None or layer.k.batch * layer.k.heads * layer.k.dim > MAX_VALUES:
             continue

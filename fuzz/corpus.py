@@ -30,12 +30,12 @@ def write(name: str, inputs: list[bytes]) -> int:
     kept = minimize(target.check, [data for data in inputs if data not in known and len(data) <= target.max_bytes], target.seeds)
     corpus_path(name).parent.mkdir(exist_ok=True)
     count = len(kept)
-    while _archived(name, kept[:count]) > MAX_BYTES:
+    while _build_archive(name, kept[:count]) > MAX_BYTES:
         count = count * 3 // 4
     return count
 
 
-def _archived(name: str, inputs: list[bytes]) -> int:
+def _build_archive(name: str, inputs: list[bytes]) -> int:
     with zipfile.ZipFile(corpus_path(name), "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for data in inputs:
             archive.writestr(zipfile.ZipInfo(hashlib.sha256(data).hexdigest()[:16], _DATE), data, zipfile.ZIP_DEFLATED, 9)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fuzz.byte_mutator import mutate_bytes, mutate_numbers
-from fuzz.value_mutator import mutate_place
+from fuzz.value_mutator import mutate_position
 
 if TYPE_CHECKING:
     import random
@@ -15,7 +15,7 @@ WORDS = ("0.k", "0.v", "1.k", "dtype", "shape", "data_offsets", "__metadata__", 
 _NOTES = ('{"start": 7, "model": {"name": "x"}}', '{"start": true, "model": {}}', '{"start": -1, "model": {}}', '{"model": []}', "[" * 4000)
 
 
-def _joined(header: Any, body: bytes) -> bytes:
+def _join(header: Any, body: bytes) -> bytes:
     text = json.dumps(header, default=lambda value: value.hex()).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + body
@@ -28,7 +28,7 @@ def dense_file(tensors: dict[str, tuple[str, list[int]]], note: str = "") -> byt
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + shape[0] * shape[1] * shape[2] * shape[3] * (4 if dtype == "F32" else 2)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    return _joined(header, bytes(end))
+    return _join(header, bytes(end))
 
 
 SEEDS = (
@@ -51,7 +51,7 @@ def mutate_dense(data: bytes, source: random.Random, max_bytes: int) -> bytes:
         if kind == 2:
             header["__metadata__"] = {"kvpack.unpacked": source.choice(_NOTES)}
         else:
-            mutate_place(header, WORDS, source)
-        return _joined(header, data[end:])[:max_bytes]
+            mutate_position(header, WORDS, source)
+        return _join(header, data[end:])[:max_bytes]
     except (ValueError, TypeError, RecursionError):
         return mutate_bytes(data, source, max_bytes)

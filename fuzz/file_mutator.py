@@ -16,7 +16,7 @@ import zstandard
 
 from fuzz.byte_mutator import NUMBERS, mutate_bytes, mutate_numbers
 from fuzz.refit import refit_tensors
-from fuzz.value_mutator import mutate_place
+from fuzz.value_mutator import mutate_position
 from kvpack.formats.errors import KvpackError
 from support.parts import Parts
 
@@ -115,7 +115,7 @@ def _change_payload(parts: Parts, vocabulary: Vocabulary, source: random.Random)
 
 def _change_field(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     """Change a value in the header without adjusting anything that depends on it."""
-    mutate_place(parts.header, vocabulary.words, source)
+    mutate_position(parts.header, vocabulary.words, source)
 
 
 def _change_header_bytes(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> bytes:
@@ -157,7 +157,7 @@ def _change_filter(parts: Parts, vocabulary: Vocabulary, source: random.Random) 
         parts.tensors[number] = mutate_bytes(stored, source)
 
 
-def _then_refit(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
+def _with_refit(change: Callable[[Parts, Vocabulary, random.Random], None]) -> Callable[[Parts, Vocabulary, random.Random], Parts]:
     """Return an edit that applies ``change`` and then adjusts the tensors to the changed header."""
 
     def edit(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> Parts:
@@ -183,7 +183,7 @@ def _replace_codec(parts: Parts, vocabulary: Vocabulary, source: random.Random) 
 
 def _change_parameter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
     codec = source.choice(parts.header["codecs"])
-    mutate_place(codec, vocabulary.words, source)
+    mutate_position(codec, vocabulary.words, source)
 
 
 def _copy_parameter(parts: Parts, vocabulary: Vocabulary, source: random.Random) -> None:
@@ -253,9 +253,9 @@ _EDITS: Sequence[tuple[Any, float]] = (
     (_change_header_bytes, 1),
     (_swap_tensors, 0.5),
     (_change_filter, 1),
-    (_then_refit(_replace_codec), 1),
-    (_then_refit(_change_parameter), 2),
-    (_then_refit(_copy_parameter), 1),
-    (_then_refit(_change_shape), 2),
-    (_then_refit(_change_layers), 0.5),
+    (_with_refit(_replace_codec), 1),
+    (_with_refit(_change_parameter), 2),
+    (_with_refit(_copy_parameter), 1),
+    (_with_refit(_change_shape), 2),
+    (_with_refit(_change_layers), 0.5),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from fuzz.byte_mutator import mutate_bytes
-from fuzz.value_mutator import mutate_place
+from fuzz.value_mutator import mutate_position
 
 if TYPE_CHECKING:
     import random
@@ -25,7 +25,7 @@ def mutate_header(data: bytes, vocabulary: Vocabulary, source: random.Random, ma
         if source.random() < 0.2 and header["codecs"]:
             header["codecs"][source.randrange(len(header["codecs"]))] = copy.deepcopy(source.choice(vocabulary.codecs))
         else:
-            mutate_place(header, vocabulary.words, source)
+            mutate_position(header, vocabulary.words, source)
         packed: bytes = msgpack.packb(header)
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException):
         return mutate_bytes(data, source, max_bytes)

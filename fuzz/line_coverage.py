@@ -43,7 +43,7 @@ class Tracer:
     def arcs(self, run: Callable[[], object]) -> set[Arc]:
         """Return the line transitions of ``run``. Exceptions are ignored, because failures are counted elsewhere."""
         self._arcs = set()
-        sys.settrace(self._called)
+        sys.settrace(self._on_call)
         try:
             run()
         except Exception:
@@ -52,7 +52,7 @@ class Tracer:
             sys.settrace(None)
         return self._arcs
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = self.sources.get(frame.f_code.co_filename)
         if name is None:
             return None
@@ -103,14 +103,14 @@ def runnable_lines() -> dict[str, set[int]]:
         if not (name.startswith("formats/") or name in readers):
             continue
         module = compile(Path(path).read_text(encoding="utf-8"), path, "exec", dont_inherit=True)
-        result[name] = {line for code in _functions(module) for _, _, line in code.co_lines() if line and line > code.co_firstlineno}
+        result[name] = {line for code in _function_codes(module) for _, _, line in code.co_lines() if line and line > code.co_firstlineno}
     return result
 
 
-def _functions(code: CodeType) -> Iterable[CodeType]:
+def _function_codes(code: CodeType) -> Iterable[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             # Only functions have fast locals; a class body runs once, at definition.
             if constant.co_flags & 0x2:
                 yield constant
-            yield from _functions(constant)
+            yield from _function_codes(constant)

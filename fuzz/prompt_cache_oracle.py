@@ -9,7 +9,7 @@ import torch
 
 from fuzz.byte_mutator import mutate_bytes, mutate_numbers
 from fuzz.memory import measure_growth
-from fuzz.value_mutator import mutate_place
+from fuzz.value_mutator import mutate_position
 from kvpack.formats.errors import KvpackError
 from kvpack.integrations.mlx_lm import export_prompt_cache, import_prompt_cache
 
@@ -45,10 +45,10 @@ def prompt_cache(layers: list[tuple[str, list[int], list[int]]], dtype: str = "B
                 values *= size
             header[f"{number}.{part}"] = {"dtype": kind, "shape": sizes, "data_offsets": [len(body), len(body) + values * len(pattern)]}
             body += pattern * values
-    return joined(header, body)
+    return join_file(header, body)
 
 
-def joined(header: Any, body: bytes) -> bytes:
+def join_file(header: Any, body: bytes) -> bytes:
     text = json.dumps(header, default=lambda value: value.hex()).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + body
@@ -72,8 +72,8 @@ def mutate_prompt_cache(data: bytes, source: random.Random, max_bytes: int) -> b
         if kind <= 2:
             return _change_count(header, data[end:], source)[:max_bytes]
         if kind <= 4:
-            mutate_place(header, _WORDS, source)
-            return joined(header, data[end:])[:max_bytes]
+            mutate_position(header, _WORDS, source)
+            return join_file(header, data[end:])[:max_bytes]
     except (ValueError, TypeError, RecursionError, KeyError, AttributeError):
         pass
     if source.random() < 0.5:
@@ -99,7 +99,7 @@ def _change_count(header: dict[str, Any], body: bytes, source: random.Random) ->
             if "data_offsets" in other:
                 other["data_offsets"] = [at + len(number) - (end - begin) if at >= end else at for at in other["data_offsets"]]
         entry["data_offsets"] = [begin, begin + len(number)]
-    return joined(header, body)
+    return join_file(header, body)
 
 
 class PromptCacheOracle:
@@ -111,11 +111,11 @@ class PromptCacheOracle:
     def check(self, data: bytes) -> bool:
         """Return True if the file is accepted. Fails if reading needs too much memory, or if the file written back has other tokens."""
         self._file.write_bytes(data)
-        taken = measure_growth(lambda: self._accepted(len(data)))
+        taken = measure_growth(lambda: self._accepts(len(data)))
         assert taken is None or taken <= MAX_MIB, f"took {taken:.0f} MiB for {len(data)} bytes"
-        return self._accepted(len(data))
+        return self._accepts(len(data))
 
-    def _accepted(self, size: int) -> bool:
+    def _accepts(self, size: int) -> bool:
         try:
             cache = import_prompt_cache(self._file)
         except KvpackError:

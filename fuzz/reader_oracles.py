@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.reader_programs import all_started, differences, in_files
+from support.reader_programs import differences, start_all_readers, write_bases
 
 
 def check_readers(data: bytes, suffix: str, bases: tuple[bytes, ...], file: Any, rule: str) -> None:
     """Check that the available readers agree with the second decoder, which accepted ``file`` or refused it because of ``rule``."""
-    faults = list(differences(all_started(), data, suffix, in_files(bases), file, rule))
+    faults = list(differences(start_all_readers(), data, suffix, write_bases(bases), file, rule))
     assert not faults, "; ".join(faults)

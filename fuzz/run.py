@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fuzz.summary import coverage_lines, problems, show
+from fuzz.summary import coverage_lines, print_report, problems
 from fuzz.targets import TARGETS
-from support.reader_programs import READERS, missing
+from support.reader_programs import READERS, missing_reason
 
 _STATUS = re.compile(r"^#\d+\s.*\bcov: (\d+) ft: (\d+)", re.MULTILINE)
 
@@ -45,7 +45,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def chosen_targets(arguments: argparse.Namespace) -> list[str]:
+def select_targets(arguments: argparse.Namespace) -> list[str]:
     """Return the names of the targets to run, in the order of the table."""
     names = arguments.target or list(TARGETS)
     return names[arguments.seed % arguments.share :: arguments.share]
@@ -53,14 +53,14 @@ def chosen_targets(arguments: argparse.Namespace) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the targets, and return their reports."""
-    names = chosen_targets(arguments)
+    names = select_targets(arguments)
     seconds = arguments.seconds * min(arguments.processes, len(names)) / len(names)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.processes) as pool:
         found = arguments.found or Path(folder)
-        return list(pool.map(lambda name: _worker(name, seconds, found / name, Path(folder) / f"{name}.json", arguments), names))
+        return list(pool.map(lambda name: _run_worker(name, seconds, found / name, Path(folder) / f"{name}.json", arguments), names))
 
 
-def _worker(name: str, seconds: float, found: Path, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _run_worker(name: str, seconds: float, found: Path, path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one target and return its report. A process that ends without a report counts as a crash."""
     found.parent.mkdir(parents=True, exist_ok=True)
     words = [name, "--seconds", str(seconds), "--seed", str(arguments.seed), "--lines", str(arguments.lines), "--report", str(path)]
@@ -93,14 +93,14 @@ def main() -> int:
     """Run the command line."""
     arguments = parse_arguments()
     for name in READERS:
-        if reason := missing(name):
+        if reason := missing_reason(name):
             print(f"{name}: no oracle, because {reason}", file=sys.stderr)
     reports = run(arguments)
     failures = problems(reports)
     if arguments.json:
         print(json.dumps({"targets": reports, "coverage": coverage_lines(reports), "problems": failures}, indent=1))
     else:
-        show(reports, failures)
+        print_report(reports, failures)
     return 1 if failures else 0
 
 

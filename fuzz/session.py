@@ -54,7 +54,7 @@ class Session:
         self._end = self._start + seconds
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         now = time.perf_counter()
         return now >= self._end or (self._most is not None and self.report.executions >= self._most) or len(self._seen) >= MAX_FAILURES
 
@@ -67,7 +67,7 @@ class Session:
         try:
             accepted = target.check(data)
         except Exception as error:
-            self._failed(data, error)
+            self._record_failure(data, error)
         seconds = time.thread_time() - before
         report.executions += 1
         report.accepted += accepted
@@ -75,33 +75,33 @@ class Session:
             report.slowest_seconds, report.slowest_input = seconds, hashlib.sha256(data).hexdigest()[:16]
             self._slowest = data
         if seconds > HANG_SECONDS:
-            report.hangs.append(self._kept(data, "hang"))
+            report.hangs.append(self._save_input(data, "hang"))
         if target.compare is not None and stable_hash(data) % target.every == 0:
             report.compared += 1
             try:
                 target.compare(data)
             except Exception as error:
-                self._failed(data, error)
+                self._record_failure(data, error)
 
     def finish(self) -> Report:
         """Return the report, and write the slowest input to a file."""
         self.report.seconds = time.perf_counter() - self._start
         self.report.memory_peak = resident_mib("VmHWM")
         if self.report.executions:
-            self.report.slowest_input = self._kept(self._slowest, "slowest")
+            self.report.slowest_input = self._save_input(self._slowest, "slowest")
         return self.report
 
-    def _failed(self, data: bytes, error: Exception) -> None:
+    def _record_failure(self, data: bytes, error: Exception) -> None:
         """Save the first input for each distinct location and kind of failure."""
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}:{type(error).__name__}"
         if place not in self._seen:
             self._seen.add(place)
-            path = self._kept(data, "crash")
+            path = self._save_input(data, "crash")
             text = "".join(traceback.format_exception(error, limit=-6))
             self.report.crashes.append(f"{path}\n{text}")
 
-    def _kept(self, data: bytes, kind: str) -> str:
+    def _save_input(self, data: bytes, kind: str) -> str:
         self.failures.mkdir(parents=True, exist_ok=True)
         path = self.failures / f"{kind}-{self.report.target}-{hashlib.sha256(data).hexdigest()[:16]}"
         path.write_bytes(data)

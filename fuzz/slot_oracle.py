@@ -49,9 +49,9 @@ class SlotOracle:
         Fails unless the file can be written with the same layers, and reads back as the same cache.
         """
         self._file.write_bytes(data)
-        return any([self._accepted(None, False, data), self._accepted({0: 4, 2: 4}, False, data), self._accepted(None, True, data)])
+        return any([self._accepts(None, False, data), self._accepts({0: 4, 2: 4}, False, data), self._accepts(None, True, data)])
 
-    def _accepted(self, windows: dict[int, int] | None, latents: bool, data: bytes) -> bool:
+    def _accepts(self, windows: dict[int, int] | None, latents: bool, data: bytes) -> bool:
         try:
             cache = import_slot(self._file, kv_heads=1, windows=windows, latents=latents)
         except KvpackError:

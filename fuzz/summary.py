@@ -53,7 +53,7 @@ def coverage_lines(reports: list[dict[str, Any]]) -> dict[str, list[int]]:
     return {name: [len(covered.get(name, set()) & lines), len(lines)] for name, lines in sorted(runnable_lines().items()) if lines}
 
 
-def show(reports: list[dict[str, Any]], failures: list[str]) -> None:
+def print_report(reports: list[dict[str, Any]], failures: list[str]) -> None:
     """Print the table, the covered lines of the readers and of formats/, and the failures."""
     columns = ["target", "driver", "executions", "a second", "accepted", "compared", "resident", "memory", "inputs'", "slowest"]
     columns += ["edges", "features", "lines of formats/", "crashes", "hangs"]

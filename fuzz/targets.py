@@ -222,12 +222,12 @@ def _preload_caches() -> None:
 
 def _recipe_words() -> tuple[list[bytes], list[bytes]]:
     from kvpack.coding.presets import ADDITIONS, PUBLISHED
-    from kvpack.formats import sidecar_words
+    from kvpack.formats import sidecar_option_names
 
     texts = [preset.recipe.encode() for preset in PUBLISHED.values()]
     texts += [f"{name};{addition};tail=32".encode() for name in list(PUBLISHED)[:6] for addition in ADDITIONS]
     options = {word for text in texts for part in text.replace(b";", b":").replace(b",", b":").split(b":") for word in (part, b"," + part)}
-    known = [*PUBLISHED, *ADDITIONS, *CODECS, *sidecar_words()]
+    known = [*PUBLISHED, *ADDITIONS, *CODECS, *sidecar_option_names()]
     return texts, sorted(options | {name.encode() for name in known} | {b"layers=0,-1:", b"layers=1-2:k=", b"tail=", b";", b"k=", b"v="})
 
 

@@ -15,26 +15,26 @@ LIMITS = (0, 1, 256, 4096, 65535, 65536, 2**17, 2**20, 2**31, 2**32, 2**40 - 1, 
 """Numbers at the limits of the format and of machine integers."""
 
 _OTHER_TYPES: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, float("nan"), "", "x", b"", b"\0", [], {}, [[]], {"": 0}, [[[[[[[0]]]]]]])
-_LONG: tuple[Any, ...] = ("x" * 4097, b"\0" * 8000, [[]] * 1000, [0] * 5000, {str(number): number for number in range(257)})
+_OVERSIZED_VALUES: tuple[Any, ...] = ("x" * 4097, b"\0" * 8000, [[]] * 1000, [0] * 5000, {str(number): number for number in range(257)})
 """Values above a limit, or longer than a header can describe."""
 
 
 def random_value(source: random.Random) -> Any:
     """Return a value of any type. Every call creates a new value, because callers may change it."""
-    return copy.deepcopy(source.choice(_LONG if source.random() < 0.05 else _OTHER_TYPES))
+    return copy.deepcopy(source.choice(_OVERSIZED_VALUES if source.random() < 0.05 else _OTHER_TYPES))
 
 
-def iterate_places(value: Any) -> Iterator[tuple[Any, Any]]:
+def iterate_positions(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield every (map or array, key or index) within ``value``, from the top down."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield value, key
-        yield from iterate_places(entry)
+        yield from iterate_positions(entry)
 
 
-def mutate_place(top: Any, words: Sequence[str], source: random.Random) -> None:
+def mutate_position(top: Any, words: Sequence[str], source: random.Random) -> None:
     """Change one value within ``top``, or the entries of one of its maps and arrays, in place."""
-    candidates = list(iterate_places(top))
+    candidates = list(iterate_positions(top))
     if not candidates:
         return
     holder, key = source.choice(candidates)

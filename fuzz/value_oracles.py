@@ -31,7 +31,7 @@ _BASES = [Basis.of_bytes(data) for data in BASES]
 MAX_VALUES = 1 << 16
 _MODERATE = 2.0**40
 """Bound below which values are far from every limit of binary32, and no intermediate step overflows."""
-_HUGE = 2.0**96
+_OVERFLOW_BOUND = 2.0**96
 """Bound above which an intermediate step may overflow."""
 
 
@@ -123,5 +123,5 @@ def assert_equal(actual: Cache, cache: Cache, tokens: int) -> None:
             same = (values == whole) | (~torch.isfinite(values) & ~torch.isfinite(whole)) | ((values - whole).abs() <= allowed)
             # Near the limits of binary32, the order of sums determines whether an intermediate step overflows.
             largest = torch.maximum(values.abs(), whole.abs()).nan_to_num(torch.inf).amax(-1, keepdim=True) if whole.numel() else 0.0
-            same |= (torch.isfinite(values) ^ torch.isfinite(whole)) & (largest >= _HUGE)
+            same |= (torch.isfinite(values) ^ torch.isfinite(whole)) & (largest >= _OVERFLOW_BOUND)
             assert same.all(), f"{name}: the same tokens have different values"

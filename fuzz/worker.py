@@ -46,7 +46,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.repeat:
-        return _repeat(arguments.target, arguments.repeat)
+        return _repeat_input(arguments.target, arguments.repeat)
     driver = arguments.driver or ("atheris" if _has_atheris() else "random")
     with _instrumentation(driver):
         from fuzz.seeds import committed_inputs
@@ -106,7 +106,7 @@ def _run_atheris(session: Session, inputs: list[bytes], arguments: argparse.Name
 
     def one_input(data: bytes) -> None:
         session.run(data)
-        if session.over:
+        if session.is_over:
             finish()
             # There is no other way to end libFuzzer from here, and all results have been written.
             os._exit(0)
@@ -131,7 +131,7 @@ def run_random(session: Session, inputs: list[bytes], seed: int) -> None:
 
     signal.signal(signal.SIGALRM, too_long)
     with running.open("wb", buffering=0) as file:
-        while not session.over:
+        while not session.is_over:
             number = session.report.executions
             if number < len(inputs):
                 current = inputs[number]
@@ -162,7 +162,7 @@ def _files_in(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in paths if path.is_file()]
 
 
-def _repeat(name: str, path: Path) -> int:
+def _repeat_input(name: str, path: Path) -> int:
     """Run one input and let its exception propagate."""
     from fuzz.targets import TARGETS
 

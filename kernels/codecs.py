@@ -92,7 +92,7 @@ class CodecKernels(NamedTuple):
     has_rules: Callable[[Any], bool] = reject_call
 
 
-def support_all(*_: Any) -> bool:
+def supports_all(*_: Any) -> bool:
     """Return True, which means that all parameters of the codec are supported."""
     return True
 
@@ -121,7 +121,7 @@ def _quaternion(codec: Quaternion) -> Tiles | None:
 
 
 CODECS: dict[type[Codec], CodecKernels] = {
-    Raw: CodecKernels(raw_tiles.tiles, has_rules=support_all),
+    Raw: CodecKernels(raw_tiles.tiles, has_rules=supports_all),
     Lossless: CodecKernels(decode_into=decode_lossless.decode_into),
     Group: CodecKernels(
         group_tiles.tiles,
@@ -136,7 +136,7 @@ CODECS: dict[type[Codec], CodecKernels] = {
         lambda codec, dual: scalar_tiles.tiles(codec, dual) if _has_dual_rows(codec) else None,
         encode_scalar.encode,
         decode_table.prepare,
-        has_rules=support_all,
+        has_rules=supports_all,
     ),
     Octahedral: CodecKernels(
         _octahedral,
@@ -150,9 +150,9 @@ CODECS: dict[type[Codec], CodecKernels] = {
         lambda codec, dual: angle_dual_tiles.tiles(codec, dual) if codec.arrangement == "dense" else None,
         encode_angle.encode,
         decode_table.prepare,
-        has_rules=support_all,
+        has_rules=supports_all,
     ),
-    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, prepare=decode_polar.prepare, has_rules=support_all),
+    Polar: CodecKernels(polar_tiles.tiles, encode=encode_polar.encode, prepare=decode_polar.prepare, has_rules=supports_all),
     Klt: CodecKernels(
         klt_tiles.tiles,
         encode=encode_klt.encode,
@@ -160,6 +160,6 @@ CODECS: dict[type[Codec], CodecKernels] = {
         has_rules=lambda codec: all(bits == 0xFF for bits in codec.code_bits),
     ),
     Transform: CodecKernels(decode_into=decode_transform.decode_into, check_chunks=decode_transform.check_chunks),
-    Trellis: CodecKernels(trellis_tiles.tiles, encode=encode_trellis.encode, has_rules=support_all),
-    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=support_all),
+    Trellis: CodecKernels(trellis_tiles.tiles, encode=encode_trellis.encode, has_rules=supports_all),
+    Quaternion: CodecKernels(_quaternion, encode=encode_quaternion.encode, prepare=decode_table.prepare, has_rules=supports_all),
 }

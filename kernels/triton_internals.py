@@ -31,7 +31,7 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CUDA driver constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 
-def expect(holds: bool, expected: str, result: object) -> None:
+def check_assumption(holds: bool, expected: str, result: object) -> None:
     """Raise KvpackError unless an assumption about Triton ``holds``."""
     if not holds:
         raise KvpackError(
@@ -44,7 +44,7 @@ def shared_bytes(kernel: Any) -> int:
     """Return the shared memory, in bytes, with which a compiled ``kernel`` is launched."""
     packed, metadata = kernel.packed_metadata, kernel.metadata
     expected = (metadata.num_warps, metadata.num_ctas, metadata.shared)
-    expect(
+    check_assumption(
         isinstance(packed, tuple) and len(packed) == 3 and packed[:2] == expected[:2] and packed[2] >= expected[2],
         f"a launcher's values (warps, CTAs, shared memory) to be {expected}",
         packed,
@@ -55,7 +55,7 @@ def shared_bytes(kernel: Any) -> int:
 def enlarge_shared_memory(kernel: Any, size: int) -> None:
     """Launch ``kernel`` with ``size`` bytes of shared memory from now on. The compiler must use at most ``COMPILER_BYTES`` of them."""
     own = shared_bytes(kernel)
-    expect(own <= COMPILER_BYTES, f"the compiler to take at most {COMPILER_BYTES} bytes of shared memory in front of tables", own)
+    check_assumption(own <= COMPILER_BYTES, f"the compiler to take at most {COMPILER_BYTES} bytes of shared memory in front of tables", own)
     kernel.packed_metadata = (*kernel.packed_metadata[:2], size)
 
 
@@ -63,7 +63,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
     """Allow the CUDA driver to launch ``kernel`` with ``size`` bytes of dynamic shared memory, in addition to its static memory."""
     # Reading this attribute loads the code and sets the function's handle.
     _ = kernel.run
-    expect(isinstance(kernel.function, int), "a compiled kernel's function to be a handle of the CUDA driver", kernel.function)
+    check_assumption(isinstance(kernel.function, int), "a compiled kernel's function to be a handle of the CUDA driver", kernel.function)
     error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
         ctypes.c_void_p(kernel.function), MAX_DYNAMIC_SHARED_SIZE_BYTES, ctypes.c_int(size)
     )
@@ -82,19 +82,19 @@ def code_key(values: Iterable[Any]) -> str:
 def _source_key(value: Any) -> str:
     if not isinstance(value, triton.runtime.JITFunction):
         return getattr(value, "cache_key", None) or repr(value)
-    expect(isinstance(value.cache_key, str), "a function's cache_key to be text that changes with its source", value.cache_key)
+    check_assumption(isinstance(value.cache_key, str), "a function's cache_key to be text that changes with its source", value.cache_key)
     return str(value.cache_key)
 
 
 def python_function(function: Any) -> Callable[..., Any]:
     """Return the Python function of a ``triton.constexpr_function``. If it is called directly, Triton 3.6 drops the field names of tuples.
     """
-    expect(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
+    check_assumption(callable(getattr(function, "fn", None)), "a constexpr_function to keep its function as fn", function)
     result: Callable[..., Any] = function.fn
     return result
 
 
-def _hooks() -> bool:
+def _has_launch_hooks() -> bool:
     """Return True if hooks, such as a profiler's, are installed that Triton calls around launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
@@ -104,7 +104,7 @@ def current_stream(device: int) -> int:
 
     The driver launches only on the current device, and hooks must see each launch.
     """
-    if torch._C._cuda_getDevice() != device or _hooks():
+    if torch._C._cuda_getDevice() != device or _has_launch_hooks():
         return -1
     return int(torch._C._cuda_getCurrentRawStream(device))
 
@@ -166,8 +166,8 @@ class CachedLaunch:
         kernel = self.function[self.grid](*tensors, *self.arguments, **self.constants, **self.options)
         if isinstance(self.function, triton.runtime.JITFunction) and all(tensor.data_ptr() % POINTER_ALIGNMENT == 0 for tensor in tensors):
             names = self.function.arg_names[len(tensors) + len(self.arguments) :]
-            expect(set(names) == set(self.constants), f"the constants to be {sorted(self.constants)}", names)
-            expect(callable(getattr(kernel, "run", None)), "a launch to return the compiled kernel", kernel)
+            check_assumption(set(names) == set(self.constants), f"the constants to be {sorted(self.constants)}", names)
+            check_assumption(callable(getattr(kernel, "run", None)), "a launch to return the compiled kernel", kernel)
             self._after = (*self.arguments, *(self.constants[name] for name in names))
             self._launch, self._before = _launcher(kernel)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvpack.coding.encoding import Progress
 
 
-_GAP = 3
+_COLUMN_GAP = 3
 """Number of characters between two columns of a table."""
 
 
@@ -56,7 +56,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     widths = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in cells]
     if sys.stdout.isatty():
         words = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in cells[:text_columns]]
-        _shrink(widths, words, shutil.get_terminal_size().columns - _GAP * len(widths))
+        _shrink(widths, words, shutil.get_terminal_size().columns - _COLUMN_GAP * len(widths))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for number, (column, width) in enumerate(zip(columns, widths, strict=True)):
         justify: Literal["left", "right"] = "left" if number < text_columns else "right"

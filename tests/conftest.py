@@ -25,14 +25,14 @@ if INTERPRETED and triton_version.is_supported():
     from support import quick_interpreter
 
     quick_interpreter.wrap_once_per_launch()
-    quick_interpreter.unwrap_constants_alone()
+    quick_interpreter.unwrap_only_constants()
     quick_interpreter.call_builtins_directly()
     quick_interpreter.convert_dtypes_once()
     quick_interpreter.describe_blocks_once()
     quick_interpreter.shape_tensors_once()
     quick_interpreter.compare_types_once()
     quick_interpreter.broadcast_shapes_once()
-    quick_interpreter.look_for_overflow_where_it_is_told()
+    quick_interpreter.check_overflow_only_in_debug()
 
 
 @pytest.fixture

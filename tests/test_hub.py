@@ -21,19 +21,19 @@ ENGINE = {"kv_dtype": "bf16", "layout": "nhd"}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    hub_cache.offline(tmp_path / "hub", monkeypatch)
+    hub_cache.go_offline(tmp_path / "hub", monkeypatch)
     return tmp_path / "hub"
 
 
 def test_a_name_is_found_in_the_cache(cache: Path) -> None:
-    snapshot = hub_cache.add(cache, NAME)
+    snapshot = hub_cache.add_model(cache, NAME)
     assert model_folder(NAME) == snapshot
     assert model_folder(snapshot) == snapshot
     assert Identity.of(load_model(NAME), "octopus-4").model == NAME
 
 
 def test_identities_of_engines_accept_a_name(cache: Path) -> None:
-    snapshot = hub_cache.add(cache, NAME)
+    snapshot = hub_cache.add_model(cache, NAME)
     identity = Identity.of_engine(NAME, "octopus-4", **ENGINE)
     assert identity == Identity.of_engine(snapshot, "octopus-4", **ENGINE)
     assert identity.model == NAME
@@ -45,7 +45,7 @@ def test_identities_of_engines_accept_a_name(cache: Path) -> None:
 
 
 def test_commands_accept_a_name(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hub_cache.add(cache, NAME)
+    hub_cache.add_model(cache, NAME)
     assert cli.main(["bench", "io", "--model", NAME, "--tokens", "64", "--repeats", "1", "--recipe", "octopus-4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
 
@@ -66,20 +66,20 @@ def test_other_paths_are_not_looked_up(cache: Path, name: str) -> None:
 def test_a_folder_without_a_configuration_is_not_a_model(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
-    hub_cache.add(cache, "gpt2")
+    hub_cache.add_model(cache, "gpt2")
     with pytest.raises(MissingFile, match=r"gpt2 has no config\.json, expected the folder"):
         model_folder("gpt2")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_an_incomplete_model_in_the_cache_is_ignored(cache: Path, missing: str) -> None:
-    (hub_cache.add(cache, NAME) / missing).unlink()
+    (hub_cache.add_model(cache, NAME) / missing).unlink()
     with pytest.raises(MissingFile, match=f"hf download {NAME}"):
         model_folder(NAME)
 
 
 def test_all_files_in_an_index_must_exist(cache: Path) -> None:
-    snapshot = hub_cache.add(cache, NAME)
+    snapshot = hub_cache.add_model(cache, NAME)
     index = snapshot / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
     with pytest.raises(MissingFile, match=f"hf download {NAME}"):

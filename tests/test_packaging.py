@@ -67,7 +67,7 @@ def _built(tmp_path_factory: pytest.TempPathFactory, out: Path, **variables: str
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     # -O3 would take half a minute more.
     compiler = {"CC": str(ROOT / ".ci" / "gcc-o1")} if shutil.which("gcc") else {}
-    out = once.folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder, **compiler))
+    out = once.shared_folder(tmp_path_factory, "wheel", lambda folder: _built(tmp_path_factory, folder, **compiler))
     return zipfile.ZipFile(next(out.glob("*.whl")))
 
 
@@ -294,7 +294,7 @@ def test_everything_installed_is_pinned() -> None:
 def test_tested_versions_are_those_allowed() -> None:
     versions = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
     assert versions["ranges"]()["torch"]
-    assert versions["OLDEST_TRITON"] == versions["TRITONS"][0] == ".".join(map(str, triton_version.OLDEST))
+    assert versions["OLDEST_TRITON"] == versions["TRITONS"][0] == ".".join(map(str, triton_version.MIN_VERSION))
     assert f"triton>={versions['OLDEST_TRITON']};" in "\n".join(PROJECT["dependency-groups"]["test"])
     assert {path.name for path in (ROOT / "tests").rglob("test_*.py")} >= set(versions["TESTS"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support import touched
-from support.touched import ROOT, changed_files, needed_by
+from support.touched import ROOT, changed_files, covering_tests
 
 
 def sources() -> list[str]:
@@ -23,23 +23,23 @@ def sources() -> list[str]:
 def test_every_source_has_existing_tests_or_is_run_by_make() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for file in sources():
-        assert needed_by(file) or file in makefile, f"{file}: nothing runs it"
-        assert all((ROOT / path).exists() for path in needed_by(file)), file
+        assert covering_tests(file) or file in makefile, f"{file}: nothing runs it"
+        assert all((ROOT / path).exists() for path in covering_tests(file)), file
 
 
 def test_every_folder_of_sources_has_a_folder_of_tests() -> None:
     for file in sources():
         parts = Path(file).parts
         if parts[0] == "kvpack" and len(parts) > 2:
-            assert f"tests/{parts[1]}" in needed_by(file), file
+            assert f"tests/{parts[1]}" in covering_tests(file), file
         elif parts[0] == "kernels":
-            assert {Path(needed).parent.as_posix() for needed in needed_by(file)} == {"tests/kernels"}, file
+            assert {Path(needed).parent.as_posix() for needed in covering_tests(file)} == {"tests/kernels"}, file
         elif parts[0] in {"formats", "spec", "fuzz"}:
-            assert needed_by(file) == {f"tests/{parts[0]}"}, file
+            assert covering_tests(file) == {f"tests/{parts[0]}"}, file
 
 
 def test_every_test_runs_for_some_source() -> None:
-    needed = set().union(*(needed_by(file) for file in sources())) - {"tests"}
+    needed = set().union(*(covering_tests(file) for file in sources())) - {"tests"}
     for path in (ROOT / "tests").rglob("test_*.py"):
         assert {path.relative_to(ROOT).as_posix(), path.parent.relative_to(ROOT).as_posix()} & needed, path
 
@@ -58,18 +58,18 @@ def test_every_test_runs_for_some_source() -> None:
     ],
 )
 def test_paths(file: str, expected: set[str]) -> None:
-    assert needed_by(file) == expected
+    assert covering_tests(file) == expected
 
 
 def test_kernels_require_the_tests_of_their_language() -> None:
-    of_c, of_triton = needed_by("kernels/cpu/group.h"), needed_by("kernels/loaders/group.py")
+    of_c, of_triton = covering_tests("kernels/cpu/group.h"), covering_tests("kernels/loaders/group.py")
     assert "tests/kernels/test_cpu_attend.py" in of_c
     assert "tests/kernels/test_attention.py" in of_triton
     assert not of_c & of_triton
 
 
 def test_a_support_module_requires_all_tests_that_import_it() -> None:
-    found = needed_by("tests/support/second_decoder.py")
+    found = covering_tests("tests/support/second_decoder.py")
     assert "tests/spec/test_decoder.py" in found
     assert "tests/spec/test_vectors.py" in found, "it imports the module through vector_checks"
 

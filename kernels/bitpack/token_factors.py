@@ -41,14 +41,14 @@ Setting the bits of 2^23 turns a code into the float 2^23 + code. If the same st
 in a different layout from that of the scores and convert them through shared memory.
 """
 
-LARGEST_FACTOR = tl.constexpr(2.0**127)
+MAX_FACTOR = tl.constexpr(2.0**127)
 """Maximum magnitude of a factor."""
 
 
 @triton.jit
 def finite_factor(factor: tl.tensor) -> tl.tensor:
-    """Clamp the magnitude of float32 ``factor`` to ``LARGEST_FACTOR``. An infinite factor would turn zeros into NaN."""
-    return tl.minimum(tl.maximum(factor, -LARGEST_FACTOR), LARGEST_FACTOR)
+    """Clamp the magnitude of float32 ``factor`` to ``MAX_FACTOR``. An infinite factor would turn zeros into NaN."""
+    return tl.minimum(tl.maximum(factor, -MAX_FACTOR), MAX_FACTOR)
 
 
 @triton.jit

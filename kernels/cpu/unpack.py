@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.channel_scale import ChannelScale, factors
 from kvpack.formats.sidecars import CodecWithSidecars
 
@@ -40,9 +40,9 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     codec = side.codec
     if library.library() is None or out.dtype not in DTYPES or (parts := sides.side_parts(side)) is None:
         return False
-    if isinstance(codec, CodecWithSidecars) and not all(isinstance(value_map, ChannelScale | Balanced) for value_map in codec.value_maps):
+    if isinstance(codec, CodecWithSidecars) and not all(isinstance(value_map, ChannelScale | FrameMap) for value_map in codec.value_maps):
         return False
-    balanced = codec.sidecar(Balanced)
+    balanced = codec.sidecar(FrameMap)
     if balanced is None:
         _unpack_parts(side, parts, out, threads, level)
     else:
@@ -53,7 +53,7 @@ def unpack_into(side: Side, out: torch.Tensor, threads: int | None = None, level
     return True
 
 
-def _unpack_balanced(side: Side, parts: list[SidePart], balanced: Balanced, out: torch.Tensor, threads: int | None, level: int) -> None:
+def _unpack_balanced(side: Side, parts: list[SidePart], balanced: FrameMap, out: torch.Tensor, threads: int | None, level: int) -> None:
     """Write all tokens except raw tokens to ``out``, first decoding them to the balanced frame. Raises MemoryError."""
     framed = torch.empty_like(out, dtype=torch.float32)
     _unpack_parts(side, parts, framed, threads, level)

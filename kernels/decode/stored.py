@@ -27,7 +27,7 @@ MAX_MATRIX_DIM = 256
 
 FACTOR = 128
 
-_LARGEST_MATRIX, _FACTOR = tl.constexpr(MAX_MATRIX_DIM), tl.constexpr(FACTOR)
+_MAX_MATRIX_DIM, _FACTOR = tl.constexpr(MAX_MATRIX_DIM), tl.constexpr(FACTOR)
 
 
 def supports_rotation(rotation: Rotation) -> bool:
@@ -56,7 +56,7 @@ def rotation_signs(rotation: Rotation, size: int, device: torch.device) -> torch
 @triton.jit
 def load_signs(matrix: tl.tensor, CHANNELS: tl.constexpr) -> tl.tuple:
     """Load the result of ``rotation_signs``: the matrix, and the column signs if they are separate."""
-    SIZE: tl.constexpr = CHANNELS if CHANNELS <= _LARGEST_MATRIX else _FACTOR
+    SIZE: tl.constexpr = CHANNELS if CHANNELS <= _MAX_MATRIX_DIM else _FACTOR
     channel = tl.arange(0, SIZE)
     signs = tl.load(matrix + channel[:, None] * SIZE + channel[None, :])
     if SIZE == CHANNELS:

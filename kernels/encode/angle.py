@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 TILE_PAIRS = 1 << 11
 """Number of channel pairs per program, over all its tokens."""
 
-SMALLEST_SUM = 2.0**-40
-LARGEST_SUM = 2.0**60
+MIN_SUM = 2.0**-40
+MAX_SUM = 2.0**60
 """Range of sums of a token's pair norms in which float32 is accurate. ``formats/`` encodes tokens outside it."""
 
 ZERO = -65504.0
 OCTAVES = 8.0
 """Logarithm used for a norm of zero, and range of logarithms below a token's largest, as in ``formats/angle.py``."""
 
-_SMALLEST, _LARGEST, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (SMALLEST_SUM, LARGEST_SUM, ZERO, OCTAVES, math.pi))
+_MIN_SUM, _MAX_SUM, _ZERO, _OCTAVES, _PI = (tl.constexpr(value) for value in (MIN_SUM, MAX_SUM, ZERO, OCTAVES, math.pi))
 
 
 class AngleConstants(NamedTuple):
@@ -146,7 +146,7 @@ def _quantize(
     norm = norm * SHAPE.scale
     bins = tl.minimum((turn * BINS).to(tl.int32), BINS - 1)
     total = tl.sum(norm, 1)
-    flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
+    flag_unless(((total > _MIN_SUM) & (total < _MAX_SUM)) | (total == 0), block.flag)
     pair = tl.arange(0, SYMBOLS)[None, :]
     is_pair = pair < DIM // 2
     if RULE > 0 or SHAPE.measured:

@@ -15,7 +15,7 @@ from triton import language as tl
 
 from kvpack.formats import scale_range
 from kvpack.formats.columns import next_power_of_two
-from kvpack.formats.group import SMALLEST_HALF
+from kvpack.formats.group import MIN_HALF
 from kvpack.formats.streams import HALF_LIMIT
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
@@ -49,7 +49,7 @@ SCALE_HEADS = 4
 SCALE_WARPS = 4
 """Launch of the kernel that computes token scales: tokens per program, heads that are loaded at once, and warps per program."""
 
-_HALF_LIMIT, _SMALLEST, _LARGEST = (tl.constexpr(value) for value in (HALF_LIMIT, SMALLEST_HALF, scale_range.MAX_ENCODED))
+_HALF_LIMIT, _MIN_HALF, _MAX_ENCODED = (tl.constexpr(value) for value in (HALF_LIMIT, MIN_HALF, scale_range.MAX_ENCODED))
 
 
 class GroupConstants(NamedTuple):
@@ -347,7 +347,7 @@ def _begin(block: tl.tuple, CONSTANTS: tl.constexpr, SHAPE: tl.constexpr) -> tl.
     chosen = ()
     if CONSTANTS.ranged >= 0:
         MIDDLE_STEPS: tl.constexpr = ((1 << CONSTANTS.bits) - 1) / 2
-        chosen = _choose_range(block.tables[0] + (block.sequence * block.heads + block.head) * 3, MIDDLE_STEPS, _LARGEST**0.5)
+        chosen = _choose_range(block.tables[0] + (block.sequence * block.heads + block.head) * 3, MIDDLE_STEPS, _MAX_ENCODED**0.5)
         # All programs of a page store the same values.
         address = block.stored[CONSTANTS.ranged] + (block.batch * block.heads + block.head) * 4 + tl.zeros((1, 1), tl.int32)
         for index in tl.static_range(4):
@@ -418,7 +418,7 @@ def _measure_extremes(
     in_tensor = block.valid & (number * BLOCK + tl.arange(0, BLOCK)[None, :] < SHAPE.dim)
     extents = _group_extents(values[0], in_tensor, block, state, CONSTANTS, SHAPE)
     scale = tl.maximum(extents.high - extents.center, extents.center - extents.low) * (1.0 / MIDDLE_STEPS)
-    flag_unless((scale <= _LARGEST) & (tl.abs(extents.center) <= _LARGEST), block.flag)
+    flag_unless((scale <= _MAX_ENCODED) & (tl.abs(extents.center) <= _MAX_ENCODED), block.flag)
     extremes = block.tables[0] + (block.sequence * block.heads + block.head) * 3
     tl.atomic_max(extremes, _largest_key(scale))
     tl.atomic_max(extremes + 1, _largest_key(tl.where(extents.known, extents.center, float("-inf"))))
@@ -462,7 +462,7 @@ def _quantize(
         group = number * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)[None, :]
         tl.store(block.stored[0] + block.row * GROUPS + group, pair, block.valid & (group < GROUPS))
 
-    inverse_scale = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), _SMALLEST))
+    inverse_scale = tl.div_rn(1.0, tl.maximum(scale.to(tl.float32), _MIN_HALF))
     offset = MIDDLE_STEPS - center.to(tl.float32) * inverse_scale
     steps = _group_values(value, CONSTANTS) * tl.expand_dims(inverse_scale, AXIS) + tl.expand_dims(offset, AXIS)
     code = tl.reshape(nearest_integer(steps, 2 * MIDDLE_STEPS), (TOKENS, BLOCK))

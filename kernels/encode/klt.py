@@ -19,7 +19,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import LARGEST_GAIN, RUN_COLUMNS, run_columns
+from kvpack.formats.basis import MAX_GAIN, RUN_COLUMNS, run_columns
 from kvpack.formats.klt import used_widths
 from kvpack.kernels.bitpack.columns import launch, tile_origin
 
@@ -112,7 +112,7 @@ def compute_levels(x: torch.Tensor, output: Output, basis: DeviceBasis) -> torch
     launch(
         _encode, batch * heads * -(-tokens // block), x.device,
         *arguments, basis.matrix, basis.columns, basis.tables, basis.runs, levels, output.streams.get("gain"), output.flag, runs,
-        basis.tables.shape[1], **constants, PARTS_OF_ROWS=VALUE_PARTS[x.dtype], LARGEST=MAX_SQUARE, LARGEST_GAIN=LARGEST_GAIN,
+        basis.tables.shape[1], **constants, PARTS_OF_ROWS=VALUE_PARTS[x.dtype], LARGEST=MAX_SQUARE, LARGEST_GAIN=MAX_GAIN,
         OWN_WIDTHS=basis.runs.dim() > 2, BLOCK_TOKENS=block, warps=WARPS, fusion=True,
     )  # fmt: skip
     return levels

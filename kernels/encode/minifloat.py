@@ -142,20 +142,20 @@ def _divide_by_scale(value: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _choose_scale(largest: tl.tensor, flag: tl.tensor, MOST: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
+def _choose_scale(largest: tl.tensor, flag: tl.tensor, MAX_QUOTIENT: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
     """Return the scale for values up to ``largest`` (at most 3.4e38), as ``formats/minifloat.py`` does.
 
     If it does not fit, the scale is 0 and the flag is set.
     """
-    exact = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
+    exact = tl.div_rn(largest, tl.full(largest.shape, MAX_QUOTIENT, tl.float32))
     if HALF:
         fits = exact < _HALF_LIMIT
         flag_unless(fits, flag)
         stored = tl.where(fits, exact, 0.0).to(tl.float16)
-        short = stored.to(tl.float32) * (MOST * (1 + 1 / 32)) < largest
+        short = stored.to(tl.float32) * (MAX_QUOTIENT * (1 + 1 / 32)) < largest
         stored = (stored.to(tl.int16, bitcast=True) + short.to(tl.int16)).to(tl.float16, bitcast=True)
     else:
-        short = exact * (MOST * (1 + 1 / 32)) < largest
+        short = exact * (MAX_QUOTIENT * (1 + 1 / 32)) < largest
         stored = (exact.to(tl.int32, bitcast=True) + short.to(tl.int32)).to(tl.float32, bitcast=True)
     return stored
 

@@ -19,7 +19,7 @@ from kvpack.formats.polar import angle_directions, uniform_directions
 from kvpack.formats.tables import cache_per_device
 from kvpack.kernels.gpu import gpu
 
-from .angle import LARGEST_SUM, SMALLEST_SUM, TILE_PAIRS, angle_and_norm
+from .angle import MAX_SUM, MIN_SUM, TILE_PAIRS, angle_and_norm
 from .columns import MIN_AXIS, Term
 from .kernel import Quantizer, encode_rows
 from .rows import MAX_PRODUCTS, find_level, flag_unless, norm_limit, norm_rule_limit, store_errors, unbiased_factor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_ANGLES = 1 << 8
 """Maximum number of angles in the table of a level above the first."""
 
-_MAX_ANGLES, _SMALLEST, _LARGEST = tl.constexpr(MAX_ANGLES), tl.constexpr(SMALLEST_SUM), tl.constexpr(LARGEST_SUM)
+_MAX_ANGLES, _MIN_SUM, _MAX_SUM = tl.constexpr(MAX_ANGLES), tl.constexpr(MIN_SUM), tl.constexpr(MAX_SUM)
 
 
 class PolarConstants(NamedTuple):
@@ -173,7 +173,7 @@ def _quantize(
     polar = angle_and_norm(values[0], values[1])
     radius = polar[1] * SCALE
     total = tl.sum(radius, 1)
-    flag_unless(((total > _SMALLEST) & (total < _LARGEST)) | (total == 0), block.flag)
+    flag_unless(((total > _MIN_SUM) & (total < _MAX_SUM)) | (total == 0), block.flag)
     code = tl.minimum((polar[0] * BINS).to(tl.int32), BINS - 1)
     product = radius
     if CONSTANTS.rule > 0 or SHAPE.measured:

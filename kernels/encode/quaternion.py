@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 TILE_CHUNKS = 1 << 10
 """Number of chunks of four channels per program, over all its tokens."""
 
-SMALLEST_RADIUS = 2.0**-40
-LARGEST_RADIUS = 2.0**60
+MIN_RADIUS = 2.0**-40
+MAX_RADIUS = 2.0**60
 """Range of a token's largest radius in which float32 is accurate. ``formats/`` encodes tokens outside it."""
 
-_UNITS, _SMALLEST, _LARGEST = tl.constexpr(UNITS), tl.constexpr(SMALLEST_RADIUS), tl.constexpr(LARGEST_RADIUS)
+_UNITS, _MIN_RADIUS, _MAX_RADIUS = tl.constexpr(UNITS), tl.constexpr(MIN_RADIUS), tl.constexpr(MAX_RADIUS)
 
 
 class QuaternionConstants(NamedTuple):
@@ -128,7 +128,7 @@ def _quantize(
     largest = tl.max(radius, 1)[:, None]
     # The sum propagates NaN, but the maximum ignores it.
     total = tl.sum(radius, 1)[:, None]
-    in_range = (largest > _SMALLEST) & (total < _LARGEST) & (largest < LIMIT)
+    in_range = (largest > _MIN_RADIUS) & (total < _MAX_RADIUS) & (largest < LIMIT)
     if tl.min(in_range.to(tl.int32)) == 0:
         max_magnitude = tl.max(tl.abs(block.rows.to(tl.float32)), 1)[:, None]
         flag_unless(in_range | ((total == 0) & (max_magnitude == 0)), block.flag)

@@ -20,7 +20,7 @@ from triton import language as tl
 from kvpack.formats.columns import next_power_of_two
 from kvpack.formats.octahedral_search import midpoints
 from kvpack.formats.tables import cache_per_device
-from kvpack.formats.token_norms import LARGEST_STORED, LIMITS, LOG8, log8_bounds
+from kvpack.formats.token_norms import LIMITS, LOG8, MAX_STORED, log8_bounds
 from kvpack.kernels.bitpack.columns import launch
 from kvpack.kernels.gpu import gpu
 
@@ -161,7 +161,7 @@ def norm_byte_bounds(norm: str, device: torch.device) -> torch.Tensor | None:
 
 def norm_rule_limit(norm_rule: str, dtype: str) -> float:
     """Return the ``RULE`` constant of encoders: 0 for norm_rule=norm, otherwise the largest number that ``dtype`` can store."""
-    return 0.0 if norm_rule == "norm" else LARGEST_STORED[dtype]
+    return 0.0 if norm_rule == "norm" else MAX_STORED[dtype]
 
 
 class EntryOffsets(NamedTuple):

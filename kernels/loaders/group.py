@@ -100,11 +100,11 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
     scale_bits = 0 if codec.token_scale == "none" else 8 * DTYPE_BYTES[TOKEN_SCALE_DTYPES[codec.token_scale]]
     if scale_bits:
         streams = (*streams, Stream("token_scale", scale_bits, 1))
-    most_tokens = MAX_TOKENS
+    max_tokens = MAX_TOKENS
     if kind == WITHIN_FIELDS.value and scales_per_row >= MIN_MANY_SCALES:
-        most_tokens = MIN_TOKENS
+        max_tokens = MIN_TOKENS
     elif kind > ALONG_CHANNELS.value or (along_tokens and codec.size % MAX_TOKENS):
-        most_tokens = Tiles.most_tokens
+        max_tokens = Tiles.max_tokens_per_tile
     constants = GroupConstants(
         packing=tile_packing(0, packing, dual),
         bits=codec.bits,
@@ -130,7 +130,7 @@ def tiles(codec: Group, dual: int = 0) -> Tiles | None:
         symbols,
         streams,
         whole_groups=codec.size if along_tokens else 1,
-        most_tokens=most_tokens,
+        max_tokens_per_tile=max_tokens,
         packings=(packing,),
         dual=dual,
     )

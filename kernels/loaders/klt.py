@@ -18,7 +18,7 @@ import torch
 import triton
 from triton import language as tl
 
-from kvpack.formats.basis import RUN_COLUMNS, missing_basis
+from kvpack.formats.basis import RUN_COLUMNS, missing_basis_error
 from kvpack.formats.klt import HEAD_RUN_COLUMNS, columns_by_width
 from kvpack.kernels.bitpack.columns import constant_at
 from kvpack.kernels.bitpack.row_registers import (
@@ -122,7 +122,7 @@ def _build_tiles(codec: Klt, tables: dict[int, torch.Tensor], keys: bool) -> Til
 
 def _source(codec: Klt) -> BasisRows:
     if codec.source is None:
-        raise missing_basis(codec.basis_location)
+        raise missing_basis_error(codec.basis_location)
     return codec.source.on_device(torch.device("cpu"))
 
 

@@ -58,7 +58,7 @@ def with_outliers(tiles: Tiles) -> Tiles:
     return replace(
         tiles,
         streams=(*tiles.streams, *columns),
-        most_tokens=min(tiles.most_tokens, 32),
+        max_tokens_per_tile=min(tiles.max_tokens_per_tile, 32),
         loads_ahead=False,
         keys=None,
         outliers=Outliers(len(tiles.streams), len(tiles.channels), width, None if in_order else components),

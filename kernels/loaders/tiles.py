@@ -75,7 +75,7 @@ class Tiles:
     """Minimum number of tokens in a warp's tile."""
     whole_groups: int = 1
     """Number of tokens per token group. A tile that begins at a multiple of it, and is not larger, is within one token group."""
-    most_tokens: int = 32
+    max_tokens_per_tile: int = 32
     """Maximum number of tokens in a warp's tile, limited by registers. It is higher if tokens share scales or have few."""
     loads_ahead: bool = False
     """True if the next tile's rows are loaded into registers while a tile is decoded, because loads are inline PTX (``thread_rows``)."""

@@ -77,13 +77,13 @@ def _launch(
 @lru_cache(maxsize=64)
 def multiplier_powers(multiplier: int, parts: int, device: str) -> torch.Tensor:
     """Return powers of the multiplier, int64: one per lane, then one per part of a row, and then one per step."""
-    lanes = _descending(multiplier, LANES)
-    result = [*lanes, *_descending(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
+    lanes = _descending_powers(multiplier, LANES)
+    result = [*lanes, *_descending_powers(pow(multiplier, LANES * STEPS, 2**64), parts), pow(multiplier, LANES, 2**64)]
     with torch.inference_mode(False):
         return torch.tensor([value - 2**64 if value >> 63 else value for value in result], dtype=torch.int64, device=device)
 
 
-def _descending(base: int, count: int) -> Sequence[int]:
+def _descending_powers(base: int, count: int) -> Sequence[int]:
     values = [1]
     for _ in range(count - 1):
         values.append(values[-1] * base % 2**64)
@@ -91,7 +91,7 @@ def _descending(base: int, count: int) -> Sequence[int]:
 
 
 @triton.jit
-def _unsigned(words: tl.tensor) -> tl.tensor:
+def _to_unsigned(words: tl.tensor) -> tl.tensor:
     return words.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
@@ -132,7 +132,7 @@ def _sum_rows(
     for step in range(STEPS):
         at = first + step * LANES + lane
         value = tl.load(row + at, at >= 0, 0)
-        total = total * factor + _unsigned(tl.where(at // 2 != CHECKSUM_WORD // 2, value, 0))
+        total = total * factor + _to_unsigned(tl.where(at // 2 != CHECKSUM_WORD // 2, value, 0))
     added = tl.sum(total * tl.load(powers + lane), 0) * tl.load(powers + LANES + part)
     tl.atomic_add(sums + 2 * page, added)
     if tl.atomic_add(sums + 2 * page + 1, 1) == parts - 1:

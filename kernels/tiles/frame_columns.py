@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.klt import Klt
 from kvpack.formats.qjl import Qjl
 from kvpack.kernels.loaders import klt
@@ -114,7 +114,7 @@ def _query_rotation(codec: Codec) -> torch.Tensor:
     """Return the matrix from query channels to the channels of ``codec``'s frame, float32 ``[matrix, dim, frame dim]``."""
     if isinstance(codec, Klt):
         return _frame_rows(codec).transpose(1, 2)
-    if balanced := codec.sidecar(Balanced):
+    if balanced := codec.sidecar(FrameMap):
         assert balanced.source is not None
         turned = balanced.source.on_device(torch.device("cpu")).query_matrices(codec.rotation)
         qjl = codec.sidecar(Qjl)

@@ -82,10 +82,10 @@ def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: i
     token_bytes = together * sum(_bytes_per_token(stream, alignment) for stream in (*k.streams, *v.streams))
     few_bytes = 2 * sum(sum(packing.planes) for packing in (*k.packings, *v.packings)) <= MAX_SMALL_BYTES
     tables = [tiles.table for tiles in (k, v) if tiles.table is not None]
-    most_tokens = min(k.most_tokens, v.most_tokens)
+    max_tokens = min(k.max_tokens_per_tile, v.max_tokens_per_tile)
     plain = k.outliers is v.outliers is None
     many = tokens >= MANY_TOKENS and together == 1
-    small = LaunchShape(1, 1, min(32, most_tokens), 3, 8)
+    small = LaunchShape(1, 1, min(32, max_tokens), 3, 8)
     many_tiles = len(tables) == 2 and min(len(k.channels), len(v.channels)) > MAX_SMALL_TILES
     if max(k.tokens, v.tokens) > 32:
         # Large tables leave room for few programs per multiprocessor.
@@ -102,8 +102,8 @@ def choose_shape(k: Tiles, v: Tiles, table_bytes: int, tokens: int, alignment: i
         # Column constants leave no registers for a second tile.
         if many and few_bytes and plain and k.load_columns is v.load_columns is None:
             shape = shape._replace(tiles=2)
-    elif table_bytes == 0 and many and most_tokens > small.tokens and alignment % most_tokens == 0:
-        shape = small._replace(tokens=most_tokens)
+    elif table_bytes == 0 and many and max_tokens > small.tokens and alignment % max_tokens == 0:
+        shape = small._replace(tokens=max_tokens)
     elif table_bytes == 0 and many and few_bytes and plain:
         shape = small._replace(tiles=2, programs=12, balanced=True)
     else:

@@ -13,7 +13,7 @@ import torch
 from kvpack.coding.recipes import Recipe, parse_recipe
 from kvpack.evaluation.models import tokenize
 from kvpack.evaluation.sizes import check_size, positions, starts, window, window_ids
-from kvpack.evaluation.windows import PASS, measure, read_forgotten, read_uncompressed
+from kvpack.evaluation.windows import PASS_TOKENS, measure, read_forgotten, read_uncompressed
 from kvpack.formats.arguments import as_integer, check_callback, describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 from kvpack.identity.fingerprint import dtype_text, model_name
@@ -82,7 +82,7 @@ def evaluate(
     tokens: int | None = None,
     scored_tokens: int | None = None,
     windows: int | None = None,
-    step: int = PASS,
+    step: int = PASS_TOKENS,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Evaluation:

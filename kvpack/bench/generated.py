@@ -23,7 +23,7 @@ PROMPT = 256
 
 TOKENS = 768
 
-PART = 128
+PART_TOKENS = 128
 """Number of tokens in each part of the text for which divergence is reported."""
 
 
@@ -65,7 +65,7 @@ def measure_generation(model: Any, exact: UncompressedResult, recipe: str | Reci
     drawn = torch.cat([_sample_token(row[None], numbers) for row in result])
     changed = drawn != exact.tokens[0, exact.prefix + 1 :]
     first = int(changed.int().argmax()) if bool(changed.any()) else None
-    return GenerationEffect([part.mean().item() for part in torch.split(losses, PART)], changed.double().mean().item(), first)
+    return GenerationEffect([part.mean().item() for part in torch.split(losses, PART_TOKENS)], changed.double().mean().item(), first)
 
 
 def _sample_token(log_probabilities: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 RECIPES = ("bf16",)
 FIO = ("--rw=read", "--bs=1M", "--direct=1", "--ioengine=libaio", "--iodepth=16", "--readonly")
-DISK, LOAD, COPY, RING, AGAIN = "fio --direct=1", "load, mapped", "load, copy=True", "read as for a device", "load, from the page cache"
+DISK, LOAD, COPY, STAGED_READ, WARM_LOAD = (
+    "fio --direct=1",
+    "load, mapped",
+    "load, copy=True",
+    "read as for a device",
+    "load, from the page cache",
+)
 
 
 def run(
@@ -59,19 +65,19 @@ def run(
             ways: dict[str, Callable[[], float]] = {
                 LOAD: _time_call(lambda: kvpack.load(path)),
                 COPY: _time_call(lambda: kvpack.load(path, copy=True)),
-                RING: _time_call(lambda: _read_staged(path)),
+                STAGED_READ: _time_call(lambda: _read_staged(path)),
             }
             if target.type != "cpu":
                 ways[f"load to {target}"] = _time_call(lambda: _load_to(path, target))
             if shutil.which("fio") is not None:
                 ways = {DISK: lambda: _fio(path), **ways}
-            seconds: dict[str, list[float]] = {name: [] for name in (*ways, AGAIN)}
+            seconds: dict[str, list[float]] = {name: [] for name in (*ways, WARM_LOAD)}
             for _ in range(repeats):
                 for name, way in ways.items():
                     drop_from_page_cache(path)
                     seconds[name].append(way())
                 kvpack.load(path)
-                seconds[AGAIN].append(_time_call(lambda: kvpack.load(path))())
+                seconds[WARM_LOAD].append(_time_call(lambda: kvpack.load(path))())
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             for name, median in medians.items():
                 of_fio = medians[DISK] / median if DISK in medians else None

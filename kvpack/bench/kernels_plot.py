@@ -56,7 +56,7 @@ def _styles(rows: list[dict[str, Any]], dim: int) -> list[dict[str, Any]]:
     families = [_family(row, dim) for row in rows]
     styles = []
     for number, family in enumerate(families):
-        color, marker = quality_plot.STYLES.get(family, quality_plot.OTHER)
+        color, marker = quality_plot.STYLES.get(family, quality_plot.OTHER_STYLE)
         before, count = families[:number].count(family), families.count(family)
         pale = _MAX_WHITE * before / max(1, count - 1)
         channels = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))

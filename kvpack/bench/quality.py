@@ -28,7 +28,7 @@ from kvpack.evaluation.models import Text, bundled_text, read_text, vocabulary
 from kvpack.evaluation.sizes import LONGER_TEXT, check_size, positions, starts, window, window_ids, window_tokens
 from kvpack.evaluation.twins import OUTLIER_PAIRS, make_twin, offset_keys
 from kvpack.evaluation.windows import (
-    PASS,
+    PASS_TOKENS,
     Bf16Cache,
     NoContextResult,
     RecipeResult,
@@ -69,7 +69,7 @@ REFERENCE = "fp8"
 """Recipe of serving engines with which other recipes' divergences are compared."""
 
 TEXT, LONG_TEXT = "prose", "long"
-OTHERS = ("code", LONG_TEXT)
+OTHER_TEXTS = ("code", LONG_TEXT)
 """Additional texts, for which only divergences are reported."""
 
 _TWIN_SAMPLE = 256
@@ -105,12 +105,12 @@ class Settings:
     needles: int | None = None
     twin: float | None = None
     seed: int = 0
-    step: int = PASS
+    step: int = PASS_TOKENS
     offset: float | None = None
     generated: int | None = None
     device: str = "cpu"
     inserted: str | None = None
-    others: tuple[str, ...] = OTHERS
+    others: tuple[str, ...] = OTHER_TEXTS
 
 
 @dataclass(frozen=True)

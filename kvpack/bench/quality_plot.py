@@ -30,7 +30,7 @@ STYLES = {
 }
 """Color and first marker by the codec of keys. Colors are from Okabe and Ito's palette, except those of the last five codecs."""
 
-OTHER = ("#666666", "p")
+OTHER_STYLE = ("#666666", "p")
 
 MARKERS = "soD^vPXhd<>*8Hp"
 """Markers for further recipes with the same codec, in this order."""
@@ -44,7 +44,7 @@ SETTINGS: Any = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "kvpack
 _BITS = (0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 _NARROW_BITS = (0.25, 0.5, 1, 2, 3, 4, 6, 8, 16, 32)
 
-_NEAR = 1.6
+_LABEL_DISTANCE = 1.6
 """Ratio of bits, and of divergences, below which two points are too close for a label between them."""
 
 _MIN_DIVERGENCE = 1e-8
@@ -95,7 +95,7 @@ def plot(axes: Any, report: dict[str, Any], *, narrow: bool = False) -> None:
     axes.plot(*zip(*front, strict=True), color="#999999", linewidth=1.2, label="Pareto front", zorder=2)
     drawn: Counter[str] = Counter()
     for row in rows:
-        color, first = STYLES.get(row["family"], OTHER)
+        color, first = STYLES.get(row["family"], OTHER_STYLE)
         # Codecs without a style share a color.
         marker = (first + MARKERS.replace(first, ""))[drawn[color] % len(MARKERS)]
         drawn[color] += 1
@@ -130,8 +130,8 @@ def _is_label_left(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Return True if a recipe's name belongs to the left of its point, because another point or the end of the axis is to the right."""
     x, y = row["bits_per_value"], _point(row)
     others = [(other["bits_per_value"] / x, abs(math.log(_point(other) / y))) for other in rows]
-    return _NEAR * x > max(other["bits_per_value"] for other in rows) or any(
-        1 < ratio < _NEAR and apart < math.log(_NEAR) for ratio, apart in others
+    return _LABEL_DISTANCE * x > max(other["bits_per_value"] for other in rows) or any(
+        1 < ratio < _LABEL_DISTANCE and apart < math.log(_LABEL_DISTANCE) for ratio, apart in others
     )
 
 

@@ -28,7 +28,7 @@ from kvpack.runtime.modes import one_thread
 from .device_times import call_seconds, free, wait
 from .serve_cpu import spare_tokens, step_rows, with_plain_attention
 from .serve_graphs import ROOM, StaticStates, flash_attention, graph_step
-from .serve_peers import DYNAMIC, FLASH, NO_ROOM, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
+from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR, STATIC, TIMES, cache_bytes, peers, row_of, try_measure
 from .serve_turns import Steps, seconds_of, steps_without_cache, without_graphs
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _dense_rows(model: Any, batch: int, tokens: int, device: str) -> list[dict[s
     try:
         states = _states(model, batch, tokens, device)
     except torch.OutOfMemoryError:
-        return [{"cache": name, **dict.fromkeys(TIMES), "error": NO_ROOM} for name in (DYNAMIC, FLASH, STATIC)]
+        return [{"cache": name, **dict.fromkeys(TIMES), "error": OUT_OF_MEMORY_ERROR} for name in (DYNAMIC, FLASH, STATIC)]
     dense_bytes = sum(x.nbytes for pair in states for x in pair)
 
     def graph() -> dict[str, Any]:

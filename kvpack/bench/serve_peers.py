@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 DYNAMIC, FLASH, STATIC = "DynamicCache", "DynamicCache, flash", "StaticCache"
-NO_ROOM = "does not fit"
+OUT_OF_MEMORY_ERROR = "does not fit"
 """Error of a cache that does not fit in memory."""
 BACKENDS = ("fp8", "quanto", "hqq")
 """Backends of QuantizedCache. The last two are packages that quantize to 4 bits."""
@@ -61,7 +61,7 @@ def try_measure(measure: Callable[[], Result]) -> tuple[Result | None, str | Non
     try:
         return measure(), None
     except torch.OutOfMemoryError:
-        return None, NO_ROOM
+        return None, OUT_OF_MEMORY_ERROR
     except Exception as error:
         return None, f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 

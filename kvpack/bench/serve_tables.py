@@ -8,8 +8,8 @@ from kvpack.output import bytes_text, print_table
 
 from .serve import DENSE_FILE
 from .serve_cpu import ROUNDS, STEPS
-from .serve_peers import DYNAMIC, FLASH, NO_ROOM
-from .serve_turns import ALONE
+from .serve_peers import DYNAMIC, FLASH, OUT_OF_MEMORY_ERROR
+from .serve_turns import MODEL_ONLY
 
 
 def show(report: dict[str, Any]) -> None:
@@ -34,13 +34,13 @@ def _show_decode(report: dict[str, Any]) -> None:
         if row["cache"] in (DYNAMIC, FLASH):
             dense = [*(dense if row["cache"] != DYNAMIC else []), row]
         error = row.get("error")
-        if error is not None and error != NO_ROOM:
+        if error is not None and error != OUT_OF_MEMORY_ERROR:
             errors.setdefault(f"{row['cache']}: {error}", f"{row['batch']} x {row['tokens']:,}")
         rows.append(_decode_cells(row, dense, report["weights_bytes"]))
     on_cpu, dtype = report["device"] == "cpu", report["dtype"]
     title = f"Decode steps of {report['shape']}, {report['layers']} layers, random weights in {dtype}, on {report['device']}"
     beside = "x Dynamic-\nCache" + (" / flash" if len(dense) > 1 else "")
-    step_beside = beside + " / alone" * any(ALONE in row.get("seconds_in_turn", {}) for row in report["decode"])
+    step_beside = beside + " / alone" * any(MODEL_ONLY in row.get("seconds_in_turn", {}) for row in report["decode"])
     columns = [
         "batch x tokens", "cache", "cache\nbytes", "step\nms", step_beside, "without\ngraphs, ms", step_beside,
         "generate\nms/token", beside, f"x {dtype}\nin a graph",
@@ -74,7 +74,7 @@ def _decode_cells(row: dict[str, Any], dense: list[dict[str, Any]], weights_byte
     in_turn = row.get("seconds_in_turn", {peer["cache"]: peer["step_seconds"] for peer in dense}).values()
     size = "" if row["cache_bytes"] is None else bytes_text(row["cache_bytes"])
     if generated is None:
-        size = NO_ROOM if row.get("error") == NO_ROOM else "not timed"
+        size = OUT_OF_MEMORY_ERROR if row.get("error") == OUT_OF_MEMORY_ERROR else "not timed"
     return [
         f"{row['batch']} x {row['tokens']:,}", row["cache"], size,
         _milliseconds(step), _ratio(step, *in_turn),

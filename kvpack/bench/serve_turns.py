@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 WARM_STEPS, STEPS, TURNS = 2, 8, 6
-ALONE = "the model alone"
+MODEL_ONLY = "the model alone"
 """Name of the steps without a cache, which measure the model itself."""
 _NOTHING = "kvpack bench nothing"
 """Name of the attention that ignores keys and values."""
@@ -49,7 +49,7 @@ def steps_without_cache(model: Any, tokens: int) -> Steps:
     library.AttentionInterface.register(_NOTHING, attend)
     library.AttentionMaskInterface.register(_NOTHING, lambda *_, **__: None)
     model.set_attn_implementation(_NOTHING)
-    return Steps(ALONE, model, cache_of_length(tokens, model.config.num_hidden_layers))
+    return Steps(MODEL_ONLY, model, cache_of_length(tokens, model.config.num_hidden_layers))
 
 
 @contextmanager

@@ -92,10 +92,10 @@ PROCESSES = (1, 2, 4, 8)
 ENTRIES = (1_000, 10_000, 100_000)
 OPERATIONS = 64
 """Number of entries, of 4 layers each, that each process puts and gets."""
-_FILLER = bytes(64)
+_ENTRY_BYTES = bytes(64)
 _MATCHES = 41
 """Number of matches that are timed together, because a single one is too short."""
-_AT_EACH_SIZE = 100
+_MATCHES_PER_SIZE = 100
 
 MATCH_TARGET_MS = 5.0
 LOAD_TARGET = 0.8
@@ -286,9 +286,9 @@ def _cost_among(folder: str, identity: Identity, count: int) -> dict[str, Any]:
     now = time.time_ns()
     for number in range(present, count):
         key = xxhash.xxh3_128_digest(number.to_bytes(8, "little"))
-        backend.put([key + key], [memoryview(_FILLER)], now)
+        backend.put([key + key], [memoryview(_ENTRY_BYTES)], now)
     cache = _prefix(identity.recipe, 1, 1, 64, 1)
-    prompts = [torch.full((CHUNK,), count + turn) for turn in range(_AT_EACH_SIZE)]
+    prompts = [torch.full((CHUNK,), count + turn) for turn in range(_MATCHES_PER_SIZE)]
     with Store(folder, identity) as store:
         calls = (lambda ids: store.save(ids, cache), store.match, store.load)
         seconds = [_median_per_prompt(call, prompts) for call in calls]

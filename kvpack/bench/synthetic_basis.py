@@ -43,7 +43,7 @@ _NORMAL = 1 << 14
 _OCTAVES = 8
 """Range of the columns' standard deviations, in powers of 2. At 0.6 bits, two fifths of the columns have symbols."""
 _FIRST_DEVIATION = 2.0**-4
-_MIN_TABLE, _TABLES, _REACH = -4, 41, 63
+_MIN_TABLE, _TABLES, _MAX_LEVEL = -4, 41, 63
 """Constants of the tables: smallest standard deviation in steps (2^-4), number of tables (four per octave), and their largest level."""
 
 
@@ -158,14 +158,14 @@ def _frame(channels: int, seed: int) -> torch.Tensor:
 def _normal_tables() -> SymbolTables:
     """Return tables for normally distributed columns. Table k is for 2^(k / 4) times the smallest standard deviation, in steps."""
     # A positive level l begins half a step above l - 1.
-    edges = torch.arange(_REACH + 1, dtype=torch.float64) + 0.5
+    edges = torch.arange(_MAX_LEVEL + 1, dtype=torch.float64) + 0.5
     edges = torch.cat([-edges.flip(0), edges])
     deviations = torch.exp2(_MIN_TABLE + torch.arange(_TABLES, dtype=torch.float64) * SCALES_PER_TABLE / SCALES_PER_OCTAVE)[:, None]
     below = torch.special.ndtr(edges / deviations)
     parts = below.diff(dim=1)
     escapes = (1 - parts.sum(1, keepdim=True)).clamp_min(2.0**-20)
     counts = (torch.cat([escapes, parts], 1) * 2**20).round().to(torch.int64).numpy()
-    values = torch.arange(-_REACH, _REACH + 1, dtype=torch.float32).expand(_TABLES, -1)
+    values = torch.arange(-_MAX_LEVEL, _MAX_LEVEL + 1, dtype=torch.float32).expand(_TABLES, -1)
     return SymbolTables(rans.frequencies(counts), values)
 
 

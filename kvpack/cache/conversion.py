@@ -85,7 +85,7 @@ def _cached_norms(layer: Layer) -> Callable[[Codec], torch.Tensor | None]:
         raw: RawPositions | None = codec.raw_positions
         if raw is None or "k" not in get_norms:
             return None
-        return raw.choice_norms(get_norms["k"](), get_norms["v"]() if "v" in get_norms else None)
+        return raw.selection_norms(get_norms["k"](), get_norms["v"]() if "v" in get_norms else None)
 
     return norms
 

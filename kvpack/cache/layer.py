@@ -137,7 +137,7 @@ class Layer(PackedObject):
             if raw is None or "k" not in new:
                 return None
             by_side = norms_by_side(start, stop)
-            return raw.choice_norms(by_side["k"], by_side.get("v"))
+            return raw.selection_norms(by_side["k"], by_side.get("v"))
 
         sides = {
             name: side.append(x, f"{where}.{name}", first, unit, partial(norms, side.codec.raw_positions))

@@ -362,7 +362,7 @@ def _pack_pair(
             if raw is not None and isinstance(k, torch.Tensor):
                 rule = raw.first, raw.low_norm, raw.high_norm
                 if rule not in chosen_by_rule:
-                    given = raw.choice_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
+                    given = raw.selection_norms(norms(k), norms(v) if isinstance(v, torch.Tensor) else None)
                     chosen_by_rule[rule] = raw.choose(given[:, :, : k.shape[2] - k.shape[2] % (window or 1)], start + layer.skipped)
                 chosen = chosen_by_rule[rule]
             both.append(pack_sides(x, len(numbers), codec, window, where, start + layer.skipped, chosen=chosen))

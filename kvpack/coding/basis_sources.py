@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.file.basis import SUFFIX
 from kvpack.file.user_files import open_error, path_text
 from kvpack.formats.arguments import prefix_errors
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, KvpackError, KvpackWarning, MissingBasis, OutOfBounds
 from kvpack.formats.klt import Klt
 from kvpack.formats.sidecars import CodecWithSidecars
@@ -124,21 +124,21 @@ def with_bases(header: Header, source: Any = None) -> Header:
     return replace(header, codecs=codecs)
 
 
-def _parts(codec: Codec) -> tuple[Klt | Transform | Balanced, ...]:
+def _parts(codec: Codec) -> tuple[Klt | Transform | FrameMap, ...]:
     """Return the parts of ``codec`` that name a basis: its family, its balanced keys, both, or neither."""
-    parts = (codec.family, codec.sidecar(Balanced))
-    return tuple(part for part in parts if isinstance(part, Klt | Transform | Balanced))
+    parts = (codec.family, codec.sidecar(FrameMap))
+    return tuple(part for part in parts if isinstance(part, Klt | Transform | FrameMap))
 
 
 def _with_basis(number: int, codec: Codec, bases: Mapping[bytes, Basis]) -> Codec:
     for part in _parts(codec):
         if part.source is None and part.basis in bases:
             basis = bases[part.basis]
-            codec = _with_frames(number, codec, part, basis) if isinstance(part, Balanced) else _with_rows(number, codec, part, basis)
+            codec = _with_frames(number, codec, part, basis) if isinstance(part, FrameMap) else _with_rows(number, codec, part, basis)
     return codec
 
 
-def _with_frames(number: int, codec: Codec, sidecar: Balanced, basis: Basis) -> Codec:
+def _with_frames(number: int, codec: Codec, sidecar: FrameMap, basis: Basis) -> Codec:
     assert isinstance(codec, CodecWithSidecars)
     try:
         frames = basis.balanced(sidecar.layer, sidecar.frame).frames

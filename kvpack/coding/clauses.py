@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvpack.formats import CODECS
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.options import UnknownWord
+from kvpack.formats.options import InvalidOption
 
 from .presets import ADDITIONS, PUBLISHED
 from .rules import CALIBRATED, CHECKED_DIM, Rule, check_basis_option
@@ -79,7 +79,7 @@ def parse_rule(clause: str, written: str, text: str, presets: Mapping[str, str])
             check_basis_option(codec_id, words)
         for side in sides:
             rule.codec(CHECKED_DIM, side)
-    except UnknownWord as error:
+    except InvalidOption as error:
         name = error.word.partition("=")[0]
         if name in _CLAUSES and name in words and f",{error.word}" in clause:
             example = clause.replace(f",{error.word}", f";{error.word}", 1)

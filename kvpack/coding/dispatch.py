@@ -1,8 +1,8 @@
 """Selection of the implementation that encodes, decodes and attends: PyTorch operations, Triton kernels or C kernels.
 
 The environment variable KVPACK_KERNELS selects "torch", "triton" or "cpu". By default, tensors on a CUDA device use the Triton kernels if
-Triton is installed (``triton_version.OLDEST`` or newer), and tensors on the CPU use the C kernels if they were built. Otherwise kvpack uses
-PyTorch operations and warns once. On the CPU, Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+Triton is installed (``triton_version.MIN_VERSION`` or newer), and tensors on the CPU use the C kernels if they were built. Otherwise
+kvpack uses PyTorch operations and warns once. On the CPU, Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from kvpack.formats.errors import InvalidParameter, OutOfRange
 from kvpack.formats.foreign import begin_run
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.raw import EXACT_DTYPES
-from kvpack.formats.raw_positions import VALUES, RawPositions, add_poorly_fitting, replace_tokens
+from kvpack.formats.raw_positions import VALUES, RawPositions, mark_poor_fits, replace_tokens
 from kvpack.formats.runs import Run
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import drop_crowded_pages, large_size_mask, measure_fit_errors
@@ -100,7 +100,7 @@ def encode(
         chosen = chosen.to(x.device)
         shared = plain.summary.shared_scales
         if shared and raw.high_norm and not plain.summary.changes_norms:
-            chosen = add_poorly_fitting(chosen, measure_fit_errors(given(), shared))
+            chosen = mark_poor_fits(chosen, measure_fit_errors(given(), shared))
         try:
             streams = _encode_others(codec, raw, x, chosen, where, before, position, sizes)
         except OutOfRange:
@@ -116,7 +116,7 @@ def encode(
             return streams
         kept = chosen
         if raw.high_norm:
-            kept = add_poorly_fitting(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
+            kept = mark_poor_fits(chosen, torch.stack([loss.factors / loss.ratio for loss in losses]).amax(0))
         report_poor_fit(losses, where, kept, raw.high_norm > 0)
         # Few runs have such tokens, so encoding them twice is faster than measuring all runs before.
         return streams if kept is chosen or torch.equal(kept, chosen) else _encode_others(codec, raw, x, kept, where, before, position)

@@ -67,7 +67,7 @@ An 8-bit norm is off by 1.3% on average, which scales all scores of its key. At 
 score by 1.2%, less than the error of the norm.
 """
 
-FEW_STATES_BITS = 2
+MAX_SMALL_TRELLIS_BITS = 2
 """Maximum number of bits, rounded down, with which presets use trellises of 256 states instead of 1,024.
 
 With 256 states, encoding is eight times as fast on a CPU, and each codec in a file has a table of 512 bytes instead of 2,048. The squared
@@ -117,7 +117,7 @@ def _kvpack_words(side: str, bits: int, trellis: bool, average_bits: int) -> str
     """Return the codec for ``side`` in kvpack's own presets, without sidecars."""
     if not trellis:
         return f"scalar:b={bits},rounding=scaled{_norm(side, bits)}"
-    return f"trellis:b={bits}{',states=256' if average_bits <= FEW_STATES_BITS else ''}{_norm(side, bits)}"
+    return f"trellis:b={bits}{',states=256' if average_bits <= MAX_SMALL_TRELLIS_BITS else ''}{_norm(side, bits)}"
 
 
 def _paper_keys(codec: str, bits: int) -> str:

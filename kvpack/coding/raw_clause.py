@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpack.formats.errors import InvalidParameter
-from kvpack.formats.options import Options, UnknownWord
+from kvpack.formats.options import InvalidOption, Options
 from kvpack.formats.raw_positions import RawPositions
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def parse_raw_clause(clause: str) -> dict[str, str]:
     words = {name: value for name, value in zip(RawPositions.words, values, strict=False) if value != "0"}
     try:
         raw_positions_of(words)
-    except UnknownWord as error:
+    except InvalidOption as error:
         raise InvalidParameter(f"{error} in {clause!r}; write {_SYNTAX}") from None
     return words
 

@@ -12,7 +12,7 @@ from kvpack.formats.balanced import OPTION
 from kvpack.formats.channel_scale import BALANCED
 from kvpack.formats.errors import InvalidType
 from kvpack.formats.lossless import FLOAT_FORMATS
-from kvpack.formats.options import Options, UnknownWord
+from kvpack.formats.options import InvalidOption, Options
 from kvpack.formats.raw import DTYPES
 from kvpack.formats.raw_positions import RawPositions
 
@@ -131,12 +131,12 @@ class Rule:
 
     @property
     def bits(self) -> float:
-        """Bits per value for a codec that needs a basis. Raises UnknownWord if the option ``bits`` is invalid."""
+        """Bits per value for a codec that needs a basis. Raises InvalidOption if the option ``bits`` is invalid."""
         default, least = CALIBRATED[self.codec_id]
         text = dict(self.words).get("bits", default)
         bits = float(text) if re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,6})?", text) else 0.0
         if not least <= bits <= MAX_BITS:
-            raise UnknownWord(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MAX_BITS:g} bits per value", f"bits={text}")
+            raise InvalidOption(f"{self.codec_id}:bits is {text!r}, expected {least:g} to {MAX_BITS:g} bits per value", f"bits={text}")
         return bits
 
 
@@ -161,7 +161,7 @@ def _position(item: int, layers: int) -> int:
 
 
 def check_basis_option(codec_id: str, words: Mapping[str, str]) -> None:
-    """Raise UnknownWord if the option ``basis`` is set but is not a SHA-256."""
+    """Raise InvalidOption if the option ``basis`` is set but is not a SHA-256."""
     digest = words.get("basis")
     if digest is not None and not _DIGEST.fullmatch(digest):
-        raise UnknownWord(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")
+        raise InvalidOption(f"{codec_id}:basis is {digest!r}, expected the 64 hexadecimal digits of a SHA-256", f"basis={digest}")

@@ -49,7 +49,7 @@ CODED_SPREAD = 1.4
 _DIRECTION_MARGIN = 0.9
 """Margin for errors in the coded frame, which channel scales may enlarge or reduce."""
 
-_SAMPLED, _LEAST_SAMPLES = 32, 4
+_SAMPLED, _MIN_SAMPLES = 32, 4
 """Sampling rate and minimum number of samples for estimating the typical size of values: one in ``_SAMPLED`` tokens."""
 
 
@@ -360,7 +360,7 @@ def scale_inflation(run: EncodedRun) -> torch.Tensor | None:
 
 def sample_step(tokens: int) -> int:
     """Return the distance in tokens between the samples by which ``scale_inflation`` estimates the typical size in a run of ``tokens``."""
-    return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _LEAST_SAMPLES)
+    return _SAMPLED if tokens >= PAGE_TOKENS else max(1, tokens // _MIN_SAMPLES)
 
 
 def run_fits(sample: torch.Tensor, least: torch.Tensor) -> bool:

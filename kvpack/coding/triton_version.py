@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from kvpack.formats.errors import KvpackWarning
 
-OLDEST = (3, 6)
+MIN_VERSION = (3, 6)
 """Oldest Triton version that the kernels support. Older versions launch kernels and compile inline assembly differently."""
 
 
@@ -32,13 +32,13 @@ def is_supported() -> bool:
 @cache
 def _is_recent(version: str | None) -> bool:
     match = re.match(r"(\d+)\.(\d+)", version or "")
-    return match is not None and (int(match[1]), int(match[2])) >= OLDEST
+    return match is not None and (int(match[1]), int(match[2])) >= MIN_VERSION
 
 
 def requirement() -> str:
     """Return a phrase for messages that names the required and the installed version."""
     version = installed_version()
-    return f"Triton {OLDEST[0]}.{OLDEST[1]} or newer, but {'none' if version is None else f'Triton {version}'} is installed"
+    return f"Triton {MIN_VERSION[0]}.{MIN_VERSION[1]} or newer, but {'none' if version is None else f'Triton {version}'} is installed"
 
 
 @cache

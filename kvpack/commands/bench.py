@@ -347,7 +347,7 @@ def run_quality(arguments: argparse.Namespace) -> int:
     settings = quality.Settings(
         arguments.tokens, arguments.score, arguments.windows, arguments.needles, arguments.twin, arguments.seed, arguments.step,
         arguments.offset, arguments.generate, arguments.device, arguments.insert,
-        tuple(name for name in quality.OTHERS if name != arguments.calibrated_on),
+        tuple(name for name in quality.OTHER_TEXTS if name != arguments.calibrated_on),
     )  # fmt: skip
     with progress("bench quality", arguments) as callback:
         recipes = arguments.recipe or [*quality.RECIPES, *([] if basis is None else quality.CALIBRATED)]

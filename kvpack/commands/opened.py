@@ -11,7 +11,7 @@ from kvpack.store.backend import MAX_ENTRY_BYTES
 from kvpack.store.catalog import Catalog, read_catalog
 from kvpack.store.counters import Counters
 from kvpack.store.encryption import Cipher
-from kvpack.store.entry_kind import Form
+from kvpack.store.entry_kind import EntryFormat
 from kvpack.store.key_files import read_key_file
 from kvpack.store.locations import open_existing
 from kvpack.store.options import LocationOptions
@@ -39,7 +39,7 @@ class CommandStore:
         self.max_entry_bytes: int = getattr(arguments, "max_entry_bytes", None) or MAX_ENTRY_BYTES
         self.faults: list[tuple[str, BaseException]] = []
         self.counters = Counters(report=lambda operation, error: self.faults.append((operation, error)))
-        form = Form(self.max_entry_bytes, None if self.cipher is None else self.cipher.key_ids)
+        form = EntryFormat(self.max_entry_bytes, None if self.cipher is None else self.cipher.key_ids)
         given = LocationOptions(trusted_group=getattr(arguments, "trusted_group", None), **options)
         self.backend = open_existing(arguments.store, self.counters, form, given, skip_sweep=skip_sweep)
 

@@ -32,7 +32,7 @@ QUERIES = 128
 SINK_TOKENS = 4
 """Number of first tokens that stay visible if the past is dropped, because models use them as attention sinks."""
 
-PASS = 32
+PASS_TOKENS = 32
 """Maximum number of scored tokens per forward pass. A pass attends to its own tokens without compression."""
 
 _ROWS = 64
@@ -316,7 +316,7 @@ def _offset(keys: torch.Tensor, offsets: dict[int, torch.Tensor] | None, layer: 
     return keys if offsets is None else keys + offsets[layer].to(keys.dtype)
 
 
-def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS) -> Predictions:
+def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int = PASS_TOKENS) -> Predictions:
     """Evaluate a window's scored tokens over ``cache``, its packed prefix, at most ``step`` at a time.
 
     The tokens are appended to the cache and packed.
@@ -333,7 +333,7 @@ def read_packed(model: Any, exact: UncompressedResult, cache: Cache, step: int =
 
 
 def measure(
-    model: Any, exact: UncompressedResult, recipe: str | Recipe, path: str, step: int = PASS, *, errors: bool = True
+    model: Any, exact: UncompressedResult, recipe: str | Recipe, path: str, step: int = PASS_TOKENS, *, errors: bool = True
 ) -> RecipeResult:
     """Pack a window's prefix, save it to ``path``, load it, and evaluate the scored tokens over it, at most ``step`` at a time.
 

@@ -74,7 +74,7 @@ _HEADER_TENSOR = re.compile(
 )
 _BEGINNING_BYTES = 256
 """Upper bound of the size in bytes of the JSON header up to the end of the entry of kvpack.header."""
-_OTHERS = {
+_OTHER_FORMATS = {
     b"GGUF": "a GGUF file",
     b"PK\x03\x04": "a zip archive, such as a PyTorch checkpoint",
     b"\x80\x02": "a pickle",
@@ -248,7 +248,7 @@ def _row(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int) ->
 
 def other_format_name(first: bytes) -> str:
     """Return the name of another known format whose files begin with ``first``, or an empty string if there is none."""
-    return next((name for magic, name in _OTHERS.items() if first.startswith(magic)), "")
+    return next((name for magic, name in _OTHER_FORMATS.items() if first.startswith(magic)), "")
 
 
 def _not_kvpack(first: bytes, size: int, length: int) -> str:

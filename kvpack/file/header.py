@@ -13,7 +13,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.base import Codec
 from kvpack.formats.errors import InvalidHeader, KvpackError, LimitExceeded, UnsupportedVersion
 from kvpack.formats.group import TOKEN_SCALE_FEATURE
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Major version of the format."""
 
-CODEC_FEATURES = frozenset({Balanced.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
+CODEC_FEATURES = frozenset({FrameMap.feature, KeyMean.feature, LOG_NORMS_FEATURE, RawPositions.feature, TOKEN_SCALE_FEATURE})
 """Required features for parameters and sidecars of codecs (``Codec.features``)."""
 
 _FEATURES_WITH_DATA = (layer_positions.FEATURE, layer_states.FEATURE, hidden_tokens.FEATURE, position_offsets.FEATURE)

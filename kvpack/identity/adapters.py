@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.errors import InvalidParameter
 
-from .canonical_text import BY_HAND, class_name, json_digest, tensor_digest, to_json_value
+from .canonical_text import IDENTITY_ADVICE, class_name, json_digest, tensor_digest, to_json_value
 from .modules import ModelPart, check_determined, child_modules
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _ADAPTER_STATE = {"_active_adapter", "_disable_adapters", "merged_adapters"}
 """Attributes of an adapter layer that determine which adapters are in effect. They are described separately."""
 _IGNORED_ATTRIBUTES = {"_adapters", "_caches", "_tied_adapter", "kwargs", "quantization_backend"}
 """Attributes of an adapter layer that do not affect values, or that are described elsewhere."""
-_HOME_MADE = re.compile(r"lora|adapter", re.IGNORECASE)
+_CUSTOM_ADAPTERS = re.compile(r"lora|adapter", re.IGNORECASE)
 
 
 def adapters_text(layers: Sequence[ModelPart], named: str | None) -> str:
@@ -123,7 +123,7 @@ def _prompt_state(model: Any, names: set[str]) -> list[Any]:
     name = model.active_adapter
     config = model.peft_config[name]
     if getattr(config, "num_tasks", None) is not None:
-        raise InvalidParameter(f"the adapter {name!r} is {class_name(type(config))}, whose prompt depends on task_ids: {BY_HAND}")
+        raise InvalidParameter(f"the adapter {name!r} is {class_name(type(config))}, whose prompt depends on task_ids: {IDENTITY_ADVICE}")
     names.add(name)
     encoder = encoders[name]
     settings = {key: value for key, value in config.to_dict().items() if key not in _IGNORED_PROMPT_SETTINGS}
@@ -147,4 +147,4 @@ def _custom_state(part: ModelPart) -> list[Any]:
 @lru_cache(maxsize=4096)
 def _is_adapters(parameter: str, kind: str) -> bool:
     """Return True if a parameter outside PEFT belongs to an adapter, judging by its name, such as lora_A, or its module's class."""
-    return bool(_HOME_MADE.search(parameter) or _HOME_MADE.search(kind))
+    return bool(_CUSTOM_ADAPTERS.search(parameter) or _CUSTOM_ADAPTERS.search(kind))

@@ -27,7 +27,7 @@ ALL, SAMPLE, FILES = "sha256", "sample-sha256", "files-xxh3"
 
 Any other text is a revision. Different kinds are never compared.
 """
-BY_HAND = "build the kvpack.Identity yourself, and include in it everything that the keys and values depend on"
+IDENTITY_ADVICE = "build the kvpack.Identity yourself, and include in it everything that the keys and values depend on"
 """Advice at the end of messages about a model that cannot be digested."""
 
 
@@ -95,7 +95,7 @@ def to_json_value(where: str, value: Any, max_values: int | None = None) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return to_json_value(where, value.item(), max_values)
-    raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot convert to text for the digest: {BY_HAND}")
+    raise InvalidParameter(f"{where} is a {class_name(type(value))}, which kvpack cannot convert to text for the digest: {IDENTITY_ADVICE}")
 
 
 def is_constant(value: Any) -> bool:
@@ -143,7 +143,9 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
             "load the whole model, or pass weights= (a revision) if it is a weight"
         )
     if kind.endswith(".DTensor"):
-        raise InvalidParameter(f"{where} is a DTensor, but this process holds only part of it: pass weights= (a revision), or {BY_HAND}")
+        raise InvalidParameter(
+            f"{where} is a DTensor, but this process holds only part of it: pass weights= (a revision), or {IDENTITY_ADVICE}"
+        )
     described = tensor_text(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
@@ -156,7 +158,7 @@ def tensor_digest(where: str, tensor: torch.Tensor, max_values: int | None = Non
         reason = str(error).partition("\n")[0]
         raise InvalidParameter(
             f"{where} ({kind}, {described}) cannot be digested, because its bytes cannot be read ({reason}): "
-            f"pass weights= (a revision) if it is a weight, or {BY_HAND}"
+            f"pass weights= (a revision) if it is a weight, or {IDENTITY_ADVICE}"
         ) from None
     return f"{described} {xxhash.xxh3_128_hexdigest(data.data)}"
 

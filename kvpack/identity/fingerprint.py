@@ -43,11 +43,11 @@ _LIBRARIES = {"accelerate", "peft", "torch", "transformers"}
 """Packages whose private attributes do not affect keys and values. Private attributes of other modules may be constants."""
 _STATE_METHODS = {"_save_to_state_dict", "get_extra_state", "state_dict"}
 """Methods that a module overrides to define its own state."""
-_NOTED_LENGTH = "max_seq_len_cached"
+_MAX_LENGTH_SUFFIX = "max_seq_len_cached"
 """Suffix of attributes in which a rotary embedding stores the longest sequence length so far. A buffer already reflects it."""
-_NOTED_POSITIONS = "rope_deltas"
+_POSITION_ATTRIBUTE = "rope_deltas"
 """Attribute in which a model stores the position of the text after the last prompt's images. It is None before the first prompt."""
-_CALL_WORDS = ("cache", "state", "long_inv_freq", _NOTED_POSITIONS)
+_CALL_WORDS = ("cache", "state", "long_inv_freq", _POSITION_ATTRIBUTE)
 """Parts of the names of attributes that a model sets during forward passes."""
 _HUB_FOLDER = "models--"
 """Prefix of a model's folder in the hub's cache."""
@@ -236,7 +236,7 @@ def _short_sequence_frequencies(module: torch.nn.Module, name: str, buffer: torc
     if kind == "longrope":
         return first
     # The model restores the original frequencies only after a sequence that exceeded its original length.
-    longest = getattr(module, before + _NOTED_LENGTH, getattr(module, _NOTED_LENGTH, 0))
+    longest = getattr(module, before + _MAX_LENGTH_SUFFIX, getattr(module, _MAX_LENGTH_SUFFIX, 0))
     return first if "dynamic" in kind and longest > getattr(module, "original_max_seq_len", longest) else buffer
 
 
@@ -244,7 +244,7 @@ def _attributes(where: str, found: Mapping[str, Any]) -> list[Any]:
     """Return the attributes of a module that are settings, by name."""
     attributes = []
     for name in _setting_names(tuple(found)):
-        value = None if name == _NOTED_POSITIONS else found[name]
+        value = None if name == _POSITION_ATTRIBUTE else found[name]
         # Most are scalars, which need no conversion.
         if type(value) in SCALARS:
             attributes.append([name, value])
@@ -289,7 +289,7 @@ def _setting_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_setting(name: str) -> bool:
-    return name != "training" and name not in _IGNORED_ATTRIBUTES and not name.endswith(_NOTED_LENGTH)
+    return name != "training" and name not in _IGNORED_ATTRIBUTES and not name.endswith(_MAX_LENGTH_SUFFIX)
 
 
 def _is_plain(value: Any) -> bool:

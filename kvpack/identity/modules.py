@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpack.formats.arguments import describe
 from kvpack.formats.errors import InvalidParameter, InvalidType
 
-from .canonical_text import BY_HAND, class_name
+from .canonical_text import IDENTITY_ADVICE, class_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -124,7 +124,9 @@ def _adapter(name: str, kind: type) -> str:
     if names & _ADAPTER_WRAPPERS:
         return "around"
     if library == "peft" or hasattr(sys.modules.get(library), _OTHER_LIBRARIES.get(library, "")):
-        raise InvalidParameter(f"{name or 'the model'} has the adapter {class_name(kind)}, which kvpack does not recognize: {BY_HAND}")
+        raise InvalidParameter(
+            f"{name or 'the model'} has the adapter {class_name(kind)}, which kvpack does not recognize: {IDENTITY_ADVICE}"
+        )
     return ""
 
 
@@ -135,5 +137,5 @@ def _names(kind: type) -> set[str]:
 def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
     result = module._modules.get("base_model") or module._modules.get("model")
     if result is None:
-        raise InvalidParameter(f"a {class_name(type(module))} contains no model as base_model or model: {BY_HAND}")
+        raise InvalidParameter(f"a {class_name(type(module))} contains no model as base_model or model: {IDENTITY_ADVICE}")
     return result

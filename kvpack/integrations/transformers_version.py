@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpack.formats.errors import MissingPackage
 
-OLDEST = (5, 23)
+MIN_VERSION = (5, 23)
 """Oldest supported version, as in pyproject.toml."""
 
 _INSTALL = "pip install -U 'kvpack[transformers]'"
@@ -20,7 +20,7 @@ def installed() -> Any:
     except ImportError:
         raise MissingPackage(f"this needs transformers, which is not installed: {_INSTALL}") from None
     numbers = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2]))
-    if numbers < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    if numbers < MIN_VERSION:
+        oldest = ".".join(map(str, MIN_VERSION))
         raise MissingPackage(f"this needs transformers {oldest} or newer, but {transformers.__version__} is installed: {_INSTALL}")
     return transformers

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kvpack.identity.arguments import ModelArgument
 
-DEFERRED = 1024
+MAX_DEFERRED_TOKENS = 1024
 """Maximum number of tokens in an update that stays raw until the next update, so that the first token is returned sooner.
 
 Longer updates are encoded right after their ``attend``.
@@ -268,7 +268,7 @@ class LiveCache:
         result = live.attend(
             q, scale=scale, causal=causal, softcap=softcap, sliding_window=sliding_window, sink_logits=sink_logits, starts=starts
         )
-        if live.pending_tokens > DEFERRED and layer not in self._shared:
+        if live.pending_tokens > MAX_DEFERRED_TOKENS and layer not in self._shared:
             live.commit()
             self._refresh_steps(layer)
         return result

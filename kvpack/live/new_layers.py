@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from kvpack.coding.recipes import Recipe
 
-WINDOW = 128
+DEFAULT_WINDOW = 128
 """Number of tokens that are encoded together if the recipe does not set a window."""
 
 ROOM = 2
 """Number of windows for which the raw tail has room in addition to its newest tokens, so that steps can continue after one is full."""
 
-NEWEST = 128
+NEWEST_TOKENS = 128
 """Number of newest tokens that stay raw if the recipe does not set a window. The next tokens attend to them the most."""
 
 
@@ -60,8 +60,8 @@ def live_layer(layer: Layer, number: int, sliding_window: int | None, start: int
     """Create the live layer that continues ``layer``, which is layer ``number`` of a cache that begins at position ``start``."""
     group = math.lcm(*(side.codec.token_group for side in layer.sides.values()))
     windows = [side.window for side in layer.sides.values() if side.window]
-    window = math.lcm(*windows, group) if windows else math.lcm(WINDOW, group)
-    newest = 0 if windows else NEWEST
+    window = math.lcm(*windows, group) if windows else math.lcm(DEFAULT_WINDOW, group)
+    newest = 0 if windows else NEWEST_TOKENS
     return LiveLayer(layer, window, newest, ROOM * window + newest, sliding_window, f"layers[{number}]", start)
 
 

@@ -169,7 +169,7 @@ class LiveSide:
         runs, raw, chosen_by = self.runs, self.codec.raw_positions, None
         if raw is not None and "k" in norms:
             known = {name: part[:, :, : x.shape[2]] for name, part in norms.items()}
-            chosen_by = raw.choice_norms(known["k"], known.get("v"))
+            chosen_by = raw.selection_norms(known["k"], known.get("v"))
         with float32_no_grad(x.device), collect_poor_fits() as poor_fits:
             before = runs[len(runs) - 1].streams if len(runs) else None
             streams = encode(self.codec, x, where, before, position, chosen_by)

@@ -18,12 +18,12 @@ from kvpack.cache.side import Side
 from kvpack.coding.dispatch import UNMEASURED, TokenSizes
 from kvpack.coding.encoding import TORCH_DTYPES, encode_all, scale_fit_errors
 from kvpack.coding.token_errors import EncodedRun, allocate_sizes, excess_losses
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.channel_scale import ChannelScale
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.norm_rule import relative_errors
 from kvpack.formats.opaque import Opaque
-from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, store_in_slots, with_raw_tokens_of_slots
+from kvpack.formats.raw_positions import RawPositions, choose_slot_tokens, count_left_out, restore_slot_tokens, store_in_slots
 from kvpack.formats.token_norms import HEADS, SHARED_RATIO, mark_large, norms_over_heads, norms_per_head
 from kvpack.runtime.modes import writable
 
@@ -46,7 +46,7 @@ def supports(codec: Codec) -> bool:
     """Return True if a codec can be decoded safely on a device, where no damaged bits can make it read outside a table."""
     if isinstance(codec, Opaque):
         return False
-    return all(isinstance(sidecar, Balanced | ChannelScale | KeyMean | RawPositions) for sidecar in codec.sidecars) and all(
+    return all(isinstance(sidecar, FrameMap | ChannelScale | KeyMean | RawPositions) for sidecar in codec.sidecars) and all(
         packing.binary for packing in codec.packings().values()
     )
 
@@ -236,7 +236,7 @@ def decode_lane(lane: Lane, rows: torch.Tensor, layers: Layers, slots: Sequence[
         runs = PackedRuns.of([PackedRun(lane.plain_codec, geometry.tokens, streams)])
         result = Side(lane.plain_codec, runs, empty, 0).unpack(geometry.computed_dtype)
         if raw:
-            result = with_raw_tokens_of_slots(result, raw)
+            result = restore_slot_tokens(result, raw)
         if dtype.itemsize == 1:
             limit = torch.finfo(dtype).max
             result = result.clamp(-limit, limit)

@@ -50,10 +50,10 @@ def flushes_subnormals() -> bool:
 
     The setting is per thread, and is inherited by threads that the thread starts. PyTorch has no function that returns it.
     """
-    return _SMALLEST_NORMAL * 0.5 == 0.0
+    return _MIN_NORMAL * 0.5 == 0.0
 
 
-_SMALLEST_NORMAL = sys.float_info.min
+_MIN_NORMAL = sys.float_info.min
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ OTHER_KINDS = ("pages", "states", "bases")
 """Kinds of entries other than chunks."""
 
 
-class Described(NamedTuple):
+class Descriptions(NamedTuple):
     """The descriptions of a location's entries: (text, entries, bytes) for each text, and the entries that must be inspected."""
 
     totals: Sequence[tuple[str, int, int]]

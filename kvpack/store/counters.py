@@ -81,7 +81,7 @@ class Counters:
             self._counts[name] += amount
 
     @contextmanager
-    def timed(self, operation: str) -> Iterator[None]:
+    def time_operation(self, operation: str) -> Iterator[None]:
         """Record the duration of a ``with`` block in the histogram of ``operation``."""
         start = time.perf_counter()
         try:

@@ -20,7 +20,7 @@ from kvpack.formats.errors import KvpackError, LimitExceeded
 from kvpack.runtime.mapping import is_cold, map_file, may_map
 from kvpack.runtime.threads import in_parallel
 
-from .abouts import Described, entry_text
+from .abouts import Descriptions, entry_text
 from .backend import NoLease, SingleTierBackend, StoredEntry
 from .catalog import corrected_times, read_catalog
 from .disk_usage import DiskUsage
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .backend import Data, FoundEntry, Hold, Lease, Pin
     from .counters import Counters
     from .disk_usage import UsageCount
-    from .entry_kind import Form
+    from .entry_kind import EntryFormat
 
 
 SETTLED_NS = 3 * 10**9
@@ -69,7 +69,7 @@ class Directory(SingleTierBackend):
         self,
         root: str | os.PathLike[str],
         counters: Counters,
-        form: Form = UNENCRYPTED,
+        form: EntryFormat = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         min_free: int = 0,
@@ -262,24 +262,24 @@ class Directory(SingleTierBackend):
             self._index.build()
         return entries, size
 
-    def described(self, also: str | None = None) -> Described | None:
+    def read_descriptions(self, also: str | None = None) -> Descriptions | None:
         """Return the totals in the index by descriptive text, or None if there is no current index.
 
         The result also contains the entries without a text, or with a text of kind ``also``.
         """
-        known = self._index.abouts() if self.size()[0] and self._index.refresh() else None
+        known = self._index.descriptions() if self.size()[0] and self._index.refresh() else None
         if known is None:
             return None
-        missing = self._index.entries_without_about("" if also is None else f'%"kind": "{also}"%')
-        return Described(
+        missing = self._index.entries_without_description("" if also is None else f'%"kind": "{also}"%')
+        return Descriptions(
             [(text, entries, size) for text, entries, size in known if text is not None],
             [StoredEntry(entry.key, entry.size, self._last_used_ns(entry)) for entry in missing],
         )
 
-    def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the descriptive texts of entries, given as pairs (key, text)."""
         for start in range(0, len(texts), _MAX_TEXTS_PER_TRANSACTION):
-            self._index.set_abouts(texts[start : start + _MAX_TEXTS_PER_TRANSACTION])
+            self._index.set_descriptions(texts[start : start + _MAX_TEXTS_PER_TRANSACTION])
 
     def _last_used_ns(self, stored: StoredEntry) -> int:
         try:

@@ -21,7 +21,7 @@ from kvpack.file.header import DIGEST_BYTES
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, MissingPackage, NotKvpack, Truncated, Undecryptable, UnsupportedVersion
 from kvpack.identity.identity import length_prefixed
 
-from .entry_kind import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_version, key_id, sealed_bytes
+from .entry_kind import FRONT_BYTES, MAGIC, MAX_ID_BYTES, NONCE_BYTES, TAG_BYTES, VERSION, encrypted_bytes, encrypted_version, key_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,10 +159,10 @@ def _check_head(where: str, view: memoryview) -> tuple[bytes, int]:
     # A damaged entry is useless to everyone; an entry of another key is not.
     check_digest(where, view[:-DIGEST_BYTES], bytes(view[-DIGEST_BYTES:]))
     name = key_id(view[:FRONT_BYTES])
-    if name is None or len(view) < sealed_bytes(name, 0):
+    if name is None or len(view) < encrypted_bytes(name, 0):
         raise Truncated(f"{where} is truncated: its {len(view)} bytes end within the id of its key, its nonce or its tag")
-    if len(view) > sealed_bytes(name, MAX_PLAIN_BYTES):
-        raise LimitExceeded(f"{where} has {len(view)} bytes, but at most {sealed_bytes(name, MAX_PLAIN_BYTES)} can be decrypted")
+    if len(view) > encrypted_bytes(name, MAX_PLAIN_BYTES):
+        raise LimitExceeded(f"{where} has {len(view)} bytes, but at most {encrypted_bytes(name, MAX_PLAIN_BYTES)} can be decrypted")
     return name, len(MAGIC) + 1 + len(name)
 
 

@@ -37,7 +37,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Form:
+class EntryFormat:
     """The format of a store's entries: at most ``max_bytes`` bytes each, and encrypted with one of ``key_ids`` unless that is None."""
 
     max_bytes: int = MAX_ENTRY_BYTES
@@ -54,12 +54,12 @@ class Form:
         if version > VERSION:
             return Kind.FOREIGN
         name = key_id(front)
-        if name is None or size < sealed_bytes(name, 0):
+        if name is None or size < encrypted_bytes(name, 0):
             return Kind.JUNK
         return Kind.READABLE if self.key_ids is not None and name in self.key_ids else Kind.FOREIGN
 
 
-UNENCRYPTED = Form()
+UNENCRYPTED = EntryFormat()
 """The format of unencrypted entries."""
 
 
@@ -85,6 +85,6 @@ def key_id(first_bytes: bytes | memoryview) -> bytes | None:
     return name if len(name) == front[len(MAGIC)] else None
 
 
-def sealed_bytes(name: bytes, size: int) -> int:
+def encrypted_bytes(name: bytes, size: int) -> int:
     """Return the size of an entry of ``size`` bytes after encryption with the key with id ``name``."""
     return len(MAGIC) + 1 + len(name) + NONCE_BYTES + size + TAG_BYTES + DIGEST_BYTES

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .backend import Data
     from .encryption import Cipher
-    from .entry_kind import Form
+    from .entry_kind import EntryFormat
 
 _MAX_KEYS = 65_536
 
@@ -46,7 +46,7 @@ def check_front(key: bytes, data: Data, cipher: Cipher | None, extra_check: Call
             extra_check(file)
 
 
-def kind_of(key: bytes, data: Data, form: Form) -> Kind:
+def kind_of(key: bytes, data: Data, form: EntryFormat) -> Kind:
     """Return the kind of ``data``, the complete entry ``key``, for a store whose entries have the format ``form``."""
     kind = form.kind(memoryview(data)[:FRONT_BYTES], len(data))
     if kind is not Kind.READABLE:

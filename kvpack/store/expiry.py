@@ -26,7 +26,7 @@ _STEP_SECONDS = 0.005
 """Maximum time in seconds that one put spends on searching for expired entries."""
 _TIME_SHARE = 64
 """Divisor of a store's time: it spends at most 1/64 on searching for expired entries."""
-_SHORTEST_PASS, _LONGEST_PASS = 1.0, 900.0
+_MIN_PASS_SECONDS, _MAX_PASS_SECONDS = 1.0, 900.0
 
 
 def limit_ttl(ttl: int | None) -> int | None:
@@ -36,7 +36,7 @@ def limit_ttl(ttl: int | None) -> int | None:
 
 def pass_seconds(ttl: int) -> float:
     """Return the interval, in seconds, between complete searches for expired entries."""
-    return min(max(ttl / 8, _SHORTEST_PASS), _LONGEST_PASS)
+    return min(max(ttl / 8, _MIN_PASS_SECONDS), _MAX_PASS_SECONDS)
 
 
 def file_times(used_ns: int, ttl: int | None) -> tuple[int, int]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvpack.file.container import File
     from kvpack.file.header import Header
 
-Known = TypeVar("Known")
+Info = TypeVar("Info")
 
 _MAX_TEMPLATES = 64
 _MAX_START = 2**32
@@ -78,20 +78,20 @@ class HeaderTemplate:
         return None if start is None else (start, header[self.feature_place])
 
 
-class HeaderTemplates(Generic[Known]):
+class HeaderTemplates(Generic[Info]):
     """A few templates of chunk files read before, each with the caller's information about such files."""
 
     def __init__(self) -> None:
-        self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Known]]] = {}
+        self._templates: dict[tuple[int, bytes], list[tuple[HeaderTemplate, Info]]] = {}
         self._count = 0
 
-    def add(self, file: File, feature: str, known: Known) -> None:
+    def add(self, file: File, feature: str, known: Info) -> None:
         """Add a template of an open file with ``feature``, which has been checked, and the caller's information ``known``."""
         if self._count < _MAX_TEMPLATES and file.header.start < _MAX_START:
             self._count += 1
             self._templates.setdefault(_layout(file.size, file.front.text), []).append((HeaderTemplate.of(file, feature), known))
 
-    def match(self, data: memoryview) -> tuple[Known, int, bytes] | None:
+    def match(self, data: memoryview) -> tuple[Info, int, bytes] | None:
         """Return the information stored for files like ``data``, with the start and the feature of ``data``, or None without a match."""
         text = bytes(data[: LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")]) if self._count else b""
         for template, known in self._templates.get(_layout(len(data), text), ()):

@@ -230,7 +230,7 @@ class Index:
                 return old
         return None
 
-    def abouts(self) -> list[tuple[str | None, int, int]] | None:
+    def descriptions(self) -> list[tuple[str | None, int, int]] | None:
         """Return (text, entries, bytes) for each descriptive text in the index. The text is None for entries without one."""
         query = "SELECT text, COUNT(*), SUM(size) FROM entries LEFT JOIN abouts USING (about) GROUP BY entries.about"
         with self._guard():
@@ -239,7 +239,7 @@ class Index:
                 return connection.execute(query).fetchall()
         return None
 
-    def entries_without_about(self, also_like: str = "") -> list[StoredEntry]:
+    def entries_without_description(self, also_like: str = "") -> list[StoredEntry]:
         """Return the entries without a descriptive text, and those whose text matches the SQL pattern ``also_like``."""
         query = (
             "SELECT id, rest, size, used FROM entries "
@@ -254,7 +254,7 @@ class Index:
                 ]
         return []
 
-    def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the descriptive texts of entries, given as pairs (key, text). Entries never change, so the texts stay valid."""
         with self._guard(), self._transaction() as connection:
             if connection is None:

@@ -37,7 +37,7 @@ class LastUse(NamedTuple):
     used_ns: int
     ttl: int | None
 
-    def expired(self, now_ns: int) -> bool:
+    def has_expired(self, now_ns: int) -> bool:
         """Return True if the entry has expired."""
         return self.ttl is not None and self.used_ns + self.ttl * SECOND_NS <= now_ns
 

@@ -11,7 +11,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, MissingFile
 
 from .counters import Counters
 from .directory import Directory
-from .entry_kind import Form
+from .entry_kind import EntryFormat
 from .memory import Memory
 from .object_store import ObjectStore, is_object_store
 from .objects import SCHEMES as OBJECT_STORE_SCHEMES
@@ -34,7 +34,7 @@ _TIER_LIST_OPTIONS = {"write_back"}
 """Options that only a list of tiers supports."""
 
 
-def open_backend(location: Any, counters: Counters, form: Form, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
+def open_backend(location: Any, counters: Counters, form: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
     """Open the backend at ``location``: a URL of a server or an object store, an object of ``obstore.store``, or a folder.
 
     For a list of locations and Tiers, the backend combines all tiers. ``form`` is the format of entries. With ``skip_sweep``, opening does
@@ -56,7 +56,9 @@ def _check_options(kind: str, options: Mapping[str, Any], supported: set[str], h
         raise InvalidParameter(f"{kind} has no option {', '.join(sorted(unknown))}{hint}")
 
 
-def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, skip_sweep: bool = False, write_back: bool = False) -> Tiers:
+def _open_tiers(
+    locations: Sequence[Any], counters: Counters, form: EntryFormat, *, skip_sweep: bool = False, write_back: bool = False
+) -> Tiers:
     if not locations:
         raise InvalidParameter("the location is an empty list, expected a list of at least one tier")
     tiers = []
@@ -69,7 +71,7 @@ def _open_tiers(locations: Sequence[Any], counters: Counters, form: Form, *, ski
     return Tiers(tiers, counters, write_back=write_back)
 
 
-def open_existing(location: str, counters: Counters, form: Form, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
+def open_existing(location: str, counters: Counters, form: EntryFormat, options: LocationOptions, *, skip_sweep: bool = False) -> Backend:
     """Open the backend at an existing location, as ``open_backend`` does. Raises MissingFile for a missing folder."""
     if _kind_of(location) is FOLDER and not os.path.isdir(path := os.path.expanduser(_folder(location))):
         why = "is not a folder" if os.path.lexists(path) else "does not exist; a store creates its folder when it stores its first chunk"
@@ -89,21 +91,21 @@ class LocationKind(NamedTuple):
     """Function of a location, counters, the format of entries, ``skip_sweep`` and the options given."""
 
 
-def _open_memory(location: str, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
+def _open_memory(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     if "max_bytes" not in options:
         raise InvalidParameter("a store in memory needs a budget: pass max_bytes=")
     return Memory(counters, **options)
 
 
-def _open_redis(location: str, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
+def _open_redis(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     return Redis(location, counters, form, **options)
 
 
-def _open_object_store(location: Any, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
+def _open_object_store(location: Any, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     return ObjectStore(location, counters, form, **options)
 
 
-def _open_folder(location: Any, counters: Counters, form: Form, *, skip_sweep: bool, **options: Any) -> Backend:
+def _open_folder(location: Any, counters: Counters, form: EntryFormat, *, skip_sweep: bool, **options: Any) -> Backend:
     return Directory(_folder(location), counters, form, skip_sweep=skip_sweep, **options)
 
 

@@ -112,7 +112,7 @@ class Memory(SingleTierBackend):
 
     def pins(self) -> Sequence[Pin]:
         with self._lock:
-            return self._in_effect()
+            return self._active_pins()
 
     def collect(self) -> None:
         """Do nothing, because the budget is never exceeded."""
@@ -120,14 +120,14 @@ class Memory(SingleTierBackend):
     def close(self) -> None:
         """Do nothing. Entries are kept as long as the store is in use."""
 
-    def _in_effect(self) -> Sequence[Pin]:
+    def _active_pins(self) -> Sequence[Pin]:
         """Return the pins that are still in effect. The others are dropped."""
         self._pins = {name: pin for name, pin in self._pins.items() if is_active(pin)}
         return [*self._pins.values()]
 
     def _make_room(self, size: int, chain: set[bytes]) -> bool:
         excess = self._total + size - self._max_bytes
-        protected = chain.union(*(pin.chain for pin in self._in_effect()))
+        protected = chain.union(*(pin.chain for pin in self._active_pins()))
         to_evict = []
         for key, (data, _) in self._entries.items():
             if excess <= 0:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from .backend import Data, Hold, Lease, Pin
     from .counters import Counters
-    from .entry_kind import Form
+    from .entry_kind import EntryFormat
     from .last_used import LastUse
 
 MAX_CONCURRENT_REQUESTS = 16
@@ -78,7 +78,7 @@ class ObjectStore(SingleTierBackend):
         self,
         location: Any,
         counters: Counters,
-        form: Form = UNENCRYPTED,
+        form: EntryFormat = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         ttl: int | None = None,
@@ -370,7 +370,7 @@ class ObjectStore(SingleTierBackend):
             # Until then, other threads continue with the previous result.
             self._expiry_checked = time.monotonic()
         now_ns = time.time_ns()
-        expired = {key for key, use in self._last_uses(self._records()).items() if use.expired(now_ns)}
+        expired = {key for key, use in self._last_uses(self._records()).items() if use.has_expired(now_ns)}
         pins = self._pins() if expired else ()
         expired = set() if pins is None else expired.difference(self._uses.unrecorded_keys(), *(pin.chain for pin in pins))
         with self._expiry_lock:

@@ -8,7 +8,7 @@ from kvpack.formats.errors import InvalidType
 from kvpack.identity.identity import Identity
 
 from .encryption import Cipher
-from .entry_kind import Form
+from .entry_kind import EntryFormat
 from .locations import open_backend
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def open_for_identity(
     the errors of the backend.
     """
     cipher = None if options.encryption is None else Cipher(options.encryption, identity.tenant)
-    form = Form(options.max_entry_bytes, None if cipher is None else cipher.key_ids)
+    form = EntryFormat(options.max_entry_bytes, None if cipher is None else cipher.key_ids)
     backend = open_backend(location, counters, form, options, skip_sweep=skip_sweep)
     trusted = backend.is_private or cipher is not None
     return OpenedBackend(backend, cipher, not trusted if options.check_values is None else options.check_values)

@@ -22,7 +22,7 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES
 from .catalog import row_keys
 from .counters import Counters, with_labels
 from .encryption import decrypt_entry
-from .entry_kind import MAX_ID_BYTES, check_size, sealed_bytes
+from .entry_kind import MAX_ID_BYTES, check_size, encrypted_bytes
 from .keys import page_key
 from .loading import FAULTS, refuse
 from .open_store import check_identity, open_for_identity
@@ -158,7 +158,7 @@ class PageStore:
         keys, slots = self._check_lists(keys, slots)
         ancestors = _keys(ancestors, "ancestors")
         buffer_slots = self._buffer_slots(pages, slots, len(keys))
-        with self._counters.timed("save"):
+        with self._counters.time_operation("save"):
             return self._put_all(keys, buffer_slots, ancestors)
 
     def _put_all(
@@ -217,7 +217,7 @@ class PageStore:
         self._counters.add("load_tokens", len(keys) * self.codec.geometry.tokens)
         loaded, now = [False] * len(keys), time.time_ns()
         at_once = self._pages_per_batch(_MAX_PAGES_PER_REQUEST)
-        with self._counters.timed("load"):
+        with self._counters.time_operation("load"):
             for begin in range(0, len(keys), at_once):
                 self._load_pages(range(begin, min(begin + at_once, len(keys))), names, keys, buffer_slots, loaded, now)
             chain = [name for name, ok in zip(names, loaded, strict=True) if ok]
@@ -362,7 +362,7 @@ class PageStore:
     @property
     def _max_page_bytes(self) -> int:
         """Return the maximum size of a page's entry in bytes."""
-        size = self.codec.nbytes if self._cipher is None else sealed_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
+        size = self.codec.nbytes if self._cipher is None else encrypted_bytes(bytes(MAX_ID_BYTES), self.codec.nbytes)
         return min(size, self._max_entry_bytes)
 
     def _pages_per_batch(self, max_pages: int) -> int:

@@ -22,19 +22,19 @@ def read_whole(descriptor: int, size: int) -> bytearray | memoryview:
         with contextlib.closing(cold):
             done = cold.wait(size)
         if done < size:
-            raise _truncated(size, done)
+            raise _truncated_error(size, done)
         return cold.data
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:
         count = os.preadv(descriptor, [view[done:]], done)
         if not count:
-            raise _truncated(size, done)
+            raise _truncated_error(size, done)
         done += count
     return data
 
 
-def _truncated(size: int, done: int) -> OSError:
+def _truncated_error(size: int, done: int) -> OSError:
     return OSError(errno.EIO, f"a file of {size} bytes was truncated to {done} while it was read")
 
 

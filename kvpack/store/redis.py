@@ -33,7 +33,7 @@ from .backend import BATCH_BYTES, BATCH_ENTRIES, MAX_ENTRY_BYTES, FoundEntry, No
 from .entry_kind import FRONT_BYTES, UNENCRYPTED, Kind, check_size
 from .expiry import limit_ttl
 from .holds import encode_pin, is_active, owner_digest, parse_old_pin, parse_pin
-from .redis_abouts import RedisAbouts, list_pages
+from .redis_abouts import RedisDescriptions, list_pages
 from .redis_client import FRONTS_BYTES, Client
 from .redis_count import MAX_PAGES, EntryCount
 from .redis_replies import byte_strings, bytes_up_to, integer, was_set
@@ -42,10 +42,10 @@ from .redis_scripts import ENTRY, HOLDS, LEASE, PINS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .abouts import Described
+    from .abouts import Descriptions
     from .backend import Data, Hold, Lease, Pin
     from .counters import Counters
-    from .entry_kind import Form
+    from .entry_kind import EntryFormat
     from .redis_client import Call, Command
 
 SCHEMES = ("redis://", "rediss://", "unix://")
@@ -97,7 +97,7 @@ class Redis(SingleTierBackend):
         self,
         url: str,
         counters: Counters,
-        form: Form = UNENCRYPTED,
+        form: EntryFormat = UNENCRYPTED,
         *,
         max_bytes: int | None = None,
         ttl: int | None = None,
@@ -107,7 +107,7 @@ class Redis(SingleTierBackend):
         self._form = dataclasses.replace(form, max_bytes=min(form.max_bytes, MAX_ENTRY_BYTES))
         self._client = Client(url, counters, timeout, self._form.max_bytes + _BYTES_AT_ONCE + _SPARE_BYTES, uses_ttl=ttl is not None)
         self._count = EntryCount(self._client, counters)
-        self._abouts = RedisAbouts(self._client)
+        self._abouts = RedisDescriptions(self._client)
         self._front_bytes = FRONTS_BYTES
         """Number of bytes with which a request for fronts begins, which is the size of the longest front in the last request."""
         self._noted = b"", -math.inf
@@ -226,14 +226,14 @@ class Redis(SingleTierBackend):
             return len(sizes), sum(sizes)
         return (0, 0) if reply is None else (reply[0], reply[1])
 
-    def described(self, also: str | None = None) -> Described | None:
+    def read_descriptions(self, also: str | None = None) -> Descriptions | None:
         """Return the totals that the server keeps, and the entries without a description or of the kind ``also``.
 
         Returns None after a fault.
         """
         return self._abouts.read(None if also is None else kind_text(also))
 
-    def set_abouts(self, texts: Sequence[tuple[bytes, str]]) -> None:
+    def set_descriptions(self, texts: Sequence[tuple[bytes, str]]) -> None:
         """Store the descriptive texts of entries, given as pairs (key, text)."""
         self._abouts.add(texts)
 
@@ -290,7 +290,7 @@ class Redis(SingleTierBackend):
                 results |= zip(group, reply[3] if reply and reply != [-1] else (), strict=False)
             refused = []
             for position, result in results.items():
-                outcome = self._outcome(position, result, replaced)
+                outcome = self._interpret_reply(position, result, replaced)
                 if outcome is not None:
                     results_by_position[position] = outcome
                 refused += [position] if outcome is False else []
@@ -319,7 +319,7 @@ class Redis(SingleTierBackend):
                 full = True
         return {position: results_by_position.get(position, False) for position in entries}
 
-    def _outcome(self, position: int, result: Any, replaced: set[int]) -> bool | None:
+    def _interpret_reply(self, position: int, result: Any, replaced: set[int]) -> bool | None:
         """Return True if the script's reply means that the entry is stored, False if it was refused, and None if it must be tried again.
 
         Positions of entries to replace are added to ``replaced``.

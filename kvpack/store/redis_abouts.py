@@ -13,7 +13,7 @@ import hashlib
 import struct
 from typing import TYPE_CHECKING
 
-from .abouts import Described, parse_text
+from .abouts import Descriptions, parse_text
 from .backend import StoredEntry
 from .redis_replies import integer
 from .redis_scripts import KEYS
@@ -31,13 +31,13 @@ _MAX_TRIES = 5
 """Number of attempts to read totals, because other programs may change them in between."""
 
 
-class RedisAbouts:
+class RedisDescriptions:
     """The descriptions of the entries on the server of ``client``."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def read(self, also: str | None) -> Described | None:
+    def read(self, also: str | None) -> Descriptions | None:
         """Return the totals by text, and the entries without a text or with the text ``also``.
 
         Returns None if the server has no valid counts.
@@ -56,7 +56,7 @@ class RedisAbouts:
                 self._client.send("list", "UNLINK", *KEYS[8:], check=integer)
                 missing = None
             elif missing is not None or (are_all and all(text != also for text, *_ in known)):
-                return Described(known, missing or [])
+                return Descriptions(known, missing or [])
             else:
                 missing = self._missing(also)
         return None

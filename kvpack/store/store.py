@@ -188,7 +188,7 @@ class Store:
         self._counters.add("loads")
         self._counters.add("load_tokens", len(keys) * self.chunk)
         faults = self._counters.fault_count
-        with self._counters.timed("load"):
+        with self._counters.time_operation("load"):
             cache = self._load(keys) if self._has_fixed_frequencies(ids) else None
         if cache is None and self._counters.fault_count == faults:
             self._chunk_size_search.search(ids, digests[0] if digests else b"")
@@ -242,7 +242,7 @@ class Store:
             return 0
         self._counters.add("saves")
         try:
-            with self._counters.timed("save"):
+            with self._counters.time_operation("save"):
                 if self._stored_basis is None or not digests:
                     return self._save(cache, ids, digests, states)
                 # Before the chunks, and after them in case another writer has evicted it since.

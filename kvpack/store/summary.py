@@ -59,7 +59,7 @@ def summarize(
     """Return the totals of a location. The arguments are as for ``read_catalog``."""
     summary = Summary()
     # Descriptions ignore encryption keys and size limits, so they are used only without them.
-    known = backend.described() if _has_abouts(backend) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES else None
+    known = backend.read_descriptions() if _has_descriptions(backend) and cipher is None and max_entry_bytes == MAX_ENTRY_BYTES else None
     for text, entries, size in known.totals if known is not None else ():
         summary.add(json.loads(text), entries, size)
     listed = None if known is None else known.missing
@@ -67,8 +67,8 @@ def summarize(
     for text, _, size in _kinds_of_entries(catalog):
         summary.add(json.loads(text), 1, size)
     summary.unreadable, summary.undecryptable = len(catalog.unreadable), len(catalog.undecryptable)
-    if known is not None and _has_abouts(backend):
-        backend.set_abouts([(key, text) for text, key, _ in _kinds_of_entries(catalog)])
+    if known is not None and _has_descriptions(backend):
+        backend.set_descriptions([(key, text) for text, key, _ in _kinds_of_entries(catalog)])
     return summary
 
 
@@ -77,14 +77,14 @@ def describe_new(backend: Backend) -> Sequence[StoredEntry] | None:
 
     Returns None for a location without descriptions.
     """
-    if not _has_abouts(backend) or (known := backend.described()) is None:
+    if not _has_descriptions(backend) or (known := backend.read_descriptions()) is None:
         return None
-    backend.set_abouts([(key, text) for text, key, _ in _kinds_of_entries(read_catalog(backend, listed=known.missing))])
-    known = backend.described(also="bases")
+    backend.set_descriptions([(key, text) for text, key, _ in _kinds_of_entries(read_catalog(backend, listed=known.missing))])
+    known = backend.read_descriptions(also="bases")
     return None if known is None else known.missing
 
 
-def _has_abouts(backend: Backend) -> TypeIs[Directory | Redis]:
+def _has_descriptions(backend: Backend) -> TypeIs[Directory | Redis]:
     return isinstance(backend, Directory | Redis)
 
 

@@ -73,7 +73,7 @@ class Tiers:
         return [entry.data for entry in self.find(keys)]
 
     def find(self, keys: Sequence[bytes], *, beyond: int = -1) -> list[FoundEntry]:
-        return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._timed_get, len, beyond) for data in entries]
+        return [FoundEntry(data, tier) for tier, entries in self._query_in_turn(keys, self._time_get, len, beyond) for data in entries]
 
     def find_many(self, keys: Sequence[bytes], beyond: Sequence[int], max_bytes: int) -> list[FoundEntry | None]:
         result: list[FoundEntry | None] = [None] * len(keys)
@@ -202,9 +202,9 @@ class Tiers:
 
     def _time_operation(self, backend: Backend, operation: str) -> AbstractContextManager[None]:
         index = next(index for index, other in enumerate(self._backends) if other is backend)
-        return self._tier_counters[index].timed(operation)
+        return self._tier_counters[index].time_operation(operation)
 
-    def _timed_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
+    def _time_get(self, backend: Backend, keys: Sequence[bytes]) -> Sequence[Data]:
         with self._time_operation(backend, "load"):
             return backend.get(keys)
 

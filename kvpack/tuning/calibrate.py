@@ -32,7 +32,7 @@ from .frames_fit import fit_frames
 from .place_losses import measure_place_losses
 from .rope import find_ropes
 from .spread import spread_keys, spread_moments, window_positions
-from .statistics import RAW, Framing, QueryMoments, Statistics
+from .statistics import RAW_TOKENS, Framing, QueryMoments, Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,7 +182,7 @@ def _sizes(settings: Settings, words: Text, longest: int | None, max_positions: 
     room = len(words.ids) // window_ids(tokens, words)
     windows = min(limit, room) if settings.windows is None else settings.windows
     if not only:
-        check_size("--score", scored_tokens, 1, tokens - 1 - RAW.first, f"in a window of {tokens} tokens")
+        check_size("--score", scored_tokens, 1, tokens - 1 - RAW_TOKENS.first, f"in a window of {tokens} tokens")
     check_size("--windows", windows, 1, room, f"(the number of {tokens}-token windows in {words.name}): {LONGER_TEXT}")
     if settings.positions is not None:
         most_read = min(max_positions or settings.positions, longest or settings.positions)

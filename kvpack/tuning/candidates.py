@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from kvpack.coding.bases import Basis
     from kvpack.evaluation.windows import UncompressedResult
 
-_SCALED = ("", ",channel_scale=fp16")
+_SCALE_SUFFIXES = ("", ",channel_scale=fp16")
 """Suffixes for keys without and with channel scales. With a rotation, outlier channels need scales; otherwise, scales may do harm."""
 
 _GROUPS = ("2,g=64", "2,g=32", "3,g=64", "4,g=128", "6,g=128")
 
-LADDER = (
-    *(f"k={codec}{scaled}" for codec in ("scalar:b=2", "scalar:b=3", "scalar:b=4", "octahedral:b=3") for scaled in _SCALED),
-    *(f"k=group:b={words},scales=u8,rotation=hadamard{scaled}" for words in _GROUPS for scaled in _SCALED),
+THOROUGH_CANDIDATES = (
+    *(f"k={codec}{scaled}" for codec in ("scalar:b=2", "scalar:b=3", "scalar:b=4", "octahedral:b=3") for scaled in _SCALE_SUFFIXES),
+    *(f"k=group:b={words},scales=u8,rotation=hadamard{scaled}" for words in _GROUPS for scaled in _SCALE_SUFFIXES),
     *(f"k=group:b={words},scales=u8" for words in ("2,g=32", "3,g=64", "8,g=128")),
     *(f"v=scalar:b={words}" for words in ("1", "2", "2,high=3", "3", "4", "6", "8")),
     "v=octahedral:b=3",
@@ -41,7 +41,7 @@ LADDER = (
 )
 """Candidates of the thorough search, from 1 to 8 bits: the codecs of each family with the best quality for their size."""
 
-RUNGS = (
+FAST_CANDIDATES = (
     *(f"k=group:b={words},scales=u8" for words in ("2,g=64", "2,g=32", "3,g=64", "4,g=64", "5,g=64", "6,g=64", "8,g=64")),
     *(f"v=scalar:b={b}" for b in (2, 3, 4, 5, 6, 8)),
 )
@@ -55,7 +55,7 @@ _RAW_WORDS = ",".join(f"{name}={value}" for name, value in raw_clause.parse_raw_
 BITS = (1, 2, 3, 4, 5, 6, 8)
 """Widths, in bits, in the search by widths."""
 
-BY_WIDTHS = tuple(f"{side}={kvpack_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
+WIDTH_CANDIDATES = tuple(f"{side}={kvpack_codec(side, bits, trellis=False)},{_RAW_WORDS}" for side in "kv" for bits in BITS)
 """Candidates of the search by widths. They have key means, without which different widths per layer do harm."""
 
 BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" for bits in BITS)
@@ -64,10 +64,10 @@ BALANCED = tuple(f"k={calibrated_codec('k', bits, trellis=False)},{_RAW_WORDS}" 
 CALIBRATED = tuple(f"klt:bits={bits:g},widths=heads,{_RAW_WORDS}" for bits in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4))
 """Candidates for keys and values if there is a basis. The number is the average of bits per value over all tensors."""
 
-FRAMED = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
+FRAME_CANDIDATES = tuple(f"transform:bits={bits:g},{_RAW_WORDS}" for bits in (0.15, 0.25, 0.4, 0.6, 0.8, 1.1, 1.5))
 """Additional candidates if the basis has frames."""
 
-DECODED = ("transform", "lossless")
+DECODED_CODECS = ("transform", "lossless")
 """Codecs whose packed bytes attention cannot use directly. It decodes them tile by tile."""
 
 SIDES = ("k", "v")
@@ -97,7 +97,7 @@ def parse_candidates(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def is_attendable(codec: str) -> bool:
     """Return True if attention can use the packed bytes of ``codec`` directly. The codec is written as in a recipe."""
-    return codec.partition(":")[0] not in DECODED
+    return codec.partition(":")[0] not in DECODED_CODECS
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _pack(
     number, side = place
     codec = recipe.codec(number, layers, side, x.shape[3])
     raw = codec.raw_positions
-    chosen_by = None if raw is None else raw.choice_norms(*norms)
+    chosen_by = None if raw is None else raw.selection_norms(*norms)
     # Suppress warnings about tokens, because the candidate's loss is measured.
     with collect_poor_fits():
         first = pack_side(x[:, :, :prefix], codec, recipe.window, f"layers[{number}].{side}", 0, chosen_by)

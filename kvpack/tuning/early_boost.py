@@ -12,10 +12,10 @@ from .search import Measurement, Search, best
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-EARLY = 4
+EARLY_LAYERS = 4
 """Number of first layers that the first attempts boost. Later attempts boost twice and four times as many."""
 
-RUNS = 5
+MAX_MEASUREMENTS = 5
 """Maximum number of recipes that are measured."""
 
 Rungs = dict[str, list[str]]
@@ -37,7 +37,7 @@ def fast_search(search: Search) -> tuple[Measurement, Measurement | None]:
         raise InvalidParameter(_too_small(search, rungs))
     plain = search.measure("uniform", baselines[0])
     layers = len(search.priced.places) // 2
-    early = EARLY if layers >= 2 * EARLY else max(1, layers // 2)
+    early = EARLY_LAYERS if layers >= 2 * EARLY_LAYERS else max(1, layers // 2)
     first = {side: _boost_early_layers(search, rungs, baselines, side, early) for side in "kv"}
     tried = [search.measure(f"first {early} of {side}", allocation) for side, allocation in first.items() if allocation is not None]
     if tried:

@@ -26,7 +26,7 @@ SUFFIX = "frames"
 MIN_COST = 0.03
 """Minimum cost of an error in any layer, as in basis_fit.py, but chosen for the codec transform."""
 
-LARGEST_DEVIATION = 2.0**-4
+MAX_DEVIATION = 2.0**-4
 """Largest standard deviation of a column, over all layers, in stored units."""
 MIN_OCTAVES, MAX_OCTAVES = -4, 6
 """Range of the columns' standard deviations, in steps, for which there are tables: 2^-4 to 2^6."""
@@ -37,12 +37,12 @@ Encoders do not use it. It makes the values slightly larger, so that keys lose l
 with transform-0.6 had a KL divergence of 0.042 with these values, and of 0.055 and 0.067 with 0.95 and 1.08 times these values.
 """
 
-REACH = 63
+MAX_LEVEL = 63
 """Largest level that has a symbol."""
 _TABLES = (MAX_OCTAVES - MIN_OCTAVES) * SCALES_PER_OCTAVE // SCALES_PER_TABLE + 1
 _MIN_BITS, _MAX_BITS = 0.1, 3.0
 """Range of average bits per value. Tables are trained on all steps within it."""
-LARGEST_SCALE = 1.25
+MAX_SCALE = 1.25
 """Maximum factor by which a table's values are scaled. Most columns of small tables are 0, and their energy must not be compensated."""
 _SMOOTHED = 8.0
 """Weight of a Laplace distribution, in levels, that is added to the counts of each table."""
@@ -63,7 +63,7 @@ def fit_frames(statistics: Statistics, framing: Framing, step: Callable[[], None
             frames.append((mean, *transform_of(covariance, cost[number].numpy())))
         fitted[int(layer), side] = frames
         step()
-    unit = LARGEST_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
+    unit = MAX_DEVIATION / max(deviations.max() for frames in fitted.values() for _, _, _, deviations in frames)
     scales = {place: numpy.stack([_scales(deviations * unit) for *_, deviations in frames]) for place, frames in fitted.items()}
     tables = _tables(_columns(statistics, fitted, unit), scales)
     return {
@@ -98,10 +98,10 @@ def _columns(
 
 def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str], Array]) -> SymbolTables:
     """Return tables by the columns' standard deviation in steps. They are trained on all columns at all steps of common recipes."""
-    levels = 2 * REACH + 1
+    levels = 2 * MAX_LEVEL + 1
     # The last entry counts levels that have no symbol.
     counts, seen, sums, squares = (numpy.zeros((_TABLES, levels + 1)) for _ in range(4))
-    grid = numpy.arange(-REACH, REACH + 1)
+    grid = numpy.arange(-MAX_LEVEL, MAX_LEVEL + 1)
     for place, place_columns in columns.items():
         for step in range(0, 256, SCALES_PER_TABLE):
             steps = place_columns * 2.0 ** (step / SCALES_PER_OCTAVE)
@@ -118,7 +118,7 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
                     (sums, by_value, steps),
                     (squares, by_value, numpy.square(steps)),
                 ):
-                    at = table * (levels + 1) + numpy.where(numpy.abs(level) <= REACH, level + REACH, levels).astype(numpy.int64)
+                    at = table * (levels + 1) + numpy.where(numpy.abs(level) <= MAX_LEVEL, level + MAX_LEVEL, levels).astype(numpy.int64)
                     weights = None if added is None else added.ravel()
                     table_counts += numpy.bincount(at.ravel(), weights=weights, minlength=table_counts.size).reshape(table_counts.shape)
     within = sums[:, :levels]
@@ -127,17 +127,17 @@ def _tables(columns: dict[tuple[int, str], Array], scales: dict[tuple[int, str],
     parts = counts[:, :levels] + _SMOOTHED * usual / usual.sum(1, keepdims=True)
     total = parts.sum(1, keepdims=True) + counts[:, levels:]
     rare = parts < _MIN_PART * total
-    rare[:, REACH] = False
+    rare[:, MAX_LEVEL] = False
     # A count of 1 in 2^20 keeps a symbol in a table. Escapes always have one.
     kept = numpy.where(rare, 0, numpy.ceil(parts / total * 2**20)).astype(numpy.int64)
     escapes = numpy.maximum(1, 2**20 - kept.sum(1))
     # Rare levels are drawn toward the middle of their step.
     seen = seen[:, :levels]
     values = (within + 4.0 * grid) / (seen + 4.0)
-    values[:, REACH] = 0.0
+    values[:, MAX_LEVEL] = 0.0
     # Means have less energy than the values that they represent, as in klt's tables.
     energy, decoded = squares[:, :levels].sum(1), (seen * numpy.square(values)).sum(1)
-    target_energy = numpy.clip(energy, decoded, LARGEST_SCALE**2 * decoded)
+    target_energy = numpy.clip(energy, decoded, MAX_SCALE**2 * decoded)
     values *= numpy.sqrt(numpy.divide(target_energy, decoded, out=numpy.ones_like(decoded), where=decoded > 0))[:, None]
     frequencies = rans.frequencies(numpy.concatenate([escapes[:, None], kept], 1))
     return SymbolTables(frequencies, torch.from_numpy(values).to(torch.float16).to(torch.float32))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvpack.evaluation.windows import UncompressedResult
 
-EVERY = 16
+RECIPES_PER_WRITE = 16
 """Number of recipes after which the file is written."""
 
 MAX_JOURNAL_BYTES = 2**26
@@ -50,10 +50,10 @@ class Journal:
     unwritten: int = 0
 
     def add(self, recipe: str, loss: Loss) -> None:
-        """Add the loss of a recipe, and write the file after every ``EVERY`` recipes. Raises WriteFailed."""
+        """Add the loss of a recipe, and write the file after every ``RECIPES_PER_WRITE`` recipes. Raises WriteFailed."""
         self.losses[recipe] = loss
         self.unwritten += 1
-        if self.unwritten >= EVERY:
+        if self.unwritten >= RECIPES_PER_WRITE:
             self.write()
 
     def write(self) -> None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .candidates import PackedCandidates
     from .measurement import Loss, Windows
 
-UNIFORM = 6
+MAX_UNIFORM_RECIPES = 6
 """Number of uniform recipes that are measured: those that are most promising according to their sensitivities."""
 
-ROUNDS = 2
+MAX_ROUNDS = 2
 """Maximum number of rounds of exchanges."""
 
-EXCHANGES = 4
+RECIPES_PER_ROUND = 4
 """Typical number of recipes that a round measures after its single changes, used to estimate progress."""
 
 
@@ -79,7 +79,7 @@ def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
     result = measure_within_budget(search, "greedy", search.sensitivities)
     uniforms = [search.measure("uniform", allocation) for allocation in _promising_uniforms(search)]
     tuned = best([result, *uniforms])
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         changed = _exchange(search, tuned)
         if changed is None:
             break
@@ -89,7 +89,7 @@ def thorough_search(search: Search) -> tuple[Measurement, Measurement | None]:
 
 def steps(layers: int, candidates: dict[str, list[str]]) -> int:
     """Return the approximate number of recipes that the thorough search measures."""
-    return layers * sum(map(len, candidates.values())) + 1 + UNIFORM + ROUNDS * (4 * layers + EXCHANGES)
+    return layers * sum(map(len, candidates.values())) + 1 + MAX_UNIFORM_RECIPES + MAX_ROUNDS * (4 * layers + RECIPES_PER_ROUND)
 
 
 def measure_sensitivities(search: Search) -> Losses:
@@ -138,7 +138,7 @@ def _promising_uniforms(search: Search) -> list[Allocation]:
         allocation = uniform(places, k, v)
         if search.fits(allocation) and all(codec in known[place] for place, codec in allocation.items()):
             result.append((sum(known[place][codec] for place, codec in allocation.items()), k, v))
-    return [uniform(places, k, v) for _, k, v in sorted(result)[:UNIFORM]]
+    return [uniform(places, k, v) for _, k, v in sorted(result)[:MAX_UNIFORM_RECIPES]]
 
 
 def _exchange(search: Search, tuned: Measurement) -> Measurement | None:

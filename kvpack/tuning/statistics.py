@@ -33,7 +33,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 TEMPERATURES = (1.0, 3.0, 10.0)
 """Temperatures at which next tokens are sampled. Each contributes the same share of the cost."""
 
-RAW = RawPositions(1, "bf16", 4, 0.6, 4.0)
+RAW_TOKENS = RawPositions(1, "bf16", 4, 0.6, 4.0)
 """Raw tokens of lossy presets (``presets.RAW_CLAUSE``): attention sinks, whose values need not be representative.
 
 They are not counted. Recipes such as klt-1.75 keep only the first of the first four tokens raw.
@@ -48,7 +48,7 @@ RoPE rotates queries by their position, so an error in one channel of a key affe
 SAMPLED_OF_FRAMES = 8
 """Sampling rate of frames: one in this many of the tokens kept for tables is also kept for the tables of frames."""
 
-PAGE = 128
+PAGE_TOKENS = 128
 """Number of tokens whose mean is subtracted from keys, as in kvpack's own presets (``presets.kvpack_codec``)."""
 
 _FORMAT = "kvpack calibration with pages"
@@ -77,7 +77,7 @@ class KeyMoments:
     """Sums over ``tokens`` keys of a layer, and over ``rows`` queries that attend to them, in float64 for each KV head.
 
     ``keys``, ``pages`` and ``queries``, ``[kv_head, dim, dim]``, are sums of outer products: of keys, of keys minus the mean of their page
-    of ``PAGE`` tokens, and of queries. ``keys_before_rope`` ``[kv_head, dim]`` are sums of keys before RoPE.
+    of ``PAGE_TOKENS`` tokens, and of queries. ``keys_before_rope`` ``[kv_head, dim]`` are sums of keys before RoPE.
     """
 
     tokens: torch.Tensor
@@ -275,15 +275,15 @@ def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None
 
 def _encoded_tokens(k: torch.Tensor) -> torch.Tensor:
     """Return a mask, bool ``[token]``, of the tokens of keys ``[1, kv_head, token, dim]`` that caches do not keep raw."""
-    raw = RAW.choose(norms_per_head(k), 0)[0]
+    raw = RAW_TOKENS.choose(norms_per_head(k), 0)[0]
     return ~raw if not raw.all() else torch.ones_like(raw)
 
 
 def _products_in_pages(k: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Return the sum of outer products of ``counted`` keys minus the mean of their page, float64 ``[kv_head, dim, dim]``."""
     values = k[0].to(torch.float64)
-    starts = range(0, len(counted), PAGE)
-    pages = [values[:, start : start + PAGE][:, counted[start : start + PAGE]] for start in starts]
+    starts = range(0, len(counted), PAGE_TOKENS)
+    pages = [values[:, start : start + PAGE_TOKENS][:, counted[start : start + PAGE_TOKENS]] for start in starts]
     x = torch.cat([page - page.mean(1, keepdim=True) for page in pages if page.shape[1]], 1)
     return x.transpose(1, 2) @ x
 

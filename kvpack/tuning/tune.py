@@ -24,8 +24,18 @@ from kvpack.models import load_model, model_folder
 
 from .allocation import recipe_clauses, recipe_text
 from .calibrate import check_basis
-from .candidates import BALANCED, BY_WIDTHS, CALIBRATED, FRAMED, LADDER, RUNGS, is_attendable, pack_candidates, parse_candidates
-from .early_boost import RUNS, fast_search
+from .candidates import (
+    BALANCED,
+    CALIBRATED,
+    FAST_CANDIDATES,
+    FRAME_CANDIDATES,
+    THOROUGH_CANDIDATES,
+    WIDTH_CANDIDATES,
+    is_attendable,
+    pack_candidates,
+    parse_candidates,
+)
+from .early_boost import MAX_MEASUREMENTS, fast_search
 from .journal import open_journal
 from .measurement import Windows, read_once
 from .results import recipe_file, results
@@ -145,7 +155,7 @@ def run(
         searched = Windows(network, folder_name, counter, basis=loaded_basis)
         search_windows, held_out_windows = _windows(words, sizes, settings.seed)
         layers = network.config.get_text_config().num_hidden_layers
-        runs = RUNS if quick else by_width_steps(layers) if widths else steps(layers, codecs)
+        runs = MAX_MEASUREMENTS if quick else by_width_steps(layers) if widths else steps(layers, codecs)
         counter.total = sizes.windows * (1 + runs) + 3 * sizes.held_out
         priced = pack_candidates(searched.read(search_windows, sizes.score), codecs, loaded_basis)
         search = Search(priced, searched, math.floor(bits * priced.values() / 8))
@@ -195,12 +205,12 @@ def _candidates(quick: bool, basis: Basis | None, *, widths: bool = False, only_
     The fast search needs a family of codecs in which more bytes mean smaller errors. The search by widths needs another one.
     """
     if widths:
-        values = tuple(codec for codec in BY_WIDTHS if codec.startswith("v="))
-        return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else BY_WIDTHS
+        values = tuple(codec for codec in WIDTH_CANDIDATES if codec.startswith("v="))
+        return (*BALANCED, *values) if basis is not None and basis.has_balanced_frames else WIDTH_CANDIDATES
     if basis is None:
-        return RUNGS if quick else LADDER
-    framed = FRAMED if basis.sides_with_frames() and not only_attendable else ()
-    return CALIBRATED if quick else (*LADDER, *CALIBRATED, *framed)
+        return FAST_CANDIDATES if quick else THOROUGH_CANDIDATES
+    framed = FRAME_CANDIDATES if basis.sides_with_frames() and not only_attendable else ()
+    return CALIBRATED if quick else (*THOROUGH_CANDIDATES, *CALIBRATED, *framed)
 
 
 def _check_folder(path: str) -> None:

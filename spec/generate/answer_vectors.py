@@ -11,7 +11,7 @@ from spec.generate.container_vectors import in_text
 from spec.generate.input_vectors import THREE, ids, inputs, rows, with_features
 from spec.generate.invalid_vectors import RAW, add
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import bits, changed, file_of, one_side, random_side
+from support.file_parts import change_file, file_of, keys_file, overwrite, random_side
 from support.klt_bases import codec_of, transform_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def add_all() -> None:
 
 def of_raw_tokens(codec: Codec) -> bytes:
     """Return a file whose keys are two raw tokens without packed tokens."""
-    return one_side(codec, runs=(), tail=2)
+    return keys_file(codec, runs=(), tail=2)
 
 
 def add_bases() -> None:
@@ -44,7 +44,7 @@ def add_bases() -> None:
         shows = "a side with only raw tokens, whose basis is not given to the reader"
         add(f"{name}-basis-of-raw-tokens-not-given", rule, "MissingBasis", shows, lambda c=codec: of_raw_tokens(c))  # type: ignore[misc]
     shows = "a frequency of negative zero"
-    add_valid("basis-balanced-minus-zero", shows, lambda: changed(alone(), bits("0.state.rope.halves", 8, "00000080")), "basis-15")
+    add_valid("basis-balanced-minus-zero", shows, lambda: change_file(alone(), overwrite("0.state.rope.halves", 8, "00000080")), "basis-15")
 
 
 def add_ids() -> None:

@@ -7,10 +7,10 @@ import math
 import struct
 from typing import TYPE_CHECKING, Any
 
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from spec.generate.invalid_vectors import RAW, add, add_header
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import bits, changed, edit, file_of, move_to_end, one_side, random_side
+from support.file_parts import change_file, edit, file_of, keys_file, move_to_end, overwrite, random_side
 from support.klt_bases import balanced_basis
 from support.strategies import create, with_sidecar
 
@@ -43,7 +43,7 @@ def with_rows() -> bytes:
 def keys(codec_id: str, dim: int, *, layer: int = 0, frame: str = "balanced", of: Callable[[], bytes] = alone, **words: str) -> Codec:
     """Return a codec for keys that uses a basis's frames of one layer."""
     codec = create(codec_id, dim, "k", frame="balanced", **words)
-    return with_sidecar(codec, Balanced(dim, hashlib.sha256(of()).digest(), layer, frame))
+    return with_sidecar(codec, FrameMap(dim, hashlib.sha256(of()).digest(), layer, frame))
 
 
 def add_all() -> None:
@@ -84,7 +84,7 @@ def add_decoded() -> None:
         ),
     ):
         basis = WITH_ROWS if codec.dim == 4 else ALONE
-        add_valid(f"side-car-{name}", shows, lambda c=codec, m=more: one_side(c, **m), "side-cars-10", "front-12", basis=basis)
+        add_valid(f"side-car-{name}", shows, lambda c=codec, m=more: keys_file(c, **m), "side-cars-10", "front-12", basis=basis)
     trellis = keys("trellis", 4, of=with_rows, b="4", states="256")
     values = create("scalar", 6, "v", b="2", rotation="none")
     shows = "keys with codec trellis, and values with another codec"
@@ -113,10 +113,10 @@ def add_refused() -> None:
         ("side-car-balanced-order", "side-cars-3", "the keys of balanced in the wrong order", move_to_end("codecs.0.balanced", "basis")),
         ("balanced-not-required", "container-63", "balanced keys without the feature that they require", edit("required", [])),
     ):
-        add(name, rule, "InvalidHeader", shows, lambda c=change: one_side(codec, c))
+        add(name, rule, "InvalidHeader", shows, lambda c=change: keys_file(codec, c))
     scaled = keys("scalar", 6, b="2", rotation="none", channel_scale="fp16")
     last = move_to_end("codecs.0", "balanced")
-    add("side-car-balanced-last", "side-cars-2", "InvalidHeader", "balanced is the last key", lambda: one_side(scaled, last))
+    add("side-car-balanced-last", "side-cars-2", "InvalidHeader", "balanced is the last key", lambda: keys_file(scaled, last))
     add_header("balanced-required-of-none", "container-63", RAW, "required", ["balanced"], "the required feature without balanced keys")
     add_header("side-car-balanced-of-raw", "side-cars-1", RAW, "codecs.0.balanced", whole, "balanced frames for codec raw")
     add_bases_refused()
@@ -156,13 +156,13 @@ def add_bases_refused() -> None:
         ("of-one-head", "side-cars-18", "one head, but frames for two heads", codec, ALONE, {"heads": 1}),
     ):
         error = "MissingBasis" if rule == "side-cars-16" else "InvalidHeader"
-        add(f"balanced-basis-{name}", rule, error, shows, lambda c=of, m=more: one_side(c, **m), basis=basis)
+        add(f"balanced-basis-{name}", rule, error, shows, lambda c=of, m=more: keys_file(c, **m), basis=basis)
 
 
 def add_refused_bases() -> None:
     def refused(name: str, rule: str, shows: str, *changes: Callable[[Parts], Any], of: Callable[[], bytes] = alone) -> None:
         error = "InvalidPayload" if rule == "basis-23" else "InvalidHeader"
-        add(f"basis-balanced-{name}", rule, error, shows, lambda: changed(of(), *changes))
+        add(f"basis-balanced-{name}", rule, error, shows, lambda: change_file(of(), *changes))
 
     for name, shows, change in (
         ("of-integers", "balanced frames in 16-bit integers", state("k.balanced", dtype="U16")),
@@ -202,9 +202,13 @@ def add_refused_bases() -> None:
         ("k.mean", 44, "000080ff"),
     ):
         shows = f"a value of {name} is not finite"
-        refused(f"not-finite-{name.partition('.')[2]}", "basis-23", shows, bits(f"0.state.{name}", at, value))
+        refused(f"not-finite-{name.partition('.')[2]}", "basis-23", shows, overwrite(f"0.state.{name}", at, value))
     refused(
-        "half-not-finite", "basis-23", "an infinity in a balanced frame in binary16", bits("0.state.k.balanced", 2, "007c"), of=with_rows
+        "half-not-finite",
+        "basis-23",
+        "an infinity in a balanced frame in binary16",
+        overwrite("0.state.k.balanced", 2, "007c"),
+        of=with_rows,
     )
 
 

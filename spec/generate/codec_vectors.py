@@ -21,7 +21,7 @@ from spec.generate.invalid_vectors import (
     add_header,
     add_payload,
 )
-from support.file_parts import edit, one_side, reorder
+from support.file_parts import edit, keys_file, reorder
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ def add_parameters() -> None:
             f"{codec_id}-1",
             "InvalidHeader",
             "a parameter is missing",
-            lambda c=codec, n=names: one_side(c, reorder("codecs.0", *n[:-1])),
+            lambda c=codec, n=names: keys_file(c, reorder("codecs.0", *n[:-1])),
         )
         add(
             f"{codec_id}-parameter-unknown",
             f"{codec_id}-1",
             "InvalidHeader",
             "an additional parameter",
-            lambda c=codec, n=names: one_side(c, reorder("codecs.0", *n, "more")),
+            lambda c=codec, n=names: keys_file(c, reorder("codecs.0", *n, "more")),
         )
         swapped = [*names[:-2], *names[:-3:-1]]
         add(
@@ -116,7 +116,7 @@ def add_parameters() -> None:
             f"{codec_id}-1",
             "InvalidHeader",
             "the last two parameters in the wrong order",
-            lambda c=codec, n=swapped: one_side(c, reorder("codecs.0", *n)),
+            lambda c=codec, n=swapped: keys_file(c, reorder("codecs.0", *n)),
         )
         for number, (parameter, value) in enumerate(outside[codec_id]):
             shown = f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
@@ -148,7 +148,7 @@ def add_parameters() -> None:
         "group-4",
         "InvalidHeader",
         "scale_dtype with its default, which must be omitted",
-        lambda: one_side(GROUP, lambda parts: parts.header["codecs"][0].update(scale_dtype="fp16")),
+        lambda: keys_file(GROUP, lambda parts: parts.header["codecs"][0].update(scale_dtype="fp16")),
     )
     add_header("group-scale-dtype-unknown", "group-4", EIGHT_BIT, "codecs.0.scale_dtype", "u16", "scale_dtype is u16")
 
@@ -175,7 +175,7 @@ def add_scales_per_head() -> None:
     for name, codec, scale, required in (("shared", per_head, "fp16", []), ("per-head", shared, "fp16-per-head", [feature])):
         changes = edit("codecs.0.token_scale", scale), edit("required", required)
         shows = f"token_scale is {scale}, and the tensor has the shape of {codec.token_scale}"  # type: ignore[attr-defined]
-        make = lambda codec=codec, changes=changes: one_side(codec, *changes, heads=3)  # noqa: E731
+        make = lambda codec=codec, changes=changes: keys_file(codec, *changes, heads=3)  # noqa: E731
         add(f"token-scale-of-another-shape-{name}", "container-16", "InvalidHeader", shows, make)
 
 

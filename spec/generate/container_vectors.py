@@ -8,7 +8,7 @@ import msgpack
 
 from spec.generate.invalid_vectors import GROUP, RAW, Invalid, add, add_header
 from spec.generate.valid_vectors import Valid
-from support.file_parts import Parts, compressed, edit, frame, one_side, raw_frame, repeated_frame
+from support.file_parts import Parts, compress, edit, frame, keys_file, raw_frame, repeated_frame
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 UNSUPPORTED: dict[str, Invalid | Valid] = {}
 
-PLAIN = one_side(RAW, runs=(4,), heads=1)
+PLAIN = keys_file(RAW, runs=(4,), heads=1)
 
 
 def in_text(old: str, new: str) -> bytes:
@@ -120,7 +120,7 @@ def add_front() -> None:
 
 
 def add_msgpack() -> None:
-    parts = Parts.of(one_side(GROUP))
+    parts = Parts.of(keys_file(GROUP))
     packed = msgpack.packb(parts.header)
     start = packed.index(b"\xa5start") + 6
     assert packed[start] == 3
@@ -162,15 +162,15 @@ def add_msgpack() -> None:
             add_header(f"{place}-is-{name_of_value}", "container-11", GROUP, place, other, f"{place} is {name_of_value.replace('-', ' ')}")
     for place, value in (("ignorable", {"y": b"1", "x": b""}), ("model", {"\U00010000": "a", "\uffff": "b"})):
         shows = f"keys of {place} that do not ascend by code points"
-        add(f"msgpack-order-of-{place}", "container-10", "InvalidHeader", shows, lambda p=place, v=value: one_side(GROUP, edit(p, v)))
+        add(f"msgpack-order-of-{place}", "container-10", "InvalidHeader", shows, lambda p=place, v=value: keys_file(GROUP, edit(p, v)))
 
 
 def add_frames() -> None:
     def add_frame(name: str, rule: str, shows: str, change: Callable[[bytes], bytes]) -> None:
-        add(f"zstd-{name}", rule, "InvalidPayload", shows, lambda: one_side(RAW, frame(change), runs=(4,), heads=1))
+        add(f"zstd-{name}", rule, "InvalidPayload", shows, lambda: keys_file(RAW, frame(change), runs=(4,), heads=1))
 
     def of_nothing(stored: bytes) -> Callable[[], bytes]:
-        return lambda: one_side(RAW, frame(lambda raw: stored), runs=(), tail=0)
+        return lambda: keys_file(RAW, frame(lambda raw: stored), runs=(), tail=0)
 
     nothing = bytes.fromhex("28b52ffd 00 00 010000")
     shows = "an empty frame without a content size, for a tensor without bytes"
@@ -181,23 +181,23 @@ def add_frames() -> None:
         "other-magic", "container-21", "the magic number of an older Zstandard version", lambda raw: b"\x27" + raw_frame(raw, "20 18")[1:]
     )
     skippable = bytes.fromhex("502a4d18 00000000")
-    add_frame("cut-off-in-its-header", "container-21", "the first six bytes of a frame", lambda raw: compressed(raw)[:6])
+    add_frame("cut-off-in-its-header", "container-21", "the first six bytes of a frame", lambda raw: compress(raw)[:6])
     add_frame("no-frame", "container-21", "uncompressed values with the filter zstd", lambda raw: raw)
-    add_frame("cut-off", "container-21", "a frame without its last byte", lambda raw: compressed(raw)[:-1])
+    add_frame("cut-off", "container-21", "a frame without its last byte", lambda raw: compress(raw)[:-1])
     add_frame(
         "two-frames",
         "container-21",
         "values in two frames, each with a part of the bytes",
-        lambda raw: compressed(raw[:6]) + compressed(raw[6:]),
+        lambda raw: compress(raw[:6]) + compress(raw[6:]),
     )
-    add_frame("empty-frame-after", "container-21", "a frame followed by an empty frame", lambda raw: compressed(raw) + compressed(b""))
-    add_frame("skippable-before", "container-21", "a skippable frame first", lambda raw: skippable + compressed(raw))
-    add_frame("skippable-after", "container-21", "a skippable frame at the end", lambda raw: compressed(raw) + skippable)
+    add_frame("empty-frame-after", "container-21", "a frame followed by an empty frame", lambda raw: compress(raw) + compress(b""))
+    add_frame("skippable-before", "container-21", "a skippable frame first", lambda raw: skippable + compress(raw))
+    add_frame("skippable-after", "container-21", "a skippable frame at the end", lambda raw: compress(raw) + skippable)
     add_frame("reserved-bit", "container-21", "a frame with its reserved bit set", lambda raw: raw_frame(raw, "28 18"))
     add_frame("reserved-block", "container-21", "a block with the reserved type", lambda raw: raw_frame(raw, "20 18", 3))
-    add_frame("size-missing", "container-22", "a frame without a content size", lambda raw: compressed(raw, write_content_size=False))
-    add_frame("size-more", "container-23", "a frame whose content is a byte longer than the tensor", lambda raw: compressed(raw + b"0"))
-    add_frame("size-less", "container-23", "a frame whose content is a byte shorter than the tensor", lambda raw: compressed(raw[:-1]))
+    add_frame("size-missing", "container-22", "a frame without a content size", lambda raw: compress(raw, write_content_size=False))
+    add_frame("size-more", "container-23", "a frame whose content is a byte longer than the tensor", lambda raw: compress(raw + b"0"))
+    add_frame("size-less", "container-23", "a frame whose content is a byte shorter than the tensor", lambda raw: compress(raw[:-1]))
     add_frame("size-64-bits", "container-23", "a frame that declares 2^64 - 1 bytes", lambda raw: raw_frame(raw, "e0 ffffffffffffffff"))
     add_frame(
         "content-more",
@@ -216,7 +216,7 @@ def add_frames() -> None:
 
     def add_empty_frame(name: str, shows: str, data: str) -> None:
         empty = frame(lambda raw: bytes.fromhex("28b52ffd" + data))
-        add(f"zstd-{name}", "container-21", "InvalidPayload", shows, lambda: one_side(RAW, empty, runs=(), heads=1))
+        add(f"zstd-{name}", "container-21", "InvalidPayload", shows, lambda: keys_file(RAW, empty, runs=(), heads=1))
 
     add_empty_frame("no-content-without-blocks", "an empty frame that ends before its block", "2000")
     add_empty_frame("no-content-without-last-block", "an empty frame whose only block is not marked as the last", "2000 000000")
@@ -227,7 +227,7 @@ def add_frames() -> None:
         "container-29",
         "LimitExceeded",
         "a tensor with 24 bytes but without stored bytes",
-        lambda: one_side(RAW, frame(lambda raw: b""), runs=(4,), heads=1),
+        lambda: keys_file(RAW, frame(lambda raw: b""), runs=(4,), heads=1),
     )
 
 
@@ -273,7 +273,7 @@ def add_limits() -> None:
 
 def without_tokens(name: str) -> bytes:
     """Return a file whose keys have no tokens, but 65537 sequences or heads."""
-    parts = Parts.of(one_side(RAW, runs=(), tail=0))
+    parts = Parts.of(keys_file(RAW, runs=(), tail=0))
     parts.header["layers"][0]["k"][name] = 65537
     parts.header["tensors"][0][2][("batch", "heads").index(name)] = 65537
     return parts.joined()
@@ -292,7 +292,7 @@ def too_large() -> bytes:
 
 def overflowing() -> bytes:
     """Return a file whose keys have 2^16 sequences and heads and 2^32 tokens with one F16 channel. Their tensor is empty."""
-    parts = Parts.of(one_side(create("raw", 1, dtype="fp16"), runs=(), tail=0, heads=1))
+    parts = Parts.of(keys_file(create("raw", 1, dtype="fp16"), runs=(), tail=0, heads=1))
     parts.header["layers"][0]["k"].update(batch=2**16, heads=2**16, runs=[2**32])
     parts.header["tensors"][0][2] = [2**16, 2**16, 2**32, 1]
     return parts.joined()
@@ -314,42 +314,42 @@ def add_unsupported() -> None:
         "major number 2, with everything else different",
         lambda: (4000).to_bytes(8, "little") + PLAIN[8:].split(b'"1 ')[0] + b'"2"}}' + b"?" * 200,
     )
-    unsupported("format-2", "container-32", later, "format 2 in kvpack.header", lambda: one_side(GROUP, edit("format", 2)))
+    unsupported("format-2", "container-32", later, "format 2 in kvpack.header", lambda: keys_file(GROUP, edit("format", 2)))
     unsupported(
         "format-2-with-other-keys",
         "container-32",
         later,
         "format 2, with unknown keys",
-        lambda: one_side(GROUP, edit("format", 2), edit("more", 1)),
+        lambda: keys_file(GROUP, edit("format", 2), edit("more", 1)),
     )
-    unsupported("required-feature", "container-7", later, "a required feature", lambda: one_side(GROUP, edit("required", ["new-feature"])))
+    unsupported("required-feature", "container-7", later, "a required feature", lambda: keys_file(GROUP, edit("required", ["new-feature"])))
     shows = "a required feature, with unknown keys that it may define"
     unsupported(
         "required-feature-with-other-keys",
         "container-7",
         later,
         shows,
-        lambda: one_side(GROUP, edit("required", ["new-feature"]), edit("more", 1)),
+        lambda: keys_file(GROUP, edit("required", ["new-feature"]), edit("more", 1)),
     )
     more = edit("more", {"new": [1.5, True, -1, msgpack.ExtType(3, b"x"), [[[[1]]]]]})
     shows = "format 2, with values of unknown types nested more deeply than in this version"
-    unsupported("format-2-with-other-types", "container-32", later, shows, lambda: one_side(GROUP, edit("format", 2), more))
+    unsupported("format-2-with-other-types", "container-32", later, shows, lambda: keys_file(GROUP, edit("format", 2), more))
     shows = "a required feature, with values of unknown types nested more deeply than in this version"
     required = edit("required", ["new-feature"])
-    unsupported("required-feature-with-other-types", "container-7", later, shows, lambda: one_side(GROUP, required, more))
-    unsupported("codec", "container-12", "UnknownCodec", "an unknown codec", lambda: one_side(GROUP, edit("codecs.0.id", "new-codec")))
+    unsupported("required-feature-with-other-types", "container-7", later, shows, lambda: keys_file(GROUP, required, more))
+    unsupported("codec", "container-12", "UnknownCodec", "an unknown codec", lambda: keys_file(GROUP, edit("codecs.0.id", "new-codec")))
     shows = "an unknown codec that no side uses"
     unsupported(
         "codec-without-a-side",
         "container-12",
         "UnknownCodec",
         shows,
-        lambda: one_side(GROUP, lambda parts: parts.header["codecs"].append({"id": "new-codec"})),
+        lambda: keys_file(GROUP, lambda parts: parts.header["codecs"].append({"id": "new-codec"})),
     )
     add_news(unsupported)
     features = {"a-feature": bytes(range(256)), "new-feature": b""}
     shows = "two unknown ignorable features, which readers skip"
-    UNSUPPORTED["ignorable-features"] = Valid(shows, ("container-8",), lambda: one_side(GROUP, edit("ignorable", features)))
+    UNSUPPORTED["ignorable-features"] = Valid(shows, ("container-8",), lambda: keys_file(GROUP, edit("ignorable", features)))
 
 
 def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], None]) -> None:
@@ -393,7 +393,7 @@ def add_news(unsupported: Callable[[str, str, str, str, Callable[[], bytes]], No
 
 def with_header(apply: Callable[[bytes], bytes], *changes: Callable[[Parts], object]) -> bytes:
     """Return a file whose header is changed by ``changes``, packed, and then changed as bytes by ``apply``."""
-    parts = Parts.of(one_side(GROUP))
+    parts = Parts.of(keys_file(GROUP))
     for change in changes:
         change(parts)
     packed = msgpack.packb(parts.header)

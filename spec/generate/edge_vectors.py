@@ -9,7 +9,7 @@ from kvpack.formats.klt import Klt
 from spec.generate.input_vectors import ids, with_features
 from spec.generate.sidecar_vectors import with_positions
 from spec.generate.valid_vectors import add
-from support.file_parts import one_side
+from support.file_parts import keys_file
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -70,15 +70,17 @@ def add_all() -> None:
             ("side-cars-10",),
         ),
     ):
-        add(f"zeros-of-{name}", f"zeros: {shows}", lambda c=codec, z=change: one_side(c, z, heads=1), *rules)  # type: ignore[misc]
+        add(f"zeros-of-{name}", f"zeros: {shows}", lambda c=codec, z=change: keys_file(c, z, heads=1), *rules)  # type: ignore[misc]
     bytes_of_norms = create("scalar", 2, b="1", rotation="none", norm="log8")
     for size in (1, 17, 129, 241, 257, 1025):
         shows = f"a tensor of {size} bytes, the least that XXH3 takes in another way than those before"
-        add(f"digest-of-{size}-bytes", shows, lambda n=size: one_side(bytes_of_norms, runs=(n,), tail=0, heads=1), "container-20")  # type: ignore[misc]
+        add(f"digest-of-{size}-bytes", shows, lambda n=size: keys_file(bytes_of_norms, runs=(n,), tail=0, heads=1), "container-20")  # type: ignore[misc]
     wide = create("octahedral", 73, b="2", arrangement="direct", rotation="none")
-    add("octahedral-direct-dim-73", "25 triplets in a column for 48", lambda: one_side(wide, heads=1), "octahedral-6")
+    add("octahedral-direct-dim-73", "25 triplets in a column for 48", lambda: keys_file(wide, heads=1), "octahedral-6")
     heads = Klt.of(11, bytes(32), 0, "k", b"\2\3", "fp16", "fp16", per_head=True)
-    add("klt-heads-of-nine-bits", "a short run of three columns, whose nine bits take two bytes", lambda: one_side(heads, heads=1), "klt-8")
+    add(
+        "klt-heads-of-nine-bits", "a short run of three columns, whose nine bits take two bytes", lambda: keys_file(heads, heads=1), "klt-8"
+    )
     for name, shows in (
         ("layer-state-of-two-sequences", "ids of two sequences, with states of two sequences"),
         ("layer-state-of-no-sides", "ids in a file without sides, whose token range is empty: they are ignored"),
@@ -98,4 +100,4 @@ def add_all() -> None:
 def positions() -> bytes:
     codec = create("group", 1, "k", b="1", g="128", raw_first="1")
     words = [[2, 0, 0, 0], [65535, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0]]
-    return one_side(codec, lambda parts: with_positions(parts, words), runs=(65540,), tail=0, heads=1)
+    return keys_file(codec, lambda parts: with_positions(parts, words), runs=(65540,), tail=0, heads=1)

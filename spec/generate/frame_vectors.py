@@ -9,7 +9,7 @@ import zstandard
 
 from spec.generate.invalid_vectors import add
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import edit, frame, one_side
+from support.file_parts import edit, frame, keys_file
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def of_frame(stored: bytes, content_size: int, channels: int = 16, *changes: Cal
     codec = create("raw", channels, dtype="fp32")
     tokens, rest = divmod(content_size, 4 * channels)
     assert rest == 0
-    return one_side(codec, frame(lambda raw: stored), *changes, runs=(tokens,), tail=0, heads=1)
+    return keys_file(codec, frame(lambda raw: stored), *changes, runs=(tokens,), tail=0, heads=1)
 
 
 def letters(size: int, seed: int, symbols: int = 26, first: int = 97) -> bytes:

@@ -6,9 +6,9 @@ import struct
 
 from spec.generate.invalid_vectors import RAW
 from spec.generate.valid_vectors import add
-from support.file_parts import Parts, one_side
+from support.file_parts import Parts, keys_file
 
-THREE = one_side(RAW, runs=(3,), tail=0, heads=1)
+THREE = keys_file(RAW, runs=(3,), tail=0, heads=1)
 """File with three tokens of one sequence."""
 
 
@@ -103,12 +103,12 @@ def add_token_ids() -> None:
 
 def of_two_features() -> bytes:
     known = struct.pack("<16385I", *(token * 7919 % 2**32 for token in range(16385)))
-    data = one_side(RAW, runs=(16385,), tail=0, heads=1)
+    data = keys_file(RAW, runs=(16385,), tail=0, heads=1)
     return with_features(data, token_ids__0=known[:65536], token_ids__1=known[65536:])
 
 
 def add_row_ids() -> None:
-    batch = one_side(RAW, runs=(3,), tail=0, heads=1, batch=2)
+    batch = keys_file(RAW, runs=(3,), tail=0, heads=1, batch=2)
     first, second = ids(7, 8), ids(9, 8)
     both, shared = rows(first, second), {"inputs": inputs(ids(5))}
     for name, shows, features in (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpack.formats.klt import Klt
-from support.file_parts import bits, edit, one_side
+from support.file_parts import edit, keys_file, overwrite
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def add(name: str, rule: str, error: str, shows: str, make: Callable[[], bytes],
 
 def add_header(name: str, rule: str, codec: Codec, path: str, value: Any, shows: str, error: str = "InvalidHeader") -> None:
     """Add a file whose header has another value at ``path``."""
-    add(name, rule, error, shows, lambda: one_side(codec, edit(path, value)))
+    add(name, rule, error, shows, lambda: keys_file(codec, edit(path, value)))
 
 
 def add_payload(name: str, rule: str, codec: Codec, tensor: str, at: int, value: str, shows: str) -> None:
     """Add a file whose tensor has other bytes from ``at`` on, with a correct digest."""
-    add(name, rule, "InvalidPayload", shows, lambda: one_side(codec, bits(f"0.k.{tensor}", at, value)))
+    add(name, rule, "InvalidPayload", shows, lambda: keys_file(codec, overwrite(f"0.k.{tensor}", at, value)))

@@ -22,7 +22,7 @@ from spec.generate.invalid_vectors import (
     TRANSFORM,
     add,
 )
-from support.file_parts import Parts, one_side, place
+from support.file_parts import Parts, entry_at, keys_file
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def add_alone(name: str, rule: str, codec: Codec, changes: dict[str, Any], shows
     """Add a file without layers whose only codec has ``changes`` by parameter name. Dots separate the keys of nested maps."""
 
     def alone() -> bytes:
-        parts = Parts.of(one_side(codec))
+        parts = Parts.of(keys_file(codec))
         parts.header["layers"], parts.header["tensors"], parts.tensors = [], [], []
         for path, value in changes.items():
             above, _, last = f"codecs.0.{path}".rpartition(".")
-            place(parts, above)[last] = value
+            entry_at(parts, above)[last] = value
         return parts.joined()
 
     add(f"codec-alone-{name}", rule, "InvalidHeader", f"{shows}; no side uses the codec", alone)

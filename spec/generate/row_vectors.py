@@ -11,7 +11,7 @@ from kvpack.formats.group import TOKEN_SCALE_DTYPES
 from kvpack.formats.outliers import Outliers
 from spec.generate.invalid_vectors import ANGLE, MINIFLOAT, MXFP8, OCTAHEDRAL, POLAR, QUATERNION, SCALAR, add
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import Parts, bits, edit, one_side
+from support.file_parts import Parts, edit, keys_file, overwrite
 from support.strategies import create, with_sidecar
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def add_all() -> None:
 
 
 def rows(name: str, shows: str, codec: Codec, *rules: str, runs: tuple[int, ...] = (5, 4, 1), **options: Any) -> None:
-    add_valid(name, shows, lambda: one_side(codec, runs=runs, batch=2, heads=3, **options), *rules)
+    add_valid(name, shows, lambda: keys_file(codec, runs=runs, batch=2, heads=3, **options), *rules)
 
 
 def add_rows() -> None:
@@ -93,7 +93,7 @@ def add_sidecars() -> None:
     codec = create("scalar", 6, b="2", rotation="none", sinks="1", raw_tokens="fp32")
     none = without_entries("raw_token_flags", "raw_tokens")
     shows = "an empty last tensor, so that the file ends with a pad"
-    add_valid("side-car-last-without-entries", shows, lambda: one_side(codec, none, runs=(3,), tail=0), "side-cars-10")
+    add_valid("side-car-last-without-entries", shows, lambda: keys_file(codec, none, runs=(3,), tail=0), "side-cars-10")
     add_subnormal()
 
 
@@ -135,35 +135,35 @@ def add_subnormal() -> None:
     words = {"outliers": "3", "qjl": "fp16", "sinks": "1", "raw_tokens": "fp16"}
     codec = create("group", 16, b="2", g="4", axis="channel", **words)
     numbers = subnormal(("outliers", "qjl_norm", "raw_tokens", "tail"))
-    make = lambda: one_side(codec, numbers, runs=(6,), tail=2, tail_dtype="fp16")  # noqa: E731
+    make = lambda: keys_file(codec, numbers, runs=(6,), tail=2, tail_dtype="fp16")  # noqa: E731
     add_valid("side-cars-subnormal", "subnormal numbers in outliers, qjl_norm, raw tokens and tail", make, "front-1", "side-cars-10")
     single = create("group", 6, b="2", g="4", axis="channel", token_scale="fp32")
     change = subnormal(("token_scale",), "F32")
     shows = "subnormal token scales in binary32 with normal products"
-    add_valid("group-subnormal-fp32-token-scales", shows, lambda: one_side(single, large_scales, change, runs=(4,), tail=0), "front-12")
+    add_valid("group-subnormal-fp32-token-scales", shows, lambda: keys_file(single, large_scales, change, runs=(4,), tail=0), "front-12")
     scaled = create("group", 6, b="2", g="4", axis="channel", channel_scale="fp32")
     factors = subnormal(("channel_scale",), "F32")
     shows = "subnormal channel scales in binary32 with normal products"
-    make_scaled = lambda: one_side(scaled, large_scales, factors, runs=(4,), tail=0)  # noqa: E731
+    make_scaled = lambda: keys_file(scaled, large_scales, factors, runs=(4,), tail=0)  # noqa: E731
     add_valid("side-car-subnormal-fp32-scale", shows, make_scaled, "side-cars-9", "side-cars-10")
 
 
 def add_runs() -> None:
     """Add files with two runs for a codec that allows only one, because it encodes tokens one by one."""
     shows = "two runs of codec minifloat with scales per block, which encodes tokens one by one"
-    add("two-runs-of-mxfp8", "container-18", "InvalidHeader", shows, lambda: one_side(MXFP8, edit("layers.0.k.runs", [1, 1]), tail=0))
+    add("two-runs-of-mxfp8", "container-18", "InvalidHeader", shows, lambda: keys_file(MXFP8, edit("layers.0.k.runs", [1, 1]), tail=0))
     for codec in (OCTAHEDRAL, QUATERNION, ANGLE, SCALAR, POLAR, MINIFLOAT):
         shows = f"two runs of {codec.id}, which encodes tokens one by one"
-        make = lambda c=codec: one_side(c, edit("layers.0.k.runs", [1, 1]), tail=0)  # noqa: E731
+        make = lambda c=codec: keys_file(c, edit("layers.0.k.runs", [1, 1]), tail=0)  # noqa: E731
         add(f"two-runs-of-{codec.id}", "container-18", "InvalidHeader", shows, make)
 
 
 def add_flags() -> None:
     three = create("group", 12, b="2", axis="channel", outliers="3")
     three = with_sidecar(three, Outliers(12, fields=2))
-    change = without_entries("outlier_flags.0", "outliers"), bits("0.k.outlier_flags.0", 1, "02")
+    change = without_entries("outlier_flags.0", "outliers"), overwrite("0.k.outlier_flags.0", 1, "02")
     shows = "a flag set in a field without a chunk"
-    add("side-car-field-of-no-chunk", "front-3", "InvalidPayload", shows, lambda: one_side(three, *change))
+    add("side-car-field-of-no-chunk", "front-3", "InvalidPayload", shows, lambda: keys_file(three, *change))
     raw = create("group", 6, b="2", axis="channel", sinks="1", raw_tokens="fp16")
     none = without_entries("raw_token_flags", "raw_tokens")
     add(
@@ -171,7 +171,7 @@ def add_flags() -> None:
         "side-cars-7",
         "InvalidPayload",
         "a flag of 2 with one entry, the number of nonzero flags",
-        lambda: one_side(raw, none, one_entry, bits("0.k.raw_token_flags", 1, "02"), runs=(3,), tail=0),
+        lambda: keys_file(raw, none, one_entry, overwrite("0.k.raw_token_flags", 1, "02"), runs=(3,), tail=0),
     )
     raw_codec = create("raw", 4, dtype="bf16")
     add(
@@ -179,7 +179,7 @@ def add_flags() -> None:
         "side-cars-1",
         "InvalidHeader",
         "channel_scale for codec raw, with its tensor",
-        lambda: one_side(raw_codec, scale_of_raw, tail=0),
+        lambda: keys_file(raw_codec, scale_of_raw, tail=0),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvpack.formats.qjl import DEFAULT_SEED, Qjl
 from spec.generate.invalid_vectors import GROUP, RAW, add, add_header, add_payload
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import Parts, bits, changed, drop, edit, file_of, move_to_end, one_side, random_side
+from support.file_parts import Parts, change_file, drop, edit, file_of, keys_file, move_to_end, overwrite, random_side
 from support.strategies import create, with_sidecar
 
 if TYPE_CHECKING:
@@ -84,20 +84,20 @@ def add_decoded() -> None:
         ),
     ):
         codec = create(codec_id, dim, "k", **words)
-        add_valid(f"side-car-{name}", shows, lambda c=codec, r=runs: one_side(c, runs=r, tail=0), "side-cars-10", "front-12")
+        add_valid(f"side-car-{name}", shows, lambda c=codec, r=runs: keys_file(c, runs=r, tail=0), "side-cars-10", "front-12")
     add_valid(
         "side-cars",
         "four side-cars with two sequences and two runs",
         lambda: file_of((random_side(ALL, (3, 2), 1, 2), None)),
         "side-cars-10",
     )
-    subnormal = bits("0.k.channel_scale", 0, "0100")
-    add_valid("side-car-subnormal-scale", "a subnormal channel scale", lambda: one_side(ALL, subnormal), "side-cars-9", "side-cars-10")
+    subnormal = overwrite("0.k.channel_scale", 0, "0100")
+    add_valid("side-car-subnormal-scale", "a subnormal channel scale", lambda: keys_file(ALL, subnormal), "side-cars-9", "side-cars-10")
 
 
 def add_refused() -> None:
     def changed(name: str, rule: str, shows: str, change: Callable[[Parts], Any], error: str = "InvalidHeader") -> None:
-        add(f"side-car-{name}", rule, error, shows, lambda: one_side(ALL, change))
+        add(f"side-car-{name}", rule, error, shows, lambda: keys_file(ALL, change))
 
     add_header("side-car-of-raw", "side-cars-1", RAW, "codecs.0.channel_scale", "fp16", "a side-car for codec raw")
     changed("order", "side-cars-2", "outliers as the last key", move_to_end("codecs.0", "outliers"))
@@ -159,21 +159,21 @@ def add_refused() -> None:
 
 def add_positions() -> None:
     def two_sequences(codec: Codec, *changes: Callable[[Parts], Any]) -> bytes:
-        return one_side(codec, *changes, runs=(5,), tail=1, batch=2)
+        return keys_file(codec, *changes, runs=(5,), tail=1, batch=2)
 
     every = create("scalar", 16, "k", b="2", channel_scale="fp16", outliers="3", qjl="fp16", raw_first="1", raw_dtype="fp16")
     of_groups = create("group", 8, "k", b="2", g="4", raw_first="1")
     for name, shows, make in (
         ("raw-positions", "tokens of two sequences stored unencoded, with their positions", lambda: two_sequences(POSITIONS)),
-        ("raw-positions-bf16", "raw tokens in three runs of codec group", lambda: one_side(of_groups, runs=(4, 5, 2), seed="1")),
+        ("raw-positions-bf16", "raw tokens in three runs of codec group", lambda: keys_file(of_groups, runs=(4, 5, 2), seed="1")),
         ("raw-positions-fp32", "raw tokens in binary32", lambda: two_sequences(create("angle", 4, n="8", raw_first="1", raw_dtype="fp32"))),
         ("raw-positions-and-others", "raw tokens combined with all other side-cars", lambda: two_sequences(every)),
         (
             "raw-positions-of-klt",
             "raw tokens with a codec that has a basis",
-            lambda: one_side(create("klt", 7, rows="fp16", raw_first="1"), runs=(5,)),
+            lambda: keys_file(create("klt", 7, rows="fp16", raw_first="1"), runs=(5,)),
         ),
-        ("raw-positions-none", "no raw tokens", lambda: one_side(POSITIONS, lambda parts: with_positions(parts, []))),
+        ("raw-positions-none", "no raw tokens", lambda: keys_file(POSITIONS, lambda parts: with_positions(parts, []))),
         ("raw-positions-unused", "two positions and an unused one", lambda: two_sequences(POSITIONS, unused)),
     ):
         add_valid(f"side-car-{name}", shows, make, "side-cars-10")
@@ -182,7 +182,7 @@ def add_positions() -> None:
 def add_refused_positions() -> None:
     def changed(name: str, shows: str, words: list[list[int]], rule: str = "side-cars-13", **more: Any) -> None:
         def make() -> bytes:
-            return one_side(POSITIONS, lambda parts: with_positions(parts, words, **more), runs=(5,), batch=2)
+            return keys_file(POSITIONS, lambda parts: with_positions(parts, words, **more), runs=(5,), batch=2)
 
         add(f"side-car-raw-positions-{name}", rule, "InvalidPayload", shows, make)
 
@@ -228,17 +228,17 @@ def add_key_means() -> None:
         ),
     ):
         rules = "side-cars-10", "front-12"
-        add_valid(f"side-car-{name}", shows, lambda c=codec, r=runs: one_side(c, runs=r, batch=2, heads=3), *rules)
-    values = bits("0.k.key_mean", 0, "00 80 ff 7f 01 81"), bits("0.k.key_mean_scale", 0, "0100")
+        add_valid(f"side-car-{name}", shows, lambda c=codec, r=runs: keys_file(c, runs=r, batch=2, heads=3), *rules)
+    values = overwrite("0.k.key_mean", 0, "00 80 ff 7f 01 81"), overwrite("0.k.key_mean_scale", 0, "0100")
     add_valid(
         "side-car-key-mean-ends",
         "the smallest and the largest code, and a subnormal scale",
-        lambda: one_side(MEANS, *values),
+        lambda: keys_file(MEANS, *values),
         "side-cars-10",
     )
-    scales = bits("0.k.key_mean_scale", 0, "00 80 ff fb")
+    scales = overwrite("0.k.key_mean_scale", 0, "00 80 ff fb")
     shows = "a scale of negative zero, and the most negative scale"
-    add_valid("side-car-key-mean-scales", shows, lambda: one_side(MEANS, scales, heads=2), "side-cars-10")
+    add_valid("side-car-key-mean-scales", shows, lambda: keys_file(MEANS, scales, heads=2), "side-cars-10")
 
 
 def add_refused_key_means() -> None:
@@ -260,7 +260,7 @@ def add_refused_key_means() -> None:
         "side-cars-3",
         "InvalidHeader",
         "the keys of key_mean in the wrong order",
-        lambda: one_side(MEANS, move_to_end("codecs.0.key_mean", "tokens")),
+        lambda: keys_file(MEANS, move_to_end("codecs.0.key_mean", "tokens")),
     )
     add_header("side-car-key-mean-window", "container-15", MEANS, "layers.0.k.window", 12, "a window of one and a half pages")
     groups = create("group", 8, "k", b="2", g="4")
@@ -274,7 +274,13 @@ def add_refused_key_means() -> None:
         "key_mean with codec group and groups of four tokens",
     )
     add_payload("side-car-key-mean-not-finite", "front-13", MEANS, "key_mean_scale", 0, "007c", "a non-finite scale of a mean")
-    add("side-car-key-mean-of-values", "side-cars-14", "InvalidHeader", "values with key_mean", lambda: changed(one_side(MEANS), as_values))
+    add(
+        "side-car-key-mean-of-values",
+        "side-cars-14",
+        "InvalidHeader",
+        "values with key_mean",
+        lambda: change_file(keys_file(MEANS), as_values),
+    )
     add_header("key-mean-not-required", "container-62", MEANS, "required", [], "key means without the feature that they require")
     add_header("key-mean-required-of-none", "container-62", RAW, "required", ["key-mean"], "the required feature without key means")
 

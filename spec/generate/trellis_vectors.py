@@ -9,7 +9,7 @@ from spec.generate.invalid_vectors import add as add_invalid
 from spec.generate.invalid_vectors import add_header
 from spec.generate.parameter_vectors import add_alone, ranges, words
 from spec.generate.valid_vectors import add as add_valid
-from support.file_parts import bits, edit, one_side, reorder
+from support.file_parts import edit, keys_file, overwrite, reorder
 from support.strategies import create
 
 TRELLIS = create("trellis", 8, b="2", states="256", rotation="none")
@@ -36,29 +36,31 @@ def add_windows() -> None:
         codec = create("trellis", dim, **{"rotation": "none", **options})
         shows = f"head dim {dim}, {', '.join(f'{name} {value}' for name, value in options.items())}"
         name = f"trellis-dim-{dim}-b-{options['b']}-states-{options['states']}"
-        add_valid(name, shows, lambda c=codec: one_side(c), "trellis-5", "front-12")
+        add_valid(name, shows, lambda c=codec: keys_file(c), "trellis-5", "front-12")
     k, v = create("trellis", 128, b="2", states="256"), create("trellis", 64, b="3", states="256")
-    add_valid("trellis-dim-128", "a common head dim with a rotation", lambda: one_side(k, runs=(1,), heads=1), "trellis-5", "front-8")
+    add_valid("trellis-dim-128", "a common head dim with a rotation", lambda: keys_file(k, runs=(1,), heads=1), "trellis-5", "front-8")
     add_valid(
         "trellis-dim-64",
         "64 channels, whose words have 48 bits per 16 channels",
-        lambda: one_side(v, runs=(1,), heads=1),
+        lambda: keys_file(v, runs=(1,), heads=1),
         "trellis-5",
         "front-8",
     )
     steps = dataclasses.replace(TRELLIS, table=STEPS)  # type: ignore[call-arg]
-    example = bits("0.k.codes.0", 0, "4eb3"), bits("0.k.norm", 0, "0043")
-    add_valid("trellis-example", "the page's example", lambda: one_side(steps, *example, runs=(1,), tail=0, heads=1), "trellis-5")
+    example = overwrite("0.k.codes.0", 0, "4eb3"), overwrite("0.k.norm", 0, "0043")
+    add_valid("trellis-example", "the page's example", lambda: keys_file(steps, *example, runs=(1,), tail=0, heads=1), "trellis-5")
     ends = struct.pack("<4e", -1.0, 1.0, 0.0, -0.0) + STEPS[8:]
     changed = dataclasses.replace(TRELLIS, table=ends)  # type: ignore[call-arg]
     add_valid(
         "trellis-ends-of-a-table",
         "a table with -1, 1, and zeros of both signs",
-        lambda: one_side(changed, bits("0.k.codes.0", 0, "0000")),
+        lambda: keys_file(changed, overwrite("0.k.codes.0", 0, "0000")),
         "trellis-4",
     )
     shows = "subnormal and negative norms, and norms of zero"
-    add_valid("trellis-special-norms", shows, lambda: one_side(TRELLIS, bits("0.k.norm", 0, "0100 ff83 0080")), "trellis-5", "front-1")
+    add_valid(
+        "trellis-special-norms", shows, lambda: keys_file(TRELLIS, overwrite("0.k.norm", 0, "0100 ff83 0080")), "trellis-5", "front-1"
+    )
 
 
 def add_refused() -> None:
@@ -70,7 +72,7 @@ def add_refused() -> None:
         ("fields", [*names, "fields"], "the parameter fields, which only other codecs have"),
     ):
         add_invalid(
-            f"trellis-parameters-{name}", "trellis-1", "InvalidHeader", shows, lambda o=order: one_side(TRELLIS, reorder("codecs.0", *o))
+            f"trellis-parameters-{name}", "trellis-1", "InvalidHeader", shows, lambda o=order: keys_file(TRELLIS, reorder("codecs.0", *o))
         )
     for name, codec, changes, shows in (
         *ranges(TRELLIS, ("dim", 0, 1032), ("bits", 0, 5)),
@@ -101,12 +103,12 @@ def add_refused() -> None:
         "front-13",
         "InvalidPayload",
         "an infinite norm",
-        lambda: one_side(TRELLIS, bits("0.k.norm", 0, "007c")),
+        lambda: keys_file(TRELLIS, overwrite("0.k.norm", 0, "007c")),
     )
     add_invalid(
         "rotation-of-trellis",
         "front-7",
         "InvalidHeader",
         "hadamard at head dim 52",
-        lambda: one_side(create("trellis", 52, b="4", states="256", rotation="none"), edit("codecs.0.rotation_kind", "hadamard")),
+        lambda: keys_file(create("trellis", 52, b="4", states="256", rotation="none"), edit("codecs.0.rotation_kind", "hadamard")),
     )

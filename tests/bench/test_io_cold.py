@@ -37,7 +37,7 @@ def test_table_has_rows_of_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     fio.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     rows = measured(tmp_path, capsys)
-    assert [row["way"] for row in rows] == [io_cold.DISK, io_cold.LOAD, io_cold.COPY, io_cold.RING, io_cold.AGAIN]
+    assert [row["way"] for row in rows] == [io_cold.DISK, io_cold.LOAD, io_cold.COPY, io_cold.STAGED_READ, io_cold.WARM_LOAD]
     assert rows[0]["seconds"] == 4.0
     assert all(row["of_fio"] == pytest.approx(4.0 / row["seconds"]) for row in rows)
     assert len(dropped) == 4

@@ -427,7 +427,7 @@ def test_moved_keys_reach_every_cache_of_the_model(model: Any) -> None:
 
 def test_scored_texts_share_no_passage_with_calibration_texts() -> None:
     folder = resources.files("kvpack.bench") / "texts"
-    words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in (quality.TEXT, *quality.OTHERS)}
+    words = {name: (folder / f"{name}.txt").read_text(encoding="utf-8").split() for name in (quality.TEXT, *quality.OTHER_TEXTS)}
     words["calibration"] = real_model.calibration_text().decode().split()
     passages = {name: {tuple(found[first : first + 12]) for first in range(len(found) - 11)} for name, found in words.items()}
     calibrates = passages.pop("calibration")
@@ -691,7 +691,7 @@ def test_narrow_plots_have_labels_next_to_the_points() -> None:
 
 def test_every_codec_has_its_own_color() -> None:
     assert set(quality_plot.STYLES) == set(CODECS)
-    colors = [color for color, _ in (*quality_plot.STYLES.values(), quality_plot.OTHER)]
+    colors = [color for color, _ in (*quality_plot.STYLES.values(), quality_plot.OTHER_STYLE)]
     assert len(set(colors)) == len(colors)
     assert [summary.family(recipe) for recipe in ("klt-1.75", "transform-0.6")] == ["klt", "transform"]
 

@@ -20,7 +20,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MATCHED_TOKENS", 1024)
     monkeypatch.setattr(store, "PROCESSES", (1, 2))
     monkeypatch.setattr(store, "OPERATIONS", 3)
-    monkeypatch.setattr(store, "_AT_EACH_SIZE", 3)
+    monkeypatch.setattr(store, "_MATCHES_PER_SIZE", 3)
 
 
 @pytest.mark.usefixtures("_small")

@@ -25,10 +25,10 @@ def test_delayed_server_calls_are_compared(
     with contextlib.ExitStack() as stack:
         if kind == "redis":
             pytest.importorskip("redis")
-            location = stack.enter_context(redis_server.running(tmp_path)).url
+            location = stack.enter_context(redis_server.run_server(tmp_path)).url
         else:
             pytest.importorskip("obstore")
-            server = stack.enter_context(s3_server.running())
+            server = stack.enter_context(s3_server.run_server())
             location = server.url
             for name, variable in s3_server.VARIABLES.items():
                 monkeypatch.setenv(variable, server.options[name])
@@ -59,7 +59,7 @@ def test_round_trips_are_in_the_default_rows_of_a_server(tmp_path: Path, monkeyp
     monkeypatch.setattr(store_scale, "ROWS", ("match", store_scale.ROUND_TRIPS))
     monkeypatch.setattr(store_scale, "LOOKUPS", 2)
     monkeypatch.setitem(store_delay.PAGES, "redis", 8)
-    with redis_server.running(tmp_path) as server:
+    with redis_server.run_server(tmp_path) as server:
         report = store_scale.run(server.url, 200, delay_ms=1.0)
         assert set(report["rows"]) == {"match 10 chunks", "match 100 chunks"}
         assert report["round_trips"]["delay_ms"] == 1.0

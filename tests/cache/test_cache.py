@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.cache import conversion
 from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds, OutOfRange
-from support.caches import BOUNDS, RECIPES, dense, random_pairs, relative_error
+from support.caches import BOUNDS, RECIPES, random_pairs, relative_error, unpack_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def test_pack_and_unpack(recipe: str, tokens: int) -> None:
     pairs = random_pairs(2, tokens, batch=2, dims=(64, 96))
     cache = kvpack.pack(pairs, recipe)
     assert (len(cache), cache.tokens, cache.values) == (2, tokens, 2 * 2 * 2 * tokens * (64 + 96))
-    assert [x.shape for x in dense(cache)] == [x.shape for pair in pairs for x in pair]
+    assert [x.shape for x in unpack_all(cache)] == [x.shape for pair in pairs for x in pair]
     if tokens:
         assert relative_error(cache, pairs) <= BOUNDS[recipe]
 
@@ -55,7 +55,7 @@ def test_layers_packed_together_equal_layers_packed_alone(recipe: str) -> None:
 def test_a_prefix_decodes_to_the_first_values(recipe: str) -> None:
     cache = kvpack.pack(random_pairs(2, 150), recipe)
     for tokens in (0, 1, 32, 33, 128, 149, 150):
-        for cut, whole in zip(dense(cache[:, :tokens]), dense(cache), strict=True):
+        for cut, whole in zip(unpack_all(cache[:, :tokens]), unpack_all(cache), strict=True):
             assert torch.equal(cut, whole[:, :, :tokens])
 
 
@@ -67,12 +67,12 @@ def test_a_slice_decodes_to_its_values(recipe: str, tmp_path: Path) -> None:
     for start, stop in ((0, 300), (64, 128), (96, 96), (128, 299), (64, 300), (256, 300), (300, 300)):
         cut = whole[:, start:stop]
         assert (cut.start, cut.tokens) == (5 + start, stop - start)
-        assert all(torch.equal(a, b[:, :, start:stop]) for a, b in zip(dense(cut), dense(whole), strict=True))
+        assert all(torch.equal(a, b[:, :, start:stop]) for a, b in zip(unpack_all(cut), unpack_all(whole), strict=True))
         kvpack.save(cut, tmp_path / "cut.kvpack")
-        assert all(torch.equal(a, b) for a, b in zip(dense(kvpack.load(tmp_path / "cut.kvpack")), dense(cut), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(unpack_all(kvpack.load(tmp_path / "cut.kvpack")), unpack_all(cut), strict=True))
     if not whole[0].k.tail.shape[2]:
         joined = kvpack.concat([whole[:, :64], whole[:, 64:128], whole[:, 128:]])
-        assert all(torch.equal(a, b) for a, b in zip(dense(joined), dense(whole), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(unpack_all(joined), unpack_all(whole), strict=True))
     stream = next(iter(whole[0].k.runs[0].streams.values()))
     part = next(iter(whole[:, 64:96][0].k.runs[0].streams.values()))
     assert part.untyped_storage().data_ptr() == stream.untyped_storage().data_ptr(), "the slice did not share the bytes"
@@ -94,7 +94,7 @@ def test_append_encodes_each_token_once(recipe: str) -> None:
     pairs = random_pairs(2, 300)
     cut = [(k[:, :, :100], v[:, :, :100]) for k, v in pairs]
     cache = kvpack.pack(cut, recipe)
-    first = dense(cache[:, :64])
+    first = unpack_all(cache[:, :64])
     sizes = [1, 1, 5, 32, 64, 97]
     start = 100
     for size in sizes:
@@ -104,7 +104,7 @@ def test_append_encodes_each_token_once(recipe: str) -> None:
         assert cache.tokens == start
         assert cache[0].k.tail.shape[2] < window
     assert start == 300
-    assert all(torch.equal(a, b) for a, b in zip(dense(cache[:, :64]), first, strict=True)), "packed tokens were changed"
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(cache[:, :64]), first, strict=True)), "packed tokens were changed"
     assert relative_error(cache, pairs) <= BOUNDS[recipe]
     assert len(cache[0].k.runs) <= 12
 
@@ -127,7 +127,7 @@ def test_concat_of_consecutive_pages(recipe: str) -> None:
     parts = [kvpack.pack([(k[:, :, a:b], v[:, :, a:b]) for k, v in pairs], recipe, start=a) for a, b in ((0, 64), (64, 101), (101, 160))]
     joined = kvpack.concat(parts)
     assert (joined.start, joined.tokens) == (0, 160)
-    for whole, pieces in zip(dense(joined), zip(*map(dense, parts), strict=True), strict=True):
+    for whole, pieces in zip(unpack_all(joined), zip(*map(unpack_all, parts), strict=True), strict=True):
         assert torch.equal(whole, torch.cat(pieces, 2))
     assert len(joined[0].k.merged().runs) == (2 if recipe == "kivi-2" else 1)
     assert torch.equal(joined[0].k.merged().unpack(), joined[0].k.unpack())
@@ -242,7 +242,9 @@ def test_convert_keeps_values_that_already_fit() -> None:
     assert same[0].k.runs[0].streams["codes.0"].data_ptr() == cache[0].k.runs[0].streams["codes.0"].data_ptr()
     assert same[1].k.codec.params()["bits"] == 4
     exact = kvpack.pack(random_pairs(2, 96), "bf16").convert("kivi-2")
-    assert all(torch.equal(a, b) for a, b in zip(dense(exact), dense(cache), strict=True)), "bf16 values were not restored exactly"
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(exact), unpack_all(cache), strict=True)), (
+        "bf16 values were not restored exactly"
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_convert_to_another_arrangement_is_lossless(codec: str) -> None:
     direct = dense_cache.convert(f"kv={codec},arrangement=direct")
     assert direct[0].k.codec.params()["arrangement"] == "direct"
     assert direct.nbytes >= dense_cache.nbytes
-    assert all(torch.equal(a, b) for a, b in zip(dense(direct), dense(dense_cache), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(direct), unpack_all(dense_cache), strict=True))
     back = direct.convert(f"kv={codec}")
     for name, stream in dense_cache[0].k.runs[0].streams.items():
         assert torch.equal(back[0].k.runs[0].streams[name], stream), name
@@ -293,7 +295,7 @@ def test_input_forms_agree() -> None:
     pairs = random_pairs(1, 40)
     forms = [pairs, tuple(pairs), pairs[0], [list(pairs[0])], _TransformersCache([_TransformersLayer(*pair) for pair in pairs])]
     for form in forms:
-        assert torch.equal(dense(kvpack.pack(form, "kivi-2"))[0], dense(kvpack.pack(pairs, "kivi-2"))[0])
+        assert torch.equal(unpack_all(kvpack.pack(form, "kivi-2"))[0], unpack_all(kvpack.pack(pairs, "kivi-2"))[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -413,7 +415,7 @@ def test_values_are_unpacked_only_to_floating_point() -> None:
 def test_append_refuses_mismatched_values_and_keeps_the_cache() -> None:
     pairs = random_pairs(1, 40)
     cache = kvpack.pack(pairs, "kivi-2")
-    before = dense(cache)
+    before = unpack_all(cache)
     k, v = pairs[0]
     for bad, error in (
         ([(k[:, :1], v)], InvalidParameter),
@@ -427,7 +429,7 @@ def test_append_refuses_mismatched_values_and_keeps_the_cache() -> None:
     ):
         with pytest.raises(error):
             cache.append(bad)
-    assert all(torch.equal(a, b) for a, b in zip(dense(cache), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(cache), before, strict=True))
 
 
 @settings(max_examples=15, deadline=None)

@@ -15,7 +15,7 @@ import kvpack
 from kvpack.cache.cache import Cache
 from kvpack.coding.bases import Basis
 from kvpack.formats.errors import InvalidParameter, OutOfBounds
-from support.caches import dense, random_pairs
+from support.caches import random_pairs, unpack_all
 from support.klt_bases import normal_tables, random_basis
 
 DIMS = (32, 48)
@@ -166,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _accept(self, cache: Cache, same: int) -> None:
         """Continue with ``cache``, whose first ``same`` tokens must decode to the same values as before."""
-        values = dense(cache)
+        values = unpack_all(cache)
         for found, known in zip(values, self.values if same else values, strict=True):
             # How the last elements of an array are rounded may depend on its size.
             allowed = 2.0**-17 * known[:, :, :same].norm(dim=-1, keepdim=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.formats.errors import KvpackError, LimitExceeded, MissingFile, NotKvpack, Truncated
 from support import warm_python
-from support.caches import RECIPES, dense, random_pairs
+from support.caches import RECIPES, random_pairs, unpack_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def test_loaded_caches_equal_saved_ones(recipe: str, compress: bool, tmp_path: P
     assert size == cache.nbytes or (compress and size < cache.nbytes)
     assert (loaded.recipe, dict(loaded.model), loaded.start, loaded.tokens) == (cache.recipe, {"name": "test", "revision": "1"}, 7, 141)
     assert cache.recipe == kvpack.Recipe(recipe).text
-    assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(loaded), unpack_all(cache), strict=True))
     assert [side.codec for layer in loaded for side in layer.sides.values()] == [
         side.codec for layer in cache for side in layer.sides.values()
     ]
@@ -74,7 +74,7 @@ def test_a_loaded_cache_outlives_its_file(tmp_path: Path) -> None:
     kvpack.save(cache, path)
     loaded = kvpack.load(path)
     path.unlink()
-    assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(loaded), unpack_all(cache), strict=True))
 
 
 def test_saving_over_the_mapped_file_keeps_the_loaded_cache(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_saving_over_the_mapped_file_keeps_the_loaded_cache(tmp_path: Path) -> N
     kvpack.save(cache, path)
     loaded = kvpack.load(path)
     kvpack.save(kvpack.pack(random_pairs(1, 10, seed=5), "bf16"), path)
-    assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(loaded), unpack_all(cache), strict=True))
 
 
 def test_bits_per_value_include_the_whole_file(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kvpack.file.header import Contents
 from kvpack.file.streamed import Piece, write_pieces
 from kvpack.formats.errors import DigestMismatch, InvalidParameter, InvalidPayload, KvpackError, OutOfBounds, Truncated, WriteFailed
 from kvpack.kernels.cpu.library import library
-from support.caches import RECIPES, dense, random_pairs
+from support.caches import RECIPES, random_pairs, unpack_all
 from support.late_bus import LateBus
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def test_later_changes_to_the_file_have_no_effect(tmp_path: Path) -> None:
     loaded = files.read_to(HostBus(), container.open_file(path))
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
-    assert all(torch.equal(a, b) for a, b in zip(dense(loaded), dense(cache), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(loaded), unpack_all(cache), strict=True))
 
 
 def test_no_thread_remains_after_a_failed_load(tmp_path: Path) -> None:

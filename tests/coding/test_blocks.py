@@ -13,7 +13,7 @@ from kvpack.coding import encoding
 from kvpack.coding.blocks import for_each_block
 from kvpack.formats import quaternion_search
 from kvpack.formats.errors import InvalidParameter
-from support.caches import RECIPES, dense, random_pairs
+from support.caches import RECIPES, random_pairs, unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +102,7 @@ def test_inference_mode_does_not_affect_tensors(recipe: str, monkeypatch: pytest
     expected = kvpack.pack(first, recipe).append(second)
     with torch.inference_mode():
         found = kvpack.pack([(k + 0, v + 0) for k, v in first], recipe).append(second)
-        assert all(torch.equal(a, b) for a, b in zip(dense(found), dense(expected), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(unpack_all(found), unpack_all(expected), strict=True))
     tensors = [x for side in found[0].sides.values() for page in side.runs for x in (*page.streams.values(), side.tail)]
     assert not any(tensor.is_inference() for tensor in tensors)
     q = torch.randn(1, 2, 1, 64, requires_grad=True)
@@ -118,7 +118,7 @@ def test_a_packed_cache_has_no_gradients(recipe: str, tokens: int, monkeypatch: 
     pairs = [(k.requires_grad_(), v.requires_grad_()) for k, v in random_pairs(1, tokens)]
     cache = kvpack.pack(pairs, recipe).append(pairs)
     tensors = [x for side in cache[0].sides.values() for page in side.runs for x in (*page.streams.values(), side.tail)]
-    assert not any(tensor.requires_grad for tensor in [*tensors, *dense(cache)])
+    assert not any(tensor.requires_grad for tensor in [*tensors, *unpack_all(cache)])
 
 
 @pytest.mark.scenario
@@ -134,7 +134,7 @@ def test_blocks_and_threads_do_not_change_codes(recipe: str, monkeypatch: pytest
     for side, cut in zip(whole[0].sides.values(), parts[0].sides.values(), strict=True):
         for name, stream in side.runs[0].streams.items():
             assert torch.equal(stream.view(torch.uint8), cut.runs[0].streams[name].view(torch.uint8)), name
-    assert all(torch.equal(a, b) for a, b in zip(dense(whole), dense(parts), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(whole), unpack_all(parts), strict=True))
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvpack.coding.recipes import PRESETS, Recipe, parse_recipe, preset_name
 from kvpack.formats.errors import InvalidParameter, KvpackError, OutOfBounds
-from kvpack.tuning.statistics import RAW
+from kvpack.tuning.statistics import RAW_TOKENS
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -48,9 +48,9 @@ def test_every_lossy_preset_keeps_tokens_raw() -> None:
             codec = Recipe(name).codec(0, 4, side, 64)
             raw = codec.raw_positions
             assert (raw is None) == (codec.exact_dtype is not None), name
-            assert raw is None or raw.dtype == RAW.dtype
-            low_norm = 0.5 if name.startswith("hqmq-") else RAW.low_norm
-            assert raw is None or (raw.first, raw.low_norm, raw.high_norm) == (RAW.first, low_norm, RAW.high_norm)
+            assert raw is None or raw.dtype == RAW_TOKENS.dtype
+            low_norm = 0.5 if name.startswith("hqmq-") else RAW_TOKENS.low_norm
+            assert raw is None or (raw.first, raw.low_norm, raw.high_norm) == (RAW_TOKENS.first, low_norm, RAW_TOKENS.high_norm)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from kvpack.file.hidden_tokens import HiddenRange
 from kvpack.file.inputs import PADDED, Inputs
 from kvpack.formats import errors
 from kvpack.output import printable, progress
-from support.caches import dense, random_pairs
+from support.caches import random_pairs, unpack_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -559,7 +559,7 @@ def test_unpack_and_pack(dtype: str, file: Path, tmp_path: Path, capsys: pytest.
     assert run("pack", plain, packed, "--recipe", f"kv=raw:dtype={dtype}") == 0
     again = kvpack.load(packed)
     assert (again.start, dict(again.model)) == (256, {"name": "toy", "revision": "7"})
-    assert all(torch.equal(a, b) for a, b in zip(dense(again), [x.float() for x in tensors.values()], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(again), [x.float() for x in tensors.values()], strict=True))
 
 
 def test_pack_of_one_sided_layers(tmp_path: Path) -> None:

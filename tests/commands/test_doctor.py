@@ -44,7 +44,7 @@ def test_the_oldest_versions_match_the_package_metadata() -> None:
     (of_torch,) = (it for it in doctor.PACKAGES if it.name == "torch")
     assert f"torch>={of_torch.oldest}" in project["dependencies"]
     (of_triton,) = (it for it in doctor.PACKAGES if it.name == "triton")
-    assert of_triton.oldest == ".".join(map(str, triton_version.OLDEST))
+    assert of_triton.oldest == ".".join(map(str, triton_version.MIN_VERSION))
 
 
 def test_missing_and_old_packages_are_named_with_a_remedy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,15 +33,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     (folder / "prompt.txt").write_text(PROMPT)
     with pytest.MonkeyPatch.context() as patch:
-        hub_cache.offline(folder / "hub", patch)
-        hub_cache.add(folder / "hub", NAME)
+        hub_cache.go_offline(folder / "hub", patch)
+        hub_cache.add_model(folder / "hub", NAME)
         assert run("cache", "--model", NAME, "--prompt-file", folder / "prompt.txt", "--out", folder / "prompt.kvpack") == 0
     return folder / "prompt.kvpack"
 
 
 @pytest.fixture
 def file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    hub_cache.offline(saved.parent / "hub", monkeypatch)
+    hub_cache.go_offline(saved.parent / "hub", monkeypatch)
     (tmp_path / "prompt.kvpack").write_bytes(saved.read_bytes())
     return tmp_path / "prompt.kvpack"
 

@@ -129,8 +129,8 @@ def test_layers_with_a_window_store_only_its_tokens(gemma: Path, capsys: pytest.
 
 
 def test_a_hub_name_does_not_need_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    hub_cache.offline(tmp_path, monkeypatch)
-    (hub_cache.add(tmp_path, "someone/tiny") / "model.safetensors").unlink()
+    hub_cache.go_offline(tmp_path, monkeypatch)
+    (hub_cache.add_model(tmp_path, "someone/tiny") / "model.safetensors").unlink()
     assert rows(capsys, "octopus-4", "--model", "someone/tiny")["octopus-4"]["layers"] == 4
     assert cli.main(["recipes", "--model", "someone/other"]) == 3
     assert "download it with 'hf download someone/other config.json' on" in capsys.readouterr().err

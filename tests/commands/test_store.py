@@ -21,7 +21,7 @@ from kvpack.file.limits import MAX_BINARY_BYTES
 from kvpack.store.keys import token_bytes
 from kvpack.store.transfer import read_exported
 from support import basis_caches, redis_server, s3_server
-from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, rewrite, same, save
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, is_same_prefix, open_store, prompt, rewrite, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,7 +124,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     key = store.keys(ids)[2].hex()
     found = printed(capsys, "export", folder, key[:10], tmp_path / "one.kvpack")
     assert (found["tokens"], found["key"]) == (3 * CHUNK, key)
-    assert same(kvpack.load(tmp_path / "one.kvpack"), whole)
+    assert is_same_prefix(kvpack.load(tmp_path / "one.kvpack"), whole)
     # The file names the tokens of a chunk.
     found = printed(capsys, "import", tmp_path / "new", tmp_path / "one.kvpack", "--tenant", "tenant", "--trust-names")
     assert found == {"store": str(tmp_path / "new"), "tokens": 3 * CHUNK, "of": 3 * CHUNK, "new_entries": 3}
@@ -132,7 +132,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert imported.keys(ids) == store.keys(ids)
     n, again = imported.load(ids)
     assert n == 3 * CHUNK
-    assert same(again, whole)
+    assert is_same_prefix(again, whole)
     assert open_store(tmp_path / "new", kvpack.Identity("model", kvpack.Recipe("kivi-2").text)).match(ids) == 0
 
 
@@ -149,7 +149,7 @@ def test_import_of_a_file_with_its_token_ids(tmp_path: Path, capsys: pytest.Capt
     run("import", tmp_path / "store", path, *words, "--trust-names")
     n, found = open_store(tmp_path / "store").load(ids)
     assert n == 2 * CHUNK
-    assert same(found, whole[:, :n])
+    assert is_same_prefix(found, whole[:, :n])
     tokens = tmp_path / "ids.json"
     tokens.write_text(json.dumps([ids[0] + 1, *ids[1:]]))
     run("import", tmp_path / "other", path, *words, "--tokens", tokens, "--trust-names", code=2)
@@ -209,7 +209,7 @@ def test_import_of_a_file_without_token_ids(tmp_path: Path, capsys: pytest.Captu
         tokens.write_text(text)
         words = ["--tokens", tokens, "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names"]
         run("import", tmp_path / "store", path, *words, code=code)
-    assert same(open_store(tmp_path / "store").load(ids)[1], whole)
+    assert is_same_prefix(open_store(tmp_path / "store").load(ids)[1], whole)
     run("import", tmp_path / "store", path, "--tokens", tmp_path / "nothing", code=3)
 
 
@@ -261,9 +261,9 @@ def test_encrypted_entries_with_and_without_their_key(
     assert (row["tokens"], row["whole"]) == (3 * CHUNK, True)
     assert printed(capsys, "stat", folder, "--tenant", IDENTITY.tenant)["unreadable"] == 0
     printed(capsys, "export", folder, row["key"], tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant)
-    assert same(kvpack.load(tmp_path / "out.kvpack"), whole)
+    assert is_same_prefix(kvpack.load(tmp_path / "out.kvpack"), whole)
     printed(capsys, "import", tmp_path / "again", tmp_path / "out.kvpack", "--tenant", IDENTITY.tenant, "--chunk", CHUNK, "--trust-names")
-    assert same(open_store(tmp_path / "again", encryption={"new": bytes(range(16))}).load(ids)[1], whole)
+    assert is_same_prefix(open_store(tmp_path / "again", encryption={"new": bytes(range(16))}).load(ids)[1], whole)
     with open(entries(folder)[0], "r+b") as file:
         file.seek(3000)
         file.write(b"damage")
@@ -410,7 +410,7 @@ def test_the_commands_work_on_servers(
     kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip({"redis": "redis", "s3": "obstore"}[kind])
-    with redis_server.running(tmp_path) if kind == "redis" else s3_server.running() as server:
+    with redis_server.run_server(tmp_path) if kind == "redis" else s3_server.run_server() as server:
         if kind == "s3":
             for name, variable in s3_server.VARIABLES.items():
                 monkeypatch.setenv(variable, server.options[name])
@@ -479,7 +479,7 @@ def test_a_prefix_with_a_basis_is_exported_by_the_store_and_imported_with_the_fi
     words = ["import", tmp_path / "new", out, "--trust-names", "--tenant", "tenant", "--chunk", CHUNK, "--basis", tmp_path]
     assert printed(capsys, *words)["tokens"] == 3 * CHUNK
     with basis_caches.without_basis(tmp_path / "new") as store:
-        assert same(store.load(prompt(3))[1], basis_caches.cache(len(prompt(3))))
+        assert is_same_prefix(store.load(prompt(3))[1], basis_caches.cache_with_basis(len(prompt(3))))
     digest = basis_caches.BASIS.digest.hex()
     path = based / digest[0] / digest[1] / digest
     path.write_bytes(path.read_bytes()[:-1] + b"?")

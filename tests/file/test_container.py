@@ -42,7 +42,7 @@ from kvpack.formats.errors import (
     UnsupportedVersion,
     WriteFailed,
 )
-from support.file_parts import changed, edit, file_of, random_side
+from support.file_parts import change_file, edit, file_of, random_side
 from support.small_files import KINDS, arrays_of, contents, side, small_file
 from support.strategies import create
 
@@ -616,7 +616,7 @@ def test_zstd_is_used_only_where_it_saves_space(values: Any, chosen: str) -> Non
 def stored_as(frame: bytes, made: Contents, arrays: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> container.File:
     """Return a file whose tensor is stored as ``frame``, without the feature for frame checksums."""
     monkeypatch.setattr(container, "compress_frame", lambda raw: frame)
-    return container.open_bytes(changed(container.to_bytes(made, arrays, compress=True), edit("ignorable", {})))
+    return container.open_bytes(change_file(container.to_bytes(made, arrays, compress=True), edit("ignorable", {})))
 
 
 def frame_header(window: int) -> bytes:
@@ -712,10 +712,10 @@ def test_written_frames_and_files_declare_checksums(tmp_path: Path) -> None:
         name = next(name for name, tensor in file.tensors.items() if tensor.filter == "zstd")
         file.verify()
         raw = bytes(file.tensor(name))
-    without = changed(data, lambda parts: parts.store(name, zstandard.ZstdCompressor().compress(raw), "zstd"))
+    without = change_file(data, lambda parts: parts.store(name, zstandard.ZstdCompressor().compress(raw), "zstd"))
     with container.open_bytes(without) as file, pytest.raises(InvalidPayload, match=f"{name}: the zstd frame has no content checksum"):
         file.verify()
-    with container.open_bytes(changed(without, edit("ignorable", {}))) as file:
+    with container.open_bytes(change_file(without, edit("ignorable", {}))) as file:
         assert bytes(file.tensor(name)) == raw
     assert zstd.FEATURE not in container.open_bytes(container.to_bytes(made, arrays)).header.ignorable
 

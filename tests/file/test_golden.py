@@ -12,7 +12,7 @@ import torch
 
 import kvpack
 from kvpack.file import container
-from support.golden_files import FILES, FOLDER, MANIFEST, expected, expected_path, file_path, golden_cache, recipe_codecs
+from support.golden_files import FILES, FOLDER, MANIFEST, expected_path, expected_values, file_path, golden_cache, recipe_codecs
 
 TOLERANCE = 2**-18
 """Tolerance relative to a file's largest value: well above the decoders' float32 rounding, and far below one code."""
@@ -41,7 +41,7 @@ def test_a_file_is_written_byte_for_byte(name: str, tmp_path: object) -> None:
 def test_a_file_decodes_to_the_stored_values(name: str) -> None:
     values = torch.from_numpy(numpy.fromfile(expected_path(name), "<f4"))
     assert torch.isfinite(values).all()
-    found = expected(kvpack.load(file_path(name)))
+    found = expected_values(kvpack.load(file_path(name)))
     atol = TOLERANCE * values.abs().max().item() if len(values) else 0.0
     torch.testing.assert_close(found, values, rtol=0.0, atol=atol)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.golden_damage import FILES, accepted_flips, accepted_lengths, fronts_made_once, is_refused, moved, zeroed
+from support.golden_damage import FILES, accepted_flips, accepted_lengths, cache_fronts, is_refused, moved_tensors, zeroed_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def test_there_are_forty_files() -> None:
 def test_flipped_bits_and_truncations_are_refused(path: Path) -> None:
     data, first = path.read_bytes(), FILES.index(path)
     assert not is_refused(data)
-    with fronts_made_once():
+    with cache_fronts():
         assert accepted_flips(data, range(first, 8 * len(data), SHARE)) == []
         assert accepted_lengths(data, range(first, len(data), SHARE)) == []
 
@@ -31,10 +31,10 @@ def test_flipped_bits_and_truncations_are_refused(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_zeroed_blocks_and_moved_tensors_are_refused(path: Path) -> None:
     data = path.read_bytes()
-    with fronts_made_once():
-        for damaged in (*zeroed(data), *moved(data)):
+    with cache_fronts():
+        for damaged in (*zeroed_blocks(data), *moved_tensors(data)):
             assert is_refused(damaged)
 
 
 def test_some_files_have_swappable_tensors() -> None:
-    assert sum(any(True for _ in moved(path.read_bytes())) for path in FILES) >= 10
+    assert sum(any(True for _ in moved_tensors(path.read_bytes())) for path in FILES) >= 10

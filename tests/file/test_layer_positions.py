@@ -16,7 +16,7 @@ from kvpack import cli
 from kvpack.cache.layer import Layer
 from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter, LimitExceeded, OutOfBounds
-from support.caches import dense, random_pairs
+from support.caches import random_pairs, unpack_all
 
 
 def sliding(tokens: int = 70, held: int = 22, *, start: int = 5, recipe: str = "kivi-2;raw=0") -> kvpack.Cache:
@@ -48,7 +48,7 @@ def test_the_whole_cache_is_a_slice_of_itself() -> None:
     cache = sliding()
     for whole in (cache[:, :70], cache[:, :], cache[:, :70]):
         assert [layer.skipped for layer in whole] == [0, 48, 0]
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(whole), dense(cache), strict=True))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(unpack_all(whole), unpack_all(cache), strict=True))
 
 
 def test_tokens_that_every_layer_stores_can_be_sliced() -> None:
@@ -135,7 +135,7 @@ def test_a_file_keeps_layer_positions(tmp_path: Path) -> None:
     assert (header.required, header.start, header.starts) == (("layer-positions",), 5, (5, 53, 5))
     loaded = kvpack.load(path)
     assert [loaded.positions(number) for number in range(3)] == [(5, 75), (53, 75), (5, 75)]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(dense(loaded), dense(cache), strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(unpack_all(loaded), unpack_all(cache), strict=True))
     kvpack.save(loaded, tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 

@@ -20,7 +20,7 @@ from kvpack.file import container
 from kvpack.file.footprint import CONSTANT_BYTES, FREE_BYTES, RUN_BYTES
 from kvpack.formats.errors import LimitExceeded, OutOfBounds
 from kvpack.formats.streams import DTYPE_BYTES
-from support.file_parts import compressed, file_of, random_side
+from support.file_parts import compress, file_of, random_side
 from support.parts import Parts
 from support.strategies import create
 
@@ -47,7 +47,7 @@ def many_runs(runs: int, layers: int = 1, codec: Codec = RUNS, chosen: str = "zs
             content, source = bytearray(size), random.Random(1)
             for _ in range(size // 150):
                 content[2 * source.randrange(size // 2)] = 1
-            stored[size] = compressed(bytes(content)) if chosen == "zstd" else bytes(content)
+            stored[size] = compress(bytes(content)) if chosen == "zstd" else bytes(content)
         row[3], parts.tensors[number] = chosen, stored[size]
     return parts.joined()
 
@@ -60,7 +60,7 @@ def frames(size: int) -> bytes:
         content[source.randrange(size)] = 1
     parts.header["layers"][0]["k"]["runs"] = [size // 1024]
     parts.header["tensors"][0][2][2] = size // 1024
-    parts.store("0.k.values", compressed(bytes(content)), "zstd")
+    parts.store("0.k.values", compress(bytes(content)), "zstd")
     return parts.joined()
 
 

@@ -26,8 +26,8 @@ from support.written_files import (
     buffer,
     files,
     pairs,
-    pool,
-    sampled,
+    random_pool,
+    sample_values,
     shape,
 )
 
@@ -52,7 +52,7 @@ def test_files_were_not_changed_added_or_lost() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_decodes_to_the_recorded_values(name: str) -> None:
-    assert_near(sampled(opened(name)), load_file(VALUES)[name])
+    assert_near(sample_values(opened(name)), load_file(VALUES)[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +77,7 @@ def test_a_basis_can_be_opened() -> None:
 
 
 def test_a_row_opens_with_its_recorded_recipe() -> None:
-    recorded, decoded = load_file(FOLDER / "page.safetensors")["values"], torch.zeros_like(pool())
+    recorded, decoded = load_file(FOLDER / "page.safetensors")["values"], torch.zeros_like(random_pool())
     with kvpack.pages.PageCodec(kvpack.Recipe.from_recorded("octopus-4"), GEOMETRY) as codec:
         assert codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1]) == [None]
     assert torch.equal(decoded[0], recorded)
@@ -97,7 +97,7 @@ def test_a_row_opens_with_its_page_codec() -> None:
     read = decoder.read_row(ROW.read_bytes())
     values = [float(value) for layer in read.page.layers for side in layer.values() for value in side.values]
     assert_near(torch.tensor(values).to(torch.bfloat16).float(), recorded.float().flatten())
-    decoded = torch.zeros_like(pool())
+    decoded = torch.zeros_like(random_pool())
     with kvpack.pages.PageCodec("octopus-4", GEOMETRY) as codec:
         (refused,) = codec.decode_into([ROW.read_bytes()], buffer(decoded), [0], keys=PAGE_KEYS[:1])
     if refused is None:

@@ -368,7 +368,7 @@ def test_huge_norms_are_refused_but_fit_in_fp32() -> None:
 def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = angle(rotation="none"), gaussian(2, 3, 41, 128)
     expected = codec.encode(x)
-    monkeypatch.setattr("kvpack.formats.angle._TOKENS_OF_ONE_HEAD", 24)
+    monkeypatch.setattr("kvpack.formats.angle._HEAD_TOKENS_PER_BLOCK", 24)
     found = codec.encode(x)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

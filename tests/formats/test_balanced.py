@@ -14,7 +14,7 @@ from kvpack.errors import (
     MissingBasis,
     OutOfBounds,
 )
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.balanced_frames import MAX_GROWTH, BalancedFrames
 from support.klt_bases import balanced_basis, random_balanced, random_basis
 
@@ -190,7 +190,7 @@ def test_headers_that_no_writer_produces() -> None:
         (bytes(32), 0, "x"),
     ):
         with pytest.raises(InvalidParameter, match="sidecar balanced: "):
-            Balanced(DIM, digest, layer, frame)
+            FrameMap(DIM, digest, layer, frame)
 
 
 def test_channel_scales_balanced_by_keys_and_queries(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpack.formats.columns import MAX_FIELDS, Columns, default_fields, row_bytes
 from kvpack.formats.errors import InvalidParameter, InvalidPayload
-from support.strategies import digits, max_fields, packings, poisoned
+from support.strategies import digits, max_fields, packings, with_poisoned_padding
 
 INVALID = [
     pytest.param(0, (4,), 1, (), "the number of symbols is 0, expected at least 1", id="no symbols"),
@@ -67,13 +67,13 @@ def reference_planes(packing: Columns, row: list[list[int]]) -> list[list[int]]:
 def test_packing_follows_the_specification_and_is_reversible(data: st.DataObject) -> None:
     packing = data.draw(packings())
     values = data.draw(digits(packing))
-    planes = packing.pack([poisoned(torch.tensor(digit)) for digit in values])
+    planes = packing.pack([with_poisoned_padding(torch.tensor(digit)) for digit in values])
     expected = [reference_planes(packing, [digit[row] for digit in values]) for row in range(2)]
     assert [plane.dtype for plane in planes] == [torch.uint16] * len(planes)
     assert [[plane[row].tolist() for plane in planes] for row in range(2)] == expected
     assert packing.planes == tuple(map(len, expected[0]))
     assert packing.row_bytes == row_bytes(packing.symbols, packing.bases, packing.fields) == 2 * sum(map(len, expected[0]))
-    unpacked = packing.unpack([poisoned(plane) for plane in planes])
+    unpacked = packing.unpack([with_poisoned_padding(plane) for plane in planes])
     assert [digit.tolist() for digit in unpacked] == values
     assert all(digit.dtype == torch.int32 for digit in unpacked)
     packing.check([plane.numpy() for plane in planes], "x")

@@ -26,7 +26,7 @@ from kvpack.formats.basis import BasisRows, row_count
 from kvpack.formats.errors import InvalidHeader, InvalidParameter, InvalidPayload, LimitExceeded, MissingBasis, OutOfBounds, OutOfRange
 from kvpack.formats.frames import Frames
 from kvpack.formats.klt import Klt, columns_by_width
-from support.file_parts import changed
+from support.file_parts import change_file
 from support.klt_bases import random_basis, random_frames, random_rows, random_tables, with_random_basis
 from support.sidecar_recipes import attention
 from support.spec_pages import SPEC, section
@@ -105,7 +105,7 @@ def test_widths_per_head_require_the_same_number_of_heads(basis: Basis, tmp_path
     def fewer(parts: Any) -> None:
         parts.header["codecs"][0]["widths"] = parts.header["codecs"][0]["widths"][:4]
 
-    path.write_bytes(changed(path.read_bytes(), fewer))
+    path.write_bytes(change_file(path.read_bytes(), fewer))
     with pytest.raises(InvalidHeader, match=r"layers\[0\].k.heads is 2, but the widths of codec klt are for 1 heads"):
         kvpack.load(path)
 
@@ -246,7 +246,7 @@ def test_unused_codecs_do_not_need_a_basis(basis: Basis, tmp_path: Path) -> None
     path, codec = tmp_path / "x.kvpack", Klt.of(32, basis.digest, 0, "k", b"\2\2")
     kvpack.save(kvpack.pack(pairs(3), "raw"), path)
     entry = {"id": codec.id, **codec.params()}
-    path.write_bytes(changed(path.read_bytes(), lambda parts: parts.header["codecs"].append(entry)))
+    path.write_bytes(change_file(path.read_bytes(), lambda parts: parts.header["codecs"].append(entry)))
     assert kvpack.load(path).tokens == 3
 
 

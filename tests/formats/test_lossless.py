@@ -18,7 +18,7 @@ from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, InvalidType, OutOfBounds, OutOfRange
 from kvpack.formats.lossless import Lossless
 from support.lossless_streams import DTYPES
-from support.strategies import codecs, create, poisoned
+from support.strategies import codecs, create, with_poisoned_padding
 
 
 def lossless(dim: int = 64, **words: Any) -> Lossless:
@@ -56,8 +56,8 @@ def test_any_part_of_a_chunk_is_restored(data: st.DataObject) -> None:
     assert isinstance(codec, Lossless)
     tokens = data.draw(st.integers(0, 40))
     x = patterns((2, 3, tokens, codec.dim), DTYPES[codec.dtype], data.draw(st.integers(0, 99)))
-    streams = codec.encode(poisoned(x))
-    assert same_bits(codec.stored_values({name: poisoned(stream) for name, stream in streams.items()}), x)
+    streams = codec.encode(with_poisoned_padding(x))
+    assert same_bits(codec.stored_values({name: with_poisoned_padding(stream) for name, stream in streams.items()}), x)
     arrays = {name: stream.numpy() for name, stream in streams.items()}
     codec.check(arrays, "x")
     codec.check_runs(arrays, (tokens,) if tokens else (), "x")

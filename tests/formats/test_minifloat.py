@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvpack
 from kvpack.formats.errors import InvalidParameter, InvalidPayload, OutOfRange
 from kvpack.formats.minifloat import ELEMENTS, Minifloat, block_exponents, element_values, encode_elements, encode_portably
-from support.minifloat_digits import block_scales, finite
+from support.minifloat_digits import block_scales, make_finite
 from support.strategies import check_round_trip, codecs, contents, create, tensors
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -125,7 +125,7 @@ def test_decoding_is_exact_for_any_valid_streams(words: dict[str, str]) -> None:
     """Decodes any finite elements and scales, compared with binary64 products rounded once."""
     codec = minifloat(80, **words)
     generator = torch.Generator().manual_seed(3)
-    codes = finite(codec, torch.randint(0, 1 << codec.format.bits, (2, 3, 45, 80), generator=generator))
+    codes = make_finite(codec, torch.randint(0, 1 << codec.format.bits, (2, 3, 45, 80), generator=generator))
     streams, factor = codec.pack("codes", codes), torch.ones(2, 1, 1, 1, dtype=torch.float64)
     for name, layout in codec.scales(2, 3, 45).items():
         if name == "block_scales":

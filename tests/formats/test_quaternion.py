@@ -151,7 +151,7 @@ def test_the_grid_is_used_once_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(quaternion_search, "Grid", build)
     searched, planes = search(24), list(gaussian(4, 800))
     for _ in range(4):
-        searched.expect(800, planes[0].device)
+        searched.announce(800, planes[0].device)
         calls.append(searched.nearest(planes))
     assert built == [2]
     assert all(torch.equal(calls[0], other) for other in calls)
@@ -292,7 +292,7 @@ def test_all_kinds_of_values(kind: str, norm: str) -> None:
 def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     codec, x = quaternion(), gaussian(2, 3, 41, 128)
     expected = codec.encode(x)
-    monkeypatch.setattr("kvpack.formats.quaternion._TOKENS_OF_ONE_HEAD", 24)
+    monkeypatch.setattr("kvpack.formats.quaternion._HEAD_TOKENS_PER_BLOCK", 24)
     found = codec.encode(x)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

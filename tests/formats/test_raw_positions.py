@@ -11,7 +11,7 @@ import kvpack
 from kvpack.errors import InvalidParameter, InvalidPayload
 from kvpack.formats import token_norms
 from kvpack.formats.errors import OutOfRange
-from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, add_poorly_fitting, replace_tokens, store_in_slots
+from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions, mark_poor_fits, replace_tokens, store_in_slots
 from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import (
     MAX_PER_PAGE,
@@ -176,12 +176,12 @@ def test_values_near_zero_count_like_a_low_norm_of_a_key() -> None:
     keys, values = torch.ones(2, 1, 3, PAGE_TOKENS).unbind()
     for token, (key, value) in enumerate([(0.59, 1.0), (0.61, 0.34), (0.61, 0.32), (3.0, 0.32), (5.0, 1.0)]):
         keys[:, :, token], values[:, :, token] = key, value
-    chosen = [one.choose(norms).nonzero()[:, 1].tolist() for norms in (keys, one.choice_norms(keys, values))]
+    chosen = [one.choose(norms).nonzero()[:, 1].tolist() for norms in (keys, one.selection_norms(keys, values))]
     assert chosen == [[0, 4], [0, 2, 3, 4]]
-    assert torch.equal(one.choice_norms(keys, None), keys)
-    assert torch.equal(RawPositions(DIM, "bf16", 0, 0.0, 4.0).choice_norms(keys, values), keys)
+    assert torch.equal(one.selection_norms(keys, None), keys)
+    assert torch.equal(RawPositions(DIM, "bf16", 0, 0.0, 4.0).selection_norms(keys, values), keys)
     for alike in (torch.zeros(1, 3, 40), torch.full((1, 3, 40), torch.inf)):
-        assert not one.choose(one.choice_norms(torch.ones(1, 3, 40), alike)).any()
+        assert not one.choose(one.selection_norms(torch.ones(1, 3, 40), alike)).any()
 
 
 def test_many_values_of_low_norm_are_no_attention_sinks() -> None:
@@ -189,7 +189,7 @@ def test_many_values_of_low_norm_are_no_attention_sinks() -> None:
     keys, values = torch.ones(2, 1, 3, 2 * PAGE_TOKENS).unbind()
     values[:, :, :17] = 0.1
     values[:, :, PAGE_TOKENS : PAGE_TOKENS + 16] = 0.1
-    assert one.choose(one.choice_norms(keys, values)).nonzero()[:, 1].tolist() == [*range(PAGE_TOKENS, PAGE_TOKENS + 16)]
+    assert one.choose(one.selection_norms(keys, values)).nonzero()[:, 1].tolist() == [*range(PAGE_TOKENS, PAGE_TOKENS + 16)]
 
 
 def test_the_threshold_depends_on_the_median_of_a_page() -> None:
@@ -304,9 +304,9 @@ def test_few_tokens_per_page_may_be_raw_for_a_shared_scale() -> None:
     none = RawPositions(DIM, "bf16", high_norm=4.0).choose(norms)
     assert not none.any()
     for shared in ({token_norms.HEADS}, {token_norms.TOKENS}):
-        assert add_poorly_fitting(none, measure_fit_errors(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + MAX_PER_PAGE)]
+        assert mark_poor_fits(none, measure_fit_errors(norms, shared)).nonzero()[:, 1].tolist() == [*range(20, 20 + MAX_PER_PAGE)]
     norms[0, 0, 60] = 3.0
-    assert not add_poorly_fitting(none, measure_fit_errors(norms, {token_norms.HEADS, token_norms.TOKENS})).any()
+    assert not mark_poor_fits(none, measure_fit_errors(norms, {token_norms.HEADS, token_norms.TOKENS})).any()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvpack.cli import main
 from kvpack.coding import encoding
 from kvpack.formats.errors import KvpackError, OutOfRange
 from kvpack.formats.sidecars import CodecWithSidecars
-from support.caches import dense
+from support.caches import unpack_all
 from support.strategies import create
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ CONTENTS = contents()
 
 
 def same(found: kvpack.Cache, expected: kvpack.Cache) -> bool:
-    return all(map(torch.equal, dense(found), dense(expected)))
+    return all(map(torch.equal, unpack_all(found), unpack_all(expected)))
 
 
 @pytest.mark.scenario
@@ -72,7 +72,7 @@ def test_any_values_survive_files_appends_and_conversions(x: torch.Tensor, recip
         return loaded
 
     cache = kvpack.pack([(x, x.flip(2))], recipe)
-    assert all(torch.isfinite(side).all() for side in dense(cache))
+    assert all(torch.isfinite(side).all() for side in unpack_all(cache))
     saved(cache, compress=True)
     loaded = saved(cache)
     saved(loaded.append([(x[:, :, :33], x[:, :, :33])]))
@@ -88,7 +88,7 @@ def test_any_values_survive_files_appends_and_conversions(x: torch.Tensor, recip
 def test_nothing_is_lost_if_every_token_is_raw() -> None:
     x = values(2, 2, 70, DIM).to(torch.bfloat16)
     cache = kvpack.pack([(x, x)], RECIPES["every token raw"])
-    assert all(torch.equal(side, x.float()) for side in dense(cache))
+    assert all(torch.equal(side, x.float()) for side in unpack_all(cache))
 
 
 def test_zero_chunks_do_not_change_the_threshold_of_outliers() -> None:

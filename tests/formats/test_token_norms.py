@@ -12,7 +12,7 @@ import torch
 import kvpack
 from kvpack.coding import dispatch
 from kvpack.errors import InvalidParameter
-from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, LOG8_LIMIT, decode_norms, encode_norms, log8_values
+from kvpack.formats.token_norms import LOG8, LOG8_LIMIT, MAX_LOG8, decode_norms, encode_norms, log8_values
 from support.sidecar_recipes import attention, relative_error
 from support.spec_pages import SPEC, section
 from support.strategies import create
@@ -27,7 +27,7 @@ def test_byte_values_match_the_specification() -> None:
     expected = [0.0, *(math.ldexp(float(table[(c - 1) % 16]), (c - 1) // 16 - 7) for c in range(1, 256))]
     assert log8_values("cpu").tolist() == expected
     largest, refused = map(float, re.findall(r"= (\d+\.\d+) \(c = 255\)[\s\S]*= (\d+\.\d+) and above", text)[0])
-    assert (largest, refused) == (round(LARGEST_LOG8, 3), round(LOG8_LIMIT, 3))
+    assert (largest, refused) == (round(MAX_LOG8, 3), round(LOG8_LIMIT, 3))
 
 
 def test_every_byte_is_the_nearest_code_of_its_norm() -> None:

@@ -35,7 +35,7 @@ from fuzz import (
     worker,
 )
 from fuzz.file_mutator import Vocabulary, mutate_file, split_file
-from fuzz.run import chosen_targets, parse_arguments
+from fuzz.run import parse_arguments, select_targets
 from fuzz.session import Report, Session
 from fuzz.targets import TARGETS, Target
 from kvpack.cache import files, side
@@ -115,9 +115,9 @@ def test_every_codec_is_a_target() -> None:
 
 
 def test_targets_of_consecutive_days_cover_all_targets() -> None:
-    shares = [chosen_targets(parse_arguments(["--share", "4", "--seed", str(20261129 + day)])) for day in range(4)]
+    shares = [select_targets(parse_arguments(["--share", "4", "--seed", str(20261129 + day)])) for day in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(TARGETS)
-    assert chosen_targets(parse_arguments(["--target", "row", "--target", "basis"])) == ["row", "basis"]
+    assert select_targets(parse_arguments(["--target", "row", "--target", "basis"])) == ["row", "basis"]
 
 
 def test_the_corpus_is_small() -> None:

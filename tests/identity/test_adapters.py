@@ -17,7 +17,7 @@ from kvpack.formats.errors import InvalidParameter
 
 peft = pytest.importorskip("peft")
 
-from support.small_models import identity, printed_elsewhere, small_llama  # noqa: E402
+from support.small_models import identity, run_elsewhere, small_llama  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +196,7 @@ def test_the_same_state_has_the_same_identity_in_another_process() -> None:
     script = (
         f"sys.path.insert(0, {here!r})\nfrom test_adapters import *\nfor name, make in STATES.items(): print(identity(make()).digest.hex())"
     )
-    assert printed_elsewhere(script).splitlines() == [identity(make()).digest.hex() for make in STATES.values()]
+    assert run_elsewhere(script).splitlines() == [identity(make()).digest.hex() for make in STATES.values()]
 
 
 def test_customers_never_get_each_others_tokens(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 from kvpack.integrations.transformers import KvpackCache, recording  # noqa: E402
 from kvpack.integrations.transformers.models import sample_digest  # noqa: E402
-from support.small_models import SIZES, identity, printed_elsewhere, small_llama  # noqa: E402
+from support.small_models import SIZES, identity, run_elsewhere, small_llama  # noqa: E402
 
 
 def changed_fields(one: kvpack.Identity, other: kvpack.Identity) -> set[str]:
@@ -192,7 +192,7 @@ def test_the_same_model_has_the_same_identity_in_another_process() -> None:
             f"for model in (small_llama(), transformers.AutoModelForCausalLM.from_pretrained({folder!r})):\n"
             "    print(kvpack.Identity.of(model, 'octopus-3', name='m').digest.hex())"
         )
-        assert printed_elsewhere(script).split() == [mine, mine]
+        assert run_elsewhere(script).split() == [mine, mine]
 
 
 @pytest.mark.parametrize(

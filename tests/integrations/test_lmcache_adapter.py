@@ -17,7 +17,7 @@ import torch
 from kvpack.errors import InvalidParameter, MissingBasis
 from support import redis_server
 from support.engine_conditions import CONDITIONS
-from support.engine_stubs import import_over, parsed
+from support.engine_stubs import import_over, parse_metrics
 from support.faulty_os import FaultyOs
 from support.host_settings import Watched, vllm_like_host
 from support.klt_bases import random_basis
@@ -201,7 +201,7 @@ def test_lmcaches_registry_has_the_metrics_of_every_store(opened: Callable[..., 
     registered: list[Any] = []
     client, parser = types.ModuleType("prometheus_client"), types.ModuleType("prometheus_client.parser")
     vars(client).update(REGISTRY=types.SimpleNamespace(register=registered.append))
-    vars(parser).update(text_string_to_metric_families=parsed)
+    vars(parser).update(text_string_to_metric_families=parse_metrics)
     monkeypatch.setitem(sys.modules, "prometheus_client", client)
     monkeypatch.setitem(sys.modules, "prometheus_client.parser", parser)
     metrics.shared_collector.cache_clear()
@@ -355,7 +355,7 @@ def test_looking_up_stored_objects_takes_two_requests(opened: Callable[..., Any]
         adapter.submit_store_task(KEYS, objects(4))
         assert all(result >= 0 for result in waited(adapter.pop_completed_store_tasks).values())
 
-    with redis_server.running(tmp_path) as server:
+    with redis_server.run_server(tmp_path) as server:
         adapter = opened(location=server.url)
         store(adapter)
         requests, send = [], redis.connection.AbstractConnection.send_packed_command

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from support import once, warm_python
-from support.model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examined, table, told
+from support.model_zoo import FOLLOWING, PAGE, PROMPT, STEPS, ZOO, Architecture, Row, Subject, examine_all, parse_table, table
 from support.tiny_configs import tiny_config
 
 NOT_RUN = {
@@ -47,10 +47,10 @@ def rows(tmp_path_factory: Any) -> list[Row]:
     """Return the output of ``python -m support.model_zoo`` for these models. It takes half a minute, so one worker runs it for all."""
 
     def examine(folder: Path) -> None:
-        rows = examined(ZOO[::EVERY], folder, warm_python.python(*warm_python.MODELS), share=4)
+        rows = examine_all(ZOO[::EVERY], folder, warm_python.python(*warm_python.MODELS), share=4)
         (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
 
-    found = once.folder(tmp_path_factory, "zoo", examine) / "rows.json"
+    found = once.shared_folder(tmp_path_factory, "zoo", examine) / "rows.json"
     return [Row(**row) for row in json.loads(found.read_text(encoding="utf-8"))]
 
 
@@ -82,9 +82,9 @@ def test_the_page_lists_all_architectures(rows: list[Row]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}," not in text:
         pytest.skip("the page was written for another version of transformers")
-    stated = told(text)
+    stated = parse_table(text)
     assert stated.keys() == {architecture.name for architecture in ZOO}
-    assert {row.name for row in rows if stated[row.name] != told(table([row]))[row.name]} == set()
+    assert {row.name for row in rows if stated[row.name] != parse_table(table([row]))[row.name]} == set()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "t5"])

@@ -219,7 +219,7 @@ def test_layers_that_share_keys_attend_a_long_prompt_before_packing(
     name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layer with the tokens encodes them, and drops invisible ones, only after the other layers have attended."""
-    monkeypatch.setattr(live_cache, "DEFERRED", 8)
+    monkeypatch.setattr(live_cache, "MAX_DEFERRED_TOKENS", 8)
     model = model_of(name)
     expected = model(PROMPT).logits
     with KvpackCache(model, f"{recipe};tail=8") as cache:

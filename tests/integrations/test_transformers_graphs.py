@@ -21,7 +21,18 @@ from kvpack.integrations.transformers.graphs import EAGER_STEPS
 from kvpack.integrations.transformers.model_snapshot import ModelSnapshot
 from kvpack.integrations.transformers.states import CapturedLength
 from kvpack.live import side
-from support.graph_device import ONE_LAYER, RECIPE, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
+from support.graph_device import (
+    ONE_LAYER,
+    RECIPE,
+    SIZES,
+    Device,
+    caches_match,
+    count_captures,
+    drop_replay,
+    eager_cache,
+    new_cache,
+    random_ids,
+)
 from support.interpreter import DEVICE, INTERPRETED
 from support.zoo_models import ZOO, model_of
 
@@ -52,23 +63,23 @@ def _no_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return counted_device(monkeypatch)
+    return count_captures(monkeypatch)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded on the left"])
 def test_generates_the_same_tokens(device: Device, padded: bool) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
-    prompt, mask = ids(2, 6), torch.ones(2, 6, dtype=torch.long, device=DEVICE)
+    prompt, mask = random_ids(2, 6), torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, : 3 if padded else 0] = 0
     options = {"max_new_tokens": 7, "do_sample": False, "attention_mask": mask}
-    with eager(model, RECIPE) as expected:
+    with eager_cache(model, RECIPE) as expected:
         tokens = model.generate(prompt, past_key_values=expected, **options)
-    with cache_of(model, device) as found:
+    with new_cache(model, device) as found:
         assert torch.equal(model.generate(prompt, past_key_values=found, **options), tokens)
     # Of the 6 steps after the prompt, some run as they are; a capture is tried at once.
     assert (device.captured, device.replayed) == (1, 6 - EAGER_STEPS)
-    same(found, expected)
+    caches_match(found, expected)
 
 
 @pytest.mark.kernels
@@ -76,18 +87,18 @@ def test_operations_between_steps_do_not_break_replays(device: Device) -> None:
     """Tests full windows, longer passes, dropped tokens, other rows, and a copy of the cache."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     logits: list[list[torch.Tensor]] = []
-    caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
+    caches = [eager_cache(model, "kv=group:b=8,g=8;tail=8"), new_cache(model, device, "kv=group:b=8,g=8;tail=8")]
     for cache in caches:
         device.cache, found = cache, []
         for step, count in enumerate([5, *[1] * 9, 3, *[1] * 3]):
-            found.append(model(ids(2, count, step), past_key_values=cache).logits)
+            found.append(model(random_ids(2, count, step), past_key_values=cache).logits)
         cache.crop(-2)
-        found += [model(ids(2, 1, step), past_key_values=cache).logits for step in range(3)]
+        found += [model(random_ids(2, 1, step), past_key_values=cache).logits for step in range(3)]
         cache.batch_select_indices(torch.tensor([1, 0]))
-        found += [model(ids(2, 1, step), past_key_values=cache).logits for step in range(3)]
+        found += [model(random_ids(2, 1, step), past_key_values=cache).logits for step in range(3)]
         logits.append(found)
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
-    same(caches[1], caches[0])
+    caches_match(caches[1], caches[0])
     assert device.captured >= 3
     assert device.replayed > 9
 
@@ -99,12 +110,12 @@ def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, m
     sizes = ONE_LAYER | ({"sliding_window": 12} if name == "Mistral" else {})
     model, logits = model_of(name, **sizes).to(DEVICE), []
     counts = [5, *[1] * (28 if name == "Mistral" else 20)]
-    caches = [eager(model, "kv=group:b=8,g=8;tail=8"), cache_of(model, device, "kv=group:b=8,g=8;tail=8")]
+    caches = [eager_cache(model, "kv=group:b=8,g=8;tail=8"), new_cache(model, device, "kv=group:b=8,g=8;tail=8")]
     for cache in caches:
         device.cache = cache
-        logits.append([model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate(counts)])
+        logits.append([model(random_ids(1, count, step), past_key_values=cache).logits for step, count in enumerate(counts)])
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
-    same(caches[1], caches[0])
+    caches_match(caches[1], caches[0])
     assert (caches[1].live.skipped_tokens(0) > 0) == (name == "Mistral")
     assert device.captured >= 2
     assert device.replayed > 10
@@ -113,15 +124,15 @@ def test_pages_grow_and_windows_slide_between_steps(name: str, device: Device, m
 @pytest.mark.kernels
 def test_caches_of_one_model_take_turns(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
-    plain, replayed = ([make() for _ in "ab"] for make in (lambda: eager(model, RECIPE), lambda: cache_of(model, device)))
+    plain, replayed = ([make() for _ in "ab"] for make in (lambda: eager_cache(model, RECIPE), lambda: new_cache(model, device)))
     for step, count in enumerate([4, *[1] * 5]):
         for number in (0, 1):
-            given = ids(1, count + number * (step == 0), 2 * step + number)
+            given = random_ids(1, count + number * (step == 0), 2 * step + number)
             device.cache = replayed[number]
             found, expected = (model(given, past_key_values=caches[number]).logits for caches in (replayed, plain))
             assert torch.equal(found, expected)
     assert device.captured == 2
-    [same(*pair) for pair in zip(replayed, plain, strict=True)]
+    [caches_match(*pair) for pair in zip(replayed, plain, strict=True)]
 
 
 @pytest.mark.kernels
@@ -130,11 +141,11 @@ def test_steps_in_other_modes_have_other_graphs(device: Device) -> None:
     model, logits = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad]
     modes.append(lambda: torch.autocast(torch.device(DEVICE).type, torch.bfloat16))
-    for cache in (eager(model, RECIPE), cache_of(model, device)):
+    for cache in (eager_cache(model, RECIPE), new_cache(model, device)):
         found = []
         for number, mode in enumerate(modes):
             with mode():
-                found += [model(ids(1, 1, 4 * number + step), past_key_values=cache).logits.detach() for step in range(4)]
+                found += [model(random_ids(1, 1, 4 * number + step), past_key_values=cache).logits.detach() for step in range(4)]
         logits.append(found)
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     assert device.captured == 3
@@ -146,15 +157,15 @@ def test_padding_may_grow_between_steps(device: Device) -> None:
     model, logits = model_of("Llama", **ONE_LAYER).to(DEVICE), []
     mask = torch.ones(2, 6, dtype=torch.long, device=DEVICE)
     mask[1, :2] = 0
-    for cache in (eager(model, RECIPE), cache_of(model, device)):
-        found = [model(ids(2, 6), past_key_values=cache, attention_mask=mask).logits]
+    for cache in (eager_cache(model, RECIPE), new_cache(model, device)):
+        found = [model(random_ids(2, 6), past_key_values=cache, attention_mask=mask).logits]
         for step in range(1, 8):
             now = torch.nn.functional.pad(mask, (0, step), value=1)
             now[0, : step // 3] = now[1, 3 : 3 + step // 6] = 0
             positions = now.cumsum(1)[:, -1:] - 1
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", KvpackWarning)
-                step_logits = model(ids(2, 1, step), past_key_values=cache, attention_mask=now, position_ids=positions).logits
+                step_logits = model(random_ids(2, 1, step), past_key_values=cache, attention_mask=now, position_ids=positions).logits
             found.append(step_logits)
         logits.append(found)
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
@@ -173,11 +184,11 @@ def test_a_step_that_reads_the_length_is_not_captured(device: Device) -> None:
         return own(base, **kwargs)
 
     base.forward = forward
-    with eager(model, RECIPE) as cache:
-        expected = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
+    with eager_cache(model, RECIPE) as cache:
+        expected = [model(random_ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
     refused = "run without CUDA graphs: a captured step gives different results"
-    with cache_of(model, device) as cache, pytest.warns(KvpackWarning, match=refused):
-        found = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
+    with new_cache(model, device) as cache, pytest.warns(KvpackWarning, match=refused):
+        found = [model(random_ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1, 1])]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert device.captured == 1
 
@@ -209,10 +220,10 @@ def test_a_step_that_compares_the_length_is_not_captured(name: str, device: Devi
     mlp.forward = lambda x: own(x) * (2 if compared(caches[-1].get_seq_length()) else 1)
     logits = []
     for graphs_too in (False, True):
-        caches.append(cache_of(model, device) if graphs_too else eager(model, RECIPE))
+        caches.append(new_cache(model, device) if graphs_too else eager_cache(model, RECIPE))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            logits.append([model(ids(1, 1, step), past_key_values=caches[-1]).logits for step in range(9)])
+            logits.append([model(random_ids(1, 1, step), past_key_values=caches[-1]).logits for step in range(9)])
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     assert any("compares the cache length" in str(one.message) for one in told) == (name != "nothing")
     assert (device.replayed > 0) == (name == "nothing")
@@ -227,11 +238,11 @@ def test_random_numbers_equal_those_without_graphs(used: bool, device: Device) -
     own, logits = mlp.forward, []
     mlp.forward = lambda x: own(x) + torch.rand_like(x) * used
     for graphs_too in (False, True):
-        cache = cache_of(model, device) if graphs_too else eager(model, RECIPE)
+        cache = new_cache(model, device) if graphs_too else eager_cache(model, RECIPE)
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = [model(ids(1, 1, step), past_key_values=cache).logits for step in range(5)]
+            found = [model(random_ids(1, 1, step), past_key_values=cache).logits for step in range(5)]
         logits.append([*found, torch.rand(3, device=DEVICE)])
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     assert any("a captured step gives different results" in str(one.message) for one in told) == used
@@ -246,10 +257,10 @@ def test_a_graph_serves_no_fewer_than_its_minimum_tokens(device: Device) -> None
     mlp.forward = lambda x: own(x) * (2 if caches[-1].get_seq_length() > 4 else 1)
     logits = []
     for graphs_too in (False, True):
-        caches.append(cache_of(model, device) if graphs_too else eager(model, RECIPE))
-        found = [model(ids(1, count, step), past_key_values=caches[-1]).logits for step, count in enumerate([10, 1, 1, 1, 1])]
+        caches.append(new_cache(model, device) if graphs_too else eager_cache(model, RECIPE))
+        found = [model(random_ids(1, count, step), past_key_values=caches[-1]).logits for step, count in enumerate([10, 1, 1, 1, 1])]
         caches[-1].crop(-11)
-        logits.append([*found, model(ids(1, 1), past_key_values=caches[-1]).logits])
+        logits.append([*found, model(random_ids(1, 1), past_key_values=caches[-1]).logits])
     assert device.replayed == 3
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
 
@@ -271,9 +282,9 @@ def test_a_model_that_cannot_be_captured_runs_normally(device: Device, what: str
 
         model.model.layers[1].forward = forward
     expected = {"hooks": "model.layers.0 has forward hooks", "errors": "not in a capture"}[what]
-    cache = cache_of(model, device)
+    cache = new_cache(model, device)
     with pytest.warns(KvpackWarning, match=f"run without CUDA graphs: {expected}"):
-        [model(ids(1, 1, step), past_key_values=cache) for step in range(5)]
+        [model(random_ids(1, 1, step), past_key_values=cache) for step in range(5)]
     assert cache.packed.tokens == 5
     assert cache.live.stored_tokens(0) == cache.live.stored_tokens(1) == 5
     assert device.replayed == 0
@@ -361,14 +372,14 @@ def test_a_model_that_changed_between_steps_is_not_replayed(name: str, device: D
     found = []
     for replays in (False, True):
         model = model_of("Llama", **SIZES).to(DEVICE)
-        cache = cache_of(model, device) if replays else eager(model, RECIPE)
-        logits = [model(ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1])]
+        cache = new_cache(model, device) if replays else eager_cache(model, RECIPE)
+        logits = [model(random_ids(1, count, step), past_key_values=cache).logits for step, count in enumerate([4, 1, 1, 1])]
         model.lm_head.weight.mul_(2)
-        logits.append(model(ids(1, 1, 4), past_key_values=cache).logits)
+        logits.append(model(random_ids(1, 1, 4), past_key_values=cache).logits)
         replayed = device.replayed
         torch.manual_seed(1)
         CHANGES[name](model)
-        logits.append(model(ids(1, 1, 5), past_key_values=cache).logits)
+        logits.append(model(random_ids(1, 1, 5), past_key_values=cache).logits)
         assert device.replayed == replayed
         found.append(logits)
     assert replayed == 3
@@ -391,12 +402,12 @@ def test_adapters_may_be_switched_between_steps(device: Device) -> None:
         options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
         model = peft.get_peft_model(model_of("Llama", **ONE_LAYER).to(DEVICE), peft.LoraConfig(**options))
         model.add_adapter("other", peft.LoraConfig(**options))
-        cache = cache_of(model.eval(), device) if replays else eager(model.eval(), RECIPE)
-        found = [model(input_ids=ids(1, 4), past_key_values=cache).logits]
+        cache = new_cache(model.eval(), device) if replays else eager_cache(model.eval(), RECIPE)
+        found = [model(input_ids=random_ids(1, 4), past_key_values=cache).logits]
         for change in (lambda _: None, *changes):
             change(model)
             before = device.replayed
-            found += [model(input_ids=ids(1, 1, len(found) + step), past_key_values=cache).logits for step in range(3)]
+            found += [model(input_ids=random_ids(1, 1, len(found) + step), past_key_values=cache).logits for step in range(3)]
             assert device.replayed == before + 2 * replays
         logits.append(found)
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
@@ -406,11 +417,11 @@ def test_adapters_may_be_switched_between_steps(device: Device) -> None:
 @pytest.mark.kernels
 def test_hooks_on_all_modules_are_called(device: Device) -> None:
     model, calls = model_of("Llama", **ONE_LAYER).to(DEVICE), []
-    cache = cache_of(model, device)
+    cache = new_cache(model, device)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module))
     try:
         with pytest.warns(KvpackWarning, match="run without CUDA graphs: every module has forward hooks"):
-            [model(ids(1, 1, step), past_key_values=cache) for step in range(5)]
+            [model(random_ids(1, 1, step), past_key_values=cache) for step in range(5)]
     finally:
         handle.remove()
     assert calls.count(model.model.layers[0]) == 5
@@ -420,9 +431,9 @@ def test_hooks_on_all_modules_are_called(device: Device) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failing_replay_leaves_the_step_to_the_model(error: type[BaseException], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
-    expected = eager(model, RECIPE)
-    logits = [model(ids(1, 1, step), past_key_values=expected).logits for step in range(5)]
-    cache, capture = cache_of(model, device), graphs.capture
+    expected = eager_cache(model, RECIPE)
+    logits = [model(random_ids(1, 1, step), past_key_values=expected).logits for step in range(5)]
+    cache, capture = new_cache(model, device), graphs.capture
 
     def failing(call: Callable[[], Any], where: torch.device) -> tuple[Callable[[], None], Any]:
         replay, result = capture(call, where)
@@ -436,31 +447,33 @@ def test_a_failing_replay_leaves_the_step_to_the_model(error: type[BaseException
         return replayed, result
 
     monkeypatch.setattr(graphs, "capture", failing)
-    found = [model(ids(1, 1), past_key_values=cache).logits]
+    found = [model(random_ids(1, 1), past_key_values=cache).logits]
     if error is RuntimeError:
         with pytest.warns(KvpackWarning, match="run without CUDA graphs: no memory"):
-            found.append(model(ids(1, 1, 1), past_key_values=cache).logits)
+            found.append(model(random_ids(1, 1, 1), past_key_values=cache).logits)
     else:
         with pytest.raises(KeyboardInterrupt):
-            model(ids(1, 1, 1), past_key_values=cache)
+            model(random_ids(1, 1, 1), past_key_values=cache)
         # What an interrupted pass added is the caller's to keep.
         cache.crop(0)
         found.append(logits[1])
         monkeypatch.setattr(graphs, "capture", capture)
-    found += [model(ids(1, 1, step), past_key_values=cache).logits for step in range(2, 5)]
+    found += [model(random_ids(1, 1, step), past_key_values=cache).logits for step in range(2, 5)]
     assert all(torch.equal(one, other) for one, other in zip(found, logits, strict=True))
-    same(cache, expected)
+    caches_match(cache, expected)
 
 
 @pytest.mark.cuda
 def test_threads_capture_separate_graphs(device: Device) -> None:
     models = [model_of("Llama", **SIZES).to(DEVICE) for _ in range(4)]
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected = [model.generate(ids(1, 8, seed), past_key_values=eager(model, RECIPE), **options) for seed, model in enumerate(models)]
+    expected = [
+        model.generate(random_ids(1, 8, seed), past_key_values=eager_cache(model, RECIPE), **options) for seed, model in enumerate(models)
+    ]
 
     def generated(seed: int) -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = models[seed].generate(ids(1, 8, seed), past_key_values=cache_of(models[seed], device), **options)
+            found: torch.Tensor = models[seed].generate(random_ids(1, 8, seed), past_key_values=new_cache(models[seed], device), **options)
         return found
 
     with ThreadPoolExecutor(4) as pool:
@@ -475,17 +488,17 @@ def test_only_decode_steps_are_captured(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     hidden = torch.ones(1, 5, dtype=torch.long, device=DEVICE)
     hidden[0, 2] = 0
-    with cache_of(model, device) as cache:
-        model(ids(1, 4), past_key_values=cache)
+    with new_cache(model, device) as cache:
+        model(random_ids(1, 4), past_key_values=cache)
         for _ in range(4):
-            model(ids(1, 1), past_key_values=cache, output_hidden_states=True)
+            model(random_ids(1, 1), past_key_values=cache, output_hidden_states=True)
         with pytest.warns(KvpackWarning, match="the attention mask hides"):
-            model(ids(1, 1), past_key_values=cache, attention_mask=torch.nn.functional.pad(hidden, (0, 4), value=1))
+            model(random_ids(1, 1), past_key_values=cache, attention_mask=torch.nn.functional.pad(hidden, (0, 4), value=1))
         for _ in range(4):
-            model(inputs_embeds=model.get_input_embeddings()(ids(1, 1)), past_key_values=cache)
+            model(inputs_embeds=model.get_input_embeddings()(random_ids(1, 1)), past_key_values=cache)
         with torch.enable_grad():
             for _ in range(4):
-                model(ids(1, 1), past_key_values=cache)
+                model(random_ids(1, 1), past_key_values=cache)
     assert (device.captured, device.replayed) == (0, 0)
 
 
@@ -494,14 +507,14 @@ def test_the_model_is_left_unchanged(device: Device) -> None:
     """The model is restored after release and with the last cache; other caches are unaffected meanwhile."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     before = dict(vars(model))
-    cache, plain = cache_of(model, device), eager(model, RECIPE)
+    cache, plain = new_cache(model, device), eager_cache(model, RECIPE)
     for step in range(4):
-        model(ids(1, 1, step), past_key_values=plain)
+        model(random_ids(1, 1, step), past_key_values=plain)
     assert device.captured == 0
     for step in range(4):
-        model(ids(1, 1, step), past_key_values=cache)
+        model(random_ids(1, 1, step), past_key_values=cache)
     assert device.captured == 1
-    same(cache, plain)
+    caches_match(cache, plain)
     kept = weakref.ref(cache)
     del plain
     cache.release()
@@ -515,9 +528,9 @@ def test_the_model_is_left_unchanged(device: Device) -> None:
 def test_a_graph_keeps_no_weights(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     weight = weakref.ref(model.lm_head.weight)
-    cache = cache_of(model, device)
+    cache = new_cache(model, device)
     for step in range(4):
-        model(ids(1, 1, step), past_key_values=cache)
+        model(random_ids(1, 1, step), past_key_values=cache)
     drop_replay(cache)
     del model
     gc.collect()
@@ -528,9 +541,9 @@ def test_a_graph_keeps_no_weights(device: Device) -> None:
 def test_a_graph_ends_with_its_cache(device: Device) -> None:
     """It ends immediately, not at garbage collection, which may happen during the capture of another graph."""
     model = model_of("Llama", **SIZES).to(DEVICE)
-    cache = cache_of(model, device)
+    cache = new_cache(model, device)
     for step in range(4):
-        model(ids(1, 1, step), past_key_values=cache)
+        model(random_ids(1, 1, step), past_key_values=cache)
     assert cache.graphs is not None
     graph = weakref.ref(cache.graphs._graph)
     gc.collect()
@@ -596,8 +609,8 @@ def test_models_of_the_zoo_generate_the_same_tokens(name: str, device: Device) -
     with warnings.catch_warnings():
         # What decodes for each call, or gets no graph, says so.
         warnings.simplefilter("ignore", KvpackWarning)
-        expected = model.generate(ids(2, 20), past_key_values=eager(model, "raw"), **options)
-        found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
+        expected = model.generate(random_ids(2, 20), past_key_values=eager_cache(model, "raw"), **options)
+        found = model.generate(random_ids(2, 20), past_key_values=new_cache(model, device, "raw"), **options)
     assert torch.equal(found, expected)
     assert device.replayed == (0 if name in WITHOUT_GRAPHS else 39 - EAGER_STEPS)
 
@@ -609,9 +622,9 @@ def test_a_step_that_waits_for_the_device_is_not_captured(device: Device) -> Non
     own = mlp.forward
     mlp.forward = lambda x: own(x) if x.abs().sum().item() >= 0 else x
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids(2, 20), past_key_values=eager(model, "raw"), **options)
+    expected = model.generate(random_ids(2, 20), past_key_values=eager_cache(model, "raw"), **options)
     with pytest.warns(KvpackWarning, match="decode steps of LlamaForCausalLM run without CUDA graphs"):
-        found = model.generate(ids(2, 20), past_key_values=cache_of(model, device, "raw"), **options)
+        found = model.generate(random_ids(2, 20), past_key_values=new_cache(model, device, "raw"), **options)
     assert torch.equal(found, expected)
     assert device.replayed == 0
     # Neither the allocator nor the generator is in a capture.

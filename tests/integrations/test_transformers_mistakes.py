@@ -259,5 +259,5 @@ def test_a_version_of_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(transformers, "__version__", version)
         assert transformers_version.installed() is transformers
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    oldest = ".".join(map(str, transformers_version.OLDEST))
+    oldest = ".".join(map(str, transformers_version.MIN_VERSION))
     assert project["project"]["optional-dependencies"]["transformers"] == [f"transformers>={oldest}"]

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 from kvpack.integrations.transformers import KvpackCache, graphs
 from kvpack.integrations.transformers.graphs import DEFAULT_EAGER_STEPS
 from kvpack.integrations.transformers.model_snapshot import ModelSnapshot
-from support.graph_device import ONE_LAYER, SIZES, Device, cache_of, counted_device, drop_replay, eager, ids, same
+from support.graph_device import ONE_LAYER, SIZES, Device, caches_match, count_captures, drop_replay, eager_cache, new_cache, random_ids
 from support.interpreter import DEVICE, INTERPRETED
 from support.zoo_models import ZOO, model_of
 
@@ -39,26 +39,26 @@ def _no_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return counted_device(monkeypatch)
+    return count_captures(monkeypatch)
 
 
 def steps(model: Any, cache: Any, count: int = STEPS) -> list[torch.Tensor]:
     """Return the logits of steps of one token each."""
-    return [model(ids(1, 1, step), past_key_values=cache).logits for step in range(count)]
+    return [model(random_ids(1, 1, step), past_key_values=cache).logits for step in range(count)]
 
 
 @pytest.mark.kernels
 def test_many_equal_steps_are_replayed(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
-    before, expected = dict(vars(model)), eager(model)
+    before, expected = dict(vars(model)), eager_cache(model)
     logits = steps(model, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache = cache_of(model, device, graphs=None)
+        cache = new_cache(model, device, graphs=None)
         found = steps(model, cache)
     assert all(torch.equal(one, other) for one, other in zip(found, logits, strict=True))
     assert (device.captured, device.replayed) == (1, STEPS - DEFAULT_EAGER_STEPS)
-    same(cache, expected)
+    caches_match(cache, expected)
     for one in (cache, expected):
         one.release()
     assert vars(model).keys() == before.keys()
@@ -67,13 +67,13 @@ def test_many_equal_steps_are_replayed(device: Device) -> None:
 @pytest.mark.kernels
 def test_generate_replays_steps(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
-    prompt, options = ids(2, 6), {"max_new_tokens": STEPS + 1, "do_sample": False, "pad_token_id": 0}
-    with eager(model) as expected:
+    prompt, options = random_ids(2, 6), {"max_new_tokens": STEPS + 1, "do_sample": False, "pad_token_id": 0}
+    with eager_cache(model) as expected:
         tokens = model.generate(prompt, past_key_values=expected, **options)
-    with cache_of(model, device, graphs=None) as found:
+    with new_cache(model, device, graphs=None) as found:
         assert torch.equal(model.generate(prompt, past_key_values=found, **options), tokens)
     assert (device.captured, device.replayed) == (1, STEPS - DEFAULT_EAGER_STEPS)
-    same(found, expected)
+    caches_match(found, expected)
 
 
 class _Counting(modeling_llama.LlamaMLP):
@@ -175,7 +175,7 @@ def test_a_model_with_custom_code_is_not_replayed(name: str, device: Device, mon
         model = model_of("Llama", **SIZES).to(DEVICE)
         with monkeypatch.context() as changed:
             change(model, changed)
-            cache = cache_of(model, device, graphs=None) if replays else eager(model)
+            cache = new_cache(model, device, graphs=None) if replays else eager_cache(model)
             found.append(steps(model, cache))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert (device.captured, device.replayed) == (0, 0)
@@ -189,7 +189,7 @@ def test_code_that_changes_between_steps_runs(name: str, device: Device, monkeyp
     found = []
     for replays in (False, True):
         model = model_of("Llama", **SIZES).to(DEVICE)
-        cache = cache_of(model, device, graphs=None) if replays else eager(model)
+        cache = new_cache(model, device, graphs=None) if replays else eager_cache(model)
         logits, replayed = steps(model, cache), device.replayed
         with monkeypatch.context() as changed:
             FOREIGN[name][0](model, changed)
@@ -216,12 +216,12 @@ def test_a_dispatch_mode_sees_every_operation(device: Device) -> None:
             return function(*args, **(kwargs or {}))
 
     model, counts = model_of("Llama", **ONE_LAYER).to(DEVICE), []
-    cache = cache_of(model, device, graphs=None)
+    cache = new_cache(model, device, graphs=None)
     steps(model, cache)
     replayed = device.replayed
     for _ in range(3):
         with Counting() as mode:
-            model(ids(1, 1), past_key_values=cache)
+            model(random_ids(1, 1), past_key_values=cache)
         counts.append(mode.count)
     assert min(counts) > 20
     assert device.replayed == replayed
@@ -240,11 +240,11 @@ def test_a_failing_capture_is_not_retried(device: Device, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(graphs, "capture", failing)
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
-    expected = steps(model, eager(model))
+    expected = steps(model, eager_cache(model))
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            cache = cache_of(model, device, graphs=None)
+            cache = new_cache(model, device, graphs=None)
             assert all(torch.equal(one, other) for one, other in zip(steps(model, cache), expected, strict=True))
         assert cache.graphs is not None
         assert "captur" in str(cache.graphs.refused)
@@ -257,7 +257,7 @@ def test_attributes_of_a_model_do_not_keep_it_alive(device: Device) -> None:
     """Attributes that refer to the model itself do not keep it alive."""
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.generate = types.MethodType(type(model).generate, model)
-    cache = cache_of(model, device, graphs=None)
+    cache = new_cache(model, device, graphs=None)
     steps(model, cache)
     assert device.captured == 1
     kept = weakref.ref(model)
@@ -271,7 +271,7 @@ def test_attributes_of_a_model_do_not_keep_it_alive(device: Device) -> None:
 def test_a_custom_forward_is_kept(device: Device) -> None:
     model = model_of("Llama", **ONE_LAYER).to(DEVICE)
     model.forward = own = types.MethodType(type(model).forward, model)
-    cache = cache_of(model, device, graphs=None)
+    cache = new_cache(model, device, graphs=None)
     assert model.forward is own
     steps(model, cache)
     assert device.captured == 0

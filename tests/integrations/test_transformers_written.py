@@ -13,7 +13,7 @@ import kvpack
 from kvpack import cache_names
 from kvpack.errors import KvpackError, KvpackWarning
 from kvpack.integrations.transformers import KvpackCache
-from support.written_files import BATCH, MANIFEST, PROMPT, batch_ids, continued, demo_model, prompt_ids
+from support.written_files import BATCH, MANIFEST, PROMPT, batch_ids, continue_greedily, demo_model, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_a_prompt_continues_with_the_recorded_tokens(model: Any) -> None:
         warnings.simplefilter("ignore", KvpackWarning)
         cache = KvpackCache.load(PROMPT, model)
     with cache:
-        assert continued(model, cache, prompt_ids()[-1:]) == recorded
+        assert continue_greedily(model, cache, prompt_ids()[-1:]) == recorded
 
 
 def test_generate_continues_a_prompt(model: Any) -> None:
@@ -63,4 +63,4 @@ def test_a_padded_batch_continues_with_the_recorded_tokens_or_is_refused(model: 
             cache = KvpackCache.of(packed)
         except KvpackError:
             return
-    assert continued(model, cache, rows[:, -1].tolist(), mask[:, :-1]) == recorded
+    assert continue_greedily(model, cache, rows[:, -1].tolist(), mask[:, :-1]) == recorded

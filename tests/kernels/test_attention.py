@@ -21,8 +21,8 @@ from kvpack.formats.group import Group
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.kernel_calls import attend_by
-from support.random_sides import TOLERANCE, check, codecs, exact, random_side
-from support.strategies import poisoned
+from support.random_sides import TOLERANCE, check_attention, codecs, exact_attention, random_side
+from support.strategies import with_poisoned_padding
 
 if TYPE_CHECKING:
     pass
@@ -109,7 +109,7 @@ PAIRS = [(k, v) for number, k in enumerate(KEYS) for v in (list(VALUES) * 2)[num
 @pytest.mark.parametrize(("k", "v"), PAIRS)
 def test_every_key_codec_with_every_value_codec(k: str, v: str) -> None:
     k_codec, v_codec = codecs(KEYS[k], VALUES[v], (32, 64))
-    check(Layer(random_side(k_codec, 1, (40,), 0, 1), random_side(v_codec, 1, (40,), 0, 2)), 2)
+    check_attention(Layer(random_side(k_codec, 1, (40,), 0, 1), random_side(v_codec, 1, (40,), 0, 2)), 2)
 
 
 @pytest.mark.kernels
@@ -127,7 +127,7 @@ def test_head_dims(family: str) -> None:
     for dims in ((80, 96), (128, 256)) if INTERPRETED else ((80, 80), (96, 96), (128, 128), (256, 256)):
         # Values have no means.
         k_codec, v_codec = codecs(KEYS[family], KEYS[family].partition(",mean=")[0], dims)
-        check(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
+        check_attention(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
 
 
 @pytest.mark.kernels
@@ -136,7 +136,7 @@ def test_head_dims(family: str) -> None:
 def test_windows_of_a_trellis_in_rows_of_any_length(bits: int, dims: tuple[int, int], states: int) -> None:
     """Rows of an odd number of words, in which the first window follows the last one inside a 32-bit word, and of less than a tile."""
     k_codec, v_codec = codecs(*[f"trellis:b={bits},states={states}"] * 2, dims)
-    check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+    check_attention(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
 @pytest.mark.kernels
@@ -149,7 +149,7 @@ def test_minifloats_with_any_fields_and_blocks(words: str) -> None:
         codec, _ = codecs(f"minifloat:{words}", "raw:dtype=bf16", (dim, dim))
         if fields:
             codec = dataclasses.replace(codec, fields=(("codes", fields),))  # type: ignore[type-var]
-        check(Layer(random_side(codec, 1, (33,), 0, 1), random_side(codec, 1, (33,), 0, 2)), 1)
+        check_attention(Layer(random_side(codec, 1, (33,), 0, 1), random_side(codec, 1, (33,), 0, 2)), 1)
 
 
 @pytest.mark.kernels
@@ -170,7 +170,7 @@ def test_powers_of_two_beyond_tiles_are_left_to_torch(element: str, spread: int,
     codes = codec.digits(side.runs[0].streams)[0]
     codes[..., 32:] = 0
     zeros = Side(codec, PackedRuns.of([PackedRun(codec, 20, {**side.runs[0].streams, **codec.pack_digits(codes)})]), side.tail)
-    check(Layer(zeros, zeros), 1)
+    check_attention(Layer(zeros, zeros), 1)
 
 
 @pytest.mark.kernels
@@ -184,7 +184,7 @@ def test_keys_per_step_of_a_block(words: str, values: str) -> None:
     scales = side.runs[0].streams["block_scales"]
     scales[:, :, 3] = torch.tensor([0, 1, 0, 5], dtype=torch.uint8)
     scales[:, :, 40] = torch.tensor([130, 118, 128, 125], dtype=torch.uint8)
-    check(Layer(side, random_side(v_codec, 1, (70,), 0, 2)), 2)
+    check_attention(Layer(side, random_side(v_codec, 1, (70,), 0, 2)), 2)
 
 
 @pytest.mark.kernels
@@ -193,7 +193,7 @@ def test_code_widths(bits: int) -> None:
     for fields in (128 // bits, 3):
         group = Group(40, bits, "token", 32, "none", 0, "none", (("codes", fields),))
         scalar, _ = codecs(f"scalar:b={bits}", "raw:dtype=bf16", (40, 40))
-        check(Layer(random_side(group, 1, (33,), 0, 1), random_side(scalar, 1, (33,), 0, 2)), 1)
+        check_attention(Layer(random_side(group, 1, (33,), 0, 1), random_side(scalar, 1, (33,), 0, 2)), 1)
 
 
 @pytest.mark.kernels
@@ -201,7 +201,7 @@ def test_code_widths(bits: int) -> None:
 def test_codeword_and_radius_widths(k: tuple[int, int], v: tuple[int, int]) -> None:
     """Tests dense quaternions whose codewords and radii are one symbol or two, and with more codewords than shared memory can store."""
     k_codec, v_codec = codecs("quaternion:s={},r={}".format(*k), "quaternion:s={},r={}".format(*v), (64, 60))
-    check(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
+    check_attention(Layer(random_side(k_codec, 1, (70,), 0, 1), random_side(v_codec, 1, (70,), 0, 2)), 2)
 
 
 @pytest.mark.scenario
@@ -210,7 +210,7 @@ def test_codeword_and_radius_widths(k: tuple[int, int], v: tuple[int, int]) -> N
 def test_groups_of_few_channels(bits: int, size: int, dim: int) -> None:
     """A few columns share scales and centers, in fields with or without whole groups."""
     codec, other = codecs(f"group:b={bits},g={size},axis=channel", f"group:b={bits},g={size},axis=channel,token_scale=fp16", (dim, dim))
-    check(Layer(random_side(codec, 2, (33, 70), 0, 1), random_side(other, 2, (103,), 0, 2)), 4, q_len=3)
+    check_attention(Layer(random_side(codec, 2, (33, 70), 0, 1), random_side(other, 2, (103,), 0, 2)), 4, q_len=3)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -235,7 +235,7 @@ def test_modes_over_pages_and_a_tail(mode: str) -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     # Pages of keys and of values end at different tokens, so a run of keys begins inside a token group.
     layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1), random_side(v_codec, 1, (50, 47), 9, 2))
-    check(layer, 2, **MODES[mode])
+    check_attention(layer, 2, **MODES[mode])
 
 
 LENGTHS: dict[str, dict[str, Any]] = {
@@ -253,7 +253,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 def test_sequences_with_different_lengths(mode: str) -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     layer = Layer(random_side(k_codec, 1, (96, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 47), 9, 2, batch=5))
-    check(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
+    check_attention(layer, 2, lengths=[106, 0, 1, 97, 64], **LENGTHS[mode])
 
 
 STARTS: dict[str, dict[str, Any]] = {
@@ -284,7 +284,7 @@ def test_left_padded_sequences(mode: str, dual: bool) -> None:
         k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
     for starts in ([0, 1, 310, 308, 64], [130, 0, 3, 250, 129])[: 1 if INTERPRETED else 2]:
-        check(layer, 2, starts=starts, **STARTS[mode])
+        check_attention(layer, 2, starts=starts, **STARTS[mode])
 
 
 @pytest.mark.scenario
@@ -304,7 +304,7 @@ def test_programs_with_many_tiles_and_left_padding(
     k_codec, v_codec = codecs(KEYS[family], KEYS[family], (32, 32))
     layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=4), random_side(v_codec, 1, (tokens,), 5, 2, batch=4))
     for q_len in (1, 4):
-        check(layer, 2, q_len, starts=[33, 500, tokens - 60, tokens + 4], sliding_window=window)
+        check_attention(layer, 2, q_len, starts=[33, 500, tokens - 60, tokens + 4], sliding_window=window)
 
 
 @pytest.mark.cuda
@@ -321,7 +321,7 @@ def test_starts_may_change_between_replays_of_a_cuda_graph() -> None:
         starts.copy_(torch.tensor(given))
         graph.replay()
         assert torch.equal(captured, kvpack.attend(q, layer, starts=given))
-        expected = exact(q.cpu(), Layer(*(side.to("cpu") for side in layer.sides.values())), starts=given)
+        expected = exact_attention(q.cpu(), Layer(*(side.to("cpu") for side in layer.sides.values())), starts=given)
         assert (captured.cpu() - expected).norm() < TOLERANCE * expected.norm()
 
 
@@ -369,7 +369,7 @@ def test_two_tokens_per_row(k: str, v: str) -> None:
     k_codec, v_codec = codecs(both[k], both[v], (64, 64))
     layer = Layer(random_side(k_codec, 1, (1, 160), 0, 1), random_side(v_codec, 1, (161,), 0, 2))
     assert any(loaders.dual_tiles_of(codec) for codec in (k_codec, v_codec))
-    check(layer, 2)
+    check_attention(layer, 2)
 
 
 @pytest.mark.scenario
@@ -389,7 +389,7 @@ def test_two_tokens_per_row(k: str, v: str) -> None:
 def test_radius_trees(recipe: str, dims: tuple[int, int]) -> None:
     tokens = 31 if INTERPRETED else 70
     k_codec, v_codec = codecs(recipe, recipe, dims)
-    check(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
+    check_attention(Layer(random_side(k_codec, 1, (tokens,), 0, 1), random_side(v_codec, 1, (tokens,), 0, 2)), 1)
 
 
 @pytest.mark.scenario
@@ -399,7 +399,7 @@ def test_radius_trees(recipe: str, dims: tuple[int, int]) -> None:
 def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
     tokens = 31 if INTERPRETED else 65
     codec, _ = codecs(recipe, recipe, (dim, dim))
-    check(Layer(random_side(codec, 1, (tokens,), 0, 1), random_side(codec, 1, (tokens,), 0, 2)), 3, q_len=3)
+    check_attention(Layer(random_side(codec, 1, (tokens,), 0, 1), random_side(codec, 1, (tokens,), 0, 2)), 3, q_len=3)
 
 
 @pytest.mark.scenario
@@ -408,7 +408,7 @@ def test_widths_of_dense_angle(recipe: str, dim: int) -> None:
 def test_modes_over_two_tokens_per_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["octahedral 3"], NARROW["group 2, groups of tokens"], (64, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1), random_side(v_codec, 1, (50, 251), 9, 2))
-    check(layer, 2, **MODES[mode])
+    check_attention(layer, 2, **MODES[mode])
 
 
 @pytest.mark.scenario
@@ -417,13 +417,13 @@ def test_modes_over_two_tokens_per_row(mode: str) -> None:
 def test_different_lengths_over_two_tokens_per_row(mode: str) -> None:
     k_codec, v_codec = codecs(NARROW["scalar 3"], NARROW["group 3, groups of channels"], (64, 64))
     layer = Layer(random_side(k_codec, 1, (300, 1), 9, 1, batch=5), random_side(v_codec, 1, (50, 251), 9, 2, batch=5))
-    check(layer, 2, lengths=[310, 0, 1, 250, 130], **LENGTHS[mode])
+    check_attention(layer, 2, lengths=[310, 0, 1, 250, 130], **LENGTHS[mode])
 
 
 @pytest.mark.kernels
 def test_batches_and_heads() -> None:
     k_codec, v_codec = codecs(KEYS["group 2, token scale"], VALUES["scalar 4"], (32, 64))
-    check(Layer(random_side(k_codec, 2, (40,), 2, 1, batch=2), random_side(v_codec, 2, (40,), 2, 2, batch=2)), 4)
+    check_attention(Layer(random_side(k_codec, 2, (40,), 2, 1, batch=2), random_side(v_codec, 2, (40,), 2, 2, batch=2)), 4)
 
 
 @pytest.mark.kernels
@@ -458,14 +458,14 @@ def test_positions_of_the_norms_of_four_triplets(dim: int) -> None:
 @pytest.mark.kernels
 def test_many_short_pages() -> None:
     k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 32))
-    check(Layer(random_side(k_codec, 1, (32,) * 5, 0, 1), random_side(v_codec, 1, (32,) * 5, 0, 2)), 3)
+    check_attention(Layer(random_side(k_codec, 1, (32,) * 5, 0, 1), random_side(v_codec, 1, (32,) * 5, 0, 2)), 3)
 
 
 @pytest.mark.kernels
 def test_layers_with_only_a_tail_or_one_token() -> None:
     k_codec, v_codec = codecs(KEYS["group 4"], VALUES["group 4"], (32, 64))
-    check(Layer(random_side(k_codec, 2, (), 20, 1), random_side(v_codec, 2, (), 20, 2)), 2)
-    check(Layer(random_side(k_codec, 2, (1,), 0, 1), random_side(v_codec, 2, (1,), 0, 2)), 2)
+    check_attention(Layer(random_side(k_codec, 2, (), 20, 1), random_side(v_codec, 2, (), 20, 2)), 2)
+    check_attention(Layer(random_side(k_codec, 2, (1,), 0, 1), random_side(v_codec, 2, (1,), 0, 2)), 2)
 
 
 @pytest.mark.kernels
@@ -481,9 +481,9 @@ def test_norms_of_any_size() -> None:
         # They are then small, and large.
         v_norm *= factor
         v_norm *= max(1.0, factor)
-        check(layer, 2, scale=1e29)
+        check_attention(layer, 2, scale=1e29)
     v_norm[..., ::2] *= 1e-15
-    check(layer, 2, scale=1e29)
+    check_attention(layer, 2, scale=1e29)
 
 
 @pytest.mark.kernels
@@ -498,19 +498,19 @@ def test_key_scales_of_any_size(dim: int) -> None:
         for page in layer.k.runs:
             page.streams["scales"].mul_(2.0 ** (power - done))
         done = power
-        check(layer, 2, scale=2.0**-power * dim**-0.5)
+        check_attention(layer, 2, scale=2.0**-power * dim**-0.5)
 
 
 @pytest.mark.kernels
 def test_streams_with_any_strides() -> None:
     k_codec, v_codec = codecs(KEYS["scalar 3"], VALUES["group 4"], (64, 64))
     layer = Layer(random_side(k_codec, 2, (65,), 0, 1), random_side(v_codec, 2, (65,), 0, 2))
-    expected = exact(q := torch.randn(1, 2, 1, 64), layer)
+    expected = exact_attention(q := torch.randn(1, 2, 1, 64), layer)
     for side in layer.sides.values():
         streams = side.runs[0].streams
         assert isinstance(streams, dict)
         with torch.device(DEVICE):
-            streams |= {name: poisoned(stream) for name, stream in streams.items()}
+            streams |= {name: with_poisoned_padding(stream) for name, stream in streams.items()}
     from kvpack.kernels.attend import attention
 
     there = Layer(*(Side(side.codec, side.runs, side.tail.to(DEVICE)) for side in layer.sides.values()))
@@ -565,7 +565,7 @@ def test_attend_uses_kernels_where_they_are_exact_enough(recipe: str, fused: boo
     monkeypatch.setattr(attention, "prepare", lambda *arguments: called.append(1) or prepare(*arguments))
     cache = kvpack.pack(random_pairs(1, 86, dims=(64, 64)), recipe)
     q = torch.randn(1, 4, 2, 64)
-    expected = exact(q, cache[0])
+    expected = exact_attention(q, cache[0])
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     found = kvpack.attend(q.to(DEVICE), cache.to(DEVICE)[0]).cpu()
     assert bool(called) == fused
@@ -588,7 +588,7 @@ def test_long_queries_and_gradients_are_left_to_torch(monkeypatch: pytest.Monkey
 def test_a_prefill_chunk_is_attended_over_decoded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kvpack.pack(random_pairs(1, 600, dims=(64, 64)), "k=scalar:b=3;v=group:b=4;tail=32")[0]
     q = torch.randn(1, 4, 512, 64)
-    expected = exact(q, layer)
+    expected = exact_attention(q, layer)
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     found = kvpack.attend(q.to(DEVICE), Layer(*(side.to(DEVICE) for side in layer.sides.values()))).cpu()
     assert (found - expected).norm() / expected.norm() < TOLERANCE
@@ -601,7 +601,7 @@ def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setenv(addresses.VARIABLE, "0")
     k_codec, v_codec = codecs(KEYS[k], VALUES["scalar 4"], (128, 64))
-    check(Layer(random_side(k_codec, 2, (300,), 0, 1), random_side(v_codec, 2, (300,), 0, 2)), 4)
+    check_attention(Layer(random_side(k_codec, 2, (300,), 0, 1), random_side(v_codec, 2, (300,), 0, 2)), 4)
 
 
 @pytest.mark.cuda
@@ -609,7 +609,7 @@ def test_without_inline_assembly(k: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_many_programs(k: str) -> None:
     """There are enough tokens that every program processes several tiles, in flight together."""
     k_codec, v_codec = codecs(KEYS[k], VALUES["octahedral 3"], (128, 128))
-    check(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
+    check_attention(Layer(random_side(k_codec, 2, (40_000,), 17, 1), random_side(v_codec, 2, (40_000,), 17, 2)), 8)
 
 
 @pytest.mark.kernels
@@ -624,7 +624,7 @@ def test_tiles_with_many_tokens(begin: int, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(plan, "choose_shape", lambda *_: shapes.LaunchShape(1, 1, 64, 1, 2))
     k_codec, v_codec = codecs("group:b=2,g=64,axis=token", "group:b=2,g=128,axis=channel,token_scale=fp16", (32, 128))
     k, v = random_side(k_codec, 1, (420,), 5, 1), random_side(v_codec, 1, (begin, 420 - begin) if begin else (420,), 5, 2)
-    check(Layer(k, v), 2)
+    check_attention(Layer(k, v), 2)
     if not INTERPRETED:
         launches = plan.launches(k.to(DEVICE), v.to(DEVICE), Layer(k, v), 0, 420, (0, 420), 1, dual=False)
         assert {launch.shape.tokens for launch in launches} == ({32} if begin else {64})
@@ -638,7 +638,7 @@ def test_rows_loaded_ahead(lengths: list[int] | None) -> None:
     tokens = 900 if INTERPRETED else 60_000
     k_codec, v_codec = codecs(KEYS["dense quaternion"], KEYS["dense quaternion"], (64, 60))
     layer = Layer(random_side(k_codec, 1, (tokens,), 5, 1, batch=2), random_side(v_codec, 1, (tokens,), 5, 2, batch=2))
-    check(layer, 2, lengths=lengths)
+    check_attention(layer, 2, lengths=lengths)
 
 
 @pytest.mark.cuda
@@ -682,7 +682,7 @@ def test_prepared_launches_are_reused(tail: int, q_heads: int, monkeypatch: pyte
     """The second call over a layer skips checks and planning, and is equally correct for another query."""
     layer = kvpack.pack(random_pairs(1, 75, dims=(32, 32)), f"kv=scalar:b=4;tail={tail}")[0]
     queries = [torch.randn(1, q_heads, 1, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    expected = [exact(q, layer) for q in queries]
+    expected = [exact_attention(q, layer) for q in queries]
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     for q, right in zip(queries, expected, strict=True):

@@ -15,7 +15,7 @@ from kvpack.kernels.attend.prepared import Options
 from kvpack.kernels.cpu import attend, sides, unpack
 from support.interpreter import needs_loaded_bounds
 from support.klt_bases import with_random_balanced
-from support.random_sides import check, exact, random_side
+from support.random_sides import check_attention, exact_attention, random_side
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -41,7 +41,7 @@ def keys_and_values(words: str, dims: tuple[int, int] = (64, 32)) -> tuple[Codec
 @pytest.mark.parametrize("words", KEYS.values(), ids=KEYS)
 def test_attention(words: str) -> None:
     k, v = keys_and_values(words)
-    check(Layer(random_side(k, 2, (64, 32), 9, 1), random_side(v, 2, (64, 32), 9, 2)), 4, q_len=3)
+    check_attention(Layer(random_side(k, 2, (64, 32), 9, 1), random_side(v, 2, (64, 32), 9, 2)), 4, q_len=3)
 
 
 @pytest.mark.kernels
@@ -59,7 +59,7 @@ def test_one_cached_matrix_maps_queries_to_the_frame(words: str) -> None:
 @needs_loaded_bounds
 def test_many_queries() -> None:
     k, v = keys_and_values("scalar:b=3")
-    check(Layer(random_side(k, 1, (96,), 9, 1), random_side(v, 1, (96,), 9, 2)), 2, q_len=70)
+    check_attention(Layer(random_side(k, 1, (96,), 9, 1), random_side(v, 1, (96,), 9, 2)), 2, q_len=70)
 
 
 @pytest.mark.parametrize("words", KEYS.values(), ids=KEYS)
@@ -74,7 +74,7 @@ def test_c_attends_and_unpacks_balanced_keys(words: str) -> None:
         assert len(found) == 2
         q = torch.randn(1, 6, 2, 64, generator=torch.Generator().manual_seed(0))
         assert prepared is not None
-        expected = exact(q, Layer(k, v))
+        expected = exact_attention(q, Layer(k, v))
         assert (prepared(q, 0.125, True, None, None) - expected).norm() <= 1e-5 * expected.norm()
     decoded = torch.cat([*(page.codec.decode(page.streams) for page in k.runs), k.tail.float()], 2)
     for dtype in (torch.float32, torch.bfloat16):

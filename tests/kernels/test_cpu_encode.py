@@ -22,7 +22,7 @@ from kvpack.kernels.cpu import encode as cpu_encode
 from kvpack.kernels.cpu import library
 from kvpack.kernels.cpu.library import THREADS
 from support.sidecar_recipes import RECIPES, relative_error
-from support.strategies import CASES, CONTENTS, DIMS, contents, create, poisoned
+from support.strategies import CASES, CONTENTS, DIMS, contents, create, with_poisoned_padding
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -107,7 +107,7 @@ def test_groups_are_encoded_to_the_same_bytes_as_in_formats(data: st.DataObject)
     codec = create("group", data.draw(st.sampled_from(DIMS)), **words)
     shape = (data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(0, 600)), codec.dim)
     x = contents(data.draw(st.sampled_from([kind for kind in CONTENTS if kind != "large"])), shape, data.draw(st.integers(0, 99)))
-    x = poisoned(x.to(data.draw(st.sampled_from(DTYPES))))
+    x = with_poisoned_padding(x.to(data.draw(st.sampled_from(DTYPES))))
     if not cpu_encode.supports(codec):
         packing = codec.packings()["codes"]
         assert packing.symbols % packing.width or packing.column_bytes > 4
@@ -150,7 +150,7 @@ def test_minifloats_are_encoded_to_the_same_bytes_as_in_formats(words: str, data
     codec = create("minifloat", data.draw(st.sampled_from((64, 128, 192))), **dict(word.split("=") for word in words.split(",")))
     shape = (data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 600)), codec.dim)
     x = contents(data.draw(st.sampled_from(CONTENTS)), shape, data.draw(st.integers(0, 99)))
-    x = poisoned(x.to(data.draw(st.sampled_from(DTYPES))))
+    x = with_poisoned_padding(x.to(data.draw(st.sampled_from(DTYPES))))
     if not torch.isfinite(x).all():
         reject()
     assert cpu_encode.supports(codec)
@@ -216,7 +216,7 @@ def test_means_equal_those_of_formats(words: str, dtype: torch.dtype, level: int
     codec = kvpack.Recipe(f"k={words};v=raw;raw=0").codec(0, 1, "k", 64)
     x = contents("gaussian", (2, 2, 300, 64), 3) + 4 * contents("gaussian", (2, 2, 1, 64), 4)
     x[1, 0, 130:] = 0
-    x = poisoned(x.to(dtype))
+    x = with_poisoned_padding(x.to(dtype))
     assert cpu_encode.supports(codec)
     found, expected = cpu_encode.encode(codec, x, level=level), codec.encode(x.float())
     assert found is not None
@@ -294,7 +294,7 @@ def test_codes_and_scales_equal_those_of_formats(codec_id: str, dim: int, words:
     codec = create(codec_id, dim, **dict(word.split("=") for word in words.split(",")))
     x = contents("gaussian", (2, 2, 300, dim), dim) * torch.exp2(torch.arange(300) % 7 - 3.0)[:, None]
     x[0, 1, 5] = 0
-    x = poisoned(x.to(torch.bfloat16))
+    x = with_poisoned_padding(x.to(torch.bfloat16))
     assert cpu_encode.supports(codec)
     expected = codec.encode(x.float())
     for level in range(len(library.levels())):
@@ -346,7 +346,7 @@ def test_every_codec_is_encoded_as_accurately_as_in_formats(family: str, data: s
         assert codec.secondary > cpu_encode.MAX_SECONDARY  # type: ignore[attr-defined]
         return
     for level in range(len(library.levels())):
-        streams = cpu_encode.encode(codec, poisoned(x), threads=data.draw(st.integers(1, 3)), level=level)
+        streams = cpu_encode.encode(codec, with_poisoned_padding(x), threads=data.draw(st.integers(1, 3)), level=level)
         if streams is None:
             # Zeros and values of ordinary size are taken.
             assert not x.numel() or not (x == 0).all()

@@ -24,7 +24,7 @@ from support.encode_columns_kernel import pack
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.sidecar_recipes import RECIPES as SIDECARS
 from support.sidecar_recipes import relative_error
-from support.strategies import CASES, CONTENTS, DIMS, contents, create, packings, poisoned
+from support.strategies import CASES, CONTENTS, DIMS, contents, create, packings, with_poisoned_padding
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -141,7 +141,7 @@ def encoded(codec: Codec, x: torch.Tensor, errors: torch.Tensor | None = None) -
     from kvpack.kernels.encode import encode
 
     with torch.device(DEVICE):
-        streams = encode.encode(codec, poisoned(x), errors=errors)
+        streams = encode.encode(codec, with_poisoned_padding(x), errors=errors)
     return None if streams is None else {name: stream.cpu() for name, stream in streams.items()}
 
 

@@ -13,7 +13,7 @@ from kvpack.formats.errors import InvalidParameter, MissingBasis
 from kvpack.formats.klt import Klt
 from support.interpreter import DEVICE, needs_loaded_bounds
 from support.klt_bases import random_rows, with_widths_of_heads
-from support.strategies import contents, poisoned
+from support.strategies import contents, with_poisoned_padding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,7 @@ def encoded(codec: Klt, x: torch.Tensor) -> dict[str, torch.Tensor] | None:
     from kvpack.kernels.encode import encode
 
     with torch.device(DEVICE):
-        streams = encode.encode(codec, poisoned(x))
+        streams = encode.encode(codec, with_poisoned_padding(x))
     return None if streams is None else {name: stream.cpu() for name, stream in streams.items()}
 
 

@@ -13,7 +13,7 @@ from kvpack.kernels import codecs
 from kvpack.kernels.encode import encode
 from kvpack.kernels.encode import trellis as kernel
 from support.interpreter import DEVICE
-from support.strategies import contents, create, poisoned
+from support.strategies import contents, create, with_poisoned_padding
 
 pytestmark = pytest.mark.kernels
 
@@ -36,7 +36,7 @@ def test_streams_equal_those_of_formats(words: str, dtype: torch.dtype) -> None:
     codec = create("trellis", 16, "k", b="2", states="256", **dict(word.split("=") for word in words.split(",")))
     x = contents("gaussian", (2, 2, 3, 16), 0).to(dtype)
     with torch.device(DEVICE):
-        given = poisoned(x)
+        given = with_poisoned_padding(x)
         streams = encode.encode(codec, given)
     assert streams is not None
     expected = codec.encode(given.float())

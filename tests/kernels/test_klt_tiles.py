@@ -20,7 +20,7 @@ from kvpack.formats.sidecars import CodecWithSidecars
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.kernel_calls import attend_by
 from support.klt_bases import random_rows, with_widths_of_heads
-from support.random_sides import check, codecs, exact, random_side
+from support.random_sides import check_attention, codecs, exact_attention, random_side
 
 pytestmark = [pytest.mark.kernels, needs_loaded_bounds, pytest.mark.usefixtures("uninitialized_is_poisoned")]
 
@@ -53,7 +53,7 @@ WIDTHS = {
 @pytest.mark.parametrize("name", WIDTHS)
 def test_widths(name: str) -> None:
     dim, k, v = WIDTHS[name]
-    check(Layer(*sides(klt(dim, k), klt(dim, v, "v", gain="none"))), 4)
+    check_attention(Layer(*sides(klt(dim, k), klt(dim, v, "v", gain="none"))), 4)
 
 
 OF_HEADS = {
@@ -75,14 +75,14 @@ def of_heads(name: str) -> tuple[Klt, Klt]:
 @pytest.mark.parametrize("name", OF_HEADS)
 def test_widths_per_head(name: str) -> None:
     k, v = of_heads(name)
-    check(Layer(*sides(k, v)), 4)
+    check_attention(Layer(*sides(k, v)), 4)
 
 
 def test_widths_per_head_over_pages_and_a_tail() -> None:
     k, v = of_heads("every width")
-    check(Layer(*sides(k, v, (50, 33), 9, 2)), 4, q_len=3)
-    check(Layer(*sides(replace(v, gain="fp16"), k, (21, 64))), 2)
-    check(Layer(sides(k, v)[0], random_side(codecs("group:b=2,g=32", "scalar:b=2", (64, 64))[0], 2, (40,), 0, 3)), 4)
+    check_attention(Layer(*sides(k, v, (50, 33), 9, 2)), 4, q_len=3)
+    check_attention(Layer(*sides(replace(v, gain="fp16"), k, (21, 64))), 2)
+    check_attention(Layer(sides(k, v)[0], random_side(codecs("group:b=2,g=32", "scalar:b=2", (64, 64))[0], 2, (40,), 0, 3)), 4)
 
 
 def test_widths_per_head_with_stored_rows() -> None:
@@ -93,7 +93,7 @@ def test_widths_per_head_with_stored_rows() -> None:
             stored = torch.stack([random_rows(2, 32, f"{name} {number} {sequence}") for sequence in range(2)])[:, :, None]
             page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
         layer.append(side)
-    check(Layer(*layer), 4)
+    check_attention(Layer(*layer), 4)
 
 
 @pytest.mark.scenario
@@ -112,8 +112,8 @@ def test_raw_tokens(tail: int) -> None:
             _, own = kept.sidecars[0].encode(x, chosen, 1)  # type: ignore[attr-defined]
             pages.append(PackedRun(kept, page.tokens, {**page.streams, **own}))
         layer.append(Side(kept, PackedRuns.of(pages), side.tail))
-    check(Layer(*layer), 4)
-    check(Layer(*layer), 2, q_len=3)
+    check_attention(Layer(*layer), 4)
+    check_attention(Layer(*layer), 2, q_len=3)
     from kvpack.kernels.attend import segments
 
     found = segments.side_segments(layer[0]).segments
@@ -126,7 +126,7 @@ def test_other_numbers_of_fields(fields: int) -> None:
     """Columns may have sizes that writers do not choose; 1-bit codes are then looked up, too."""
     k, v = klt(64, bytes([1, 3, 1, 1])), klt(64, bytes([1, 2, 0, 1]), "v")
     k, v = (replace(codec, fields=tuple((name, fields) for name, _ in codec.fields)) for codec in (k, v))
-    check(Layer(*sides(k, v)), 2)
+    check_attention(Layer(*sides(k, v)), 2)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -144,15 +144,15 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_over_pages_and_a_tail(mode: str) -> None:
     k, v = klt(32, bytes([4, 1])), klt(32, bytes([1, 3]), "v")
-    check(Layer(*sides(k, v, (50, 33), 9, 2)), 4, **MODES[mode])
+    check_attention(Layer(*sides(k, v, (50, 33), 9, 2)), 4, **MODES[mode])
 
 
 def test_keys_with_another_codec_for_values() -> None:
     """Tiles of the other side may have two tokens per row; frames of other codecs have one matrix for all heads."""
     k, v = klt(64, bytes([3, 1, 0, 2])), klt(64, bytes([2, 1, 1, 0]), "v")
     groups, scalars = codecs("group:b=2,g=32", "scalar:b=2", (64, 64))
-    check(Layer(sides(k, v)[0], random_side(scalars, 2, (40,), 0, 3)), 4)
-    check(Layer(random_side(groups, 2, (40,), 0, 3), sides(k, v)[1]), 4)
+    check_attention(Layer(sides(k, v)[0], random_side(scalars, 2, (40,), 0, 3)), 4)
+    check_attention(Layer(random_side(groups, 2, (40,), 0, 3), sides(k, v)[1]), 4)
 
 
 @pytest.mark.parametrize("rows", ["fp16", "fp32"])
@@ -168,14 +168,14 @@ def test_stored_rows(widths: bytes, rows: str) -> None:
             assert stored.shape[3] == row_count(32)
             page.streams["rows"].copy_(stored)  # type: ignore[union-attr]
         layer.append(side)
-    check(Layer(*layer), 4)
+    check_attention(Layer(*layer), 4)
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**12])
 def test_basis_scales(scale: float) -> None:
     """Values are far from 1: tables include their unit as far as binary16 allows."""
     k, v = klt(32, bytes([4, 1]), scale=2.0**5), klt(32, bytes([1, 3]), "v", scale=scale)
-    check(Layer(*sides(k, v)), 4)
+    check_attention(Layer(*sides(k, v)), 4)
 
 
 def test_values_beyond_tiles_are_left_to_torch() -> None:
@@ -193,7 +193,7 @@ def test_values_beyond_tiles_are_left_to_torch() -> None:
 def test_many_tokens() -> None:
     k, v = klt(128, bytes([6, 3, 2, 1, 1, 0, 0, 0])), klt(128, bytes([5, 3, 2, 2, 1, 0, 0, 0]), "v")
     for tokens in (4096, 10007):
-        check(Layer(*sides(k, v, (tokens,), 3)), 8)
+        check_attention(Layer(*sides(k, v, (tokens,), 3)), 8)
 
 
 def test_many_queries() -> None:
@@ -204,7 +204,7 @@ def test_many_queries() -> None:
     layer = Layer(*(side.to(DEVICE) for side in sides(k, v, (50, 33), 9)))
     q = torch.randn(1, 4, 40, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     found = attend_by(many_queries, q, layer, 32**-0.5)
-    expected = exact(q.cpu().to(torch.float32), Layer(*(side.to("cpu") for side in layer.sides.values())))
+    expected = exact_attention(q.cpu().to(torch.float32), Layer(*(side.to("cpu") for side in layer.sides.values())))
     assert (found.cpu().to(torch.float64) - expected).norm() <= 6e-3 * expected.norm()
 
 

@@ -23,7 +23,7 @@ from kvpack.coding.recipes import parse_recipe
 from support.caches import random_pairs
 from support.interpreter import DEVICE, INTERPRETED, needs_loaded_bounds
 from support.kernel_calls import attend_by
-from support.random_sides import codecs, exact, random_side
+from support.random_sides import codecs, exact_attention, random_side
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2 if INTERPRETED else 8e-3}
 """Relative tolerance in the 2-norm, by the queries' dtype; the interpreter truncates bfloat16."""
@@ -37,7 +37,7 @@ def check(layer: Layer, q_heads: int, q_len: int, dtype: torch.dtype = torch.flo
 
     assert layer.k is not None
     q = torch.randn(layer.k.batch, q_heads, q_len, layer.k.dim, generator=torch.Generator().manual_seed(7)).to(dtype)
-    expected = exact(q, layer, **mode)
+    expected = exact_attention(q, layer, **mode)
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     assert many_queries.supports(q.to(DEVICE), there)
     logits, lengths, starts = mode.get("sink_logits"), mode.get("lengths"), mode.get("starts")
@@ -146,7 +146,7 @@ def test_attend_uses_the_kernel_for_many_queries(recipe: str, monkeypatch: pytes
     monkeypatch.setattr(attention, "MAX_ROW_BLOCKS", 8)
     layer = kvpack.pack(random_pairs(1, 300, dims=(64, 64)), recipe)[0]
     q = torch.randn(1, 4, 200, 64, generator=torch.Generator().manual_seed(0)).to(torch.float16)
-    expected = exact(q, layer)
+    expected = exact_attention(q, layer)
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     # Queries of a model: heads within tokens in memory.
@@ -334,7 +334,7 @@ def test_tables_of_all_layers_are_copied_at_once(monkeypatch: pytest.MonkeyPatch
             assert held is not None
             with monkeypatch.context() as here:
                 here.setenv(dispatch.VARIABLE, "torch")
-                expected = exact(q, kvpack.Cache((held.layer(),), "").to("cpu")[0])
+                expected = exact_attention(q, kvpack.Cache((held.layer(),), "").to("cpu")[0])
             assert (found - expected).norm() < 2e-3 * expected.norm()
         # The first layer of a kind has what was prepared for it. Layers whose pages changed one by one are looked at one by one.
         assert len(tables) == 2

@@ -17,7 +17,7 @@ from kvpack.cache.packed_runs import PackedRun, PackedRuns
 from kvpack.coding import triton_version
 from kvpack.formats.minifloat import ELEMENTS
 from support.interpreter import DEVICE, needs_loaded_bounds
-from support.random_sides import check, codecs, random_side
+from support.random_sides import check_attention, codecs, random_side
 
 
 def half(bits: int) -> float:
@@ -169,7 +169,7 @@ def test_zeros_with_the_largest_scale_stay_zeros(words: str) -> None:
     given[name] = torch.full_like(page.streams[name], 3e38)
     zeros = replace(side, runs=PackedRuns.of([replace(page, streams={**page.streams, **given})]))
     # Scores of zero: the values' mean.
-    check(Layer(zeros, random_side(codec, 1, (20,), 0, 2)), 1)
+    check_attention(Layer(zeros, random_side(codec, 1, (20,), 0, 2)), 1)
     attended = kvpack.attend(torch.ones(1, 1, 1, 64, device=DEVICE), Layer(random_side(codec, 1, (20,), 0, 2), zeros).to(DEVICE))
     assert torch.equal(attended.cpu(), torch.zeros(1, 1, 1, 64))
 
@@ -183,4 +183,4 @@ def test_run_scales_of_any_size(run_scale: float) -> None:
     side = random_side(codec, 1, (40, 33), 0, 1)
     last = side.runs[-1]
     scaled = replace(last, streams={**last.streams, "global_scale": last.streams["global_scale"] * run_scale})
-    check(Layer(random_side(raw, 1, (40, 33), 0, 2), replace(side, runs=PackedRuns.of([*side.runs[:-1], scaled]))), 1)
+    check_attention(Layer(random_side(raw, 1, (40, 33), 0, 2), replace(side, runs=PackedRuns.of([*side.runs[:-1], scaled]))), 1)

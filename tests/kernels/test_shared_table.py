@@ -21,7 +21,7 @@ def test_any_word_finds_its_entry_or_the_last_one(
     entries: int, bits: int, position: int, values: int, warps: int, budget: int, fast: bool
 ) -> None:
     from kvpack.kernels.tables import shared_table, table_assembly
-    from support.shared_table_kernel import found_of_words
+    from support.shared_table_kernel import look_up_words_kernel
 
     copies = shared_table.choose_copies(entries, 2 * values, budget)
     offset = 1024
@@ -38,8 +38,8 @@ def test_any_word_finds_its_entry_or_the_last_one(
         "SIZE": size, "WARPS": warps, "FAST": fast and copies > 0, "num_warps": warps,
     }  # fmt: skip
     if fast:
-        shared_table.allow_tables(found_of_words.warmup(*arguments, grid=(1,), **constants), size)
-    found_of_words[(1,)](*arguments, **constants)
+        shared_table.allow_tables(look_up_words_kernel.warmup(*arguments, grid=(1,), **constants), size)
+    look_up_words_kernel[(1,)](*arguments, **constants)
     if size > table_assembly.MAX_STATIC_BYTES:
         assert out[-1] == int(words.sum()) & 0xFF
     assert torch.equal(out[:-1].reshape(values, COUNT).cpu(), table[(words.to(torch.int32) & 0xFFFF) >> position & ((1 << bits) - 1)].T)

@@ -17,7 +17,7 @@ from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.kernels.tiles import loaders
 from support.caches import random_pairs
 from support.interpreter import DEVICE, needs_loaded_bounds
-from support.random_sides import TOLERANCE, check, codecs, exact, random_side
+from support.random_sides import TOLERANCE, check_attention, codecs, exact_attention, random_side
 
 SIDECARS = {
     "signs": "qjl=fp16",
@@ -43,7 +43,7 @@ pytestmark = needs_loaded_bounds
 def test_sidecars_of_keys_and_of_values(sidecar: str, family: str) -> None:
     recipe = f"{CODECS[family]},{SIDECARS[sidecar]}"
     k_codec, v_codec = codecs(recipe, recipe, (64, 128))
-    check(Layer(random_side(k_codec, 1, (40,), 3, 1), random_side(v_codec, 1, (40,), 3, 2)), 2)
+    check_attention(Layer(random_side(k_codec, 1, (40,), 3, 1), random_side(v_codec, 1, (40,), 3, 2)), 2)
 
 
 @pytest.mark.kernels
@@ -51,7 +51,7 @@ def test_sidecars_of_keys_and_of_values(sidecar: str, family: str) -> None:
 def test_head_dims(sidecar: str) -> None:
     for dims in ((80, 96), (256, 16)):
         k_codec, v_codec = codecs(*(f"scalar:b=2,{SIDECARS[sidecar]}" for _ in dims), dims)
-        check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+        check_attention(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
 @pytest.mark.scenario
@@ -61,9 +61,9 @@ def test_pages_batches_and_lengths(sidecar: str) -> None:
     """Pages of keys and of values end at different tokens."""
     k_codec, v_codec = codecs(*(f"scalar:b=3,{SIDECARS[sidecar]}" for _ in "kv"), (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (50, 47), 9, 2, batch=2))
-    check(layer, 4, q_len=2, sliding_window=70)
+    check_attention(layer, 4, q_len=2, sliding_window=70)
     layer = Layer(random_side(k_codec, 1, (96, 33), 9, 1, batch=3), random_side(v_codec, 1, (50, 79), 9, 2, batch=3))
-    check(layer, 2, lengths=[138, 1, 97])
+    check_attention(layer, 2, lengths=[138, 1, 97])
 
 
 @pytest.mark.scenario
@@ -73,10 +73,10 @@ def test_means_of_pages_batches_and_lengths(k: str) -> None:
     """Pages end within tiles and at their edges, and values may have two tokens per row."""
     k_codec, v_codec = codecs(k, "scalar:b=2", (32, 64))
     layer = Layer(random_side(k_codec, 2, (64, 33), 9, 1, batch=2), random_side(v_codec, 2, (97,), 9, 2, batch=2))
-    check(layer, 4, q_len=2, sliding_window=70)
+    check_attention(layer, 4, q_len=2, sliding_window=70)
     layer = Layer(random_side(k_codec, 1, (96, 33), 9, 1, batch=3), random_side(v_codec, 1, (129,), 9, 2, batch=3))
-    check(layer, 2, lengths=[138, 1, 97])
-    check(layer, 2, q_len=20, starts=[0, 21, 70])
+    check_attention(layer, 2, lengths=[138, 1, 97])
+    check_attention(layer, 2, q_len=20, starts=[0, 21, 70])
 
 
 @pytest.mark.kernels
@@ -88,7 +88,7 @@ def test_means_with_two_tokens_per_row(v: str, mean: int) -> None:
     found = loaders.dual_tiles_of(k_codec)
     assert found is not None
     assert found.means is not None
-    check(Layer(random_side(k_codec, 2, (300, 33), 9, 1), random_side(v_codec, 2, (333,), 9, 2)), 4)
+    check_attention(Layer(random_side(k_codec, 2, (300, 33), 9, 1), random_side(v_codec, 2, (333,), 9, 2)), 4)
 
 
 @pytest.mark.kernels
@@ -104,7 +104,7 @@ def test_means_with_raw_tokens(k: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = "raw_first=2,raw_low_norm=0.6"
     cache = kvpack.pack([(keys, values)], f"k={k},{raw};v=scalar:b=3,{raw}")
     q = torch.randn(1, 4, 2, 64, generator=torch.Generator().manual_seed(3))
-    expected = exact(q, cache[0])
+    expected = exact_attention(q, cache[0])
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = cache.to(DEVICE)
     assert attention.supports(q.to(DEVICE), there[0])
@@ -130,7 +130,7 @@ def test_means_of_a_growing_layer(window: int | None) -> None:
             call = GrowingCall(q.to(DEVICE), there, Options(0.125, sliding_window=window))
         else:
             changes.append(call.refresh(there))
-        expected = exact(q, layer, **mode)
+        expected = exact_attention(q, layer, **mode)
         found = call(q.to(DEVICE), torch.tensor([sum(runs) + 9], dtype=torch.int32, device=DEVICE)).cpu()
         assert (found - expected).norm() / expected.norm() < TOLERANCE
     assert not changes[0]
@@ -141,7 +141,7 @@ def test_means_of_a_growing_layer(window: int | None) -> None:
 def test_widths_of_sign_columns(fields: int) -> None:
     found = codecs("scalar:b=2", "group:b=2,g=32", (64, 128))
     k_codec, v_codec = (CodecWithSidecars(codec, (Qjl(codec.dim, 1, "fp16", fields),)) for codec in found)
-    check(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
+    check_attention(Layer(random_side(k_codec, 1, (33,), 0, 1), random_side(v_codec, 1, (33,), 0, 2)), 1)
 
 
 @pytest.mark.kernels
@@ -156,7 +156,7 @@ def test_factors_of_any_size() -> None:
         torch.mul(norms, norm, out=streams["norm"])
         torch.mul(qjl_norms, qjl_norm, out=streams["qjl_norm"])
         streams["qjl_norm"][..., ::2] *= 1e-10
-        check(layer, 2)
+        check_attention(layer, 2)
 
 
 @pytest.mark.scenario
@@ -185,7 +185,7 @@ def test_channel_scales_with_other_sidecars(recipe: str, monkeypatch: pytest.Mon
         x.unflatten(3, (-1, 4))[torch.rand(*x.shape[:3], 16, generator=generator) < 0.03] *= 8
     cache = kvpack.pack(pairs, recipe)
     q = torch.randn(1, 4, 2, 64, generator=generator)
-    expected = exact(q, cache[0])
+    expected = exact_attention(q, cache[0])
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there = cache.to(DEVICE)
     assert attention.supports(q.to(DEVICE), there[0])
@@ -205,7 +205,7 @@ def test_outliers_of_any_size_relative_to_their_token(norm: float) -> None:
         if norm > 1:
             # Larger than what the codec has in their places.
             streams["outliers"] *= 200
-    check(layer, 2, scale=0.1 if norm < 1 else 1e-4)
+    check_attention(layer, 2, scale=0.1 if norm < 1 else 1e-4)
 
 
 @pytest.mark.kernels
@@ -236,7 +236,7 @@ def test_raw_tokens_of_either_side_share_a_launch(size: float, monkeypatch: pyte
     k[:, :, 200] *= 1e-3
     layer = kvpack.pack([(k, v)], "k=group:b=2,g=32,low_norm_tokens=1;v=group:b=2,g=32,rotation=hadamard,sinks=1,raw_tokens=fp32")[0]
     q = torch.randn(1, 4, 2, 64)
-    expected = exact(q, layer)
+    expected = exact_attention(q, layer)
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
     launches = attention.prepare(q, there, Options(0.125)).launches
@@ -258,7 +258,7 @@ def test_blocks_with_raw_tokens_are_decoded_once_for_any_window(limit: int, monk
     v[:, :, 0] *= 1e6
     layer = kvpack.pack([(k, v)], "k=group:b=2,g=32,low_norm_tokens=1;v=group:b=2,g=32,rotation=hadamard,sinks=1,raw_tokens=fp32")[0]
     q = torch.randn(1, 4, 1, 64)
-    expected = [exact(q, layer, sliding_window=window) for window in (600, 580, 520, 290, 600)]
+    expected = [exact_attention(q, layer, sliding_window=window) for window in (600, 580, 520, 290, 600)]
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
     for window, right in zip((600, 580, 520, 290, 600), expected, strict=True):
@@ -281,7 +281,7 @@ def test_scattered_raw_tokens_do_not_disable_the_kernels(recipe: str, monkeypatc
     k[:, :, 30::64] *= 0.1
     layer = kvpack.pack([(k, v)], recipe)[0]
     q = torch.randn(1, 4, 2, 64)
-    expected = exact(q, layer)
+    expected = exact_attention(q, layer)
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
     there, q = Layer(*(side.to(DEVICE) for side in layer.sides.values())), q.to(DEVICE)
     assert attention.supports(q, there)
@@ -294,7 +294,7 @@ def test_scattered_raw_tokens_do_not_disable_the_kernels(recipe: str, monkeypatc
 @pytest.mark.kernels
 def test_outliers_of_many_tokens() -> None:
     k_codec, v_codec = codecs("scalar:b=2,outliers=3", "group:b=2,g=16,outliers=3", (16, 16))
-    check(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)
+    check_attention(Layer(random_side(k_codec, 1, (2500,), 0, 1), random_side(v_codec, 1, (1301, 1199), 0, 2)), 1)
 
 
 @pytest.mark.kernels
@@ -313,7 +313,7 @@ def test_more_outliers_than_fit_in_a_thread() -> None:
             page.streams.update({f"outlier_flags.{plane}": words for plane, words in enumerate(planes)})
             page.streams["outliers"] = (4 * torch.randn(1, 1, int(flags.sum()), 4, generator=generator)).to(torch.float16)
         sides.append(side)
-    check(Layer(*sides), 2)
+    check_attention(Layer(*sides), 2)
 
 
 @pytest.mark.skipif(not triton_version.is_supported(), reason="the kernels need a newer Triton")
@@ -355,6 +355,6 @@ def test_pages_with_channel_scales_and_a_raw_tail() -> None:
         for page, factor in zip(plain.runs, (8.0, 0.25), strict=True)
     )
     layer = Layer(Side(scaled, PackedRuns.of(pages), plain.tail), random_side(v_codec, 2, (64, 32), 9, 2, batch=2))
-    check(layer, 4, q_len=3)
+    check_attention(layer, 4, q_len=3)
     # Kernels multiply the query by the factors, so that a CUDA graph may hold the whole call.
     assert attention.prepare(torch.randn(2, 4, 1, 64), layer, Options(0.125)).runs_only_kernels

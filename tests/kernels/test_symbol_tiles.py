@@ -16,14 +16,14 @@ TOKENS = 64
 @pytest.mark.parametrize("symbols", [16, 9])
 def test_every_symbol_reaches_its_channel(symbols: int, turned: bool, fast: bool) -> None:
     from kvpack.kernels.bitpack.symbol_tiles import MAX_BITS, WIDTH
-    from support.symbol_tile_kernel import Rows, tile_of_words
+    from support.symbol_tile_kernel import Rows, tile_kernel
 
     width, warps, bits = WIDTH.value, 2, MAX_BITS.value
     for begin in range(0, 1 << bits, warps * TOKENS * width):
         # Neighbours in a tile differ in more than their lowest bits.
         given = ((torch.arange(warps * TOKENS * width) + begin) * 4099).to(torch.int16).reshape(-1, width)
         out = torch.full(given.shape, -1, dtype=torch.int16, device=DEVICE)
-        tile_of_words[(1,)](
+        tile_kernel[(1,)](
             out, given.to(DEVICE).view(torch.int32), SYMBOLS=symbols, CONSTANTS=Rows((width,)), TRANSPOSED=turned, WARPS=warps, FAST=fast,
             num_warps=warps,
         )  # fmt: skip

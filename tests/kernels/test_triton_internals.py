@@ -21,11 +21,11 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from support.summing_kernel import summed
+    from support.summing_kernel import sum_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     signature = {"out": "*fp32", "x": "*fp32", "COUNT": "constexpr"}
-    source = triton.compiler.ASTSource(fn=summed, signature=signature, constexprs={"COUNT": 1024})
+    source = triton.compiler.ASTSource(fn=sum_kernel, signature=signature, constexprs={"COUNT": 1024})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
@@ -62,11 +62,11 @@ def test_tables_do_not_overlap_the_compilers_shared_memory() -> None:
 
 def test_code_is_named_by_its_source() -> None:
     from kvpack.kernels import triton_internals
-    from support.summing_kernel import doubled, summed
+    from support.summing_kernel import double, sum_kernel
 
-    assert summed.cache_key in triton_internals.code_key((summed, 3))
-    assert triton_internals.code_key((summed, 3)) != triton_internals.code_key((summed, 4))
-    assert triton_internals.python_function(doubled)(4) == 8
+    assert sum_kernel.cache_key in triton_internals.code_key((sum_kernel, 3))
+    assert triton_internals.code_key((sum_kernel, 3)) != triton_internals.code_key((sum_kernel, 4))
+    assert triton_internals.python_function(double)(4) == 8
 
 
 @pytest.mark.cuda
@@ -75,12 +75,12 @@ def test_a_cached_launch_binds_its_arguments_once(monkeypatch: pytest.MonkeyPatc
     import torch
 
     from kvpack.kernels import triton_internals
-    from support.summing_kernel import summed
+    from support.summing_kernel import sum_kernel
 
     bound = []
-    run = type(summed).run
-    monkeypatch.setattr(type(summed), "run", lambda *args, **kwargs: bound.append(1) or run(*args, **kwargs))
-    launch = triton_internals.CachedLaunch(summed, (1, 1, 1), (), {"COUNT": 16}, {})
+    run = type(sum_kernel).run
+    monkeypatch.setattr(type(sum_kernel), "run", lambda *args, **kwargs: bound.append(1) or run(*args, **kwargs))
+    launch = triton_internals.CachedLaunch(sum_kernel, (1, 1, 1), (), {"COUNT": 16}, {})
     x, out = torch.arange(64, dtype=torch.float32, device="cuda"), torch.zeros(1, device="cuda")
     found = []
     for skipped in (0, 16, 32, 1):
@@ -160,15 +160,15 @@ def test_cached_launches_give_the_same_results_as_triton(monkeypatch: pytest.Mon
     import torch
 
     from kvpack.kernels.bitpack.columns import launch
-    from support.summing_kernel import planes_summed
+    from support.summing_kernel import sum_planes_kernel
 
     bound = []
-    run = type(planes_summed).run
-    monkeypatch.setattr(type(planes_summed), "run", lambda *args, **kwargs: bound.append(1) or run(*args, **kwargs))
+    run = type(sum_planes_kernel).run
+    monkeypatch.setattr(type(sum_planes_kernel), "run", lambda *args, **kwargs: bound.append(1) or run(*args, **kwargs))
     x = torch.arange(256, dtype=torch.float32, device="cuda")
     given = [((x, x[64:]), 32), ((x[32:], x[128:]), 48), ((x[1:], x[2:]), 48), ((x,), 1), ((x[16:],), 1), ((x[3:], x[1:]), 16)]
     for planes, count in given:
         out = torch.zeros(1, device="cuda")
-        launch(planes_summed, 1, x.device, out, planes, count, None, COUNT=64)
+        launch(sum_planes_kernel, 1, x.device, out, planes, count, None, COUNT=64)
         assert float(out) == sum(float(plane[:count].sum()) for plane in planes)
     assert len(bound) == 3

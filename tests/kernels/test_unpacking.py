@@ -24,8 +24,8 @@ from kvpack.formats.group import AXES, GROUP_SIZES, TOKEN_SCALES, Group
 from support.caches import random_pairs
 from support.file_parts import random_page
 from support.interpreter import DEVICE
-from support.strategies import create, packings, poisoned
-from support.vector_checks import DECODED, check_values, unpacked
+from support.strategies import create, packings, with_poisoned_padding
+from support.vector_checks import DECODED, check_values, unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def on_device(streams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the streams as views into larger buffers of ones, neither contiguous nor aligned."""
     with torch.device(DEVICE):
-        return {name: poisoned(stream) for name, stream in streams.items()}
+        return {name: with_poisoned_padding(stream) for name, stream in streams.items()}
 
 
 def random_streams(codec: Codec, batch: int, heads: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_group_kernel_copies_only_misaligned_scales() -> None:
     scales = torch.arange(24, dtype=torch.float16).reshape(1, 1, 3, 4, 2)
     aligned = group._view_pairs(scales[:, :, 1:])
     assert aligned.data_ptr() == scales[:, :, 1:].data_ptr()
-    for view in (poisoned(scales), scales.transpose(3, 4).contiguous().transpose(3, 4)):
+    for view in (with_poisoned_padding(scales), scales.transpose(3, 4).contiguous().transpose(3, 4)):
         assert torch.equal(group._view_pairs(view).view(torch.float16), scales)
 
 
@@ -339,7 +339,7 @@ def test_kernels_decode_the_pages_of_a_cache(recipe: str, kernels: set[str], mon
 @pytest.mark.parametrize("file", DECODED)
 def test_kernels_decode_vectors_to_their_values(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    check_values(file, unpacked(file, DEVICE))
+    check_values(file, unpack_all(file, DEVICE))
 
 
 @pytest.mark.cuda

@@ -100,7 +100,7 @@ def test_every_kind_of_rule_is_broken_at_least_once() -> None:
 
 
 def test_custom_checks_run_on_the_host_unless_the_codec_table_says_otherwise() -> None:
-    own = {kind.__name__ for kind, row in codecs.CODECS.items() if row.has_rules is codecs.support_all and kind.check is not Codec.check}
+    own = {kind.__name__ for kind, row in codecs.CODECS.items() if row.has_rules is codecs.supports_all and kind.check is not Codec.check}
     assert own == set()
 
 

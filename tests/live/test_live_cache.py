@@ -18,7 +18,7 @@ from kvpack.formats.errors import InvalidParameter, InvalidType, OutOfBounds
 from kvpack.kernels.cpu import attend as cpu_attend
 from kvpack.live.side import LiveSide
 from support.caches import random_pairs
-from support.random_sides import exact
+from support.random_sides import exact_attention
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,7 +159,7 @@ def test_truncate_after_a_long_update_keeps_the_window_of_a_sliding_layer(count:
     live.update(0, *parts[2])
     assert live.seen_tokens(0) == 411 - count
     first = [x[:, :, : 410 - count] for x in joined(parts)]
-    expected = exact(queries(1), kvpack.pack([tuple(joined([first, parts[2]]))], "raw")[0], sliding_window=20)
+    expected = exact_attention(queries(1), kvpack.pack([tuple(joined([first, parts[2]]))], "raw")[0], sliding_window=20)
     torch.testing.assert_close(live.attend(0, queries(1), sliding_window=20).double(), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -243,7 +243,7 @@ def test_sides_with_different_tails_continue_together() -> None:
     frozen = live.freeze()
     assert frozen.tokens == 85
     q = queries(1)
-    assert (live.attend(0, q) - exact(q, frozen[0])).norm() < 1e-3
+    assert (live.attend(0, q) - exact_attention(q, frozen[0])).norm() < 1e-3
 
 
 MEANS = "k=octahedral:b=2,mean=8,norm=log8;v=scalar:b=4,norm=log8;tail=8"
@@ -467,7 +467,7 @@ def test_steps_only_run_kernels(recipe: str, batch: int, monkeypatch: pytest.Mon
         live.update(0, values(2, 1).to(DEVICE), values(2, 1).to(DEVICE))
         q = values(4, 1)
         found = live.attend(0, q.to(DEVICE)).cpu()
-        expected = exact(q, kvpack.Cache((live.layer(0),), recipe).to("cpu")[0])
+        expected = exact_attention(q, kvpack.Cache((live.layer(0),), recipe).to("cpu")[0])
         assert (found - expected).norm() < 2e-3 * expected.norm()
         if step in (6, 9):
             changed.append(live.roll())
@@ -511,7 +511,7 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
         found = live.attend(0, q.to(DEVICE), sliding_window=40, starts=None if given is None else given.to(DEVICE)).cpu()
         mode = {} if given is None else {"starts": given.tolist()}
         if recipe.startswith("fp32"):
-            expected = exact(q, kvpack.pack([tuple(joined(parts))], "raw")[0], sliding_window=40, **mode)
+            expected = exact_attention(q, kvpack.pack([tuple(joined(parts))], "raw")[0], sliding_window=40, **mode)
             assert (found - expected).norm() <= 2e-3 * expected.norm()
         elif count == 1:
             layer = live.layer(0)
@@ -521,7 +521,7 @@ def sliding(recipe: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[L
             with monkeypatch.context() as patch:
                 # Threads decode it, and the interpreter takes one.
                 patch.setenv(dispatch.VARIABLE, "torch")
-                expected = exact(q, held, sliding_window=40, **mode)
+                expected = exact_attention(q, held, sliding_window=40, **mode)
             assert (found - expected).norm() <= 2e-3 * expected.norm()
         assert 40 <= live.stored_tokens(0) <= 40 + 3 * 16 or step < 1
     assert live.seen_tokens(0) == 138
@@ -563,7 +563,7 @@ def test_steps_start_at_each_sequences_first_token(monkeypatch: pytest.MonkeyPat
         q = torch.randn(4, 4, count, 16, generator=torch.Generator().manual_seed(100 + count))
         found = live.attend(0, q.to(DEVICE), starts=starts).cpu()
         layer = kvpack.Cache((live.layer(0),), "").to("cpu")[0]
-        expected = exact(q, layer, starts=starts.tolist())
+        expected = exact_attention(q, layer, starts=starts.tolist())
         assert (found - expected).norm() < 2e-3 * expected.norm()
         assert not found[3].any()
         listed = live.attend(0, q.to(DEVICE), starts=starts.tolist()).cpu()
@@ -587,12 +587,12 @@ def test_left_padded_rows_are_attended_alike(kernels: str, window: int | None, m
             found = live.attend(0, queries(count, 3), sliding_window=window, starts=given)
             k, v = joined(parts)
             held = kvpack.pack([(k, v)], "raw")[0]
-            expected = exact(queries(count, 3), held, starts=given.tolist(), **({"sliding_window": window} if window else {}))
+            expected = exact_attention(queries(count, 3), held, starts=given.tolist(), **({"sliding_window": window} if window else {}))
             torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert (live.stored_tokens(0) < live.seen_tokens(0)) == (window is not None)
     live.select([2, 0])
     once_more = live.attend(0, queries(1, 3)[[2, 0]], sliding_window=window, starts=starts[[2, 0]])
-    before = exact(queries(1, 3), kvpack.pack([tuple(joined(parts))], "raw")[0], starts=starts.tolist(), sliding_window=window)
+    before = exact_attention(queries(1, 3), kvpack.pack([tuple(joined(parts))], "raw")[0], starts=starts.tolist(), sliding_window=window)
     torch.testing.assert_close(once_more.double(), before[[2, 0]], rtol=1e-4, atol=1e-4)
 
 
@@ -680,7 +680,7 @@ def test_a_captured_step_of_a_sliding_layer_is_replayed_across_windows(recipe: s
             assert (out - expected).norm() <= 2e-3 * expected.norm()
             if recipe == "bf16":
                 whole = kvpack.pack([tuple(torch.cat([pair[side] for pair in given], 2).cpu() for side in range(2))], "bf16")[0]
-                plain = exact(q.cpu(), whole, sliding_window=window, **begun)
+                plain = exact_attention(q.cpu(), whole, sliding_window=window, **begun)
                 assert (out.cpu() - plain).norm() <= 2e-3 * plain.norm()
             assert window <= live.stored_tokens(0) <= window + 3 * 128
             if live.roll():

@@ -17,7 +17,7 @@ from kvpack.errors import DigestMismatch, InvalidHeader, InvalidParameter, Kvpac
 from kvpack.file import row as rows_of
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry, batched
 from kvpack.pages.device import DevicePages
-from support.engine_pages import ENGINES, bits, filled, values
+from support.engine_pages import ENGINES, bits, filled_buffer, values
 from support.interpreter import DEVICE, INTERPRETED
 from support.klt_bases import random_basis
 
@@ -92,7 +92,7 @@ def by_host(codec: PageCodec, pages: list[torch.Tensor], slots: list[int], keys:
 
 
 def host_decoded(codec: PageCodec, rows: torch.Tensor) -> list[torch.Tensor]:
-    target, found = filled(codec.geometry, rows.shape[0], seed=9)
+    target, found = filled_buffer(codec.geometry, rows.shape[0], seed=9)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KVPACK_KERNELS", "")
         assert codec.decode_into(rows.cpu(), target, range(rows.shape[0])) == [None] * rows.shape[0]

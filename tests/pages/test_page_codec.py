@@ -33,7 +33,7 @@ from kvpack.errors import (
 )
 from kvpack.file import row as rows_of
 from kvpack.pages import PageBuffer, PageCodec, PageGeometry
-from support.engine_pages import ENGINES, bits, empty, filled
+from support.engine_pages import ENGINES, bits, empty_buffer, filled_buffer
 from support.klt_bases import balanced_basis, random_basis
 from support.second_decoder import decoder
 
@@ -58,10 +58,10 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", [*RECIPES, "octopus-3;boundary-1", "kv=scalar:b=3,channel_scale=fp16", MEANS])
 def test_a_page_decodes_to_the_same_values_as_a_cache(recipe: str) -> None:
     codec = PageCodec(recipe, SMALL)
-    pages, given = filled(SMALL, 3)
+    pages, given = filled_buffer(SMALL, 3)
     rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
     assert codec.encode_into(pages, [2, 0], rows) == [None, None]
-    target, found = empty(SMALL, 4)
+    target, found = empty_buffer(SMALL, 4)
     assert codec.decode_into(rows, target, [1, 3]) == [None, None]
     for slot, source in ((1, 2), (3, 0)):
         # A page does not know that it begins its sequence: none of its first tokens is raw for that.
@@ -89,7 +89,7 @@ def test_tokens_with_low_norms_get_slots(recipe: str) -> None:
     """The keys determine the raw tokens of both sides; the lowest norms get slots, and tokens without a slot are counted."""
     geometry = PageGeometry(layers=2, heads=2, tokens=130, dim_k=64, dim_v=64)
     with PageCodec(recipe, geometry, threads=2) as codec:
-        pages, (k, v) = filled(geometry, 3)
+        pages, (k, v) = filled_buffer(geometry, 3)
         low = {(0, 0): [], (0, 1): [7], (1, 0): [3, 129], (1, 1): [5, 6, 60], (2, 0): [0], (2, 1): [64, 65]}
         for (page, layer), tokens in low.items():
             for rank, token in enumerate(tokens):
@@ -98,7 +98,7 @@ def test_tokens_with_low_norms_get_slots(recipe: str) -> None:
         assert codec.encode_into(pages, range(3), rows) == [None] * 3
         sides = "v" if recipe.startswith("k=raw") else "kv"
         assert codec.raw_tokens_left_out == len(sides)
-        target, found = empty(geometry, 3)
+        target, found = empty_buffer(geometry, 3)
         assert codec.decode_into(rows, target, range(3), values=True) == [None] * 3
         for side in sides:
             own, given = (x["kv".index(side)] for x in (found, (k, v)))
@@ -123,7 +123,7 @@ def test_tokens_with_low_norms_get_slots(recipe: str) -> None:
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_a_harmful_token_without_a_free_slot_gives_one_warning(recipe: str, tokens: int) -> None:
     geometry = PageGeometry(layers=2, heads=2, tokens=tokens, dim_k=64, dim_v=64)
-    pages, (k, _) = filled(geometry, 2)
+    pages, (k, _) = filled_buffer(geometry, 2)
     with PageCodec(recipe, geometry) as codec:
         rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
         k[0, 0, 0, 3] *= 0.01
@@ -157,7 +157,7 @@ FIT_BADLY = [
 @pytest.mark.parametrize(("recipe", "side", "value"), FIT_BADLY)
 def test_a_token_that_fits_neither_scales_nor_means_is_raw_if_a_slot_is_free(recipe: str, side: str, value: float) -> None:
     geometry = PageGeometry(layers=2, heads=2, tokens=64, dim_k=64, dim_v=64)
-    pages, (k, v) = filled(geometry, 2)
+    pages, (k, v) = filled_buffer(geometry, 2)
     k += 3
     x = k if side == "k" else v
     with warnings.catch_warnings(), PageCodec(recipe, geometry) as codec:
@@ -185,7 +185,7 @@ WITHOUT_ROOM = [*(row for row in FIT_BADLY if "mean=32" not in row[0]), ("kv=min
 def test_a_token_that_fits_neither_scales_nor_means_is_counted_without_a_slot(recipe: str, side: str, value: float) -> None:
     value *= 2 if "mean" in recipe else 1
     geometry = PageGeometry(layers=2, heads=2, tokens=32, dim_k=64, dim_v=64)
-    pages, (k, v) = filled(geometry, 2)
+    pages, (k, v) = filled_buffer(geometry, 2)
     k += 3
     with PageCodec(recipe, geometry) as codec:
         rows = torch.empty(2, codec.nbytes, dtype=torch.uint8)
@@ -205,7 +205,7 @@ def test_a_token_that_fits_neither_scales_nor_means_is_counted_without_a_slot(re
 
 def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, side: str) -> torch.Tensor:
     """Return the decoded pages of ``rows``, float32 ``[layer, page, kv_head, token, dim]``."""
-    pages, (k, v) = filled(geometry, len(rows))
+    pages, (k, v) = filled_buffer(geometry, len(rows))
     assert codec.decode_into(rows, pages, range(len(rows))) == [None] * len(rows)
     return (k if side == "k" else v).float()
 
@@ -213,11 +213,11 @@ def decoded_side(codec: PageCodec, geometry: PageGeometry, rows: torch.Tensor, s
 def test_a_page_with_a_basis_has_slots() -> None:
     shapes = {(layer, side): (SMALL.heads, 64) for layer in range(SMALL.layers) for side in "kv"}
     codec = PageCodec(kvpack.Recipe("klt-4", Basis.of_bytes(random_basis(shapes, SMALL.layers))), SMALL)
-    pages, (k, v) = filled(SMALL, 2)
+    pages, (k, v) = filled_buffer(SMALL, 2)
     k[1, :, :, 9] *= 0.1
     made = torch.empty(2, codec.nbytes, dtype=torch.uint8)
     assert codec.encode_into(pages, [0, 1], made) == [None, None]
-    target, found = empty(SMALL, 2)
+    target, found = empty_buffer(SMALL, 2)
     assert codec.decode_into(made, target, [0, 1]) == [None, None]
     assert torch.equal(found[0][1, :, :, 9], k[1, :, :, 9])
     assert torch.equal(found[1][1, :, :, 9], v[1, :, :, 9])
@@ -231,10 +231,10 @@ def test_a_page_with_a_basis_decodes_to_the_same_values_as_a_cache(recipe: str) 
     keys = {layer: shape for (layer, side), shape in shapes.items() if side == "k"}
     by_basis = Recipe(recipe, Basis.of_bytes(balanced_basis(keys, SMALL.layers, rows=shapes)))
     codec = PageCodec(by_basis, SMALL)
-    pages, given = filled(SMALL, 2)
+    pages, given = filled_buffer(SMALL, 2)
     made = torch.empty(2, codec.nbytes, dtype=torch.uint8)
     assert codec.encode_into(pages, [0, 1], made) == [None, None]
-    target, found = empty(SMALL, 2)
+    target, found = empty_buffer(SMALL, 2)
     assert codec.decode_into(made, target, [1, 0], values=True) == [None, None]
     for slot, source in ((1, 0), (0, 1)):
         cache = kvpack.pack([(given[0][source, n][None], given[1][source, n][None]) for n in range(SMALL.layers)], by_basis)
@@ -262,8 +262,8 @@ def test_the_hosts_settings_have_no_effect_and_are_kept(recipe: str, monkeypatch
             assert codec.decode_into(rows, target, range(3), values=True) == [None] * 3
         return [bytes(row) for row in rows], [x.clone() for x in found]
 
-    pages, _ = filled(SMALL, 3)
-    target, found = empty(SMALL, 3)
+    pages, _ = filled_buffer(SMALL, 3)
+    target, found = empty_buffer(SMALL, 3)
     expected, values = made()
     monkeypatch.setattr(torch, "set_num_threads", forbidden)
     torch.manual_seed(3)
@@ -288,7 +288,7 @@ def test_the_hosts_settings_have_no_effect_and_are_kept(recipe: str, monkeypatch
 @pytest.mark.parametrize("recipe", ["octopus-3", "raw", "oscar-2"])
 def test_any_strides(name: str, recipe: str) -> None:
     sizes = (3, SMALL.layers, SMALL.heads, SMALL.tokens, SMALL.dim_k)
-    plain, given = filled(SMALL, 3)
+    plain, given = filled_buffer(SMALL, 3)
     made, other = (PageBuffer(SMALL, *ENGINES[name](*sizes)) for _ in range(2))
     for side, x in zip("kv", given, strict=True):
         for layer, target in enumerate(made.sides[side]):
@@ -298,7 +298,7 @@ def test_any_strides(name: str, recipe: str) -> None:
     assert codec.encode_into(made, [1, 2], rows) == codec.encode_into(plain, [1, 2], expected) == [None, None]
     assert rows == expected
     assert codec.decode_into([bytes(row) for row in rows], other, [2, 0]) == [None, None]
-    target, dense = empty(SMALL, 3)
+    target, dense = empty_buffer(SMALL, 3)
     codec.decode_into(rows, target, [2, 0])
     for side, x in zip("kv", dense, strict=True):
         for layer, found in enumerate(other.sides[side]):
@@ -306,7 +306,7 @@ def test_any_strides(name: str, recipe: str) -> None:
 
 
 def test_any_number_of_threads_gives_the_same_rows() -> None:
-    pages, _ = filled(SMALL, 6)
+    pages, _ = filled_buffer(SMALL, 6)
     with PageCodec("octopus-4", SMALL) as one, PageCodec("octopus-4", SMALL, threads=2) as two:
         rows = [torch.zeros(6, one.nbytes, dtype=torch.uint8) for _ in range(3)]
         one.encode_into(pages, range(6), rows[0])
@@ -318,7 +318,7 @@ def test_any_number_of_threads_gives_the_same_rows() -> None:
 
 
 def test_a_bad_page_does_not_affect_others() -> None:
-    pages, given = filled(SMALL, 4)
+    pages, given = filled_buffer(SMALL, 4)
     given[1][2, 1, 1, 3, 7] = float("nan")
     codec = PageCodec("octopus-3", SMALL)
     rows = [bytearray(b"\xaa" * (codec.nbytes + 9)) for _ in range(4)]
@@ -326,7 +326,7 @@ def test_a_bad_page_does_not_affect_others() -> None:
     assert [type(found) for found in outcomes] == [type(None), type(None), InvalidParameter, type(None)]
     assert "slot 2: layers[1].v: the value at batch 0, head 1, token 3, channel 7 is nan" in str(outcomes[2])
     assert all(row.endswith(b"\xaa" * 9) for row in rows)
-    target, found = empty(SMALL, 4)
+    target, found = empty_buffer(SMALL, 4)
     outcomes = codec.decode_into(rows, target, range(4))
     assert [type(one) for one in outcomes] == [type(None), type(None), NotKvpack, type(None)]
     assert [bool(found[0][slot].any()) for slot in range(4)] == [True, True, False, True]
@@ -336,10 +336,10 @@ def test_a_bad_page_does_not_affect_others() -> None:
 def test_every_flipped_bit_is_found_before_a_value_is_written() -> None:
     geometry = PageGeometry(layers=1, heads=1, tokens=2, dim_k=16, dim_v=8)
     codec = PageCodec("kv=group:b=4,g=8", geometry)
-    pages, _ = filled(geometry, 1)
+    pages, _ = filled_buffer(geometry, 1)
     row = bytearray(codec.nbytes)
     codec.encode_into(pages, [0], [row])
-    target, found = empty(geometry, 1)
+    target, found = empty_buffer(geometry, 1)
     for bit in range(8 * len(row)):
         row[bit // 8] ^= 1 << bit % 8
         (refused,) = codec.decode_into([row], target, [0])
@@ -372,10 +372,10 @@ def test_the_checksum_is_the_same_with_and_without_c(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("recipe", ["kivi-4", "octopus-3"])
 def test_rows_are_read_alike_without_c(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = PageCodec(recipe, SMALL)
-    pages, _ = filled(SMALL, 1)
+    pages, _ = filled_buffer(SMALL, 1)
     row = bytearray(codec.nbytes)
     codec.encode_into(pages, [0], [row])
-    (one, mine), (other, theirs) = empty(SMALL, 1), empty(SMALL, 1)
+    (one, mine), (other, theirs) = empty_buffer(SMALL, 1), empty_buffer(SMALL, 1)
     codec.decode_into([row], one, [0])
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
     again = PageCodec(recipe, SMALL)
@@ -390,11 +390,11 @@ def test_rows_are_read_alike_without_c(recipe: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_in_and_out(dtype: str) -> None:
     geometry = PageGeometry(2, 2, 32, 64, 64, dtype)
-    pages, given = filled(geometry, 2)
+    pages, given = filled_buffer(geometry, 2)
     exact = PageCodec("raw", geometry)
     # A page of bytes, and what frames it.
     assert geometry.raw_bytes < exact.nbytes < geometry.raw_bytes + 1024
-    target, found = empty(geometry, 2)
+    target, found = empty_buffer(geometry, 2)
     row = bytearray(exact.nbytes)
     assert exact.encode_into(pages, [0], [row]) == exact.decode_into([row], target, [1]) == [None]
     assert all(torch.equal(bits(x[1]), bits(y[0])) for x, y in zip(found, given, strict=True))
@@ -409,19 +409,19 @@ def test_fp8_in_and_out(dtype: str) -> None:
 
 def test_values_beyond_fp8_are_clipped() -> None:
     geometry = PageGeometry(1, 1, 2, 16, None, "fp8_e4m3")
-    pages, (given,) = filled(geometry, 1)
+    pages, (given,) = filled_buffer(geometry, 1)
     given[0, 0, 0, 0] = torch.tensor([448.0, *[-300.0] * 15]).to(given.dtype)
     codec = PageCodec("kv=group:b=1,g=16,axis=channel", geometry)
-    row, (target, (found,)) = bytearray(codec.nbytes), empty(geometry, 1)
+    row, (target, (found,)) = bytearray(codec.nbytes), empty_buffer(geometry, 1)
     assert codec.encode_into(pages, [0], [row]) == codec.decode_into([row], target, [0]) == [None]
     assert torch.isfinite(found.float()).all()
 
 
 def test_byte_slots_are_stored_unchanged() -> None:
     geometry = PageGeometry(layers=2, heads=1, tokens=64, dim_k=656, dim_v=None, dtype="u8")
-    pages, given = filled(geometry, 2)
+    pages, given = filled_buffer(geometry, 2)
     codec = PageCodec("raw", geometry)
-    row, (target, found) = bytearray(codec.nbytes), empty(geometry, 2)
+    row, (target, found) = bytearray(codec.nbytes), empty_buffer(geometry, 2)
     assert codec.encode_into(pages, [1], [row]) == codec.decode_into([row], target, [0]) == [None]
     assert torch.equal(found[0][0], given[0][1])
     with pytest.raises(
@@ -451,8 +451,8 @@ def test_the_hosts_settings_are_kept() -> None:
     before_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     with torch.inference_mode():
-        pages, _ = filled(SMALL, 4)
-        target, found = empty(SMALL, 4)
+        pages, _ = filled_buffer(SMALL, 4)
+        target, found = empty_buffer(SMALL, 4)
     try:
         for recipe in ("octopus-3", "oscar-2", "raw"):
             with PageCodec(recipe, SMALL, threads=2) as codec:
@@ -476,10 +476,10 @@ def test_the_hosts_settings_are_kept() -> None:
 def test_arbitrary_bytes_with_a_correct_checksum_are_refused_or_decoded(recipe: str) -> None:
     """An attacker may write such rows: with ``values``, the codecs' rules are checked, and no call accesses other memory."""
     codec = PageCodec(recipe, SMALL)
-    pages, _ = filled(SMALL, 1)
+    pages, _ = filled_buffer(SMALL, 1)
     source, row = random.Random(recipe), bytearray(codec.nbytes)
     codec.encode_into(pages, [0], [row])
-    target, found = empty(SMALL, 1)
+    target, found = empty_buffer(SMALL, 1)
     pads = {at for begin, end in codec.layout.pads for at in range(begin, end)}
     for share in (1.0, 0.01, 0.0):
         planted = bytearray(row)
@@ -502,8 +502,8 @@ def test_no_call_changes_the_hosts_thread_count(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "set_num_threads", forbidden)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     geometry = PageGeometry(1, 8, 1024, 128, 128)
-    pages, _ = filled(geometry, 1)
-    target, _ = empty(geometry, 1)
+    pages, _ = filled_buffer(geometry, 1)
+    target, _ = empty_buffer(geometry, 1)
     codec = PageCodec("kv=group:b=2,g=32,rotation=hadamard,scales=u8", geometry)
     row = bytearray(codec.nbytes)
     assert codec.encode_into(pages, [0], [row]) == codec.decode_into([row], target, [0]) == [None]
@@ -511,8 +511,8 @@ def test_no_call_changes_the_hosts_thread_count(monkeypatch: pytest.MonkeyPatch)
 
 def test_rows_name_their_page() -> None:
     codec = PageCodec("raw", SMALL, namespace=bytes(range(32)))
-    pages, _ = filled(SMALL, 1)
-    target, found = empty(SMALL, 1)
+    pages, _ = filled_buffer(SMALL, 1)
+    target, found = empty_buffer(SMALL, 1)
     row = bytearray(codec.nbytes)
     codec.encode_into(pages, [0], [row], keys=[b"a key"])
     assert codec.decode_into([row], target, [0], keys=[b"a key"], values=True) == codec.decode_into([row], target, [0]) == [None]
@@ -559,7 +559,7 @@ def test_pages_coded_in_c_need_no_memory(recipe: str) -> None:
     if not dispatch.uses_c(torch.device("cpu")):
         pytest.skip("the C kernels are off, or not installed")
     large = PageGeometry(4, 4, 256, 64, 64)
-    pages, _ = filled(large, 2)
+    pages, _ = filled_buffer(large, 2)
     codec = PageCodec(recipe, large)
     rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
     calls = {"encode": lambda: codec.encode_into(pages, [0, 1], rows), "decode": lambda: codec.decode_into(rows, pages, [0, 1])}
@@ -594,7 +594,7 @@ def test_pages_coded_in_c_need_no_memory(recipe: str) -> None:
 def test_errors_say_how_a_row_of_another_page_differs(recipe: str, geometry: PageGeometry, message: str) -> None:
     codec, other = PageCodec("raw", SMALL), PageCodec(recipe, geometry)
     row = bytearray(codec.nbytes)
-    assert codec.encode_into(filled(SMALL, 1)[0], [0], [row]) == [None]
+    assert codec.encode_into(filled_buffer(SMALL, 1)[0], [0], [row]) == [None]
     (refused,) = other.check([row])
     assert isinstance(refused, InvalidHeader)
     assert f"row 0 is the row of a different page: {message}" in str(refused)
@@ -603,7 +603,7 @@ def test_errors_say_how_a_row_of_another_page_differs(recipe: str, geometry: Pag
 def test_errors_report_another_length_or_description_of_a_row() -> None:
     codec = PageCodec("raw", SMALL)
     row = bytearray(codec.nbytes)
-    assert codec.encode_into(filled(SMALL, 1)[0], [0], [row]) == [None]
+    assert codec.encode_into(filled_buffer(SMALL, 1)[0], [0], [row]) == [None]
     longer = row + bytes(64)
     longer[16:24] = len(longer).to_bytes(8, "little")
     unreadable = row[: rows_of.FRAME_BYTES] + b"\xc1" + row[rows_of.FRAME_BYTES + 1 :]
@@ -634,7 +634,7 @@ def test_recipes_with_unknown_sizes_are_refused(recipe: str, message: str) -> No
 
 
 def test_unsuitable_arguments_are_refused() -> None:
-    pages, given = filled(SMALL, 2)
+    pages, given = filled_buffer(SMALL, 2)
     codec = PageCodec("raw", SMALL)
     room: Any = [bytearray(codec.nbytes)]
     cases: list[tuple[Any, type[Exception], str]] = [
@@ -671,7 +671,7 @@ def test_unsuitable_arguments_are_refused() -> None:
 
 def test_memory_shared_between_pages_is_refused() -> None:
     """Only one of several pages reported as written would remain, or parts of each."""
-    pages, (k, v) = filled(SMALL, 2)
+    pages, (k, v) = filled_buffer(SMALL, 2)
     codec = PageCodec("kivi-2", SMALL, threads=2)
     room = bytearray(codec.nbytes + 64)
     rows = [bytearray(codec.nbytes) for _ in range(2)]
@@ -742,7 +742,7 @@ def test_overlapping_slots_are_refused(recipe: str) -> None:
 @pytest.mark.parametrize("slots", [numpy.array([1, 0], numpy.int32), numpy.array([1, 0], numpy.uint8), torch.tensor([1, 0]).int()])
 @pytest.mark.parametrize("recipe", ["kivi-2", "raw"])
 def test_integer_slots_of_an_engine(recipe: str, slots: Any) -> None:
-    pages, given = filled(SMALL, 2)
+    pages, given = filled_buffer(SMALL, 2)
     codec = PageCodec(recipe, SMALL)
     rows, expected = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))
     assert codec.encode_into(pages, slots, rows) == codec.encode_into(pages, [1, 0], expected) == [None] * 2
@@ -757,7 +757,7 @@ def _encoded_in_a_child(codec: PageCodec, pages: PageBuffer, rows: list[bytearra
 
 
 def test_a_codec_works_in_a_forked_process() -> None:
-    pages, _ = filled(SMALL, 2)
+    pages, _ = filled_buffer(SMALL, 2)
     with PageCodec("kivi-2", SMALL, threads=2) as codec:
         rows, others = ([bytearray(codec.nbytes) for _ in range(2)] for _ in range(2))
         assert codec.encode_into(pages, [0, 1], rows) == [None] * 2
@@ -775,7 +775,7 @@ def test_a_codec_works_in_a_forked_process() -> None:
 def test_a_token_with_a_large_direction_error_is_named(recipe: str) -> None:
     """Pages without room for raw tokens count it; pages of ordinary tokens cause no warning."""
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
-    pages, (k, _) = filled(geometry, 2)
+    pages, (k, _) = filled_buffer(geometry, 2)
     codec = PageCodec(recipe, geometry)
     rows = torch.zeros(2, codec.nbytes, dtype=torch.uint8)
     with warnings.catch_warnings():
@@ -794,7 +794,7 @@ def test_a_token_with_a_large_direction_error_is_named(recipe: str) -> None:
 def test_a_token_with_two_problems_is_counted_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     geometry = PageGeometry(2, 2, 32, 64, 64, "fp32")
-    pages, (k, _) = filled(geometry, 2)
+    pages, (k, _) = filled_buffer(geometry, 2)
     codec = PageCodec("k=scalar:b=4,mean=32;v=raw", geometry)
     coordinate = torch.zeros(1, 1, 1, 64)
     coordinate[..., 5] = 100
@@ -810,7 +810,7 @@ def test_a_token_with_a_low_norm_without_a_slot_is_harmless(kernels: str, monkey
     """Slots go to tokens of high norm first: a token of low norm without one only loses its own precision."""
     monkeypatch.setenv("KVPACK_KERNELS", kernels)
     geometry = PageGeometry(layers=1, heads=2, tokens=64, dim_k=64, dim_v=64)
-    pages, (k, _) = filled(geometry, 1)
+    pages, (k, _) = filled_buffer(geometry, 1)
     k[0, 0, :, 7] *= 30
     k[0, 0, :, 9] *= 0.1
     codec = PageCodec("k=group:b=2,g=8;v=raw;raw=0,0.6,4", geometry)
@@ -823,7 +823,7 @@ def test_a_token_with_a_low_norm_without_a_slot_is_harmless(kernels: str, monkey
 def test_a_large_token_far_from_the_mean_of_its_page_keeps_its_precision() -> None:
     """Without channel scales, half of the mean suffices until the token's norm is four times the usual one."""
     geometry = PageGeometry(2, 2, 32, 64, 64)
-    pages, (k, _) = filled(geometry, 2)
+    pages, (k, _) = filled_buffer(geometry, 2)
     k += 3
     k[1, 1, 1, 5, 9] = 80
     codec = PageCodec("k=scalar:b=3,mean=32;v=raw", geometry)
@@ -841,7 +841,7 @@ def test_a_large_token_far_from_the_mean_of_its_page_keeps_its_precision() -> No
 def test_an_attention_sink_far_from_the_mean_of_its_page_keeps_its_precision(tokens: int, recipe: str) -> None:
     """As in SmolLM2, keys share a large mean, and a page's first token, of low norm, is far from it. Half of the mean suits all."""
     geometry = PageGeometry(2, 3, tokens, 64, 64, "fp32")
-    pages, (k, _) = filled(geometry, 2)
+    pages, (k, _) = filled_buffer(geometry, 2)
     common = torch.randn(64, generator=torch.Generator().manual_seed(0))
     k *= 0.6
     k += common

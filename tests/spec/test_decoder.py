@@ -37,7 +37,7 @@ from spec.decoder.packing import Columns as SecondColumns
 from spec.decoder.xxh3 import xxh3_128
 from support.caches import RECIPES, random_pairs
 from support.decoded_alike import assert_same_cache, assert_within
-from support.file_parts import Parts, bits, compressed, drop, edit, frame, move_to_end, random_digits, random_page
+from support.file_parts import Parts, compress, drop, edit, frame, move_to_end, overwrite, random_digits, random_page
 from support.golden_files import FOLDER, expected_path, sidecar_packings
 from support.klt_bases import random_basis, transform_of
 from support.second_decoder import FOLDER as DECODER
@@ -354,17 +354,17 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "129 fields": (GROUP, edit("codecs.0.fields", {"codes": 129}), PACKING, "InvalidHeader"),
     "a column of 129 bits": (GROUP, edit("codecs.0.fields", {"codes": 43}), PACKING, "InvalidHeader"),
     "fields of another stream": (GROUP, edit("codecs.0.fields", {"code": 5}), "codecs/group.md, Parameters and ranges", "InvalidHeader"),
-    "a spare bit": (GROUP, bits("0.k.codes.0", 1, "80"), PACKING, "InvalidPayload"),
+    "a spare bit": (GROUP, overwrite("0.k.codes.0", 1, "80"), PACKING, "InvalidPayload"),
     "a high byte that no column has": (
         dataclasses.replace(GROUP, fields=(("codes", 2),)),
-        bits("0.k.codes.0", 3, "01"),
+        overwrite("0.k.codes.0", 3, "01"),
         PACKING,
         "InvalidPayload",
     ),
-    "a digit beyond its alphabet": (QUATERNION, bits("0.k.symbol.0", 0, "7f00"), PACKING, "InvalidPayload"),
-    "a bit above both digits": (QUATERNION, bits("0.k.symbol.0", 1, "08"), PACKING, "InvalidPayload"),
-    "a bin beyond the bins": (ANGLE, bits("0.k.angle.0", 0, "7f"), PACKING, "InvalidPayload"),
-    "a padding triplet": (OCTAHEDRAL, bits("0.k.symbol.0", 4, "01"), "codecs/octahedral.md, Layout", "InvalidPayload"),
+    "a digit beyond its alphabet": (QUATERNION, overwrite("0.k.symbol.0", 0, "7f00"), PACKING, "InvalidPayload"),
+    "a bit above both digits": (QUATERNION, overwrite("0.k.symbol.0", 1, "08"), PACKING, "InvalidPayload"),
+    "a bin beyond the bins": (ANGLE, overwrite("0.k.angle.0", 0, "7f"), PACKING, "InvalidPayload"),
+    "a padding triplet": (OCTAHEDRAL, overwrite("0.k.symbol.0", 4, "01"), "codecs/octahedral.md, Layout", "InvalidPayload"),
     "a table that does not ascend": (
         OCTAHEDRAL,
         edit("codecs.0.norm_table", bytes(8)),
@@ -389,11 +389,11 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
         "codecs/scalar.md, Parameters and ranges",
         "InvalidHeader",
     ),
-    "an infinite scale": (GROUP, bits("0.k.scales", 0, "007c"), FINITE, "InvalidPayload"),
-    "a norm that is NaN": (OCTAHEDRAL, bits("0.k.norm", 0, "01fe"), FINITE, "InvalidPayload"),
-    "a negative norm": (OCTAHEDRAL, bits("0.k.norm", 0, "00bc"), None, None),
-    "a raw value that is NaN": (RAW, bits("0.k.values", 0, "007c01fe"), None, None),
-    "a tail value that is NaN": (GROUP, bits("0.k.tail", 0, "80ffc17f"), None, None),
+    "an infinite scale": (GROUP, overwrite("0.k.scales", 0, "007c"), FINITE, "InvalidPayload"),
+    "a norm that is NaN": (OCTAHEDRAL, overwrite("0.k.norm", 0, "01fe"), FINITE, "InvalidPayload"),
+    "a negative norm": (OCTAHEDRAL, overwrite("0.k.norm", 0, "00bc"), None, None),
+    "a raw value that is NaN": (RAW, overwrite("0.k.values", 0, "007c01fe"), None, None),
+    "a tail value that is NaN": (GROUP, overwrite("0.k.tail", 0, "80ffc17f"), None, None),
     "sidecars": (SIDECARS, lambda parts: None, None, None),
     "an unknown sidecar": (SIDECARS, edit("codecs.0.other", "fp16"), "codecs/scalar.md, Parameters and ranges", "InvalidHeader"),
     "sidecars in another order": (SIDECARS, move_to_end("codecs.0", "outliers"), SIDECAR_RULES, "InvalidHeader"),
@@ -436,17 +436,17 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "too many entries": (SIDECARS, edit("layers.0.k.entries.outliers", 2**40), LIMITS, "LimitExceeded"),
     "negative entries": (SIDECARS, edit("layers.0.k.entries.outliers", -1), PROFILE, "InvalidHeader"),
     "one entry more than flags": (SIDECARS, add_an_outlier, SIDECAR_LAYOUT, "InvalidPayload"),
-    "a flag less than entries": (SIDECARS, bits("0.k.outlier_flags.0", 0, "00"), SIDECAR_LAYOUT, "InvalidPayload"),
-    "a flag of no chunk": (SIDECARS, bits("0.k.outlier_flags.0", 1, "04"), PACKING, "InvalidPayload"),
-    "a flag of a raw token that is 2": (SIDECARS, bits("0.k.raw_token_flags", 0, "02"), SIDECAR_VALUES, "InvalidPayload"),
-    "flags of no raw token": (SIDECARS, bits("0.k.raw_token_flags", 0, "0000"), SIDECAR_LAYOUT, "InvalidPayload"),
-    "an infinite outlier": (SIDECARS, bits("0.k.outliers", 2, "00fc"), FINITE, "InvalidPayload"),
-    "a norm of a residual that is NaN": (SIDECARS, bits("0.k.qjl_norm", 0, "017c"), FINITE, "InvalidPayload"),
-    "a negative norm of a residual": (SIDECARS, bits("0.k.qjl_norm", 0, "00c0"), None, None),
-    "a channel scale of zero": (SIDECARS, bits("0.k.channel_scale", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
-    "a negative channel scale": (SIDECARS, bits("0.k.channel_scale", 0, "01bc"), SIDECAR_VALUES, "InvalidPayload"),
-    "an infinite channel scale": (SIDECARS, bits("0.k.channel_scale", 0, "007c"), FINITE, "InvalidPayload"),
-    "a subnormal channel scale": (SIDECARS, bits("0.k.channel_scale", 0, "0100"), None, None),
+    "a flag less than entries": (SIDECARS, overwrite("0.k.outlier_flags.0", 0, "00"), SIDECAR_LAYOUT, "InvalidPayload"),
+    "a flag of no chunk": (SIDECARS, overwrite("0.k.outlier_flags.0", 1, "04"), PACKING, "InvalidPayload"),
+    "a flag of a raw token that is 2": (SIDECARS, overwrite("0.k.raw_token_flags", 0, "02"), SIDECAR_VALUES, "InvalidPayload"),
+    "flags of no raw token": (SIDECARS, overwrite("0.k.raw_token_flags", 0, "0000"), SIDECAR_LAYOUT, "InvalidPayload"),
+    "an infinite outlier": (SIDECARS, overwrite("0.k.outliers", 2, "00fc"), FINITE, "InvalidPayload"),
+    "a norm of a residual that is NaN": (SIDECARS, overwrite("0.k.qjl_norm", 0, "017c"), FINITE, "InvalidPayload"),
+    "a negative norm of a residual": (SIDECARS, overwrite("0.k.qjl_norm", 0, "00c0"), None, None),
+    "a channel scale of zero": (SIDECARS, overwrite("0.k.channel_scale", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
+    "a negative channel scale": (SIDECARS, overwrite("0.k.channel_scale", 0, "01bc"), SIDECAR_VALUES, "InvalidPayload"),
+    "an infinite channel scale": (SIDECARS, overwrite("0.k.channel_scale", 0, "007c"), FINITE, "InvalidPayload"),
+    "a subnormal channel scale": (SIDECARS, overwrite("0.k.channel_scale", 0, "0100"), None, None),
     "channel_order after block_rotation": (BLOCKS, move_to_end("codecs.0", "channel_order"), SIDECAR_RULES, "InvalidHeader"),
     "a dtype of channel orders": (BLOCKS, edit("codecs.0.channel_order", "u32"), SIDECAR_RULES, "InvalidHeader"),
     "an order in 8 bits of 260 channels": (WIDE_BLOCKS, edit("codecs.0.channel_order", "u8"), SIDECAR_RULES, "InvalidHeader"),
@@ -455,9 +455,9 @@ CHANGES: dict[str, tuple[Codec, Callable[[Parts], Any], str | None, str | None]]
     "blocks of another type": (BLOCKS, edit("codecs.0.block_rotation", "4"), SIDECAR_RULES, "InvalidHeader"),
     "blocks without a Hadamard matrix": (BLOCKS, edit("codecs.0.block_rotation", 6), "packing.md, Rotation", "InvalidHeader"),
     "blocks of another size": (BLOCKS, edit("codecs.0.block_rotation", 12), None, None),
-    "an order that names a channel twice": (BLOCKS, bits("0.k.channel_order", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
-    "an order that names a channel beyond the head": (BLOCKS, bits("0.k.channel_order", 13, "0c"), SIDECAR_VALUES, "InvalidPayload"),
-    "a raw token that is NaN": (SIDECARS, bits("0.k.raw_tokens", 0, "007c01fe"), None, None),
+    "an order that names a channel twice": (BLOCKS, overwrite("0.k.channel_order", 0, "0000"), SIDECAR_VALUES, "InvalidPayload"),
+    "an order that names a channel beyond the head": (BLOCKS, overwrite("0.k.channel_order", 13, "0c"), SIDECAR_VALUES, "InvalidPayload"),
+    "a raw token that is NaN": (SIDECARS, overwrite("0.k.raw_tokens", 0, "007c01fe"), None, None),
 }
 
 
@@ -563,7 +563,7 @@ def test_a_nonzero_pad_is_refused() -> None:
 
 def test_an_empty_frame_is_a_tensor_without_bytes() -> None:
     parts = Parts.of(one_side(RAW, runs=()))
-    frame(compressed)(parts)
+    frame(compress)(parts)
     assert parts.header["tensors"][0][2:4] == [[1, 2, 0, 3], "zstd"]
     assert not refused_alike(parts.joined())
 
@@ -582,7 +582,7 @@ def test_a_cache_is_not_a_basis() -> None:
 
 def test_a_frame_is_refused_by_name_without_a_decompressor() -> None:
     parts = Parts.of(one_side(RAW))
-    frame(compressed)(parts)
+    frame(compress)(parts)
     with pytest.raises(decoder.Refused, match=r"0\.k\.values: no decompressor was given"):
         decoder.read(parts.joined())
 

@@ -25,8 +25,8 @@ from spec.generate.balanced_vectors import alone, state
 from spec.generate.invalid_vectors import ANGLE, GROUP, KLT, LOSSLESS, MINIFLOAT, OCTAHEDRAL, POLAR, QUATERNION, TRANSFORM
 from spec.generate.parameter_vectors import CODED, SIDECARS
 from spec.generate.vector_files import FOLDER
-from support.file_parts import Parts, changed, one_side
-from support.guard_removal import all_guards, caught_by_a_file, listed, readings
+from support.file_parts import Parts, change_file, keys_file
+from support.guard_removal import all_guards, catching_file, listed, readings
 from support.guards import LIBRARY, ROOT, guards_of
 from support.second_decoder import MODULES, decoder
 from support.vector_checks import LINES, load_basis, verify
@@ -55,13 +55,13 @@ def test_guards_are_found_in_every_module_that_checks() -> None:
 def test_a_share_of_the_guards_is_covered_by_a_file_or_by_the_listed_test(path: Path) -> None:
     for guard in guards_of(path):
         if zlib.crc32(guard.name.encode()) % SHARE == 0 and guard.name not in listed():
-            assert caught_by_a_file(guard), f"no file shows what {guard.name} is for"
+            assert catching_file(guard), f"no file shows what {guard.name} is for"
 
 
 @pytest.mark.scenario
 def test_a_removed_guard_is_restored_afterwards() -> None:
     guard = next(guard for guard in all_guards() if guard.text == "actual != expected" and guard.where == "check_hash")
-    assert caught_by_a_file(guard) == "invalid/digest-of-a-tensor.kvpack"
+    assert catching_file(guard) == "invalid/digest-of-a-tensor.kvpack"
     assert all(reading.outcome() == reading.refusal for reading in readings(False) if "digest-of" in reading.name)
 
 
@@ -167,7 +167,7 @@ def test_encoder_only_options_are_checked_too(codec: Codec, name: str) -> None:
     ids=["negative", "key"],
 )
 def test_entries_are_named(entries: dict[object, int], message: str) -> None:
-    parts = Parts.of(one_side(SIDECARS))
+    parts = Parts.of(keys_file(SIDECARS))
     parts.header["layers"][0]["k"]["entries"] = entries
     with pytest.raises(InvalidHeader, match=message):
         parse_header(msgpack.packb(parts.header))
@@ -186,7 +186,7 @@ def test_parts_of_a_frame_have_their_sizes() -> None:
 
 def test_frames_of_keys_have_at_most_1024_channels() -> None:
     """In a layer without rows, nothing else shows the head dim; a vector would take megabytes."""
-    data = changed(alone(), state("k.balanced", shape=(1, 1, 1025, 1025)), state("k.centered", shape=(1, 1, 1025, 1025)))
+    data = change_file(alone(), state("k.balanced", shape=(1, 1, 1025, 1025)), state("k.centered", shape=(1, 1, 1025, 1025)))
     with pytest.raises(InvalidHeader, match="1025"):
         Basis.of_bytes(data)
     with pytest.raises(decoder.Refused, match=r"has the shape .*1025"):
@@ -194,7 +194,7 @@ def test_frames_of_keys_have_at_most_1024_channels() -> None:
 
 
 def test_offsets_of_no_sequence_are_refused_in_a_file_without_sides() -> None:
-    parts = Parts.of(one_side(GROUP))
+    parts = Parts.of(keys_file(GROUP))
     parts.header["layers"], parts.header["tensors"], parts.tensors, parts.header["codecs"] = [], [], [], []
     parts.header["required"], parts.header["ignorable"] = [FEATURE], {FEATURE: b""}
     with pytest.raises(InvalidHeader):

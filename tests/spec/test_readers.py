@@ -26,18 +26,18 @@ REFUSED = "invalid/header-batch-0.kvpack"
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_agrees_with_all_vectors(name: str) -> None:
-    if reason := spec_readers.missing(name):
+    if reason := spec_readers.missing_reason(name):
         pytest.skip(reason)
-    with spec_readers.started(name) as reader:
+    with spec_readers.start_reader(name) as reader:
         assert list(spec_readers.vector_differences(reader)) == []
 
 
 @pytest.mark.scenario
 @pytest.mark.parametrize("name", ENTRY_READERS)
 def test_a_reader_agrees_with_all_store_entries(name: str) -> None:
-    if reason := spec_readers.missing(name):
+    if reason := spec_readers.missing_reason(name):
         pytest.skip(reason)
-    with spec_readers.started(name) as reader:
+    with spec_readers.start_reader(name) as reader:
         assert list(spec_readers.entry_differences(reader)) == []
 
 
@@ -58,16 +58,16 @@ def test_another_error_class_for_an_entry_is_a_difference(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", READERS)
 def test_a_reader_refuses_values_of_other_types(name: str, tmp_path: Path) -> None:
     """Every value of the header in turn, as one that many languages take for false: 0, "", an empty array, map or bytes, nil."""
-    if reason := spec_readers.missing(name):
+    if reason := spec_readers.missing_reason(name):
         pytest.skip(reason)
     path = tmp_path / "x.kvpack"
     whole = (FOLDER / DECODED).read_bytes()
     wrong = []
-    with spec_readers.started(name) as reader:
+    with spec_readers.start_reader(name) as reader:
         for place in PLACES:
             for value in (0, "", [], {}, b"", None):
                 parts = Parts.of(whole)
-                old = file_parts.place(parts, place)
+                old = file_parts.entry_at(parts, place)
                 if type(value) is type(old) or (value is None and place in ("layers.0.k", "layers.0.v")):
                     continue
                 file_parts.edit(place, value)(parts)

@@ -52,7 +52,7 @@ console.log(JSON.stringify(answers));
 @pytest.mark.scenario
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_store_entries(tmp_path: Path, encrypted: bool) -> None:
-    if reason := spec_readers.missing("javascript"):
+    if reason := spec_readers.missing_reason("javascript"):
         pytest.skip(reason)
     ids = prompt(2)
     with open_store(tmp_path, **({"encryption": KEYS} if encrypted else {})) as store:

@@ -7,20 +7,20 @@ import re
 import pytest
 
 from kvpack.formats import errors
-from support.numbered_rules import ENFORCED_BY, PAGES, RULES, SPEC, documents, marked, rules
+from support.numbered_rules import ENFORCED_BY, PAGES, RULES, SPEC, documents, marked_rules, rules
 
 
 @pytest.mark.parametrize("prefix", PAGES)
 def test_every_must_has_a_number(prefix: str) -> None:
     for line in "\n".join((SPEC / document).read_text(encoding="utf-8") for document in documents(prefix)).splitlines():
         if "BCP 14" not in line and "every MUST and MUST NOT" not in line:
-            numbers = [number for number, _, marked_line in marked(prefix) if marked_line == line]
+            numbers = [number for number, _, marked_line in marked_rules(prefix) if marked_line == line]
             assert len(numbers) == len(re.findall(r"\bMUST\b", line)), line
 
 
 @pytest.mark.parametrize("prefix", PAGES)
 def test_rule_numbers_are_consecutive_and_unique(prefix: str) -> None:
-    numbers = [number for number, _, _ in marked(prefix)]
+    numbers = [number for number, _, _ in marked_rules(prefix)]
     assert sorted(numbers) == sorted(f"{prefix}-{n}" for n in range(1, len(numbers) + 1))
 
 
@@ -32,7 +32,7 @@ def test_every_page_is_numbered() -> None:
 def test_the_table_lists_every_rule() -> None:
     listed = list(rules())
     assert listed == sorted(listed, key=lambda number: (listed_page(number), int(number.rpartition("-")[2])))
-    assert set(listed) == {number for prefix in PAGES for number, _, _ in marked(prefix)}
+    assert set(listed) == {number for prefix in PAGES for number, _, _ in marked_rules(prefix)}
     assert len(listed) == len(re.findall(r"^\| [a-z-]+-\d+ \|", RULES.read_text(encoding="utf-8"), re.MULTILINE))
 
 

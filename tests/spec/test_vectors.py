@@ -19,7 +19,7 @@ from spec.generate.expected import ID_FEATURES, digest, ids_path, rounded_down, 
 from spec.generate.vector_files import FOLDER, MANIFEST, bases, defined, described, of_core, profile_of, refused_by_decompressors
 from support.numbered_rules import rules
 from support.second_decoder import decoder, decompress
-from support.vector_checks import DECODED, LINES, Expected, check_values, load_basis, read, unpacked, verify
+from support.vector_checks import DECODED, LINES, Expected, check_values, load_basis, read, unpack_all, verify
 
 REFUSED = [file for file, line in LINES.items() if "error" in line and "either" not in line]
 EITHER = [file for file, line in LINES.items() if "either" in line]
@@ -128,7 +128,7 @@ def test_both_readers_decode_a_vector_to_its_values(file: str) -> None:
     container.open_file(FOLDER / file).verify()
     assert LINES[file]["profile"] == profile_of(read(file))
     check_values(file, values_of(read(file)))
-    check_values(file, unpacked(file))
+    check_values(file, unpack_all(file))
     opened = container.open_file(FOLDER / file)
     header = opened.header
     metadata = LINES[file].get("metadata", {})
@@ -155,7 +155,7 @@ def test_pytorch_decodes_the_vectors_to_their_values(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("KVPACK_KERNELS", "torch")
     assert len(DECODED) > 100
     for file in DECODED:
-        check_values(file, unpacked(file))
+        check_values(file, unpack_all(file))
 
 
 def check_ids(file: str, cache: Cache | None) -> None:
@@ -193,7 +193,7 @@ def test_an_error_of_twice_the_tolerance_is_a_difference() -> None:
             shifted = (expected.values + direction * 2.0 * expected.tolerances.astype(numpy.float64)).astype(numpy.float32)
             near = shifted == expected.values
             shifted[near] = numpy.nextafter(expected.values, numpy.float32(direction * numpy.inf))[near]
-            differing = expected.differing(shifted)
+            differing = expected.differs_from(shifted)
             if expected.subnormal_zero:
                 differing |= (shifted == 0) & (expected.values != 0)
             assert differing[finite].all(), file

@@ -19,10 +19,10 @@ from kvpack.store.bases import StoredBasis
 from kvpack.store.encryption import Cipher
 from kvpack.store.keys import basis_keys
 from support import redis_server, s3_server, warm_python
-from support.basis_caches import BASIS, IDENTITY, RECIPE, cache, held, load_basis, save, with_basis, without_basis
+from support.basis_caches import BASIS, IDENTITY, RECIPE, cache_with_basis, count_bases, load_basis, save, with_basis, without_basis
 from support.caches import random_pairs
 from support.klt_bases import random_basis
-from support.store_caches import CHUNK, KEYS, OTHER_KEYS, entries, open_store, prompt, same
+from support.store_caches import CHUNK, KEYS, OTHER_KEYS, entries, is_same_prefix, open_store, prompt
 from support.store_caches import cache as other_cache
 from support.store_caches import save as save_other
 
@@ -43,11 +43,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any,
         pytest.importorskip("cryptography")
     if "Redis" in kind:
         pytest.importorskip("redis")
-        with redis_server.running(tmp_path) as server:
+        with redis_server.run_server(tmp_path) as server:
             yield server.url, {"timeout": 5, **options}
     elif kind == "S3":
         pytest.importorskip("obstore")
-        with s3_server.running() as server:
+        with s3_server.run_server() as server:
             yield server.url, {"storage_options": server.options, **options}
     elif kind in ("tiers", "write-back"):
         tiers = [kvpack.Tier("memory://", max_bytes=10**7), kvpack.Tier(tmp_path / "slow")]
@@ -74,13 +74,13 @@ def test_a_reader_without_the_basis_gets_it_from_the_store(place: tuple[Any, dic
         for _ in range(2):
             tokens, found = store.load(IDS)
             assert tokens == 3 * CHUNK
-            assert same(found, whole)
+            assert is_same_prefix(found, whole)
         basis = store.basis()
         assert basis is not None
         assert basis.digest == BASIS.digest
         # What was loaded without the basis can be packed on and saved.
         longer = prompt(2, seed=7)
-        assert store.save(longer, cache(len(longer))) == 2 * CHUNK
+        assert store.save(longer, cache_with_basis(len(longer))) == 2 * CHUNK
         assert store.counters()["faults"] == {}
 
 
@@ -128,7 +128,7 @@ def test_another_process_reads_without_the_basis(tmp_path: Path) -> None:
     done = subprocess.run([warm_python.python(), "-c", code], capture_output=True, text=True, check=True)
     tokens, total = done.stdout.split()
     assert int(tokens) == 3 * CHUNK
-    assert float(total) == pytest.approx(float(cache(len(IDS))[:, : 3 * CHUNK].unpack()[0][0].float().sum()))
+    assert float(total) == pytest.approx(float(cache_with_basis(len(IDS))[:, : 3 * CHUNK].unpack()[0][0].float().sum()))
 
 
 def test_a_basis_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_basis_of_another_model_is_refused(tmp_path: Path) -> None:
         assert store.basis() is None
         assert store.counters()["unreadable_entries"] == 1
         assert store.counters()["faults"] == {"load InvalidParameter": 1}
-    assert held(tmp_path) == (1, 3), "a valid basis that other entries need was removed"
+    assert count_bases(tmp_path) == (1, 3), "a valid basis that other entries need was removed"
 
 
 def test_entries_with_a_missing_basis_are_misses(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_entries_with_a_missing_basis_are_misses(tmp_path: Path) -> None:
     with without_basis(tmp_path) as store:
         assert store.match(IDS) == 0
         assert store.load(IDS) == (0, None)
-        assert store.save(IDS, cache(len(IDS))) == 0
+        assert store.save(IDS, cache_with_basis(len(IDS))) == 0
         assert store.counters()["faults"] == {"load MissingBasis": 1, "save MissingBasis": 1}
     with with_basis(tmp_path) as store:
         assert store.load(IDS)[0] == 3 * CHUNK
@@ -184,7 +184,7 @@ def test_a_damaged_basis_is_a_miss_and_is_rewritten(harm: str, found_by: str, tm
         save(store, prompt(2, seed=3))
     assert path.read_bytes() == good
     with without_basis(tmp_path) as store:
-        assert same(store.load(IDS)[1], whole)
+        assert is_same_prefix(store.load(IDS)[1], whole)
 
 
 def test_a_basis_damaged_in_one_tier_is_read_from_the_next(tmp_path: Path) -> None:
@@ -194,14 +194,14 @@ def test_a_basis_damaged_in_one_tier_is_read_from_the_next(tmp_path: Path) -> No
     path = _path(tiers[0])
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with without_basis(tiers) as store:
-        assert same(store.load(IDS)[1], whole)
+        assert is_same_prefix(store.load(IDS)[1], whole)
         assert store.counters()["damaged_entries"] == 1
     # The good one was copied to where the bad one was.
-    assert held(tiers[0]) == held(tiers[1]) == (1, 3)
+    assert count_bases(tiers[0]) == count_bases(tiers[1]) == (1, 3)
     path.unlink()
     with with_basis(tiers) as store:
         save(store, IDS)
-    assert held(tiers[0]) == (1, 3), "a put did not add missing entries to every tier"
+    assert count_bases(tiers[0]) == (1, 3), "a put did not add missing entries to every tier"
 
 
 @pytest.mark.scenario
@@ -210,18 +210,18 @@ def test_entries_are_evicted_before_their_basis(kind: str, tmp_path: Path) -> No
     """Others fill the store one entry at a time: the basis stays as long as an entry is left."""
     if kind == "Redis":
         pytest.importorskip("redis")
-        with redis_server.running(tmp_path) as server:
+        with redis_server.run_server(tmp_path) as server:
             _evict_all(server.url, {"timeout": 5})
     elif kind == "S3":
         pytest.importorskip("obstore")
-        with s3_server.running() as server:
+        with s3_server.run_server() as server:
             _evict_all(server.url, {"storage_options": server.options})
     else:
         _evict_all(tmp_path / "store" if kind == "folder" else "memory://", {})
 
 
 def _evict_all(location: Any, options: dict[str, Any]) -> None:
-    size = cache(len(IDS))[:, :CHUNK].nbytes
+    size = cache_with_basis(len(IDS))[:, :CHUNK].nbytes
     options = {"max_bytes": len(BASIS.data) + 12 * size, **options}
     with with_basis(location, **options) as store:
         first, second = prompt(3, seed=1), prompt(3, seed=2)
@@ -246,19 +246,19 @@ def _evict_all(location: Any, options: dict[str, Any]) -> None:
 
 def test_the_basis_counts_toward_the_budget_and_is_stored_first(tmp_path: Path) -> None:
     with with_basis(tmp_path, max_bytes=len(BASIS.data) - 1) as store:
-        assert store.save(IDS, cache(len(IDS))) == 0
+        assert store.save(IDS, cache_with_basis(len(IDS))) == 0
         assert store.counters()["refused_chunks"] == 1
     with with_basis(tmp_path, max_entry_bytes=len(BASIS.data) - 1) as store:
-        assert store.save(IDS, cache(len(IDS))) == 0
+        assert store.save(IDS, cache_with_basis(len(IDS))) == 0
         assert store.counters()["faults"] == {"encode LimitExceeded": 1}
     with with_basis(tmp_path) as store:
-        assert store.save(IDS[: CHUNK - 1], cache(CHUNK - 1)) == 0, "an incomplete chunk was stored"
+        assert store.save(IDS[: CHUNK - 1], cache_with_basis(CHUNK - 1)) == 0, "an incomplete chunk was stored"
     assert entries(tmp_path) == []
-    size = cache(len(IDS))[:, :CHUNK].nbytes
+    size = cache_with_basis(len(IDS))[:, :CHUNK].nbytes
     with with_basis(tmp_path, max_bytes=len(BASIS.data) + 2 * size + 2000) as store:
-        assert CHUNK <= store.save(IDS, cache(len(IDS))) <= 2 * CHUNK
+        assert CHUNK <= store.save(IDS, cache_with_basis(len(IDS))) <= 2 * CHUNK
         assert store.stats()["bytes"] <= len(BASIS.data) + 2 * size + 2000
-    assert held(tmp_path)[0] == 1
+    assert count_bases(tmp_path)[0] == 1
 
 
 def test_a_pin_also_keeps_the_basis(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_pin_also_keeps_the_basis(tmp_path: Path) -> None:
     with open_store(tmp_path, max_bytes=0) as other:
         other.collect()
     with without_basis(tmp_path) as store:
-        assert same(store.load(IDS)[1], whole)
+        assert is_same_prefix(store.load(IDS)[1], whole)
         assert store.unpin(IDS)
     with open_store(tmp_path, max_bytes=0) as other:
         other.collect()
@@ -289,7 +289,7 @@ def test_gc_removes_an_unused_basis(tmp_path: Path) -> None:
                 when = time.time_ns() - age
                 os.utime(_path(tmp_path, digest), ns=(when, when))
             store.collect()
-            assert held(tmp_path) == (left, 3)
+            assert count_bases(tmp_path) == (left, 3)
         assert not _path(tmp_path, other.digest).exists()
         assert store.counters()["reclaimed_entries"] == 1
         store.delete(IDS)
@@ -330,7 +330,7 @@ def test_each_encryption_key_has_its_own_basis_entry(tmp_path: Path) -> None:
         save(store, prompt(2, seed=3))
     for keys in (KEYS, {**OTHER_KEYS, **KEYS}, {**KEYS, **OTHER_KEYS}):
         with without_basis(tmp_path, encryption=keys) as store:
-            assert same(store.load(IDS)[1], whole)
+            assert is_same_prefix(store.load(IDS)[1], whole)
             assert store.counters()["faults"] == {}
     # Nothing of the basis is in the clear.
     data = bytes(BASIS.data)[-4000:-3000]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvpack
-from support.basis_caches import BASIS, cache, held, load_basis, save, with_basis, without_basis
+from support.basis_caches import BASIS, cache_with_basis, count_bases, load_basis, save, with_basis, without_basis
 from support.faulty_os import CHANGES, ERRORS, STRIDE, FaultyOs, open_files
-from support.store_caches import CHUNK, entries, open_store, prompt, same
+from support.store_caches import CHUNK, entries, is_same_prefix, open_store, prompt
 from support.store_caches import cache as other_cache
 from support.store_stress import FORK
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.scenario
 
 PROMPTS = {seed: prompt(3, first=1, seed=seed) for seed in (1, 2)}
-WHOLE = cache(len(PROMPTS[1]))
+WHOLE = cache_with_basis(len(PROMPTS[1]))
 """The prompts share a chunk, so they are saved with the same values."""
 SMALL = {seed: prompt(2, seed=seed) for seed in range(10, 14)}
 BUDGET = len(BASIS.data) + 5 * WHOLE[:, CHUNK : 2 * CHUNK].nbytes
@@ -57,7 +57,7 @@ def use(folder: Path) -> None:
     with without_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
         for ids in PROMPTS.values():
             n, found = store.load(ids)
-            assert found is None if n == 0 else same(found, WHOLE)
+            assert found is None if n == 0 else is_same_prefix(found, WHOLE)
         store.unpin(PROMPTS[1][: CHUNK + 1])
     # Others need the room.
     with open_store(folder, max_bytes=BUDGET, durable=True, min_free=1) as other:
@@ -91,21 +91,21 @@ USES = {"whole": use, "damaged": use_damaged}
 
 def check(folder: Path, *, damaged: bool = False) -> int:
     """Check that no entry lacks its basis (unless it was ``damaged`` outside the store) and the store works. Returns the chunks found."""
-    bases, dependents = held(folder)
+    bases, dependents = count_bases(folder)
     assert bases or not dependents or damaged, f"{dependents} entries are left without their basis"
     with without_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
         store.collect()
         found = 0
         for ids in PROMPTS.values():
             n, loaded = store.load(ids)
-            assert loaded is None if n == 0 else same(loaded, WHOLE)
+            assert loaded is None if n == 0 else is_same_prefix(loaded, WHOLE)
             found += n // CHUNK
     assert sum(os.stat(path).st_size for path in entries(folder)) <= BUDGET
     assert not os.path.isdir(folder / "unfinished") or os.listdir(folder / "unfinished") == []
     with with_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
         assert store.save(PROMPTS[1], WHOLE) == 3 * CHUNK
     with without_basis(folder, max_bytes=BUDGET, durable=True, min_free=1) as store:
-        assert same(store.load(PROMPTS[1])[1], WHOLE)
+        assert is_same_prefix(store.load(PROMPTS[1])[1], WHOLE)
         assert store.counters()["faults"] == {}
     return found
 
@@ -175,7 +175,7 @@ def _use_at_random(folder: Path, seed: int) -> None:
         elif what < 0.6:
             with without_basis(folder, max_bytes=BUDGET) as store:
                 n, loaded = store.load(ids)
-                assert loaded is None if n == 0 else same(loaded, WHOLE)
+                assert loaded is None if n == 0 else is_same_prefix(loaded, WHOLE)
         elif what < 0.9:
             with open_store(folder, max_bytes=BUDGET) as other:
                 ids = choice.choice([*SMALL.values()])
@@ -204,7 +204,7 @@ def test_racing_and_killed_writers_leave_readable_entries(folder: Path) -> None:
             with without_basis(folder, max_bytes=BUDGET) as store:
                 for ids in PROMPTS.values():
                     n, loaded = store.load(ids)
-                    assert loaded is None if n == 0 else same(loaded, WHOLE)
+                    assert loaded is None if n == 0 else is_same_prefix(loaded, WHOLE)
                 assert store.counters()["damaged_entries"] == 0
     finally:
         for child in children:
@@ -219,8 +219,8 @@ def test_a_loaded_basis_outlives_its_entry(folder: Path) -> None:
     with without_basis(folder) as store:
         loaded = store.load(PROMPTS[1])[1]
         os.unlink(_path(folder))
-        assert same(loaded, whole)
-        assert same(store.load(PROMPTS[1])[1], whole)
+        assert is_same_prefix(loaded, whole)
+        assert is_same_prefix(store.load(PROMPTS[1])[1], whole)
         # Whoever has it puts it back with what it saves.
         save(store, PROMPTS[2])
-    assert held(folder)[0] == 1
+    assert count_bases(folder)[0] == 1

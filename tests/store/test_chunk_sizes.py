@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.redis_server import running
+from support.redis_server import run_server
 from support.store_caches import CHUNK, open_store, prompt, save
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def test_entries_in_chunks_of_another_size_are_named(ask: str, place: str, tmp_p
         if place == "Redis":
             pytest.importorskip("redis")
             # A server without passwords accepts any.
-            location = stack.enter_context(running(tmp_path)).url.replace("//", "//default:secret@")
+            location = stack.enter_context(run_server(tmp_path)).url.replace("//", "//default:secret@")
         ids = prompt(4)
         save(open_store(location), ids)
         other = open_store(location, chunk=2 * CHUNK)

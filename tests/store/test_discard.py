@@ -13,7 +13,7 @@ from kvpack.formats import errors
 from kvpack.store.faults import is_damage
 from support.file_parts import edit
 from support.parts import Parts
-from support.store_caches import CHUNK, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, entry_of, is_same_prefix, open_store, prompt, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_entries_are_kept_if_the_reader_lacks_something(
         assert store.load(ids) == (0, None)
     assert store.counters()["unreadable_entries"] == 1
     assert store.counters()["damaged_entries"] == 0
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_an_incomplete_read_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_an_incomplete_read_removes_nothing(tmp_path: Path, monkeypatch: pytest.
         assert store.load(ids) == (0, None)
     assert store.counters()["faults"] == {"get EIO": 1}
     assert store.counters()["damaged_entries"] == 0
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def _of_a_later_version(data: bytes) -> bytes:
@@ -97,7 +97,7 @@ def test_an_entry_of_a_later_version_is_kept(change: Callable[[bytes], bytes], t
         file.write(later)
     n, found = store.load(ids)
     assert n == CHUNK
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert store.counters()["unreadable_entries"] == 1
     assert store.counters()["damaged_entries"] == 0
     with open(path, "rb") as file:

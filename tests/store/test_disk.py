@@ -15,7 +15,7 @@ from kvpack.cli import main
 from kvpack.store import directory, disk_usage
 from kvpack.store.eviction import Evictor
 from support.foreign_values import IDENTITY as PAGES
-from support.store_caches import CHUNK, cache, entries, open_store, prompt, same, save
+from support.store_caches import CHUNK, cache, entries, is_same_prefix, open_store, prompt, save
 
 GEOMETRY = kvpack.pages.PageGeometry(layers=1, heads=1, tokens=16, dim_k=32, dim_v=32)
 
@@ -163,7 +163,7 @@ def test_entries_on_disk_are_read_together(tmp_path: Path, monkeypatch: pytest.M
             patch.setattr(directory, "map_file", mapped)
             tokens, found = store.load(ids)
         assert tokens == 8 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
 
         key = store.keys(ids)[5]
         entry = next(path for path in entries(tmp_path) if path.endswith(key.hex()))
@@ -173,5 +173,5 @@ def test_entries_on_disk_are_read_together(tmp_path: Path, monkeypatch: pytest.M
             monkeypatch.setattr(store._backend, "count_present", len)
             tokens, found = store.load(ids)
             assert tokens == 5 * CHUNK
-            assert same(found, whole)
+            assert is_same_prefix(found, whole)
             assert store.counters()["faults"] == faults

@@ -17,8 +17,8 @@ import torch
 from kvpack.runtime import locks
 from kvpack.store import directory, eviction
 from support import store_caches
-from support.caches import dense
-from support.store_caches import CHUNK, EVEN, cache, entries, entry_of, prompt, same, save
+from support.caches import unpack_all
+from support.store_caches import CHUNK, UNIFORM_IDENTITY, cache, entries, entry_of, is_same_prefix, prompt, save
 from support.store_stress import FORK
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import kvpack
 
 
-open_store = partial(store_caches.open_store, identity=EVEN)
+open_store = partial(store_caches.open_store, identity=UNIFORM_IDENTITY)
 
 
 @pytest.fixture(autouse=True, params=["listed", "indexed"])
@@ -79,7 +79,7 @@ def test_least_recently_used_entries_are_evicted_first(tmp_path: Path, entry_byt
     store.load(prompts[0])
     save(store, prompts[3])
     assert [store.match(ids) > 0 for ids in prompts] == [True, False, True, True, False]
-    store.save(prompts[2], cache(len(prompts[2]), EVEN.recipe))
+    store.save(prompts[2], cache(len(prompts[2]), UNIFORM_IDENTITY.recipe))
     save(store, prompts[4])
     assert [store.match(ids) > 0 for ids in prompts] == [False, False, True, True, True]
 
@@ -121,14 +121,14 @@ def test_entries_that_cannot_fit_are_refused_without_loss(tmp_path: Path, entry_
     save(store, ids)
     store.pin(ids)
     other = prompt(3, seed=1)
-    assert store.save(other, cache(len(other), EVEN.recipe)) == 0
+    assert store.save(other, cache(len(other), UNIFORM_IDENTITY.recipe)) == 0
     assert store.counters()["refused_chunks"] == 1
     assert store.load(ids)[0] == 2 * CHUNK
     assert os.listdir(tmp_path / "unfinished") == []
     store.unpin(ids)
-    assert store.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK
+    assert store.save(other, cache(len(other), UNIFORM_IDENTITY.recipe)) == 2 * CHUNK
     tiny = open_store(tmp_path / "tiny", max_bytes=entry_bytes - 1)
-    assert tiny.save(ids, cache(len(ids), EVEN.recipe)) == 0
+    assert tiny.save(ids, cache(len(ids), UNIFORM_IDENTITY.recipe)) == 0
     assert entries(tmp_path / "tiny") == []
 
 
@@ -149,7 +149,7 @@ def test_a_minimum_of_free_disk_space_is_kept(tmp_path: Path, entry_bytes: int, 
         assert Disk().f_bavail >= 2 * entry_bytes
     assert store.counters()["evicted_entries"] == 6
     capacity = entry_bytes
-    assert store.save(prompt(1, seed=9), cache(CHUNK + 5, EVEN.recipe)) == 0
+    assert store.save(prompt(1, seed=9), cache(CHUNK + 5, UNIFORM_IDENTITY.recipe)) == 0
     assert store.counters()["refused_chunks"] == 1
 
 
@@ -158,12 +158,12 @@ def test_loaded_caches_outlive_the_eviction_of_their_files(tmp_path: Path, entry
     ids = prompt(3)
     whole = save(store, ids)
     _, held = store.load(ids)
-    before = [x.clone() for x in dense(held)]
+    before = [x.clone() for x in unpack_all(held)]
     for seed in range(1, 8):
         save(store, prompt(3, seed=seed))
     assert store.match(ids) == 0
-    assert all(torch.equal(a, b) for a, b in zip(dense(held), before, strict=True))
-    assert same(held, whole)
+    assert all(torch.equal(a, b) for a, b in zip(unpack_all(held), before, strict=True))
+    assert is_same_prefix(held, whole)
 
 
 @pytest.mark.parametrize("hours", [-24 * 365, 24 * 365])
@@ -200,7 +200,11 @@ def test_last_uses_decrease_along_a_chain(tmp_path: Path) -> None:
     long, short = prompt(4, first=2, seed=1), prompt(3, first=2, seed=2)
     save(store, long)
     save(store, short)
-    for use in (lambda: store.load(short), lambda: store.load(long[: 3 * CHUNK]), lambda: store.save(long, cache(len(long), EVEN.recipe))):
+    for use in (
+        lambda: store.load(short),
+        lambda: store.load(long[: 3 * CHUNK]),
+        lambda: store.save(long, cache(len(long), UNIFORM_IDENTITY.recipe)),
+    ):
         use()
         for ids in (long, short):
             times = [os.stat(entry_of(store, ids, number)).st_mtime_ns for number in range(len(ids) // CHUNK)]
@@ -254,10 +258,10 @@ def test_a_stopped_evictor_blocks_others_only_briefly(tmp_path: Path, entry_byte
     other = open_store(tmp_path, max_bytes=2 * entry_bytes)
     with other._backend._evictor._try_lock() as held:
         assert held
-        assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == 0
+        assert store.save(prompt(1, seed=1), cache(CHUNK + 5, UNIFORM_IDENTITY.recipe)) == 0
         assert store.counters()["refused_chunks"] == 1
         assert store.load(prompt(2))[0] == 2 * CHUNK
-    assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == CHUNK
+    assert store.save(prompt(1, seed=1), cache(CHUNK + 5, UNIFORM_IDENTITY.recipe)) == CHUNK
 
 
 def test_a_writer_waits_the_same_number_of_times_on_a_busy_machine(
@@ -277,13 +281,13 @@ def test_a_writer_waits_the_same_number_of_times_on_a_busy_machine(
 
         busy = types.SimpleNamespace(**{**vars(time), "sleep": sleep, "monotonic": lambda: now[0]})
         monkeypatch.setattr(eviction, "time", busy)
-        assert store.save(prompt(1, seed=1), cache(CHUNK + 5, EVEN.recipe)) == CHUNK
+        assert store.save(prompt(1, seed=1), cache(CHUNK + 5, UNIFORM_IDENTITY.recipe)) == CHUNK
     assert store.counters()["refused_chunks"] == 0
 
 
 def _save_in_child(store: kvpack.Store, results: Any) -> None:
     ids = prompt(2, seed=7)
-    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), EVEN.recipe)), store.load(ids)[0]))
+    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), UNIFORM_IDENTITY.recipe)), store.load(ids)[0]))
 
 
 def test_a_store_works_in_a_forked_process(tmp_path: Path, entry_bytes: int) -> None:

@@ -19,7 +19,7 @@ import kvpack
 from kvpack.file import atomic
 from kvpack.store import directory
 from support.faulty_os import CHANGES, ERRORS, OPERATIONS, STRIDE, FaultyOs, open_files
-from support.store_caches import CHUNK, cache, entries, open_store, prompt, same
+from support.store_caches import CHUNK, cache, entries, is_same_prefix, open_store, prompt
 from support.store_stress import FORK
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def use(store: kvpack.Store) -> None:
     for seed, ids in PROMPTS.items():
         assert store.save(ids, WHOLE[seed]) <= 3 * CHUNK
         n, found = store.load(ids)
-        assert found is None if n == 0 else same(found, WHOLE[seed])
+        assert found is None if n == 0 else is_same_prefix(found, WHOLE[seed])
     store.pin(PROMPTS[1])
     assert store.match(PROMPTS[1]) <= 3 * CHUNK
     store.unpin(PROMPTS[1])
@@ -55,7 +55,7 @@ def check(folder: Path) -> int:
     total = 0
     for seed, ids in PROMPTS.items():
         n, found = store.load(ids)
-        assert found is None if n == 0 else same(found, WHOLE[seed])
+        assert found is None if n == 0 else is_same_prefix(found, WHOLE[seed])
         total += n
     assert store.counters()["damaged_entries"] == 0
     assert store.counters()["faults"] == {}
@@ -117,7 +117,7 @@ def test_short_writes_and_reads_lose_nothing(operation: str, folder: Path, monke
             store = open_store(folder, durable=True)
             for seed, ids in PROMPTS.items():
                 assert store.save(ids, WHOLE[seed]) == 3 * CHUNK
-                assert same(store.load(ids)[1], WHOLE[seed])
+                assert is_same_prefix(store.load(ids)[1], WHOLE[seed])
             assert store.counters()["faults"] == {}
 
 
@@ -183,7 +183,7 @@ def test_a_read_only_folder_can_be_read(folder: Path, monkeypatch: pytest.Monkey
     for _ in range(2):
         n, found = store.load(PROMPTS[1])
         assert n == store.match(PROMPTS[1]) == 3 * CHUNK
-        assert same(found, WHOLE[1])
+        assert is_same_prefix(found, WHOLE[1])
     assert store.save(PROMPTS[2], WHOLE[2]) == CHUNK
     assert store.pin(PROMPTS[1]) == 0
     assert not store.unpin(PROMPTS[1])

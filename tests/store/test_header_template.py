@@ -10,7 +10,7 @@ from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.entries import FEATURE, open_entry
 from kvpack.store.header_template import HeaderTemplate, HeaderTemplates
-from support.store_caches import CHUNK, EVEN, open_store, prompt, save
+from support.store_caches import CHUNK, UNIFORM_IDENTITY, open_store, prompt, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ def catalog(folder: Path) -> Catalog:
 
 
 def test_a_catalog_is_the_same_with_and_without_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_store(tmp_path, EVEN) as store, open_store(tmp_path, EVEN, chunk=2 * CHUNK) as other:
+    with open_store(tmp_path, UNIFORM_IDENTITY) as store, open_store(tmp_path, UNIFORM_IDENTITY, chunk=2 * CHUNK) as other:
         save(store, prompt(12))
         save(store, prompt(3, seed=1))
         save(other, prompt(12, seed=2))
@@ -38,7 +38,7 @@ def test_a_catalog_is_the_same_with_and_without_templates(tmp_path: Path, monkey
 
 
 def test_changed_bytes_are_noticed_with_and_without_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_store(tmp_path, EVEN) as store:
+    with open_store(tmp_path, UNIFORM_IDENTITY) as store:
         save(store, prompt(3))
         keys = store.keys(prompt(3))
     paths = [tmp_path / key.hex()[0] / key.hex()[1] / key.hex() for key in keys]

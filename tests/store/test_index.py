@@ -307,7 +307,7 @@ def test_encrypted_entries_are_not_described(tmp_path: Path) -> None:
     assert _stat(tmp_path)["not read"] == (3, 3)
     summary = summarize(opened(tmp_path), cipher=Cipher(KEYS, IDENTITY.tenant))
     assert summary.identities()[0][2]["entries"] == 3
-    assert opened(tmp_path).described().totals == []
+    assert opened(tmp_path).read_descriptions().totals == []
 
 
 def test_no_round_removes_too_many_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

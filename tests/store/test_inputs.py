@@ -20,7 +20,7 @@ from kvpack.store import catalog
 from kvpack.store.backend import Hold
 from kvpack.store.entries import FEATURE, ChunkFields
 from kvpack.store.keys import token_bytes
-from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, rewrite, same, save
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, is_same_prefix, open_store, prompt, rewrite, save
 
 IMAGE = hashlib.sha256(b"an image").digest()
 
@@ -52,7 +52,7 @@ def test_prefixes_with_equal_ids_and_different_inputs_are_separate(tmp_path: Pat
         n, found = store.load(ids, inputs=digests)
         assert n == 3 * CHUNK
         assert found is not None
-        assert same(found[:, CHUNK:], whole[:, CHUNK:])
+        assert is_same_prefix(found[:, CHUNK:], whole[:, CHUNK:])
     assert store.pin(ids, inputs=one) == 3 * CHUNK
     assert not store.unpin(ids, inputs=two)
     assert store.unpin(ids, inputs=one)
@@ -196,7 +196,7 @@ def test_inputs_are_exported_and_imported(tmp_path: Path, capsys: pytest.Capture
     imported = open_store(new)
     n, found = imported.load(ids, inputs=digests)
     assert n == 3 * CHUNK
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert imported.match(ids) == CHUNK
     rewrite(str(file), {"token-chunks.0": features["token-chunks.0"][:-3]})
     assert cli.main(words) == 1

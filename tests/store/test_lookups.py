@@ -19,7 +19,7 @@ pytestmark = pytest.mark.scenario
 
 
 def test_nobody_finds_entries_of_another_identity(tmp_path: Path) -> None:
-    report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
+    report = store_lookups.run_lookups(store_lookups.folder_opener(str(tmp_path)), 4000, prompts=60)
     assert report["lookups"] == 4000
     assert (report["hits"], report["refused"], report["owners_that_found_something_else"]) == (0, 0, 0)
 
@@ -33,6 +33,6 @@ def test_a_field_missing_from_the_key_is_noticed(field: str, tmp_path: Path, mon
         digest = kvpack.Identity.digest
         without = property(lambda identity: digest.fget(dataclasses.replace(identity, **{field: ""})))
         monkeypatch.setattr(kvpack.Identity, "digest", without)
-    report = store_lookups.lookups(store_lookups.in_folder(str(tmp_path)), 4000, prompts=60)
+    report = store_lookups.run_lookups(store_lookups.folder_opener(str(tmp_path)), 4000, prompts=60)
     # Where the header names the field, the reader refuses what it should not have found.
     assert report["hits"] if field in ("tenant", "inputs") else report["refused"]

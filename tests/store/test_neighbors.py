@@ -23,7 +23,7 @@ from kvpack.store.backend import FoundEntry
 from kvpack.store.entries import FEATURE
 from support.file_parts import edit
 from support.parts import Parts
-from support.store_caches import CHUNK, cache, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, cache, entry_of, is_same_prefix, open_store, prompt, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,7 +123,7 @@ def test_invalid_entries_are_replaced_by_save(what: str, number: int, encrypted:
     assert store.save(ids, whole) == 3 * CHUNK
     n, found = open_store(tmp_path, **options).load(ids)
     assert n == 3 * CHUNK
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
 
 
 @pytest.mark.parametrize("what", JUNK)
@@ -134,7 +134,7 @@ def test_invalid_entries_after_a_gap_are_replaced_too(what: str, tmp_path: Path)
     JUNK[what](entry_of(store, ids, 2))
     os.unlink(entry_of(store, ids, 0))
     assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_an_entry_under_another_name_is_replaced(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_an_entry_under_another_name_is_replaced(tmp_path: Path) -> None:
     os.replace(entry_of(store, others, 1), entry_of(store, ids, 1))
     again = open_store(tmp_path)
     assert again.save(ids, whole) == 2 * CHUNK
-    assert same(again.load(ids)[1], whole)
+    assert is_same_prefix(again.load(ids)[1], whole)
 
 
 def test_objects_larger_than_entries_are_replaced(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_objects_larger_than_entries_are_replaced(tmp_path: Path) -> None:
     os.unlink(entry_of(open_store(tmp_path), ids, 0))
     store = open_store(tmp_path)
     assert store.save(ids, whole) == 2 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_unreplaceable_entries_are_not_reported_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_front_damaged_in_one_tier_is_replaced_by_save(other: str, tmp_path: P
     store = open_store(folders)
     assert store.save(ids, whole) == 3 * CHUNK
     again = open_store(folders)
-    assert same(again.load(ids)[1], whole)
+    assert is_same_prefix(again.load(ids)[1], whole)
     assert again.load(ids)[0] == 3 * CHUNK
     assert again.counters()["damaged_entries"] == 0
 
@@ -213,7 +213,7 @@ def test_an_encrypting_writer_replaces_unencrypted_entries(tmp_path: Path) -> No
     whole = save(open_store(tmp_path), ids)
     secret = open_store(tmp_path, encryption={"k": bytes(32)})
     assert secret.save(ids, whole) == 2 * CHUNK
-    assert same(secret.load(ids)[1], whole)
+    assert is_same_prefix(secret.load(ids)[1], whole)
     plain = open_store(tmp_path)
     assert plain.save(ids, whole) == 0
     assert secret.load(ids)[0] == 2 * CHUNK
@@ -224,7 +224,7 @@ def test_a_valid_entry_that_replaced_a_damaged_one_is_kept(tmp_path: Path) -> No
     whole = save(store, ids)
     (key,) = store.keys(ids)
     store._backend.discard(key, FoundEntry(b"what was read before another process put this one", 0))
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_another_users_folder_is_read_with_care(shared: Path) -> None:
             assert theirs._reader.check_values
             n, found = theirs.load(ids)
             assert n == theirs.match(ids) == 3 * CHUNK
-            assert same(found, whole)
+            assert is_same_prefix(found, whole)
             with open("/proc/self/maps") as maps:
                 assert str(folder) not in maps.read()
             assert theirs.counters()["faults"] == {}
@@ -311,7 +311,7 @@ def test_a_path_of_maximum_length_works_for_readers(shared: Path) -> None:
         store = open_store(path, max_bytes=10**6)
         n, found = store.load(ids)
         assert n == store.match(ids) == 2 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         assert store.counters()["faults"] == {}
 
 
@@ -377,7 +377,7 @@ def test_files_written_by_root_belong_to_the_stores_owner(shared: Path) -> None:
     assert {status.st_gid for status in owners.values()} == {NOBODY}
     with user(NOBODY):
         mine = open_store(folder, max_bytes=10**6)
-        assert same(mine.load(ids)[1], whole)
+        assert is_same_prefix(mine.load(ids)[1], whole)
         other = prompt(2, seed=1)
         save(mine, other)
         assert mine.unpin(ids[:CHUNK])
@@ -527,7 +527,7 @@ def test_misspelled_names_are_not_entries(spelling: str, tmp_path: Path) -> None
     assert (again.stats()["entries"], again.stats()["bytes"]) == (2, stats["bytes"])
     assert len({entry.key for entry in again._backend.list()}) == len(list(again._backend.list())) == 2
     again.collect()
-    assert same(again.load(ids)[1], whole)
+    assert is_same_prefix(again.load(ids)[1], whole)
     assert again.counters()["faults"] == {}
     small = open_store(tmp_path, max_bytes=1)
     small.collect()

@@ -10,7 +10,7 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import locations
 from kvpack.store.backend import SingleTierBackend, StoredEntry
-from support.store_caches import CHUNK, IDENTITY, prompt, same, save
+from support.store_caches import CHUNK, IDENTITY, is_same_prefix, prompt, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvpack.store.backend import Data, FoundEntry, Hold, Pin
     from kvpack.store.counters import Counters
-    from kvpack.store.entry_kind import Form
+    from kvpack.store.entry_kind import EntryFormat
 
 
 class Toy(SingleTierBackend):
@@ -78,7 +78,7 @@ class Toy(SingleTierBackend):
         pass
 
 
-def _open(location: str, counters: Counters, form: Form, *, skip_sweep: bool) -> Toy:
+def _open(location: str, counters: Counters, form: EntryFormat, *, skip_sweep: bool) -> Toy:
     return Toy(location, counters)
 
 
@@ -97,7 +97,7 @@ def test_saved_entries_are_loaded_by_another_store() -> None:
     with kvpack.Store("toy://shelf", IDENTITY, chunk=CHUNK) as other:
         found, loaded = other.load(ids)
         assert found == 3 * CHUNK
-        assert same(loaded, whole)
+        assert is_same_prefix(loaded, whole)
         assert other.stats()["entries"] == 3
     with kvpack.Store("toy://another", IDENTITY, chunk=CHUNK) as another:
         assert another.load(ids) == (0, None)

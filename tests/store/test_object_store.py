@@ -13,9 +13,19 @@ import pytest
 import kvpack
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store import breaker, last_used, object_store, objects
-from support.s3_server import VARIABLES, Server, lying, running
-from support.state_caches import STATEFUL, ends, same_states, stateful
-from support.store_caches import CHUNK, EVEN, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save
+from support.s3_server import VARIABLES, Server, run_lying_server, run_server
+from support.state_caches import STATEFUL, chunk_ends, same_states, stateful
+from support.store_caches import (
+    CHUNK,
+    IDENTITY,
+    UNIFORM_IDENTITY,
+    cache,
+    check_death_and_return,
+    check_hits_of_an_unsteady_server,
+    is_same_prefix,
+    prompt,
+    save,
+)
 from support.store_stress import FORK
 
 obstore = pytest.importorskip("obstore")
@@ -27,7 +37,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Server]:
-    with running() as server:
+    with run_server() as server:
         yield server
 
 
@@ -64,7 +74,7 @@ def names(store: kvpack.Store) -> list[str]:
 
 
 def test_states_and_windows(place: tuple[Any, dict[str, Any]]) -> None:
-    whole = stateful(8 * CHUNK + 5, ends(2, 5, 7))
+    whole = stateful(8 * CHUNK + 5, chunk_ends(2, 5, 7))
     ids = prompt(8)
     identity = dataclasses.replace(STATEFUL, windows=(None, 40))
     with opened(place, identity) as store:
@@ -92,7 +102,7 @@ def test_saved_entries_are_loaded(recipe: str, place: Any) -> None:
     with opened(place, identity) as other:
         n, found = other.load(ids)
         assert n == other.match(ids) == 4 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         assert other.stats()["entries"] == 4
         assert other.stats()["bytes"] == store.counters()["saved_bytes"]
         assert other.counters()["faults"] == {}
@@ -118,7 +128,7 @@ def test_names_equal_those_in_a_folder(tmp_path: Path) -> None:
     whole = save(kvpack.Store(obstore.store.LocalStore(tmp_path), IDENTITY, chunk=CHUNK), ids)
     os.chmod(tmp_path, 0o700)
     for location in (tmp_path, tmp_path.as_uri()):
-        assert same(kvpack.Store(location, IDENTITY, chunk=CHUNK).load(ids)[1], whole)
+        assert is_same_prefix(kvpack.Store(location, IDENTITY, chunk=CHUNK).load(ids)[1], whole)
 
 
 def test_an_entry_is_stored_only_once_by_all_writers(place: Any) -> None:
@@ -134,7 +144,7 @@ def test_an_entry_is_stored_only_once_by_all_writers(place: Any) -> None:
     for thread in threads:
         thread.join()
     assert sum(store.counters()["saved_chunks"] for store in stores) == 6
-    assert same(opened(place).load(ids)[1], whole)
+    assert is_same_prefix(opened(place).load(ids)[1], whole)
 
 
 def test_pins_deletion_and_sizes(place: Any) -> None:
@@ -155,11 +165,11 @@ def test_pins_deletion_and_sizes(place: Any) -> None:
 
 def test_the_budget_holds_and_leaves_are_evicted_first(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_SLACK", 10**9)
-    size = opened(place, EVEN)
+    size = opened(place, UNIFORM_IDENTITY)
     save(size, prompt(1, seed=99))
     (entry,) = size._backend.list()
     size.delete(prompt(1, seed=99))
-    store = opened(place, EVEN, max_bytes=8 * entry.size)
+    store = opened(place, UNIFORM_IDENTITY, max_bytes=8 * entry.size)
     branches = [prompt(4, first=2, seed=seed) for seed in (1, 2)]
     for ids in branches:
         save(store, ids)
@@ -177,8 +187,8 @@ def test_the_budget_holds_and_leaves_are_evicted_first(place: Any, monkeypatch: 
     for seed in range(6, 14):
         save(store, prompt(1, seed=10 + seed))
     assert store.match(branches[0]) == 2 * CHUNK
-    tiny = opened(place, identity=dataclasses.replace(EVEN, tenant="tiny"), max_bytes=entry.size - 1)
-    assert tiny.save(prompt(1), cache(CHUNK + 5, EVEN.recipe)) == 0
+    tiny = opened(place, identity=dataclasses.replace(UNIFORM_IDENTITY, tenant="tiny"), max_bytes=entry.size - 1)
+    assert tiny.save(prompt(1), cache(CHUNK + 5, UNIFORM_IDENTITY.recipe)) == 0
     assert tiny.counters()["refused_chunks"] == 1
 
 
@@ -205,7 +215,7 @@ def test_large_entries_are_fetched_in_ranges(part: int, place: Any, monkeypatch:
     store = opened(place)
     ids = prompt(2)
     whole = save(store, ids)
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
     key = store.keys(ids)[0]
     data, front = store._backend.peek(key), store._backend.peek(key, front=True)
     assert len(front) == len(data)
@@ -244,7 +254,7 @@ def test_damaged_entries_are_misses_and_are_replaced(place: Any) -> None:
         obstore.put(raw, name, bad)
         n, found = store.load(ids)
         assert n == CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         assert store.save(ids, whole) == 3 * CHUNK
     assert store.counters()["damaged_entries"] == 6
     obstore.put(raw, name, b"")
@@ -263,12 +273,12 @@ def test_invalid_entries_are_replaced_and_entries_of_other_keys_are_kept(place: 
         obstore.put(raw, name, bad)
         assert ours.match(ids) == CHUNK
         assert ours.save(ids, whole) == 3 * CHUNK, "a save without a prior load stored too little"
-        assert same(ours.load(ids)[1], whole)
+        assert is_same_prefix(ours.load(ids)[1], whole)
     for other in (opened(place), opened(place, encryption={"theirs": bytes(32)})):
         assert other.load(ids) == (0, None)
         assert other.save(ids, whole) == other.match(ids) == 0
         assert 1 <= other.counters()["refused_chunks"] <= 3, "more chunks were refused than are stored concurrently"
-    assert same(ours.load(ids)[1], whole)
+    assert is_same_prefix(ours.load(ids)[1], whole)
 
 
 def test_nothing_larger_than_an_entry_is_fetched(place: Any) -> None:
@@ -282,7 +292,7 @@ def test_nothing_larger_than_an_entry_is_fetched(place: Any) -> None:
     assert store.counters()["faults"] == {"get LimitExceeded": 3}
     assert store.counters()["damaged_entries"] == 0
     assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_records_of_others_use_no_memory(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +330,7 @@ def test_wrong_replies_of_a_server_are_misses(server: Server) -> None:
         "an error": (b"", 0, 500),
         "no leave": (b"", 0, 403),
     }
-    with lying() as (liar, options):
+    with run_lying_server() as (liar, options):
         for lie, (liar.body, liar.length, liar.status) in lies.items():
             seen = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options)
             n, _ = seen.load(ids)
@@ -344,7 +354,7 @@ def test_wrong_replies_of_a_server_are_misses(server: Server) -> None:
     ],
 )
 def test_permanent_errors_are_reported_when_opening(status: int, code: str, message: str | None) -> None:
-    with lying() as (liar, options):
+    with run_lying_server() as (liar, options):
         liar.body = f"<Error><Code>{code}</Code></Error>".encode()
         liar.length, liar.status = len(liar.body), status
         for open_at in (
@@ -364,7 +374,7 @@ def test_a_missing_bucket_is_reported_when_opening(server: Server) -> None:
 
 
 def test_a_removed_bucket_is_a_fault(server: Server) -> None:
-    with lying() as (liar, options):
+    with run_lying_server() as (liar, options):
         for code, count in (("NoSuchKey", 0), ("NoSuchBucket", 2)):
             liar.body = f"<Error><Code>{code}</Code></Error>".encode()
             liar.length, liar.status = len(liar.body), 404
@@ -376,7 +386,7 @@ def test_a_removed_bucket_is_a_fault(server: Server) -> None:
 
 
 def test_a_server_that_denies_permission_is_still_asked(server: Server) -> None:
-    with lying() as (liar, options):
+    with run_lying_server() as (liar, options):
         liar.status = 403
         store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options)
         for _ in range(5):
@@ -403,7 +413,7 @@ def test_a_hanging_server_costs_only_one_timeout(server: Server, monkeypatch: py
         assert sum(faults.values()) == faults["get GenericError"] + faults["get CircuitOpen"]
     finally:
         os.kill(server.number, signal.SIGCONT)
-    assert same(at(server).load(ids)[1], whole)
+    assert is_same_prefix(at(server).load(ids)[1], whole)
 
 
 def _load_in_child(store: kvpack.Store, results: Any) -> None:
@@ -458,7 +468,7 @@ def test_violations_of_these_rules_are_noticed(mutant: str, server: Server, monk
             test_an_entry_is_stored_only_once_by_all_writers(place)
     elif mutant == "trusts sizes":
         monkeypatch.setattr(objects, "PART_BYTES", 2**60)
-        with lying() as (liar, options):
+        with run_lying_server() as (liar, options):
             liar.body, liar.length = b"x", 2**40
             store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, storage_options=options, max_entry_bytes=2**60)
             store.load(prompt(1))

@@ -23,7 +23,7 @@ from kvpack.pages import PageBuffer, PageGeometry
 from kvpack.pages.codec import key_digest
 from kvpack.store.keys import page_key
 from support.klt_bases import random_basis
-from support.redis_server import running
+from support.redis_server import run_server
 
 GEOMETRY = PageGeometry(layers=2, heads=2, tokens=16, dim_k=32, dim_v=32)
 IDENTITY = Identity("model", "kv=group:b=4,g=32", weights="w")
@@ -57,7 +57,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             yield pytest.importorskip("obstore").store.MemoryStore()
         case _:
             pytest.importorskip("redis")
-            with running(tmp_path) as server:
+            with run_server(tmp_path) as server:
                 yield server.url
 
 

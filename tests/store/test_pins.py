@@ -178,7 +178,7 @@ class Remote:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[s3_server.Server]:
-    with s3_server.running() as server:
+    with s3_server.run_server() as server:
         yield server
 
 
@@ -186,7 +186,7 @@ def s3() -> Iterator[s3_server.Server]:
 def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
     if request.param == "redis":
         redis = pytest.importorskip("redis")
-        with redis_server.running(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        with redis_server.run_server(tmp_path) as server, redis.Redis.from_url(server.url) as client:
             yield Remote(
                 server.url,
                 lambda key, data: client.hset("{kvpack}:pins", key, data),

@@ -21,10 +21,10 @@ from kvpack.file import container
 from kvpack.formats.errors import InvalidParameter
 from kvpack.store.encryption import Cipher
 from kvpack.store.entries import FEATURE, to_pieces
-from kvpack.store.entry_kind import MAGIC, Form, Kind, sealed_bytes
+from kvpack.store.entry_kind import MAGIC, EntryFormat, Kind, encrypted_bytes
 from kvpack.store.keys import chunk_links, token_bytes
 from support import warm_python
-from support.store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, IDENTITY, KEYS, OTHER_KEYS, cache, entry_of, is_same_prefix, open_store, prompt, save
 
 pytest.importorskip("cryptography")
 
@@ -88,7 +88,9 @@ def test_an_entry_above_the_size_limit_is_neither_read_nor_saved(tmp_path: Path)
     more = prompt(2, seed=4)
     assert small.save(more, cache(len(more))) == 0
     assert small.counters()["faults"]["encode LimitExceeded"] == 1
-    assert same(open_store(tmp_path / "store", max_entry_bytes=size).load(ids)[1], whole), "a smaller limit of the caller removed an entry"
+    assert is_same_prefix(open_store(tmp_path / "store", max_entry_bytes=size).load(ids)[1], whole), (
+        "a smaller limit of the caller removed an entry"
+    )
     for bad in (0, -1, 1.5, "1"):
         with pytest.raises(InvalidParameter, match="max_entry_bytes is"):
             open_store(tmp_path / "store", max_entry_bytes=bad)
@@ -192,7 +194,7 @@ def test_commands_with_keys_refuse_unencrypted_entries(
     assert found["refused"][0]["deleted"]
     path.write_bytes(sealed)
     assert printed(capsys, "verify", folder, *words) == {"entries": 3, "refused": [], "undecryptable": []}
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_entries_planted_under_another_name_are_not_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,25 +210,25 @@ def test_entries_planted_under_another_name_are_not_listed(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("form", "beginning", "size", "kind"),
     [
-        (Form(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.READABLE),
-        (Form(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"7 ', 5000, Kind.READABLE),
-        (Form(), bytes(512), 5000, Kind.JUNK),
-        (Form(), b"", 0, Kind.JUNK),
-        (Form(max_bytes=4999), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.JUNK),
-        (Form(), MAGIC + b"\1k", 5000, Kind.FOREIGN),
-        (Form(), b"kvpack-encrypted 12\n", 5000, Kind.FOREIGN),
-        (Form(), b"kvpack-encrypted 0\n", 5000, Kind.JUNK),
-        (Form(key_ids=frozenset({b"k"})), MAGIC + b"\1k", 5000, Kind.READABLE),
-        (Form(key_ids=frozenset({b"k"})), MAGIC + b"\1k", sealed_bytes(b"k", 0), Kind.READABLE),
-        (Form(key_ids=frozenset({b"k"})), MAGIC + b"\1k", sealed_bytes(b"k", 0) - 1, Kind.JUNK),
-        (Form(key_ids=frozenset({b"k"})), MAGIC + b"\2k", 21, Kind.JUNK),
-        (Form(key_ids=frozenset({b"k"})), MAGIC, 5000, Kind.JUNK),
-        (Form(key_ids=frozenset({b"k"})), MAGIC + b"\1l", 5000, Kind.FOREIGN),
-        (Form(key_ids=frozenset({b"k"})), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.JUNK),
+        (EntryFormat(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.READABLE),
+        (EntryFormat(), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"7 ', 5000, Kind.READABLE),
+        (EntryFormat(), bytes(512), 5000, Kind.JUNK),
+        (EntryFormat(), b"", 0, Kind.JUNK),
+        (EntryFormat(max_bytes=4999), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.JUNK),
+        (EntryFormat(), MAGIC + b"\1k", 5000, Kind.FOREIGN),
+        (EntryFormat(), b"kvpack-encrypted 12\n", 5000, Kind.FOREIGN),
+        (EntryFormat(), b"kvpack-encrypted 0\n", 5000, Kind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", 5000, Kind.READABLE),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", encrypted_bytes(b"k", 0), Kind.READABLE),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1k", encrypted_bytes(b"k", 0) - 1, Kind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\2k", 21, Kind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC, 5000, Kind.JUNK),
+        (EntryFormat(key_ids=frozenset({b"k"})), MAGIC + b"\1l", 5000, Kind.FOREIGN),
+        (EntryFormat(key_ids=frozenset({b"k"})), b"\0" * 8 + b'{"__metadata__":{"format":"kvpack","kvpack":"1 ', 5000, Kind.JUNK),
     ],
     ids=str,
 )
-def test_the_form_of_an_entry_is_recognized_by_its_beginning_and_size(form: Form, beginning: bytes, size: int, kind: Kind) -> None:
+def test_the_form_of_an_entry_is_recognized_by_its_beginning_and_size(form: EntryFormat, beginning: bytes, size: int, kind: Kind) -> None:
     assert form.kind(beginning, size) is kind
 
 
@@ -299,7 +301,7 @@ def test_an_entry_that_is_not_one_chunk_of_one_sequence_is_refused_before_decodi
     assert other.counters()["damaged_entries"] == 1
     monkeypatch.undo()
     assert other.save(ids, whole) == CHUNK
-    assert same(open_store(tmp_path / "store").load(ids)[1], whole)
+    assert is_same_prefix(open_store(tmp_path / "store").load(ids)[1], whole)
 
 
 @pytest.mark.parametrize("shape", [{"heads": 3}, {"dim": 64}, {"layers": 3}, {"layers": 1}, {"heads": 2000}])
@@ -313,7 +315,7 @@ def test_an_entry_with_another_shape_than_the_models_is_replaced(shape: dict[str
     path.write_bytes(planted_entry(store, of_shape(**shape), ids))
     fresh = open_store(tmp_path / "store")
     assert fresh.save(ids, whole) == 2 * CHUNK
-    assert same(fresh.load(ids)[1], whole)
+    assert is_same_prefix(fresh.load(ids)[1], whole)
 
 
 def test_max_entry_bytes_limits_the_values_of_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import kvpack
 from kvpack.file import atomic
 from kvpack.store import directory, trust
 from support.power_loss import Disk, RecordingOs
-from support.store_caches import CHUNK, cache, entries, open_store, prompt, same
+from support.store_caches import CHUNK, cache, entries, is_same_prefix, open_store, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,7 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> 
                 assert due <= present, f"power lost after {stop} steps: an entry that was saved is gone"
             for ids in PROMPTS:
                 n, found = store.load(ids)
-                assert found is None if n == 0 else same(found, WHOLE)
+                assert found is None if n == 0 else is_same_prefix(found, WHOLE)
                 if durable and stop <= deletion:
                     assert n >= CHUNK * sum(key in due for key in store.keys(ids)), f"power lost after {stop} steps: a saved entry is bad"
             refused += store.counters()["damaged_entries"]
@@ -88,7 +88,7 @@ def crashes(folder: Path, monkeypatch: pytest.MonkeyPatch, *, durable: bool) -> 
             assert not glob.glob(f"{target}/unfinished/.*")
             for ids in PROMPTS:
                 assert store.save(ids, WHOLE) == 3 * CHUNK
-                assert same(store.load(ids)[1], WHOLE)
+                assert is_same_prefix(store.load(ids)[1], WHOLE)
             count += 1
     return count, refused
 
@@ -129,6 +129,6 @@ def test_violations_of_these_rules_are_noticed(mutant: str, folder: Path, monkey
         monkeypatch.setattr("kvpack.store.entries.check_payload", lambda *_: None)
         monkeypatch.setattr("kvpack.file.front.check_digest", lambda *_: None)
         monkeypatch.setattr("kvpack.file.container.check_digest", lambda *_: None)
-    monkeypatch.setattr(sys.modules[__name__], "EVERY", 1)
+    monkeypatch.setattr(sys.modules[__name__], "DEFAULT_STEP", 1)
     with pytest.raises((AssertionError, kvpack.KvpackError)):
         crashes(folder, monkeypatch, durable=durable)

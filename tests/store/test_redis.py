@@ -16,9 +16,19 @@ import kvpack
 from kvpack.formats.errors import InvalidParameter, KvpackWarning
 from kvpack.store import breaker, redis_client
 from kvpack.store import redis as redis_backend
-from support.redis_server import Server, running
-from support.state_caches import STATEFUL, ends, same_states, stateful
-from support.store_caches import CHUNK, EVEN, IDENTITY, cache, check_death_and_return, check_hits_of_an_unsteady_server, prompt, same, save
+from support.redis_server import Server, run_server
+from support.state_caches import STATEFUL, chunk_ends, same_states, stateful
+from support.store_caches import (
+    CHUNK,
+    IDENTITY,
+    UNIFORM_IDENTITY,
+    cache,
+    check_death_and_return,
+    check_hits_of_an_unsteady_server,
+    is_same_prefix,
+    prompt,
+    save,
+)
 from support.store_stress import FORK
 
 redis = pytest.importorskip("redis")
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("redis")) as server:
+    with run_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
@@ -43,12 +53,12 @@ def client(server: Server) -> Any:
     return redis.Redis.from_url(server.url)
 
 
-def open_store(server: Server, identity: kvpack.Identity = EVEN, **options: Any) -> kvpack.Store:
+def open_store(server: Server, identity: kvpack.Identity = UNIFORM_IDENTITY, **options: Any) -> kvpack.Store:
     return kvpack.Store(server.url, identity, **{"chunk": CHUNK, "timeout": 5, **options})
 
 
 def entry_bytes(server: Server) -> int:
-    store = open_store(server, dataclasses.replace(EVEN, tenant="size"))
+    store = open_store(server, dataclasses.replace(UNIFORM_IDENTITY, tenant="size"))
     save(store, prompt(3))
     (size,) = {len(client(server).get(name)) for name in client(server).keys("{kvpack}:entry:*")}
     client(server).flushall()
@@ -57,7 +67,7 @@ def entry_bytes(server: Server) -> int:
 
 def test_states_and_windows(server: Server) -> None:
     """States and windows on a server: states are found with one request, and evicted before the chunks that they follow."""
-    whole = stateful(8 * CHUNK + 5, ends(2, 5, 7))
+    whole = stateful(8 * CHUNK + 5, chunk_ends(2, 5, 7))
     ids = prompt(8)
     identity = dataclasses.replace(STATEFUL, windows=(None, 40))
     with open_store(server, identity) as store:
@@ -84,7 +94,7 @@ def test_states_and_windows(server: Server) -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "octopus-3", "kivi-2"])
 def test_saved_entries_are_loaded(recipe: str, server: Server) -> None:
-    identity = dataclasses.replace(EVEN, recipe=recipe)
+    identity = dataclasses.replace(UNIFORM_IDENTITY, recipe=recipe)
     ids = prompt(4)
     with open_store(server, identity) as store:
         whole = save(store, ids)
@@ -93,11 +103,11 @@ def test_saved_entries_are_loaded(recipe: str, server: Server) -> None:
     with open_store(server, identity) as other:
         n, found = other.load(ids)
         assert n == other.match(ids) == 4 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         assert other.stats()["entries"] == 4
         names = client(server).keys("{kvpack}:entry:*")
         assert other.stats()["bytes"] == sum(len(client(server).get(name)) for name in names)
-    assert open_store(server, dataclasses.replace(EVEN, recipe=recipe, tenant="other")).match(ids) == 0
+    assert open_store(server, dataclasses.replace(UNIFORM_IDENTITY, recipe=recipe, tenant="other")).match(ids) == 0
 
 
 def test_the_budget_holds_and_leaves_are_evicted_first(server: Server) -> None:
@@ -115,7 +125,7 @@ def test_the_budget_holds_and_leaves_are_evicted_first(server: Server) -> None:
     assert found == [[4, 4], [4, 4], [4, 3], [4, 2], [3, 2], [2, 2], [1, 1], [0, 0]]
     assert store.counters()["evicted_entries"] == 6
     long = prompt(12, seed=5)
-    assert store.save(long, cache(len(long), EVEN.recipe)) == store.match(long) == store.load(long)[0] == len(found) * CHUNK
+    assert store.save(long, cache(len(long), UNIFORM_IDENTITY.recipe)) == store.match(long) == store.load(long)[0] == len(found) * CHUNK
 
 
 def test_pins_are_respected_and_entries_that_cannot_fit_are_refused(server: Server) -> None:
@@ -128,13 +138,13 @@ def test_pins_are_respected_and_entries_that_cannot_fit_are_refused(server: Serv
         save(store, prompt(1, seed=seed))
     assert store.load(ids)[0] == 2 * CHUNK
     other = prompt(2, seed=9)
-    assert store.save(other, cache(len(other), EVEN.recipe)) == CHUNK
+    assert store.save(other, cache(len(other), UNIFORM_IDENTITY.recipe)) == CHUNK
     assert store.counters()["refused_chunks"] == 1
     assert store.unpin(ids)
     assert not store.unpin(ids)
-    assert store.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK
+    assert store.save(other, cache(len(other), UNIFORM_IDENTITY.recipe)) == 2 * CHUNK
     tiny = open_store(server, max_bytes=size - 1)
-    assert tiny.save(prompt(1, seed=20), cache(CHUNK + 5, EVEN.recipe)) == 0
+    assert tiny.save(prompt(1, seed=20), cache(CHUNK + 5, UNIFORM_IDENTITY.recipe)) == 0
     assert store.match(other) == 2 * CHUNK, "entries were evicted for one that can never fit"
 
 
@@ -213,7 +223,7 @@ def test_invalid_entries_are_not_fetched(server: Server, monkeypatch: pytest.Mon
     assert store.counters()["damaged_entries"] == 1
     assert taken[0] < 2**20
     assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_a_page_load_fetches_at_most_a_row(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +232,7 @@ def test_a_page_load_fetches_at_most_a_row(server: Server, monkeypatch: pytest.M
     values = torch.randn(4, 2, 1, 1, 16, 32).bfloat16()
     pages = kvpack.pages.PageBuffer(geometry, values[:, 0], values[:, 1])
     keys = [b"a", b"b", b"c", b"d"]
-    with kvpack.PageStore(server.url, EVEN, geometry, timeout=5) as store:
+    with kvpack.PageStore(server.url, UNIFORM_IDENTITY, geometry, timeout=5) as store:
         assert store.put(keys, pages, range(4)) == [True] * 4
         client(server).append(b"{kvpack}:entry:" + store._entry_keys(keys)[2], bytes(30 * 2**20))
         taken = [0]
@@ -245,8 +255,8 @@ def test_a_large_entry_is_fetched_in_parts(server: Server, monkeypatch: pytest.M
     monkeypatch.setattr(redis_backend, "_BYTES_AT_ONCE", 1000)
     store, ids = open_store(server), prompt(3)
     whole = save(store, ids)
-    assert same(store.load(ids)[1], whole)
-    assert same(open_store(server).load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
+    assert is_same_prefix(open_store(server).load(ids)[1], whole)
 
 
 def test_delete(server: Server) -> None:
@@ -270,7 +280,7 @@ def test_replies_invented_by_the_server_are_misses_and_entries_are_replaced(serv
         client(server).set(name, bad)
         n, found = store.load(ids)
         assert n == CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         assert store.save(ids, whole) == 3 * CHUNK
     assert store.counters()["damaged_entries"] == 5
     client(server).delete(name)
@@ -278,7 +288,7 @@ def test_replies_invented_by_the_server_are_misses_and_entries_are_replaced(serv
     assert store.load(ids)[0] == store.match(ids) == CHUNK, "the chunks before it were not found"
     assert set(store.counters()["faults"]) >= {"match ResponseError"}
     assert store.save(ids, whole) == 3 * CHUNK, "the invalid entry was not replaced"
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_a_server_may_restart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +308,7 @@ def test_a_hanging_server_costs_only_two_timeouts(server: Server, monkeypatch: p
         assert store.counters()["faults"] == {"match CircuitOpen": 48, "match TimeoutError": 2}
     finally:
         os.kill(server.process.pid, signal.SIGCONT)
-    assert same(open_store(server).load(ids)[1], whole)
+    assert is_same_prefix(open_store(server).load(ids)[1], whole)
 
 
 def test_a_garbage_collected_store_closes_its_connections(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +328,7 @@ def _load_in_child(store: kvpack.Store, results: Any) -> None:
     # The parent's threads of torch are not in the fork.
     torch.set_num_threads(1)
     ids = prompt(2, seed=3)
-    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), EVEN.recipe)), store.load(ids)[0]))
+    results.put((store.load(prompt(2))[0], store.save(ids, cache(len(ids), UNIFORM_IDENTITY.recipe)), store.load(ids)[0]))
 
 
 def test_a_store_works_in_a_forked_process(server: Server) -> None:
@@ -345,12 +355,12 @@ def test_invalid_options_are_refused(server: Server) -> None:
     with pytest.raises(InvalidParameter, match="ttl is 0"):
         open_store(server, ttl=0)
     with pytest.raises(InvalidParameter, match="not the URL of a Redis server"):
-        kvpack.Store("redis://host:port/", EVEN)
+        kvpack.Store("redis://host:port/", UNIFORM_IDENTITY)
 
 
 def test_a_url_that_the_server_refuses_is_named_when_opening(server: Server) -> None:
     address = server.url.removeprefix("redis://").removesuffix("/0")
     for url, why in ((f"redis://nobody:wrong@{address}", "password"), (f"redis://{address}/99", "DB index is out of range")):
         with pytest.raises(InvalidParameter, match=f"refuses the user, the password or the database of .*: .*{why}.*; check the URL"):
-            kvpack.Store(url, EVEN)
+            kvpack.Store(url, UNIFORM_IDENTITY)
     assert save(open_store(server), prompt(1)).tokens == CHUNK + 5

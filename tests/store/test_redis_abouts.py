@@ -14,8 +14,8 @@ from kvpack.store.encryption import Cipher
 from kvpack.store.redis import Redis
 from kvpack.store.redis_scripts import ENTRY, PREFIX
 from kvpack.store.summary import summarize
-from support.redis_server import Server, running
-from support.store_caches import CHUNK, EVEN, IDENTITY, KEYS, prompt, save
+from support.redis_server import Server, run_server
+from support.store_caches import CHUNK, IDENTITY, KEYS, UNIFORM_IDENTITY, prompt, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ ABOUT, ABOUTS, SIZES, USED, BYTES = (PREFIX + name for name in (b"about", b"abou
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("redis")) as server:
+    with run_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
@@ -39,7 +39,7 @@ def client(shared: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def open_store(server: Server, identity: kvpack.Identity = EVEN, **options: Any) -> kvpack.Store:
+def open_store(server: Server, identity: kvpack.Identity = UNIFORM_IDENTITY, **options: Any) -> kvpack.Store:
     return kvpack.Store(server.url, identity, **{"chunk": CHUNK, "timeout": 5, **options})
 
 
@@ -61,7 +61,7 @@ def entries_by_model(server: Server, read: list[bytes] | None = None) -> dict[st
 
 
 def test_totals_follow_puts_evictions_and_deletions(shared: Server, client: Any) -> None:
-    other = replace(EVEN, model="other")
+    other = replace(UNIFORM_IDENTITY, model="other")
     with open_store(shared) as store, open_store(shared, other) as neighbor:
         save(store, prompt(3))
         save(neighbor, prompt(2))

@@ -12,8 +12,8 @@ from kvpack.store import redis as redis_module
 from kvpack.store import redis_client, redis_count
 from kvpack.store.backend import Hold
 from kvpack.store.redis_scripts import ENTRY, PREFIX
-from support.redis_server import Server, running
-from support.store_caches import CHUNK, EVEN, cache, prompt, same, save
+from support.redis_server import Server, run_server
+from support.store_caches import CHUNK, UNIFORM_IDENTITY, cache, is_same_prefix, prompt, save
 
 redis = pytest.importorskip("redis")
 
@@ -27,7 +27,7 @@ USED, SIZES, BYTES, PINS = (PREFIX + name for name in (b"used", b"sizes", b"byte
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("redis")) as server:
+    with run_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
@@ -39,7 +39,7 @@ def client(shared: Server) -> Any:
 
 
 def open_store(server: Server, **options: Any) -> kvpack.Store:
-    return kvpack.Store(server.url, EVEN, **{"chunk": CHUNK, "timeout": 5, **options})
+    return kvpack.Store(server.url, UNIFORM_IDENTITY, **{"chunk": CHUNK, "timeout": 5, **options})
 
 
 def stored_bytes(client: Any) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def test_the_budget_holds_whatever_happens_to_the_count(harm: str, shared: Serve
     assert store.load(prompt(4))[0] == 4 * CHUNK
     for seed in range(1, 9):
         whole = save(store, prompt(1, seed=seed), seed=seed)
-        assert same(store.load(prompt(1, seed=seed))[1], whole)
+        assert is_same_prefix(store.load(prompt(1, seed=seed))[1], whole)
         assert stored_bytes(client)[1] <= 6 * size
     assert stored_bytes(client)[0] == 6, "the budget was not used up"
     assert (store.stats()["entries"], store.stats()["bytes"]) == stored_bytes(client)
@@ -122,10 +122,10 @@ def test_a_key_of_another_redis_type_is_a_single_miss(shared: Server, client: An
         assert store.match(ids) == 2 * CHUNK
         n, found = store.load(ids)
         assert n == 2 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         assert {entry.key for entry in store._backend.list()} >= set(store.keys(ids)[:2])
         assert store.save(ids, whole) == 4 * CHUNK, "the invalid entry was not replaced"
-        assert same(store.load(ids)[1], whole)
+        assert is_same_prefix(store.load(ids)[1], whole)
     assert store.counters()["faults"].keys() <= {"match ResponseError", "list ResponseError", "load NotKvpack"}
 
 
@@ -138,12 +138,12 @@ def test_an_entry_under_another_key_is_kept(shared: Server, client: Any) -> None
         assert ours.load(ids) == (0, None)
         assert ours.save(ids, whole) == ours.match(ids) == 0
         assert ours.counters()["refused_chunks"] == 2
-    assert same(theirs.load(ids)[1], whole)
+    assert is_same_prefix(theirs.load(ids)[1], whole)
     plain = open_store(shared)
     other = prompt(2, seed=3)
     save(plain, other)
     assert theirs.load(other) == (0, None)
-    assert theirs.save(other, cache(len(other), EVEN.recipe)) == 2 * CHUNK, "unencrypted entries were not replaced"
+    assert theirs.save(other, cache(len(other), UNIFORM_IDENTITY.recipe)) == 2 * CHUNK, "unencrypted entries were not replaced"
     assert theirs.load(other)[0] == 2 * CHUNK
 
 
@@ -156,7 +156,7 @@ def test_nothing_larger_than_an_entry_is_fetched(shared: Server, client: Any, mo
     assert store.counters()["faults"] == {"get LimitExceeded": 1}
     assert store._backend.peek(store.keys(ids)[1]) is None
     assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
     # One that grows between the question and the answer: no more is asked for than was said.
     real = redis_module.Redis._fetch
 
@@ -176,7 +176,7 @@ def test_a_refused_put_is_not_counted(shared: Server, client: Any) -> None:
     client.config_set("maxmemory", 1)
     try:
         more = prompt(2, seed=2)
-        assert store.save(more, cache(len(more), EVEN.recipe)) == 0
+        assert store.save(more, cache(len(more), UNIFORM_IDENTITY.recipe)) == 0
     finally:
         client.config_set("maxmemory", 0)
     assert (client.zcard(USED), client.hlen(SIZES), client.get(BYTES)) == before
@@ -245,7 +245,7 @@ def test_entries_are_accessible_during_counting(harm: str, shared: Server, clien
     stored = 0
     for seed in range(100, 300):
         ids = prompt(1, seed=seed)
-        stored += store.save(ids, cache(len(ids), EVEN.recipe)) > 0
+        stored += store.save(ids, cache(len(ids), UNIFORM_IDENTITY.recipe)) > 0
         assert stored_bytes(client)[1] <= most
         assert store.match(prompt(1, seed=0)) == CHUNK
         if store._backend._count.is_known:
@@ -418,14 +418,14 @@ def test_eviction_works_page_by_page(shared: Server, client: Any) -> None:
     store._backend.pin(pinned, Hold("test", 2**40))
     tight = open_store(shared, max_bytes=size + 750 * 64)
     whole = save(tight, prompt(2, seed=3))
-    assert same(tight.load(prompt(2, seed=3))[1], whole)
+    assert is_same_prefix(tight.load(prompt(2, seed=3))[1], whole)
     assert stored_bytes(client)[1] <= size + 750 * 64
     assert all(client.exists(ENTRY + key) for key in pinned)
     assert tight.counters()["evicted_entries"] > 1200
     assert int(client.get(BYTES)) == stored_bytes(client)[1]
     # All that is left is pinned or in use.
     refused = open_store(shared, max_bytes=700 * 64 + 10)
-    assert refused.save(prompt(1, seed=5), cache(CHUNK + 5, EVEN.recipe)) == 0
+    assert refused.save(prompt(1, seed=5), cache(CHUNK + 5, UNIFORM_IDENTITY.recipe)) == 0
     assert refused.counters()["refused_chunks"] == 1
 
 

@@ -27,8 +27,8 @@ from kvpack.store.reclaim import reclaim
 from kvpack.store.removal import remove
 from kvpack.store.summary import summarize
 from kvpack.store.transfer import export_prefix
-from support.redis_server import running
-from support.store_caches import CHUNK, IDENTITY, cache, prompt, same, save
+from support.redis_server import run_server
+from support.store_caches import CHUNK, IDENTITY, cache, is_same_prefix, prompt, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with running(tmp_path) as real:
+    with run_server(tmp_path) as real:
         found = Server(real.url)
         send = redis.connection.AbstractConnection.send_packed_command
 
@@ -312,7 +312,7 @@ def test_missing_chunks_of_a_prefix_are_added(location: str, server: Server, tmp
             store._backend.delete([keys[0], keys[4], keys[5]])
             assert store.match(ids) == 0
             assert store.save(ids, whole) == 9 * CHUNK
-            assert same(store.load(ids)[1], whole)
+            assert is_same_prefix(store.load(ids)[1], whole)
             assert store.counters()["saved_chunks"] == 12
             store.delete(ids)
 

@@ -17,8 +17,8 @@ from kvpack.file import container
 from kvpack.identity.identity import states_key
 from kvpack.store import state_entries
 from kvpack.store.catalog import read_catalog, verify
-from support.caches import dense, random_pairs
-from support.state_caches import STATEFUL, ends, same_states, stateful
+from support.caches import random_pairs, unpack_all
+from support.state_caches import STATEFUL, chunk_ends, same_states, stateful
 from support.store_caches import CHUNK, IDENTITY, entries, entry_of, open_store, prompt
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ TOKENS = len(IDS)
 def check(found: kvpack.Cache | None, whole: kvpack.Cache, position: int) -> None:
     assert same_states(found, position)
     assert found is not None
-    for mine, theirs in zip(dense(found), dense(whole), strict=True):
+    for mine, theirs in zip(unpack_all(found), unpack_all(whole), strict=True):
         assert torch.equal(mine, theirs[:, :, :position])
 
 
@@ -43,7 +43,7 @@ def states_path(store: kvpack.Store, ids: list[int], chunks: int) -> Path:
 
 @pytest.mark.parametrize("encryption", [None, {"k": bytes(32)}], ids=["clear", "encrypted"])
 def test_the_longest_prefix_with_states_is_loaded(encryption: Any, tmp_path: Path) -> None:
-    whole = stateful(TOKENS, ends(2, 5, 7))
+    whole = stateful(TOKENS, chunk_ends(2, 5, 7))
     with open_store(tmp_path, STATEFUL, encryption=encryption) as store:
         assert store.save(IDS, whole) == 7 * CHUNK
         # Nothing resumes after chunk 8, so it is not stored.
@@ -87,13 +87,13 @@ def test_a_cache_without_states_at_ends_of_chunks_is_refused(tmp_path: Path) -> 
         open_store(tmp_path) as store,
         pytest.raises(InvalidParameter, match=r"layers\[0\] has the states conv.0 and recurrent.0, but the store's identity is of"),
     ):
-        store.save(IDS, stateful(TOKENS, ends(2)))
+        store.save(IDS, stateful(TOKENS, chunk_ends(2)))
     assert entries(tmp_path) == []
 
 
 def test_readers_without_support_for_states_find_nothing(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
-        store.save(IDS, stateful(TOKENS, ends(7)))
+        store.save(IDS, stateful(TOKENS, chunk_ends(7)))
     with open_store(tmp_path) as store:
         assert store.match(IDS) == 0
         assert store.load(IDS) == (0, None)
@@ -103,7 +103,7 @@ def test_readers_without_support_for_states_find_nothing(tmp_path: Path) -> None
 @pytest.mark.parametrize("damage", ["payload", "header", "missing", "cut"])
 def test_damaged_states_are_a_miss(damage: str, tmp_path: Path) -> None:
     """The prefix that ends with the previous states is loaded, and the next save restores the missing ones."""
-    whole = stateful(TOKENS, ends(2, 5))
+    whole = stateful(TOKENS, chunk_ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, whole)
         path = states_path(store, IDS, 5)
@@ -120,7 +120,7 @@ def test_damaged_states_are_a_miss(damage: str, tmp_path: Path) -> None:
 
 
 def test_a_damaged_chunk_ends_before_the_states_after_it(tmp_path: Path) -> None:
-    whole = stateful(TOKENS, ends(2, 5))
+    whole = stateful(TOKENS, chunk_ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, whole)
         path = Path(entry_of(store, IDS, 3))
@@ -161,7 +161,7 @@ PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_states_of_anything_else_are_not_used(name: str, tmp_path: Path) -> None:
     change, message = PLANTED[name]
-    whole = stateful(TOKENS, ends(2, 5))
+    whole = stateful(TOKENS, chunk_ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         store.save(IDS, whole)
         path = states_path(store, IDS, 5)
@@ -202,7 +202,7 @@ SAVED = [(7, 2, 5, 7), (7, 2, 5), (6, 2, 5), (5, 2, 5), (5, 2), (4, 2), (3, 2), 
 def test_states_are_evicted_before_their_prefix(loads: bool, expected: list[tuple[int, ...]], tmp_path: Path) -> None:
     """After every eviction, the remaining entries are the first chunks, and states after some of them."""
     with open_store(tmp_path, STATEFUL) as store:
-        store.save(IDS, stateful(TOKENS, ends(2, 5, 7)))
+        store.save(IDS, stateful(TOKENS, chunk_ends(2, 5, 7)))
         if loads:
             store.load(IDS[: 5 * CHUNK])
         keys = store.keys(IDS)
@@ -228,7 +228,7 @@ def test_a_prefix_that_is_saved_again_counts_as_used(tmp_path: Path) -> None:
     other = prompt(8, seed=3)
     with open_store(tmp_path, STATEFUL) as store:
         for ids in (IDS, other, IDS):
-            store.save(ids, stateful(TOKENS, ends(2, 5, 7)))
+            store.save(ids, stateful(TOKENS, chunk_ends(2, 5, 7)))
         keys = [store.keys(ids) for ids in (IDS, other)]
         used = {entry.key: entry.used_ns for entry in store._backend.list()}
     names = [[*chunks[:7], *(states_key(chunks[count - 1]) for count in (2, 5, 7))] for chunks in keys]
@@ -237,7 +237,7 @@ def test_a_prefix_that_is_saved_again_counts_as_used(tmp_path: Path) -> None:
 
 def test_pins_keep_states(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
-        store.save(IDS, stateful(TOKENS, ends(2, 5, 7)))
+        store.save(IDS, stateful(TOKENS, chunk_ends(2, 5, 7)))
         assert store.pin(IDS[: 6 * CHUNK]) == 5 * CHUNK
     with open_store(tmp_path, STATEFUL, max_bytes=1) as store:
         store.collect()
@@ -251,14 +251,14 @@ def test_pins_keep_states(tmp_path: Path) -> None:
 
 def test_delete_removes_states(tmp_path: Path) -> None:
     with open_store(tmp_path, STATEFUL) as store:
-        store.save(IDS, stateful(TOKENS, ends(2, 5, 7)))
+        store.save(IDS, stateful(TOKENS, chunk_ends(2, 5, 7)))
         assert store.delete(IDS, start=4 * CHUNK) == 3
         assert store.stats()["entries"] == 4 + 1
         assert store.load(IDS)[0] == 2 * CHUNK
 
 
 def test_tiers(tmp_path: Path) -> None:
-    whole = stateful(TOKENS, ends(2, 5))
+    whole = stateful(TOKENS, chunk_ends(2, 5))
     with open_store(tmp_path / "slow", STATEFUL) as store:
         store.save(IDS, whole)
     tiers = [kvpack.Tier("memory://", max_bytes=10**8), tmp_path / "slow"]
@@ -269,7 +269,7 @@ def test_tiers(tmp_path: Path) -> None:
 
 
 def test_states_above_the_size_limit_of_entries_are_not_stored(tmp_path: Path) -> None:
-    whole = stateful(TOKENS, ends(2))
+    whole = stateful(TOKENS, chunk_ends(2))
     layers = tuple(dataclasses.replace(layer, states={"recurrent.0": torch.zeros(1, 2**20)} if layer.states else {}) for layer in whole)
     large = dataclasses.replace(whole, layers=layers, states_at={2 * CHUNK: tuple(layer.states for layer in layers)})
     with open_store(tmp_path, STATEFUL, max_entry_bytes=2**20) as store:
@@ -278,7 +278,7 @@ def test_states_above_the_size_limit_of_entries_are_not_stored(tmp_path: Path) -
 
 
 def test_commands_support_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = stateful(TOKENS, ends(2, 5))
+    whole = stateful(TOKENS, chunk_ends(2, 5))
     folder, out = str(tmp_path / "store"), tmp_path / "out.kvpack"
     with open_store(folder, STATEFUL) as store:
         store.save(IDS, whole)
@@ -304,16 +304,16 @@ def test_commands_support_states(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_slices_end_where_states_are_known() -> None:
-    whole = stateful(TOKENS, ends(2, 5))
+    whole = stateful(TOKENS, chunk_ends(2, 5))
     part = whole[:, : 5 * CHUNK]
     check(part, whole, 5 * CHUNK)
-    assert list(part.states_at) == ends(2)
+    assert list(part.states_at) == chunk_ends(2)
     check(part[:, : 2 * CHUNK], whole, 2 * CHUNK)
     later = whole[:, 2 * CHUNK : 5 * CHUNK]
     assert later.start == 2 * CHUNK
     assert not later.states_at
     check(kvpack.concat([part[:, : 2 * CHUNK], later]), whole, 5 * CHUNK)
-    assert list(kvpack.concat([part[:, : 2 * CHUNK], later]).states_at) == ends(2)
+    assert list(kvpack.concat([part[:, : 2 * CHUNK], later]).states_at) == chunk_ends(2)
     with pytest.raises(OutOfBounds, match=r"tokens \[0:96\] of 261 were requested, but layers\[0\] has its states"):
         whole[:, : 3 * CHUNK]
     rows = whole.select([0, 0])
@@ -322,16 +322,16 @@ def test_slices_end_where_states_are_known() -> None:
 
 
 def test_states_beyond_the_end_of_a_cache_are_not_used(tmp_path: Path) -> None:
-    whole = stateful(4 * CHUNK + 5, ends(2, 5))
+    whole = stateful(4 * CHUNK + 5, chunk_ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         assert store.save(IDS[: whole.tokens], whole) == 2 * CHUNK
         assert store.stats()["entries"] == 3
-    assert list(kvpack.concat([whole]).states_at) == ends(2)
+    assert list(kvpack.concat([whole]).states_at) == chunk_ends(2)
 
 
 def test_states_that_another_process_removed_are_stored_again(tmp_path: Path) -> None:
     """An entry that a store has read or written may no longer exist."""
-    whole = stateful(TOKENS, ends(2, 5))
+    whole = stateful(TOKENS, chunk_ends(2, 5))
     with open_store(tmp_path, STATEFUL) as store:
         for _ in range(3):
             assert store.save(IDS, whole) == 5 * CHUNK

@@ -28,9 +28,9 @@ from kvpack.store.counters import NAMES, LatencyHistogram
 from kvpack.store.encryption import Cipher
 from kvpack.store.keys import basis_keys
 from kvpack.store.metrics import Collector, register_metrics
-from support.caches import dense, random_pairs
-from support.engine_stubs import parsed
-from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
+from support.caches import random_pairs, unpack_all
+from support.engine_stubs import parse_metrics
+from support.store_caches import CHUNK, IDENTITY, cache, entries, entry_of, is_same_prefix, open_store, prompt, save
 
 RECIPES = ["bf16", "octopus-3", "kivi-2", "oscar-2", "kv=quaternion:s=24,r=3", "kivi-4;tail=32"]
 
@@ -47,7 +47,7 @@ def test_saved_caches_are_loaded(recipe: str, tmp_path: Path) -> None:
     with open_store(tmp_path / "store", identity) as store:
         n, found = store.load(ids)
         assert n == 128
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         assert (found.start, found.recipe) == (0, identity.recipe)
         assert dict(found.model) == {"name": "model", "weights": "w1", "dtype": "bfloat16"}
 
@@ -73,7 +73,7 @@ def test_the_longest_stored_prefix_is_found(tmp_path: Path) -> None:
         asked = (ids + [9] * 40)[:length]
         n, found = store.load(asked)
         assert n == store.match(asked) == min(length, 5 * CHUNK) // CHUNK * CHUNK
-        assert found is None if n == 0 else same(found, whole)
+        assert found is None if n == 0 else is_same_prefix(found, whole)
     other = [*ids[: 2 * CHUNK], 7, *ids[2 * CHUNK + 1 :]]
     assert store.match(other) == 2 * CHUNK
     assert store.match([7, *ids[1:]]) == 0
@@ -94,7 +94,7 @@ def test_a_longer_cache_adds_only_new_chunks(tmp_path: Path) -> None:
     assert store.save(ids, whole) == 6 * CHUNK
     assert store.save(ids[: 3 * CHUNK], whole[:, : 3 * CHUNK]) == 3 * CHUNK
     assert store.counters()["saved_chunks"] == 6
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def test_chunks_loaded_to_a_device_are_one_run(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_chunks_loaded_to_a_device_are_one_run(tmp_path: Path) -> None:
     whole = save(store, ids)
     count, found = store.load(ids, device="cpu:0")
     assert found is not None
-    assert (count, same(found, whole)) == (3 * CHUNK, True)
+    assert (count, is_same_prefix(found, whole)) == (3 * CHUNK, True)
     assert all([run.tokens for run in side.runs] == [3 * CHUNK] for layer in found for side in layer.sides.values())
 
 
@@ -127,7 +127,7 @@ def test_pages_are_views_of_the_mapped_files(tmp_path: Path) -> None:
                 for stream in page.streams.values():
                     assert not stream.numel() or any(begin <= stream.data_ptr() < end for begin, end in maps.values())
     found[0].k.runs[0].streams["codes.0"].zero_()
-    assert not torch.equal(dense(store.load(ids)[1])[0], dense(found)[0]), "writing to a tensor changed the file"
+    assert not torch.equal(unpack_all(store.load(ids)[1])[0], unpack_all(found)[0]), "writing to a tensor changed the file"
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(kvpack.Identity) if field.compare])
@@ -189,7 +189,7 @@ def test_a_tenant_may_have_any_name(tenant: str, tmp_path: Path) -> None:
     store = open_store(tmp_path, dataclasses.replace(IDENTITY, tenant=tenant))
     ids = prompt(1)
     whole = save(store, ids)
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
     assert all(re.fullmatch("[0-9a-f]{64}", os.path.basename(path)) for path in entries(tmp_path))
 
 
@@ -295,7 +295,7 @@ def test_a_cache_packed_in_parts_is_saved_up_to_the_last_possible_slice(tmp_path
     store = open_store(tmp_path)
     assert store.save(list(range(104)), parts) == 2 * CHUNK
     assert store.counters()["faults"] == {"encode OutOfBounds": 1}
-    assert same(store.load(list(range(104)))[1], parts)
+    assert is_same_prefix(store.load(list(range(104)))[1], parts)
 
 
 DAMAGE = {
@@ -320,7 +320,7 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(damage: str, tmp_path: Path) 
         file.write(DAMAGE[damage](data))
     n, found = store.load(ids)
     assert n == 2 * CHUNK
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert store.counters()["damaged_entries"] + len(store.counters()["faults"]) >= 1
     assert store.save(ids, whole) == 4 * CHUNK
     assert store.load(ids)[0] == 4 * CHUNK
@@ -424,7 +424,7 @@ def test_metrics_are_registered_with_prometheus_client(tmp_path: Path, monkeypat
     client: Any = types.ModuleType("prometheus_client")
     parser: Any = types.ModuleType("prometheus_client.parser")
     client.REGISTRY = types.SimpleNamespace(register=registered.append)
-    parser.text_string_to_metric_families = parsed
+    parser.text_string_to_metric_families = parse_metrics
     monkeypatch.setitem(sys.modules, "prometheus_client", client)
     monkeypatch.setitem(sys.modules, "prometheus_client.parser", parser)
     collector = register_metrics(store)
@@ -522,12 +522,12 @@ def test_entries_that_match_a_template_are_parsed_only_once(tmp_path: Path, monk
     monkeypatch.setattr(entries_module, "open_entry", lambda data, key: opened.append(key) or real(data, key))
     for decoded in (4, 0):
         opened.clear()
-        assert same(store.load(ids)[1], whole)
+        assert is_same_prefix(store.load(ids)[1], whole)
         # The first chunk has raw tokens, and positions from 0, 128 and 256 on take different numbers of bytes.
         assert len(opened) == decoded
     checking = open_store(tmp_path, check_values=True)
     opened.clear()
-    assert same(checking.load(ids)[1], whole)
+    assert is_same_prefix(checking.load(ids)[1], whole)
     assert len(opened) == 12
 
 
@@ -561,14 +561,14 @@ def test_entries_of_equal_size_may_have_different_payload_offsets(tmp_path: Path
     """An entry is hashed from the offset of the last template of its size, which the preceding entry may have replaced."""
     store, ids = open_store(tmp_path), prompt(3)
     whole = save(store, ids)
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
     reader = store._reader
     for place, template in reader._templates.items():
         front = dataclasses.replace(template.front, text=b"\1" + template.front.text[1:], payload=template.front.payload + 64)
         reader._templates[place] = dataclasses.replace(template, front=front)
     n, found = store.load(ids)
     assert n == 3 * CHUNK
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert store.stats()["damaged_entries"] == 0
 
 
@@ -582,11 +582,11 @@ def test_reads_replace_mappings_if_necessary(tmp_path: Path, monkeypatch: pytest
     assert len(mapping._MAPPED) == before + 4
     again = store.load(ids)[1]
     assert len(mapping._MAPPED) == before + 4
-    assert same(found, whole)
-    assert same(again, whole)
+    assert is_same_prefix(found, whole)
+    assert is_same_prefix(again, whole)
     del found
     gc.collect()
     found = store.load(ids)[1]
     assert len(mapping._MAPPED) == before + 4
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert mapping.max_mappings() > 0

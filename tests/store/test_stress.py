@@ -18,7 +18,7 @@ import kvpack
 from kvpack.store import loading
 from kvpack.store import store as store_module
 from support import store_stress
-from support.store_caches import CHUNK, cache, entry_of, open_store, prompt, same
+from support.store_caches import CHUNK, cache, entry_of, is_same_prefix, open_store, prompt
 
 pytestmark = pytest.mark.scenario
 
@@ -34,7 +34,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_processes_and_threads(tmp_path: Path) -> None:
-    report = store_stress.operations(str(tmp_path / "store"), 3, 2, 300)
+    report = store_stress.run_operations(str(tmp_path / "store"), 3, 2, 300)
     assert report["operations"] == 300
     assert report["processes_that_failed"] == report["threads_that_failed"] == report["refused"] == 0
     assert report["most_bytes"] <= report["budget"]
@@ -42,13 +42,13 @@ def test_many_processes_and_threads(tmp_path: Path) -> None:
 
 
 def test_wrong_bytes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = store_stress.packed
+    real = store_stress.packed_prompt
 
     def with_the_next_prompt_of_the_family(number: int, model: int) -> kvpack.Cache:
         return real(number if number % 8 else number + 8, model)
 
-    monkeypatch.setattr(store_stress, "packed", with_the_next_prompt_of_the_family)
-    report = store_stress.operations(str(tmp_path / "store"), 1, 1, 400)
+    monkeypatch.setattr(store_stress, "packed_prompt", with_the_next_prompt_of_the_family)
+    report = store_stress.run_operations(str(tmp_path / "store"), 1, 1, 400)
     assert report["threads_that_failed"] == 1
 
 
@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
         ids = prompt(what[1], first=1, seed=what[0])
         n, found = self.stores[store].load(ids)
         assert n == self.expected(ids) * CHUNK
-        assert found is None if n == 0 else same(found, WHOLE[what])
+        assert found is None if n == 0 else is_same_prefix(found, WHOLE[what])
 
     @rule(store=st.integers(0, 1), what=prompts, start=st.integers(0, 2))
     def delete(self, store: int, what: tuple[int, int], start: int) -> None:

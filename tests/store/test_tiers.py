@@ -22,7 +22,7 @@ from kvpack.store.counters import Counters
 from kvpack.store.directory import Directory
 from kvpack.store.memory import Memory
 from support import redis_server, s3_server
-from support.store_caches import CHUNK, EVEN, IDENTITY, cache, entries, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, IDENTITY, UNIFORM_IDENTITY, cache, entries, entry_of, is_same_prefix, open_store, prompt, save
 from support.store_stress import FORK
 
 MEMORY = kvpack.Tier("memory://", max_bytes=10**8)
@@ -42,12 +42,12 @@ def test_saved_entries_are_in_every_tier(back: bool, tmp_path: Path) -> None:
     ids = prompt(4)
     with tiered(MEMORY, tmp_path / "a", tmp_path / "b", write_back=back) as store:
         whole = save(store, ids)
-        assert same(store.load(ids)[1], whole)
+        assert is_same_prefix(store.load(ids)[1], whole)
     assert counts(store) == [4, 4, 4]
     assert store.stats()["entries"] == 4
     assert store.counters()["saved_chunks"] == 4
     for folder in ("a", "b"):
-        assert same(open_store(tmp_path / folder).load(ids)[1], whole)
+        assert is_same_prefix(open_store(tmp_path / folder).load(ids)[1], whole)
 
 
 def test_entries_in_a_slower_tier_are_copied_to_faster_ones(tmp_path: Path) -> None:
@@ -56,18 +56,18 @@ def test_entries_in_a_slower_tier_are_copied_to_faster_ones(tmp_path: Path) -> N
     store = tiered(MEMORY, tmp_path / "fast", tmp_path / "slow")
     assert store.match(ids) == 4 * CHUNK
     assert counts(store) == [0, 0, 4]
-    assert same(store.load(ids[: 2 * CHUNK])[1], whole)
+    assert is_same_prefix(store.load(ids[: 2 * CHUNK])[1], whole)
     assert counts(store) == [2, 2, 4]
     assert store.counters()["promoted_chunks"] == 2
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
     assert [tier["hit_chunks"] for tier in store.stats()["tiers"]] == [2, 0, 4]
     shutil.rmtree(tmp_path / "slow")
     shutil.rmtree(tmp_path / "fast")
     n, found = store.load(ids)
     assert n == 4 * CHUNK
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     found[0].k.runs[0].streams["codes.0"].zero_()
-    assert same(store.load(ids)[1], whole), "writing to a tensor changed the tier"
+    assert is_same_prefix(store.load(ids)[1], whole), "writing to a tensor changed the tier"
 
 
 def test_a_prefix_scattered_over_tiers_is_found(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_prefix_scattered_over_tiers_is_found(tmp_path: Path) -> None:
                 os.unlink(entry_of(open_store(folder), ids, chunk))
     store = tiered(*folders)
     assert store.match(ids) == 6 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
     assert counts(store) == [6, 4, 2]
 
 
@@ -110,13 +110,13 @@ def test_a_damaged_copy_is_removed_and_a_valid_one_is_kept(bad: str, tmp_path: P
             file.write(b"damage")
     n, found = store.load(ids)
     assert n == (CHUNK if bad == "both" else 3 * CHUNK), "the valid copy was not found by the same load"
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert store.counters()["damaged_entries"] == {"a": 1, "b": 0, "both": 2}[bad], "chunks of b were read"
     n, found = store.load(ids)
     assert n == (CHUNK if bad == "both" else 3 * CHUNK)
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 @pytest.mark.parametrize("keys", [None, {"k": bytes(32)}])
@@ -140,7 +140,7 @@ def test_junk_in_a_slow_tier_evicts_nothing_and_is_never_returned(keys: dict[str
         assert counts(store) == [4, 4, 4], "a damaged entry remained, or others were evicted for it"
         assert store.stats()["tiers"][0]["evicted_entries"] == 0
         assert store.counters()["promoted_chunks"] == 0
-    assert same(store.load(good)[1], whole)
+    assert is_same_prefix(store.load(good)[1], whole)
     assert store.stats()["tiers"][0]["hit_chunks"] == 4
 
 
@@ -154,12 +154,12 @@ def test_entries_refused_by_a_tier_are_read_from_the_next_and_repaired(tmp_path:
     store = tiered(tmp_path / "a", tmp_path / "b", tmp_path / "c")
     n, found = store.load(ids)
     assert n == 5 * CHUNK
-    assert same(found, whole)
+    assert is_same_prefix(found, whole)
     assert store.counters()["damaged_entries"] == 2, "later chunks were not read from the tier of the first valid one"
     for one in at.values():
         n, found = one.load(ids)
         assert n == 5 * CHUNK, "a tier was not repaired"
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
 
 
 def test_unreadable_entries_in_a_fast_tier_hide_nothing(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_unreadable_entries_in_a_fast_tier_hide_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         n, found = store.load(ids)
         assert n == 3 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
     assert store.counters()["undecryptable_entries"] == 2
     assert open_store(tmp_path / "fast", encryption=theirs).load(ids)[0] == 3 * CHUNK, "it stays"
 
@@ -192,27 +192,27 @@ def test_unchecked_entries_are_not_recorded_as_used(tmp_path: Path) -> None:
 
 
 def test_every_tier_keeps_its_budget(tmp_path: Path) -> None:
-    save(open_store(tmp_path / "size", EVEN), prompt(1))
+    save(open_store(tmp_path / "size", UNIFORM_IDENTITY), prompt(1))
     (size,) = (os.stat(path).st_size for path in entries(tmp_path / "size"))
     budgets = [3 * size, 6 * size, 12 * size]
     places = [kvpack.Tier("memory://", max_bytes=budgets[0])]
     places += [kvpack.Tier(tmp_path / name, max_bytes=budget) for name, budget in zip("ab", budgets[1:], strict=True)]
-    store = tiered(*places, identity=EVEN)
+    store = tiered(*places, identity=UNIFORM_IDENTITY)
     for seed in range(10):
         ids = prompt(2, seed=seed)
         whole = save(store, ids, seed=seed)
-        assert same(store.load(ids)[1], whole)
+        assert is_same_prefix(store.load(ids)[1], whole)
         assert all(tier["bytes"] <= budget for tier, budget in zip(store.stats()["tiers"], budgets, strict=True))
     assert counts(store) == [3, 6, 12]
     assert [store.match(prompt(2, seed=seed)) // CHUNK for seed in range(10)] == [0, 0, 0, 0, 2, 2, 2, 2, 2, 2]
     pinned = prompt(2, seed=9)
     assert store.pin(pinned) == 2 * CHUNK
     for seed in range(20, 30):
-        store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5, EVEN.recipe))
+        store.save(prompt(2, seed=seed), cache(2 * CHUNK + 5, UNIFORM_IDENTITY.recipe))
     assert store.match(pinned) == 2 * CHUNK
     assert store.unpin(pinned)
     long = prompt(20, seed=50)
-    assert store.save(long, cache(len(long), EVEN.recipe)) == 12 * CHUNK, "the largest tier does not use its budget"
+    assert store.save(long, cache(len(long), UNIFORM_IDENTITY.recipe)) == 12 * CHUNK, "the largest tier does not use its budget"
 
 
 def test_leaves_are_evicted_from_memory_before_their_ancestors() -> None:
@@ -255,7 +255,7 @@ def test_a_full_queue_drops_entries_without_waiting(tmp_path: Path, monkeypatch:
     real = Directory.put
     monkeypatch.setattr(Directory, "put", lambda *arguments: go_on.wait(60) and real(*arguments))
     monkeypatch.setattr(write_back, "QUEUE_BYTES", 20_000)
-    store = tiered(MEMORY, tmp_path, identity=EVEN, write_back=True)
+    store = tiered(MEMORY, tmp_path, identity=UNIFORM_IDENTITY, write_back=True)
     ids = prompt(5)
     save(store, ids)
     dropped = store.counters()["dropped_writes"]
@@ -304,23 +304,23 @@ def test_tiers_with_servers_that_die(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pytest.importorskip("obstore")
     monkeypatch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.01))
     ids, more = prompt(3, seed=1), prompt(3, seed=2)
-    with redis_server.running(tmp_path) as redis, s3_server.running() as s3:
+    with redis_server.run_server(tmp_path) as redis, s3_server.run_server() as s3:
         remote = kvpack.Tier(s3.url, storage_options=s3.options, timeout=5)
         with tiered(MEMORY, tmp_path / "disk", redis.url, remote, write_back=True) as store:
             whole = save(store, ids)
         assert counts(store) == [3, 3, 3, 3]
         other = tiered(MEMORY, redis.url, remote)
         redis.kill()
-        assert same(other.load(ids)[1], whole)
+        assert is_same_prefix(other.load(ids)[1], whole)
         assert [tier["hit_chunks"] for tier in other.stats()["tiers"]] == [3 if n == 2 else 0 for n in range(3)]
         s3.kill()
-        assert same(other.load(ids)[1], whole)
+        assert is_same_prefix(other.load(ids)[1], whole)
         second = save(other, more)
-        assert same(other.load(more)[1], second)
+        assert is_same_prefix(other.load(more)[1], second)
         assert other.delete(more) == 3
         assert other.counters()["damaged_entries"] == 0
         assert other.counters()["faults"] != {}
-        assert same(tiered(tmp_path / "disk", redis.url).load(ids)[1], whole)
+        assert is_same_prefix(tiered(tmp_path / "disk", redis.url).load(ids)[1], whole)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_an_entry_damaged_in_two_tiers_is_restored_by_a_save(tmp_path: Path) -> 
     assert store.load(ids)[0] == 0
     assert store.save(ids, whole) == 2 * CHUNK
     assert store.save(ids, whole) == 2 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 class Failing:
@@ -448,7 +448,7 @@ class TierMachine(RuleBasedStateMachine):
             good += 1
         n, found = self.store.load(ids)
         assert n == good * CHUNK
-        assert found is None if n == 0 else same(found, WHOLE[what])
+        assert found is None if n == 0 else is_same_prefix(found, WHOLE[what])
 
     @rule(what=prompts, start=st.integers(0, 2))
     def delete(self, what: tuple[int, int], start: int) -> None:

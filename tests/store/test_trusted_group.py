@@ -13,7 +13,7 @@ import pytest
 
 from kvpack.cli import main
 from kvpack.formats.errors import InvalidParameter
-from support.store_caches import CHUNK, entries, entry_of, open_store, prompt, same, save
+from support.store_caches import CHUNK, entries, entry_of, is_same_prefix, open_store, prompt, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ def test_members_share_a_folder(shared: Path) -> None:
         assert not bob._backend.is_private
         tokens, found = bob.load(IDS)
         assert tokens == 3 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         save(bob, prompt(2, seed=1))
         assert bob.pin(IDS) == 3 * CHUNK
         assert bob.delete(prompt(2, seed=1)) == 2
@@ -130,7 +130,7 @@ def test_permissions_set_by_kubernetes_are_accepted(shared: Path) -> None:
         store = open_store(folder, trusted_group=GROUP)
         tokens, found = store.load(IDS)
         assert tokens == 3 * CHUNK
-        assert same(found, whole)
+        assert is_same_prefix(found, whole)
         save(store, prompt(2, seed=1))
         store.collect()
         assert store.counters()["faults"] == {}

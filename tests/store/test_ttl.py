@@ -213,7 +213,7 @@ def test_record_names_without_ends(name: str) -> None:
 
 def test_pinned_entries_on_redis_do_not_expire(tmp_path: Path) -> None:
     redis = pytest.importorskip("redis")
-    with redis_server.running(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+    with redis_server.run_server(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         store = kvpack.Store(server.url, IDENTITY, chunk=CHUNK, timeout=5, ttl=100)
         whole = save(store, IDS)
 
@@ -242,7 +242,7 @@ def test_pinned_entries_on_redis_do_not_expire(tmp_path: Path) -> None:
 
 def test_seconds_beyond_the_range_of_a_server_do_not_expire(tmp_path: Path) -> None:
     pytest.importorskip("redis")
-    with redis_server.running(tmp_path) as server:
+    with redis_server.run_server(tmp_path) as server:
         store = open_store(server.url, ttl=2**63)
         save(store, IDS)
         assert store.load(IDS)[0] == 3 * CHUNK

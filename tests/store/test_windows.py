@@ -11,7 +11,7 @@ import torch
 
 import kvpack
 from kvpack.errors import InvalidParameter, KvpackWarning
-from support.caches import dense, random_pairs
+from support.caches import random_pairs, unpack_all
 from support.store_caches import CHUNK, IDENTITY, cache, entry_of, open_store, prompt, save
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def test_chunks_that_follow_stored_ones_are_saved_without_them(tmp_path: Path) -
         assert tokens == TOKENS
         assert found is not None
         assert found[1].skipped == 7 * CHUNK
-        assert torch.equal(dense(found)[2], dense(later)[2][:, :, -CHUNK:])
+        assert torch.equal(unpack_all(found)[2], unpack_all(later)[2][:, :, -CHUNK:])
 
 
 def test_dropped_tokens_that_are_not_stored_are_refused(tmp_path: Path) -> None:

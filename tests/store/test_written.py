@@ -26,8 +26,8 @@ from support.written_files import (
     buffer,
     page_identities,
     pairs,
-    pool,
-    sampled,
+    random_pool,
+    sample_values,
     store_identities,
     store_ids,
 )
@@ -76,9 +76,9 @@ def test_a_prefix_is_found_or_a_counted_miss(name: str, tmp_path: Path) -> None:
             assert store.save(ids, expected) == len(ids)
             tokens, cache = store.load(ids)
             assert cache is not None
-            assert_near(sampled(cache), sampled(expected))
+            assert_near(sample_values(cache), sample_values(expected))
         else:
-            assert_near(sampled(cache), load_file(FOLDER / f"store-{name}.safetensors")["values"])
+            assert_near(sample_values(cache), load_file(FOLDER / f"store-{name}.safetensors")["values"])
         assert tokens == len(ids)
 
 
@@ -86,13 +86,13 @@ def test_a_prefix_is_found_or_a_counted_miss(name: str, tmp_path: Path) -> None:
 def test_entries_can_be_opened_as_files(name: str) -> None:
     keys = json.loads(MANIFEST.read_text())["store"][name]["keys"]
     chunks = [kvpack.load(next(path for path in entries(STORE) if path.endswith(key))) for key in keys]
-    assert_near(sampled(kvpack.concat(chunks)), load_file(FOLDER / f"store-{name}.safetensors")["values"])
+    assert_near(sample_values(kvpack.concat(chunks)), load_file(FOLDER / f"store-{name}.safetensors")["values"])
 
 
 @pytest.mark.parametrize("name", ["plain", "engine"])
 def test_pages_are_found_or_counted_misses(name: str, tmp_path: Path) -> None:
     recorded = load_file(FOLDER / "pages.safetensors")["values"]
-    decoded = torch.zeros_like(pool())
+    decoded = torch.zeros_like(random_pool())
     with kvpack.PageStore(copied(PAGES, tmp_path / "pages"), page_identities()[name], GEOMETRY) as store:
         loaded = store.get_into(PAGE_KEYS, buffer(decoded), [0, 1])
         assert_no_fault(store)
@@ -100,7 +100,7 @@ def test_pages_are_found_or_counted_misses(name: str, tmp_path: Path) -> None:
         assert store.counters()["hit_tokens"] == sum(loaded) * GEOMETRY.tokens
         if not any(loaded):
             assert not decoded.any()
-            assert all(store.put(PAGE_KEYS, buffer(pool()), [0, 1]))
+            assert all(store.put(PAGE_KEYS, buffer(random_pool()), [0, 1]))
             assert all(store.get_into(PAGE_KEYS, buffer(decoded), [0, 1]))
         assert torch.equal(decoded, recorded)
 

@@ -24,7 +24,7 @@ import numpy
 from spec.generate import page_vectors
 from spec.generate.expected import sides_of, values_of
 from spec.generate.vector_files import FOLDER, bases, manifest
-from support.guards import Guard, forget, functions, removed, tree
+from support.guards import Guard, forget, functions, remove_guard, tree
 from support.second_decoder import FOLDER as DECODER
 from support.second_decoder import MODULES, decoder, decompress
 from support.vector_checks import Expected
@@ -64,27 +64,27 @@ def changes_of(path: Path) -> list[Guard]:
     for where, top, function in functions(tree(path)):
         places = {node: number for number, node in enumerate(ast.walk(top))}
         for statement in function.body:
-            for node, parent in _computing(statement, statement):
+            for node, parent in _computed_expressions(statement, statement):
                 for text, change in _changes(node, parent):
                     found.append(Guard(path, where, range(node.lineno, (node.end_lineno or 0) + 1), text, places[node], change))
     return found
 
 
-def _computing(node: ast.AST, parent: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
+def _computed_expressions(node: ast.AST, parent: ast.AST) -> Iterator[tuple[Any, ast.AST]]:
     """Yield the expressions of a statement that compute values, each with its parent; skip checks, messages, annotations and defaults."""
     if isinstance(node, (ast.JoinedStr, ast.arguments, ast.Assert)):
         return
-    if isinstance(node, ast.Call) and _called(node) in (*CHECKS, "take_parameters"):
+    if isinstance(node, ast.Call) and _called_name(node) in (*CHECKS, "take_parameters"):
         return
     if isinstance(node, (ast.BinOp, ast.AugAssign, ast.UnaryOp, ast.Constant, ast.Call)):
         yield node, parent
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else (value,):
             if isinstance(child, ast.AST) and name not in ("annotation", "returns", "decorator_list"):
-                yield from _computing(child, node)
+                yield from _computed_expressions(child, node)
 
 
-def _called(node: ast.Call) -> str:
+def _called_name(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
@@ -97,7 +97,7 @@ def _changes(node: Any, parent: ast.AST) -> Iterator[tuple[str, Callable[[Any], 
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
         within = ast.unparse(parent).split("\n")[0]
         yield f"{node.value!r} as {node.value + 1!r} in {within}", lambda it: ast.Constant(it.value + 1)
-    elif isinstance(node, ast.Call) and _called(node) in ROUNDINGS:
+    elif isinstance(node, ast.Call) and _called_name(node) in ROUNDINGS:
         yield f"{ast.unparse(node)} without rounding", lambda it: it.args[0]
 
 
@@ -142,7 +142,7 @@ class Reading:
         bounds = numpy.array([tolerance for side in sides_of(file) for tolerance in side.tolerances])
         with numpy.errstate(all="ignore"):
             within = (expected.tolerances <= bounds) & (expected.tolerances >= bounds * (1 - 2.0**-23))
-            if bounds.shape != expected.values.shape or not within.all() or expected.differing(values_of(file)).any():
+            if bounds.shape != expected.values.shape or not within.all() or expected.differs_from(values_of(file)).any():
                 return False
         if "token_ids" in self.line:
             ids = numpy.fromfile(self.folder / self.line["token_ids"], "<u4")
@@ -190,11 +190,11 @@ def _trace(reading: Reading) -> None:
     reading.functions, reading.seconds = frozenset(called), time.perf_counter() - begin
 
 
-def caught_by(change: Guard) -> str | None:
+def catching_vector(change: Guard) -> str | None:
     """Return the name of the first vector that catches a change, or None."""
     lines = _lines(change)
     reached = [one for one in readings() if any(path == str(change.path) and line in lines for path, line in one.functions)]
-    with removed(change):
+    with remove_guard(change):
         return next((one.name for one in reached if not one.agrees()), None)
 
 
@@ -210,7 +210,7 @@ def all_changes() -> list[Guard]:
     return [change for path in modules for change in changes_of(path)]
 
 
-def listed() -> dict[str, str]:
+def documented_changes() -> dict[str, str]:
     """Return the changes that no vector catches, each with the documented reason."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return dict(line.rsplit(" -> ", 1) for line in lines)
@@ -223,10 +223,10 @@ def main() -> int:
     changes = [change for change in all_changes() if not modules or change.path.relative_to(DECODER).as_posix() in modules]
     survivors = 0
     for change in changes:
-        if caught_by(change) is None:
+        if catching_vector(change) is None:
             survivors += 1
-            print(f"{change.name} -> {listed().get(change.name, 'SURVIVES')}", flush=True)
-    unlisted = [change.name for change in changes if change.name in listed()]
+            print(f"{change.name} -> {documented_changes().get(change.name, 'SURVIVES')}", flush=True)
+    unlisted = [change.name for change in changes if change.name in documented_changes()]
     print(f"{len(changes)} changes, {survivors} of which no vector catches; {len(unlisted)} are listed with a reason", file=sys.stderr)
     return 1 if survivors > len(unlisted) else 0
 

@@ -21,7 +21,7 @@ SHAPES = {(layer, side): (2, 16) for layer in range(2) for side in "kv"}
 
 
 def load_basis(seed: str = "") -> Basis:
-    """Return a basis for the caches of ``cache``."""
+    """Return a basis for the caches of ``cache_with_basis``."""
     return Basis.of_bytes(random_basis(SHAPES, 2, seed=seed))
 
 
@@ -32,7 +32,7 @@ WITHOUT_BASIS = kvpack.Identity("x", RECIPE.text, tenant="tenant")
 
 
 @lru_cache(16)
-def cache(tokens: int, seed: int = 0) -> kvpack.Cache:
+def cache_with_basis(tokens: int, seed: int = 0) -> kvpack.Cache:
     return kvpack.pack(random_pairs(2, tokens, heads=2, dims=(16, 16), seed=seed), RECIPE)
 
 
@@ -46,12 +46,12 @@ def without_basis(location: Any, **options: Any) -> kvpack.Store:
 
 def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
     """Save a cache of all ``ids`` and return it."""
-    whole = cache(len(ids), seed)
+    whole = cache_with_basis(len(ids), seed)
     assert store.save(ids, whole) == len(ids) // CHUNK * CHUNK
     return whole
 
 
-def held(folder: Path | str) -> tuple[int, int]:
+def count_bases(folder: Path | str) -> tuple[int, int]:
     """Return the number of complete bases, and of entries that need a basis, in an unencrypted folder."""
     bases = dependents = 0
     for path in entries(folder):

@@ -56,10 +56,10 @@ def random_pairs(
     return [(one(dims[0]), one(dims[1])) for _ in range(layers)]
 
 
-def dense(cache: Cache) -> list[torch.Tensor]:
+def unpack_all(cache: Cache) -> list[torch.Tensor]:
     return [x for pair in cache.unpack(torch.float32) for x in pair if x is not None]
 
 
 def relative_error(cache: Cache, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     exact = [x.to(torch.float32) for pair in pairs for x in pair]
-    return max(((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(dense(cache), exact, strict=True))
+    return max(((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(unpack_all(cache), exact, strict=True))

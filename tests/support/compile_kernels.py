@@ -101,7 +101,7 @@ class NoDevice:
         return torch.device("cpu")
 
 
-class Compiled:
+class CompiledKernels:
     """The kernels that were launched, by name, and the operations that failed; ``whole`` is True while machine code is generated.
 
     ``assembled`` are the kernels that have been compiled to machine code for this recipe.
@@ -164,7 +164,7 @@ def _attribute(cubin: bytes, wanted: int) -> int:
     return most
 
 
-def compile_alone(compiled: Compiled, capability: int) -> None:
+def compile_alone(compiled: CompiledKernels, capability: int) -> None:
     """Patch launches so that they only compile their kernel, and let CPU tensors reach the kernels."""
     run, add_stages = JITFunction.run, CUDABackend.add_stages
 
@@ -196,13 +196,13 @@ def compile_alone(compiled: Compiled, capability: int) -> None:
     decode.decode_frame = lambda codec, streams: codec.decode_frame(streams)
 
 
-def packed(recipe: str) -> Layer:
+def random_layer(recipe: str) -> Layer:
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randn(2, HEADS, TOKENS, DIM, generator=generator).to(torch.bfloat16) for _ in "kv"]
     return synthetic_basis.pack(pair[0], pair[1], recipe)
 
 
-def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
+def attend(layer: Layer, recipe: str, compiled: CompiledKernels, every: bool) -> None:
     lengths, starts = torch.full((2,), TOKENS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     scale = DIM**-0.5
     calls = {"a query": (1, Options(scale))}
@@ -229,13 +229,13 @@ def attend(layer: Layer, recipe: str, compiled: Compiled, every: bool) -> None:
     compiled.attempt(f"{recipe}: many queries, capped", lambda: many_queries.prepare(many, layer, capped)(many, None, None, starts))
 
 
-def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
+def encode_and_decode(layer: Layer, recipe: str, compiled: CompiledKernels) -> None:
     for name, side in layer.sides.items():
         for dtype in (torch.bfloat16, torch.float32):
             out = torch.empty(2, HEADS, TOKENS, DIM, dtype=dtype)
             compiled.attempt(f"{recipe}: {name} to {dtype}", lambda side=side, out=out: sides.unpack_into(side, 0, TOKENS, out))
         x = torch.randn(2, HEADS, TOKENS, DIM).to(torch.bfloat16)
-        compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encoded(side.codec, x))
+        compiled.attempt(f"{recipe}: {name} encoded", lambda side=side, x=x: encode_on_device(side.codec, x))
         if dispatch.supports_value_checks(side.codec, out.device):
             checked = side.codec, side.runs[0].streams, [TOKENS], "x"
             compiled.attempt(f"{recipe}: {name}'s rules", lambda checked=checked: dispatch.check_values([checked])())
@@ -243,7 +243,7 @@ def code(layer: Layer, recipe: str, compiled: Compiled) -> None:
             compiled.attempt(f"{recipe}: {name} checked", lambda side=side: check(side))
 
 
-def encoded(codec: Codec, x: torch.Tensor) -> None:
+def encode_on_device(codec: Codec, x: torch.Tensor) -> None:
     # Trellis windows in uninitialized memory are not valid table indices.
     with contextlib.suppress(IndexError):
         encode.encode(codec, x, errors=torch.empty(x.shape[:3]) if codec.summary.direction_spread else None)
@@ -263,14 +263,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="generate machine code only for the first launch of each kernel")
     parser.add_argument("--capability", type=int, default=90, choices=CHIPS, help="compute capability times ten (default 90)")
     options = parser.parse_args(arguments)
-    layers = {recipe: packed(recipe) for recipe in options.recipes}
-    compiled = Compiled(options.quick)
+    layers = {recipe: random_layer(recipe) for recipe in options.recipes}
+    compiled = CompiledKernels(options.quick)
     compile_alone(compiled, options.capability)
     dispatch.uses_triton = lambda device: True  # type: ignore[assignment]
     for recipe, layer in layers.items():
         compiled.assembled.clear()
         attend(layer, recipe, compiled, options.every)
-        code(layer, recipe, compiled)
+        encode_and_decode(layer, recipe, compiled)
     chip, room = CHIPS[options.capability]
     limits = Usage(MAX_REGISTERS, room, MAX_INSTRUCTIONS, sys.maxsize)
     for name, usage in compiled.used.items():

@@ -115,7 +115,7 @@ def clock_set_back(opened: Callable[..., Engine], folder: Path, patch: pytest.Mo
     engine.close()
 
 
-def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+def concurrent_eviction(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Store and load while another process, which has filled the folder, stores too and evicts."""
     disk_of_bytes.install(patch)
     size = _entry_bytes(opened, folder)
@@ -142,7 +142,7 @@ def evicted_meanwhile(opened: Callable[..., Engine], folder: Path, patch: pytest
     engine.close()
 
 
-def killed(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
+def killed_writers(opened: Callable[..., Engine], folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Check folders left by processes killed while storing: with half an entry, a complete but unnamed entry, or at any moment."""
     for operation, death in (("ftruncate", "after"), ("writev", "after"), ("replace", "before"), ("replace", "after")):
         kept = folder / f"{operation} {death}"
@@ -202,6 +202,6 @@ def _fill(folder: Path, budget: int, size: int, allowed: Any, done: Any) -> None
             done.release()
 
 
-CONDITIONS = (read_only, full_disk, clock_set_back, evicted_meanwhile, killed)
+CONDITIONS = (read_only, full_disk, clock_set_back, concurrent_eviction, killed_writers)
 """Functions that put an adapter into each condition. Their arguments are ``opened(folder, **options)``, which opens an adapter,
 the default folder, and a monkeypatch."""

@@ -28,11 +28,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def filled(geometry: PageGeometry, slots: int, seed: int = 0) -> tuple[PageBuffer, list[torch.Tensor]]:
+def filled_buffer(geometry: PageGeometry, slots: int, seed: int = 0) -> tuple[PageBuffer, list[torch.Tensor]]:
     made = values(geometry, slots, seed)
     return PageBuffer(geometry, *made), made
 
 
-def empty(geometry: PageGeometry, slots: int) -> tuple[PageBuffer, list[torch.Tensor]]:
+def empty_buffer(geometry: PageGeometry, slots: int) -> tuple[PageBuffer, list[torch.Tensor]]:
     made = [torch.zeros_like(x) for x in values(geometry, slots)]
     return PageBuffer(geometry, *made), made

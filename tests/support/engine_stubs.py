@@ -90,7 +90,7 @@ class Metric:
         return types.SimpleNamespace(inc=add, observe=add, set=lambda value: self.values.__setitem__(values, value))
 
 
-def parsed(text: str) -> Iterator[Any]:
+def parse_metrics(text: str) -> Iterator[Any]:
     """Yield the metric families in ``text`` as prometheus_client parses them: names and samples with labels and values."""
     families: dict[str, Any] = {}
     for name, labels, value in re.findall(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", text, re.MULTILINE):

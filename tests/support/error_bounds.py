@@ -39,7 +39,7 @@ FACTORS = ("norm", "radius", "scale", "range", "token_scale")
 """The streams that norm_rule changes."""
 
 
-def of_any_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
+def for_any_norm_rule(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
     """Return ``check``, written for norm_rule=norm, extended to other rules by replacing their factors first.
 
     No token's error may exceed the error with norm_rule=norm, or the token's own norm.
@@ -72,7 +72,7 @@ def check_raw(codec: Raw, x: torch.Tensor, streams: Mapping[str, torch.Tensor], 
     _check_errors(decoded - x, x.abs() * precision + smallest)
 
 
-@of_any_rule
+@for_any_norm_rule
 def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check the bound of half a step in the coded frame, plus the rounding that spec/codecs/group.md states."""
     u = codec.rotation.forward(x)
@@ -83,7 +83,7 @@ def check_group(codec: Group, x: torch.Tensor, streams: Mapping[str, torch.Tenso
     _check_errors((decoded - x).double().norm(dim=-1), bound.double().square().sum(-1).sqrt() + 3 * ROTATION_TOLERANCE * norm)
 
 
-@of_any_rule
+@for_any_norm_rule
 def check_direction(codec: Codec, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check that codecs of directions and norms decode each token to within 1.5 times its norm."""
     smallest = 2.0**-24 * math.sqrt(codec.dim)
@@ -144,7 +144,7 @@ def check_minifloat(codec: Minifloat, x: torch.Tensor, streams: Mapping[str, tor
     _check_errors(decoded.double() - x, step + saturated + size * 2.0**-20 + 2.0**-145)
 
 
-@of_any_rule
+@for_any_norm_rule
 def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check the bound of half a bin for each pair's angle, and half a step for its norm plus the rounding of the stored range."""
     u = codec.rotation.forward(x).double()
@@ -167,7 +167,7 @@ def check_angle(codec: Angle, x: torch.Tensor, streams: Mapping[str, torch.Tenso
     _check_errors((decoded - x).double().norm(dim=-1), whole * (1 + 2.0**-20))
 
 
-@of_any_rule
+@for_any_norm_rule
 def check_polar(codec: Polar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check that every angle decodes to the nearest stored angle, and that radii are only rounded.
 
@@ -202,7 +202,7 @@ def _nearest(angles: torch.Tensor, table: bytes) -> torch.Tensor:
     return values[torch.bucketize(angles.contiguous(), (values[1:] + values[:-1]) / 2)]
 
 
-@of_any_rule
+@for_any_norm_rule
 def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check that every coordinate has the nearest level of its table, up to the rounding of the stored norm."""
     u = x.double() @ codec.rotation.matrix().double().T
@@ -219,7 +219,7 @@ def check_scalar(codec: Scalar, x: torch.Tensor, streams: Mapping[str, torch.Ten
     _check_errors((decoded - x).double().norm(dim=-1), whole)
 
 
-@of_any_rule
+@for_any_norm_rule
 def check_trellis(codec: Trellis, x: torch.Tensor, streams: Mapping[str, torch.Tensor], decoded: torch.Tensor) -> None:
     """Check the bound of the worst path, which chooses each channel's nearest value while its last windows are tied to the first, plus the
     norm's rounding."""

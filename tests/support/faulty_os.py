@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHANGES = ("open", "pwrite", "ftruncate", "writev", "fsync", "replace", "unlink", "mkdir", "utime", "close")
 """Operations whose effects other processes can see. A kill between two of them is equivalent to one just after the first."""
 OPERATIONS = (*CHANGES, "pread", "stat", "fstat", "scandir", "statvfs")
-BESIDE_OS = ("flock", "mmap")
+OTHER_OPERATIONS = ("flock", "mmap")
 """Operations that the store calls in modules other than ``os``; the built-in ``open`` counts as "open"."""
 SOCKET_OPERATIONS = ("connect", "sendall", "recv")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR, errno.ESTALE)
@@ -64,7 +64,7 @@ class FaultyOs:
             if not hit:
                 return real(*args, **kwargs)
             if self.short:
-                return _short(name, real, *args)
+                return _transfer_half(name, real, *args)
             if self.death == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.death == "after":
@@ -120,7 +120,7 @@ def store_modules() -> list[ModuleType]:
     return [module for name, module in sys.modules.items() if name == "kvpack.file.atomic" or name.startswith(f"{kvpack.store.__name__}.")]
 
 
-def _short(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
+def _transfer_half(name: str, real: Any, descriptor: int, what: Any, *rest: Any) -> Any:
     """Call read or write with half of its bytes, at least one."""
     if name == "writev":
         data = b"".join(what)

@@ -21,7 +21,7 @@ from kvpack.formats.klt import Klt
 from kvpack.formats.raw_positions import POSITIONS, VALUES, RawPositions
 from support.golden_files import sidecar_packings
 from support.lossless_streams import lossless_streams
-from support.minifloat_digits import block_scales, finite
+from support.minifloat_digits import block_scales, make_finite
 from support.parts import Parts
 from support.transform_streams import transform_streams
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvpack.formats.columns import Columns
 
 
-def place(parts: Parts, path: str) -> Any:
+def entry_at(parts: Parts, path: str) -> Any:
     """Return the map or array of the header at ``path``, keys and indices separated by dots."""
     at: Any = parts.header
     for key in path.split(".") if path else []:
@@ -45,7 +45,7 @@ def edit(path: str, value: Any) -> Callable[[Parts], None]:
 
     def apply(parts: Parts) -> None:
         above, _, last = path.rpartition(".")
-        at = place(parts, above)
+        at = entry_at(parts, above)
         at[int(last) if isinstance(at, list) else last] = value
 
     return apply
@@ -54,14 +54,14 @@ def edit(path: str, value: Any) -> Callable[[Parts], None]:
 def drop(path: str) -> Callable[[Parts], None]:
     """Return a change that removes the entry at ``path`` from its map."""
     above, _, key = path.rpartition(".")
-    return lambda parts: place(parts, above).pop(key)
+    return lambda parts: entry_at(parts, above).pop(key)
 
 
 def reorder(path: str, *keys: str) -> Callable[[Parts], None]:
     """Return a change that gives the header map at ``path`` these keys in this order; new keys get the value 0."""
 
     def apply(parts: Parts) -> None:
-        at = place(parts, path)
+        at = entry_at(parts, path)
         entries = {key: at.get(key, 0) for key in keys}
         at.clear()
         at.update(entries)
@@ -73,13 +73,13 @@ def move_to_end(path: str, key: str) -> Callable[[Parts], None]:
     """Return a change that makes ``key`` the last key of the header map at ``path``."""
 
     def apply(parts: Parts) -> None:
-        at = place(parts, path)
+        at = entry_at(parts, path)
         at[key] = at.pop(key)
 
     return apply
 
 
-def bits(name: str, at: int, value: str) -> Callable[[Parts], None]:
+def overwrite(name: str, at: int, value: str) -> Callable[[Parts], None]:
     """Return a change that overwrites bytes of the tensor ``name`` from byte ``at`` on."""
 
     def apply(parts: Parts) -> None:
@@ -96,7 +96,7 @@ def frame(change: Callable[[bytes], bytes], name: str = "0.k.values") -> Callabl
     return lambda parts: parts.store(name, change(parts.tensors[parts.tensor(name)]), "zstd")
 
 
-def compressed(raw: bytes, **options: bool) -> bytes:
+def compress(raw: bytes, **options: bool) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(raw)
 
 
@@ -136,7 +136,7 @@ def random_page(
     streams, digits = {}, {}
     for name, packing in codec.packings().items():
         used = -(-codec.dim // 3) if (codec.id, name) == ("octahedral", "symbol") else packing.symbols
-        digits[name] = [finite(codec, digit) for digit in random_digits(packing, used, (batch, heads, tokens), source)]
+        digits[name] = [make_finite(codec, digit) for digit in random_digits(packing, used, (batch, heads, tokens), source)]
         streams |= codec.pack(name, *(digit.to(torch.int32) for digit in digits[name]))
     for name, packing in sidecar_packings(codec).items():
         digits[name] = random_digits(packing, packing.symbols, (batch, heads, tokens), source)
@@ -207,12 +207,12 @@ def file_of(
         return path.read_bytes()
 
 
-def one_side(codec: Codec, *changes: Callable[[Parts], Any], runs: tuple[int, ...] = (2,), tail: int = 1, **options: Any) -> bytes:
+def keys_file(codec: Codec, *changes: Callable[[Parts], Any], runs: tuple[int, ...] = (2,), tail: int = 1, **options: Any) -> bytes:
     """Return a file with one layer that has only keys, after ``changes``."""
-    return changed(file_of((random_side(codec, runs, tail, **options), None)), *changes)
+    return change_file(file_of((random_side(codec, runs, tail, **options), None)), *changes)
 
 
-def changed(data: bytes, *changes: Callable[[Parts], Any]) -> bytes:
+def change_file(data: bytes, *changes: Callable[[Parts], Any]) -> bytes:
     """Return the file ``data`` after ``changes``, with correct digests."""
     parts = Parts.of(data)
     for change in changes:

@@ -23,11 +23,11 @@ IDENTITY = kvpack.Identity("m", "raw")
 GEOMETRY = kvpack.pages.PageGeometry(2, 1, 16, 64, 64)
 
 
-class _Odd:
+class _UnrelatedObject:
     """An object without any attribute of a valid argument."""
 
 
-class _Liar:
+class _RaisingObject:
     """An object with the attributes that duck typing looks for, all of which raise when used."""
 
     shape, dtype, device, layers, packed, ndim = (1,), "float", "cpu", 3, None, 2
@@ -73,8 +73,8 @@ FOREIGN: dict[str, Any] = {
     "a path": Path("nowhere/file"),
     "a class": int,
     "a function": len,
-    "an object": _Odd(),
-    "a liar": _Liar(),
+    "an object": _UnrelatedObject(),
+    "a liar": _RaisingObject(),
     "an empty list": [],
     "an empty tuple": (),
     "a list of None": [None],
@@ -82,7 +82,7 @@ FOREIGN: dict[str, Any] = {
     "a list of floats": [0.5],
     "a list of text": ["a", "b"],
     "a list of lists": [[1], [2, 3]],
-    "a list of objects": [_Odd(), _Odd()],
+    "a list of objects": [_UnrelatedObject(), _UnrelatedObject()],
     "an iterator": iter([1, 2]),
     "a user's list": UserList([0, 1]),
     "a set": {1, 2},

@@ -28,7 +28,7 @@ BLOCKS = (64, 512, 4096)
 
 
 @contextmanager
-def fronts_made_once() -> Iterator[None]:
+def cache_fronts() -> Iterator[None]:
     """Cache each parsed header tensor and each JSON header, because they depend on bytes that seldom change here."""
     parse, make = front.parse_header, front.make_front
     fronts: dict[int, tuple[Header, front.Front]] = {}
@@ -71,7 +71,7 @@ def accepted_lengths(data: bytes, lengths: Iterable[int]) -> list[int]:
     return [length for length in lengths if not is_refused(memoryview(data)[:length])]
 
 
-def zeroed(data: bytes) -> Iterator[bytes]:
+def zeroed_blocks(data: bytes) -> Iterator[bytes]:
     """Yield the file with a block replaced by zeros, for every block with other bytes."""
     for block in BLOCKS:
         for at in range(0, len(data), block):
@@ -79,7 +79,7 @@ def zeroed(data: bytes) -> Iterator[bytes]:
                 yield data[:at] + bytes(len(data[at : at + block])) + data[at + block :]
 
 
-def moved(data: bytes) -> Iterator[bytes]:
+def moved_tensors(data: bytes) -> Iterator[bytes]:
     """Yield the file with two tensors of equal size swapped, and with one replaced by the other, wherever that changes a byte."""
     file = container.open_bytes(data)
     start = len(file.front.text)
@@ -91,14 +91,14 @@ def moved(data: bytes) -> Iterator[bytes]:
                 yield data[:a] + here + data[b:c] + there + data[d:]
 
 
-def damage(path: Path) -> dict[str, tuple[int, int]]:
+def count_damage(path: Path) -> dict[str, tuple[int, int]]:
     """Return, for every kind of damage, the number of cases tried on a file and the number not refused."""
     data = path.read_bytes()
     found = {
         "flipped bits": (8 * len(data), len(accepted_flips(data, range(8 * len(data))))),
         "truncations": (len(data), len(accepted_lengths(data, range(len(data))))),
     }
-    kinds: dict[str, Callable[[bytes], Iterator[bytes]]] = {"zeroed blocks": zeroed, "swapped and repeated tensors": moved}
+    kinds: dict[str, Callable[[bytes], Iterator[bytes]]] = {"zeroed blocks": zeroed_blocks, "swapped and repeated tensors": moved_tensors}
     for kind, make in kinds.items():
         refused = [is_refused(damaged) for damaged in make(data)]
         found[kind] = len(refused), refused.count(False)
@@ -109,8 +109,8 @@ def main() -> int:
     total: dict[str, tuple[int, int]] = {}
     start = time.monotonic()
     for path in FILES:
-        with fronts_made_once():
-            for kind, (done, accepted) in damage(path).items():
+        with cache_fronts():
+            for kind, (done, accepted) in count_damage(path).items():
                 before = total.get(kind, (0, 0))
                 total[kind] = before[0] + done, before[1] + accepted
         print(f"{path.name}: {time.monotonic() - start:.0f} s", flush=True)

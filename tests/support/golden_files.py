@@ -25,7 +25,7 @@ from kvpack.formats.qjl import Qjl
 from kvpack.formats.sidecars import CodecWithSidecars
 from support.klt_bases import with_random_basis
 from support.lossless_streams import lossless_streams
-from support.minifloat_digits import block_scales, finite
+from support.minifloat_digits import block_scales, make_finite
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -163,7 +163,7 @@ def golden_cache(name: str, codecs: dict[str, Codec]) -> Cache:
     return Cache((Layer(sides.get("k"), sides.get("v")),), recipe, {"name": name}, start=len(name))
 
 
-def expected(cache: Cache) -> torch.Tensor:
+def expected_values(cache: Cache) -> torch.Tensor:
     """Return every decoded value, K before V, flat float32."""
     return torch.cat([side.unpack(torch.float32).flatten() for side in cache[0].sides.values()])
 
@@ -190,7 +190,7 @@ def _streams(codec: Codec, batch: int, heads: int, tokens: int, generator: Gener
         digits = []
         for alphabet in packing.alphabets:
             digit = torch.tensor([generator.word() % alphabet for _ in range(batch * heads * tokens * packing.symbols)], dtype=torch.int32)
-            digits.append(finite(codec, digit.view(shape) * (torch.arange(packing.symbols) < used)))
+            digits.append(make_finite(codec, digit.view(shape) * (torch.arange(packing.symbols) < used)))
         streams |= codec.pack(stream, *digits)
     sidecars = sidecar_packings(codec)
     for name, packing in sidecars.items():
@@ -247,7 +247,7 @@ def main() -> None:
             continue
         cache = golden_cache(name, recipe_codecs(name))
         kvpack.save(cache, file_path(name))
-        expected_path(name).write_bytes(expected(cache).numpy().astype("<f4").tobytes())
+        expected_path(name).write_bytes(expected_values(cache).numpy().astype("<f4").tobytes())
         manifest[name] = {path.suffix[1:]: hashlib.sha256(path.read_bytes()).hexdigest() for path in (file_path(name), expected_path(name))}
     MANIFEST.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
 

@@ -49,7 +49,7 @@ class Device:
         def replay() -> None:
             self.replayed += 1
             cache.graphs.captured = told
-            with cache.live.capturing(), cache.passes.muted():
+            with cache.live.capturing(), cache.passes.without_recording():
                 again = call()
             cache.graphs.captured = None
             for name, x in result.items():
@@ -59,7 +59,7 @@ class Device:
         return replay, result
 
 
-def counted_device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Return a ``Device`` that counts captures and replays of all KvpackCaches from now on."""
     found = Device()
     monkeypatch.setenv("KVPACK_KERNELS", "triton")
@@ -83,12 +83,12 @@ def counted_device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return found
 
 
-def cache_of(model: Any, device: Device, recipe: str = RECIPE, graphs: bool | None = True) -> KvpackCache:
+def new_cache(model: Any, device: Device, recipe: str = RECIPE, graphs: bool | None = True) -> KvpackCache:
     device.cache = KvpackCache(model, recipe, graphs=graphs)
     return device.cache
 
 
-def eager(model: Any, recipe: str = RECIPE) -> KvpackCache:
+def eager_cache(model: Any, recipe: str = RECIPE) -> KvpackCache:
     """Return a cache whose steps are never replayed."""
     return KvpackCache(model, recipe, graphs=False)
 
@@ -100,11 +100,11 @@ def drop_replay(cache: KvpackCache) -> None:
     del cache.graphs._graph._replay
 
 
-def ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
+def random_ids(batch: int, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 60, (batch, count), generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 
 
-def same(found: KvpackCache, expected: KvpackCache) -> None:
+def caches_match(found: KvpackCache, expected: KvpackCache) -> None:
     """Return True if two caches have the same bytes and report the same origin."""
     one, other = found.packed, expected.packed
     assert one.inputs == other.inputs

@@ -24,7 +24,7 @@ from kvpack.coding.bases import Basis
 from kvpack.pages import PageBuffer, PageCodec
 from spec.generate import page_vectors
 from spec.generate.vector_files import FOLDER, bases, manifest, refused_by_decompressors
-from support.guards import LIBRARY, ROOT, Guard, guards_of, removed
+from support.guards import LIBRARY, ROOT, Guard, guards_of, remove_guard
 from support.numbered_rules import rules
 from support.second_decoder import FOLDER as DECODER
 from support.second_decoder import MODULES, decoder, decompress
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LIST = Path(__file__).with_name("guards_by_test.txt")
 SECONDS = 5
 """Refusing a vector takes milliseconds, so a read without a guard that takes longer than this counts as an endless loop."""
-OF_HEADERS = [
+HEADER_TESTS = [
     "file/test_header.py::test_errors_name_the_broken_rule",
     "file/test_header.py::test_writers_enforce_the_limits",
     "file/test_header.py::test_invalid_strings_are_not_written",
@@ -57,7 +57,7 @@ TESTS = {
         "spec/test_guards.py::test_a_memory_limit_holds_for_bytes_in_memory",
     ],
     "front": [
-        *OF_HEADERS,
+        *HEADER_TESTS,
         "file/test_container.py::test_a_json_header_above_its_limit_is_not_written",
         "file/test_container.py::test_a_file_above_its_limit_is_not_written",
         "file/test_container.py::test_wrong_json_lengths_are_refused",
@@ -66,8 +66,8 @@ TESTS = {
         "file/test_container.py::test_other_frames_are_refused",
         "file/test_container.py::test_an_empty_frame_is_read_to_its_end",
     ],
-    "checks": OF_HEADERS,
-    "header": OF_HEADERS,
+    "checks": HEADER_TESTS,
+    "header": HEADER_TESTS,
     "row": [
         "pages/test_page_codec.py::test_rows_name_their_page",
         "spec/test_guards.py::test_parts_of_a_frame_have_their_sizes",
@@ -75,11 +75,11 @@ TESTS = {
     ],
 }
 """The tests of each library module that is not a codec or a sidecar."""
-OF_DECODER = [
+DECODER_TESTS = [
     "spec/test_guards.py::test_the_second_decoder_needs_a_decompressor",
     "spec/test_decoder.py::test_a_cache_is_not_a_basis",
 ]
-OF_CODECS = [
+CODEC_TESTS = [
     "spec/test_guards.py::test_the_guard_that_knows_the_parameter_names_it",
     "spec/test_guards.py::test_a_seed_has_at_most_64_bits",
     "spec/test_guards.py::test_encoder_only_options_are_checked_too",
@@ -166,11 +166,11 @@ def _read_row(data: bytes) -> None:
         raise refused
 
 
-def caught_by_a_file(guard: Guard) -> str | None:
+def catching_file(guard: Guard) -> str | None:
     """Return the first file with a different outcome without ``guard``; only files whose refusal passes through the guard are tried."""
     files = readings(guard.path.is_relative_to(DECODER))
     touched = [one for one in files if any((str(guard.path), line) in one.frames for line in guard.lines)]
-    with removed(guard):
+    with remove_guard(guard):
         for reading in touched:
             frames = reading.frames
             changed = reading.outcome() != reading.refusal
@@ -209,7 +209,7 @@ def failing_test(guard: Guard, tests: list[str]) -> str | None:
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
         paths = [str(ROOT / "tests" / test) for test in tests]
-        with removed(guard):
+        with remove_guard(guard):
             status = pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *paths], plugins=[seen])
         os.write(writing, (seen.name or "").encode())
         os._exit(0 if status == (1 if seen.name else 0) else 2)
@@ -222,7 +222,7 @@ def failing_test(guard: Guard, tests: list[str]) -> str | None:
 
 
 def tests_of(path: Path) -> list[str]:
-    return OF_DECODER if path.is_relative_to(DECODER) else TESTS.get(path.stem, OF_CODECS)
+    return DECODER_TESTS if path.is_relative_to(DECODER) else TESTS.get(path.stem, CODEC_TESTS)
 
 
 def main() -> int:
@@ -232,7 +232,7 @@ def main() -> int:
     known, kept, survivors, by_file = listed(), {}, 0, 0
     guards = all_guards()
     for guard in guards:
-        shown = caught_by_a_file(guard)
+        shown = catching_file(guard)
         by_file += shown is not None
         if shown is None:
             shown = known.get(guard.name)

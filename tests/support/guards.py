@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Change = Callable[[Any], ast.AST]
-    Found = tuple[ast.stmt, ast.AST, str, Change]
+    Match = tuple[ast.stmt, ast.AST, str, Change]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = [
@@ -70,7 +70,7 @@ OTHER_FUNCTIONS = {
     "_flat_bytes",
 }
 """Functions that no reader calls: they encode, create codecs for recipes, write files, or accept bases."""
-OTHER_ERRORS = {"OutOfRange", "UnknownWord", "OutOfBounds"}
+OTHER_ERRORS = {"OutOfRange", "InvalidOption", "OutOfBounds"}
 """Errors of encoders, of recipes and of callers."""
 
 BOUNDS = {"check_integer": 2, "check_range": 3, "require_integer": 1, "is_integer": 1, "range": 0}
@@ -148,7 +148,7 @@ def functions(module: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.FunctionD
                     yield f"{node.name}.{one.name}", node, one
 
 
-def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
+def _in_function(function: ast.FunctionDef) -> Iterator[Match]:
     """Yield, for each guard in a function, its statement, the node to change, the text removed, and the change."""
     conditional = set()
     for node in ast.walk(function):
@@ -162,13 +162,13 @@ def _in_function(function: ast.FunctionDef) -> Iterator[Found]:
     for statement in ast.walk(function):
         if isinstance(statement, ast.stmt) and not isinstance(statement, ast.FunctionDef):
             if statement not in conditional and (_refuses(statement) or _checks(statement)):
-                yield statement, statement, ast.unparse(statement).split("\n")[0], _nothing
+                yield statement, statement, ast.unparse(statement).split("\n")[0], _no_op
             for node in _expressions(statement):
                 for operand, text, change in _arguments(node):
                     yield statement, operand, text, change
 
 
-def _nothing(statement: ast.stmt) -> ast.stmt:
+def _no_op(statement: ast.stmt) -> ast.stmt:
     """Return a statement without effect that refers to the class as the old one did, so that the function keeps its closure."""
     return ast.parse("super()").body[0] if "super()" in ast.unparse(statement) else ast.Pass()
 
@@ -176,23 +176,25 @@ def _nothing(statement: ast.stmt) -> ast.stmt:
 def _refuses(statement: ast.stmt) -> bool:
     """Return True if a statement raises an error of a reader, rather than only adding a location to one."""
     if isinstance(statement, ast.Raise) and isinstance(statement.exc, ast.Call):
-        return _called(statement.exc) not in {*OTHER_ERRORS, "prefix_error", "type"}
-    return isinstance(statement, ast.Expr) and _called(statement.value) == "refuse"
+        return _called_name(statement.exc) not in {*OTHER_ERRORS, "prefix_error", "type"}
+    return isinstance(statement, ast.Expr) and _called_name(statement.value) == "refuse"
 
 
 def _checks(statement: ast.stmt) -> bool:
     """Return True if the only purpose of a statement is to refuse input."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return _called(statement.value).lstrip("_").startswith(("check", "require", "refuse")) or ast.unparse(statement) in CONSTRUCTORS
+        return (
+            _called_name(statement.value).lstrip("_").startswith(("check", "require", "refuse")) or ast.unparse(statement) in CONSTRUCTORS
+        )
     value = statement.value if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_" else None
     return value is not None and set(ast.unparse(value).strip("()").split(", ")) <= CONSTRUCTORS
 
 
-def _called(node: ast.expr | None) -> str:
+def _called_name(node: ast.expr | None) -> str:
     """Return the name of a called function, without its object."""
     if isinstance(node, ast.Call):
         inner = node.func
-        return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else _called(inner)
+        return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else _called_name(inner)
     return ""
 
 
@@ -205,7 +207,7 @@ def _operands(test: ast.expr, *, refused_if: bool) -> Iterator[tuple[ast.expr, s
             yield from _operands(operand, refused_if=refused_if)
     elif (
         isinstance(test, ast.Call)
-        and _called(test) == ("any" if refused_if else "all")
+        and _called_name(test) == ("any" if refused_if else "all")
         and [type(one) for one in test.args] == [ast.GeneratorExp]
     ):
         yield from _operands(test.args[0].elt, refused_if=refused_if)
@@ -229,13 +231,13 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
     """Yield the arguments because of which a checking function or a library refuses its input."""
-    if isinstance(node, ast.BoolOp) and _called(node.values[-1]) == "refuse":
+    if isinstance(node, ast.BoolOp) and _called_name(node.values[-1]) == "refuse":
         yield node, ast.unparse(node.values[-1]).split("(")[0] + " unless " + ast.unparse(node.values[0]), lambda it: it.values[0]
-    if isinstance(node, ast.IfExp) and _called(node.orelse) == "refuse":
+    if isinstance(node, ast.IfExp) and _called_name(node.orelse) == "refuse":
         yield node, f"refuse unless {ast.unparse(node.test)}", lambda it: it.body
     if not isinstance(node, ast.Call):
         return
-    name, text = _called(node), ast.unparse(node)
+    name, text = _called_name(node), ast.unparse(node)
     if name == "require":
         yield from _operands(node.args[0], refused_if=False)
     if name in BOUNDS and len(node.args) >= BOUNDS[name] + 2 and name != "range":
@@ -245,14 +247,14 @@ def _arguments(node: ast.expr) -> Iterator[tuple[ast.AST, str, Change]]:
         yield from (found for one in ast.walk(node) if isinstance(one, ast.Dict) for found in _ranges(one))
     for keyword in node.keywords:
         if keyword.arg and keyword.arg.startswith(("max_", "allow_")):
-            yield keyword.value, f"{_called(node)}({ast.unparse(keyword)})", _without_limit
+            yield keyword.value, f"{_called_name(node)}({ast.unparse(keyword)})", _without_limit
 
 
 def _ranges(ranges: ast.Dict) -> Iterator[tuple[ast.AST, str, Change]]:
     """Yield the bounds, choices and types of the parameters of a codec."""
     for key, value in zip(ranges.keys, ranges.values, strict=True):
         assert isinstance(key, ast.Constant)
-        if _called(value) == "range" and isinstance(value, ast.Call):
+        if _called_name(value) == "range" and isinstance(value, ast.Call):
             if len(value.args) > 1:
                 yield value.args[0], f"least {key.value}", lambda it: ast.BinOp(it, ast.Sub(), ast.Constant(2**16))
             yield value.args[min(1, len(value.args) - 1)], f"greatest {key.value}", lambda it: ast.BinOp(it, ast.Add(), ast.Constant(2**16))
@@ -265,7 +267,7 @@ def _without_limit(value: ast.expr) -> ast.expr:
 
 
 @contextlib.contextmanager
-def removed(guard: Guard) -> Iterator[None]:
+def remove_guard(guard: Guard) -> Iterator[None]:
     """Remove ``guard`` from the running program while the context is active."""
     function = _function(guard)
     before = function.__code__

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 COMMIT = "5" * 40
 
 
-def offline(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def go_offline(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Use ``folder`` as the cache, and make the hub unreachable."""
     patch.setattr(constants, "HF_HUB_CACHE", str(folder))
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-def add(cache: Path, name: str, source: Path | None = None) -> Path:
+def add_model(cache: Path, name: str, source: Path | None = None) -> Path:
     """Copy the model in the folder ``source`` (default: the demo's) into ``cache`` under ``name``, and return its snapshot."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT

@@ -12,7 +12,7 @@ import torch
 
 from kvpack.coding.bases import BalancedKeys, Basis, basis_bytes
 from kvpack.formats import rans
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.balanced_frames import BalancedFrames
 from kvpack.formats.basis import BasisRows, row_count, run_count
 from kvpack.formats.frames import PAIRINGS, Frames, Rope, SymbolTables
@@ -67,7 +67,7 @@ class AnyBalanced(BalancedFrames):
 
 def with_random_balanced(codec: Codec) -> Codec:
     """Return the codec of a recipe with random balanced frames in place of calibrated ones, if it uses any."""
-    sidecar = codec.sidecar(Balanced)
+    sidecar = codec.sidecar(FrameMap)
     if sidecar is None:
         return codec
     assert isinstance(codec, CodecWithSidecars)

@@ -18,7 +18,7 @@ def _minifloat(codec: Codec) -> Minifloat | None:
     return plain if isinstance(plain, Minifloat) else None
 
 
-def finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
+def make_finite(codec: Codec, digit: torch.Tensor) -> torch.Tensor:
     """Return ``digit`` with codes of minifloat replaced by those of finite elements; digits of other codecs are unchanged."""
     found = _minifloat(codec)
     if found is None:
@@ -35,7 +35,7 @@ def block_scales(codec: Codec, numbers: torch.Tensor, spread: int = 128, middle:
     return whole % spread + middle - spread // 2 if found.scale_dtype == "e8m0" else (whole & 0x7F).clamp_max(0x7E)
 
 
-def largest(codec: Codec) -> float:
+def largest_product(codec: Codec) -> float:
     """Return the largest element times the largest e4m3 block scale; 1 for other codecs."""
     found = _minifloat(codec)
     return 1.0 if found is None else found.format.largest * (448 if found.run_scale == "global_scale" else 1)

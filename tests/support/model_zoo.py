@@ -82,7 +82,7 @@ ZOO = [Architecture(name, kind) for kind, (names, _) in KINDS.items() for name i
 """Every architecture of the installed transformers."""
 
 
-class NotRun(Exception):
+class CannotRun(Exception):
     """Raised if transformers alone cannot build or run a model of these sizes."""
 
 
@@ -113,13 +113,13 @@ class Subject:
             self.encoder = self.model.config.is_encoder_decoder
             alone = self.forward(PROMPT, self.empty())
             if not torch.isfinite(alone.logits).all() or alone.past_key_values.get_seq_length() != PROMPT.shape[1]:
-                raise NotRun(f"{type(self.model).__name__} does not fill the cache, or its logits are not finite")
-            self.continued(alone.past_key_values)
+                raise CannotRun(f"{type(self.model).__name__} does not fill the cache, or its logits are not finite")
+            self.continue_over(alone.past_key_values)
         except Exception as error:
             if hasattr(self, "model"):
                 # A model whose cache has no layers is refused before it runs.
                 KvpackCache(self.model, RECIPE).release()
-            raise error if isinstance(error, NotRun) else NotRun(f"{type(error).__name__}: {error}") from None
+            raise error if isinstance(error, CannotRun) else CannotRun(f"{type(error).__name__}: {error}") from None
         self.attention = self.model.config._attn_implementation
         with recording(self.model) as record:
             self.dense = self.forward(PROMPT, self.empty()).past_key_values
@@ -144,7 +144,7 @@ class Subject:
             if attention != self.attention and not (self.model._can_set_attn_implementation() and self.model._supports_sdpa):
                 continue
             self.model.set_attn_implementation(attention)
-            logits.append(self.continued(copy.deepcopy(self.dense)))
+            logits.append(self.continue_over(copy.deepcopy(self.dense)))
         self.model.set_attn_implementation(self.attention)
         spread = float((logits[0] - logits[-1]).abs().max())
         return logits[-1], max(spread, ROUNDING * float(logits[0].abs().max()))
@@ -172,12 +172,12 @@ class Subject:
         caches = [KvpackCache.of(cache, self.model) for cache in packed]
         return EncoderDecoderCache(*caches) if self.encoder else caches[0]
 
-    def continued(self, past: Any, ids: torch.Tensor = FOLLOWING) -> torch.Tensor:
+    def continue_over(self, past: Any, ids: torch.Tensor = FOLLOWING) -> torch.Tensor:
         """Return the logits of ``ids`` over ``past``. The last two ids take one pass each, and the others one pass together."""
         parts = ids.split([ids.shape[1] - 2, 1, 1], 1)
         return torch.cat([self.forward(part, past).logits for part in parts], 1)
 
-    def in_passes(self, tokens: int) -> torch.Tensor:
+    def chunked_logits(self, tokens: int) -> torch.Tensor:
         """Return the logits of the continuation over a dense cache whose prompt was computed ``tokens`` tokens at a time.
 
         Recurrent layers round differently in passes of other lengths.
@@ -185,14 +185,14 @@ class Subject:
         past = self.empty()
         for part in PROMPT.split(tokens, 1):
             past = self.forward(part, past).past_key_values
-        return self.continued(past)
+        return self.continue_over(past)
 
     def check(self, found: torch.Tensor, expected: torch.Tensor | None = None) -> None:
         difference = float((found - (self.expected if expected is None else expected)).abs().max())
         assert difference <= self.tolerance, f"logits differ by {difference:.2e}, the limit is {self.tolerance:.2e}"
 
 
-def same_bits(packed: kvpack.Cache, dense: Any) -> None:
+def check_same_bits(packed: kvpack.Cache, dense: Any) -> None:
     """Assert that the packed keys and values are a bitwise prefix of a dense cache's; where both end at the same token, states must match
     too."""
     for number, (mine, theirs) in enumerate(zip(packed, dense.layers, strict=True)):
@@ -212,17 +212,17 @@ def same_bits(packed: kvpack.Cache, dense: Any) -> None:
 
 def pack(subject: Subject) -> None:
     for cache, dense in zip(subject.pack(), subject.caches(subject.dense), strict=True):
-        same_bits(cache, dense)
+        check_same_bits(cache, dense)
 
 
 def save(subject: Subject) -> None:
     for number, (cache, dense) in enumerate(zip(subject.pack(), subject.caches(subject.dense), strict=True)):
         path = subject.file.with_suffix(f".{number}.kvpack")
         kvpack.save(cache, path)
-        same_bits(kvpack.load(path), dense)
+        check_same_bits(kvpack.load(path), dense)
 
 
-def continue_(subject: Subject) -> None:
+def continue_text(subject: Subject) -> None:
     over = subject.over(subject.pack())
     if subject.encoder:
         try:
@@ -232,13 +232,13 @@ def continue_(subject: Subject) -> None:
                 raise
         else:
             raise AssertionError("the caches were continued with a different source")
-    subject.check(subject.continued(over))
+    subject.check(subject.continue_over(over))
     for cache, dense in zip(subject.caches(over), subject.caches(subject.dense), strict=True):
-        same_bits(cache.packed, dense)
+        check_same_bits(cache.packed, dense)
     assert over.get_seq_length() == PROMPT.shape[1] + FOLLOWING.shape[1]
 
 
-def beam(subject: Subject) -> None:
+def search_beams(subject: Subject) -> None:
     over, dense = subject.over(subject.pack()), copy.deepcopy(subject.dense)
     indices = torch.tensor([0, 0, 0])
     for cache, other in zip(subject.caches(over), subject.caches(dense), strict=True):
@@ -246,7 +246,7 @@ def beam(subject: Subject) -> None:
         # transformers' layers with states have no batch_repeat_interleave.
         other.reorder_cache(indices)
         cache.reorder_cache(torch.tensor([2, 0, 1]))
-        same_bits(cache.packed, other)
+        check_same_bits(cache.packed, other)
     if subject.encoder:
         over.reorder_cache(indices)
         return
@@ -259,10 +259,10 @@ def beam(subject: Subject) -> None:
 
 def crop(subject: Subject) -> None:
     over = subject.over(subject.pack())
-    subject.continued(over)
+    subject.continue_over(over)
     for cache in subject.caches(over)[:1]:
         cache.crop(-FOLLOWING.shape[1])
-    subject.check(subject.continued(over))
+    subject.check(subject.continue_over(over))
 
 
 def store(subject: Subject) -> None:
@@ -271,7 +271,7 @@ def store(subject: Subject) -> None:
         # transformers' own cache has dropped tokens, and has only the last states.
         every = CHUNK if identity.keeps_states else PROMPT.shape[1]
         subject.model.set_attn_implementation(subject.attention)
-        expected = subject.in_passes(every)
+        expected = subject.chunked_logits(every)
         with kvpack.prefill(subject.model, PROMPT, RECIPE, every=every, chunk=CHUNK) as computed:
             cache = computed.packed
     else:
@@ -291,7 +291,7 @@ def store(subject: Subject) -> None:
             for name, side in mine.sides.items():
                 held = whole.sides[name].unpack(torch.float32)[:, :, mine.skipped :]
                 assert torch.equal(side.unpack(torch.float32), held), f"layers[{number}].{name} differs"
-        subject.check(subject.continued(subject.over([loaded, *subject.pack()[1:]])), expected)
+        subject.check(subject.continue_over(subject.over([loaded, *subject.pack()[1:]])), expected)
 
 
 def generate(subject: Subject) -> None:
@@ -313,14 +313,14 @@ def generate(subject: Subject) -> None:
 def load_elsewhere(subject: Subject) -> None:
     """Continue from the files that ``save`` wrote in another process."""
     packed = [kvpack.load(subject.file.with_suffix(f".{number}.kvpack")) for number in range(2 if subject.encoder else 1)]
-    subject.check(subject.continued(subject.over(packed)))
+    subject.check(subject.continue_over(subject.over(packed)))
 
 
 HERE: dict[str, Callable[[Subject], None]] = {
     "pack": pack,
     "save": save,
-    "continue": continue_,
-    "beam": beam,
+    "continue": continue_text,
+    "beam": search_beams,
     "crop": crop,
     "store": store,
     "generate": generate,
@@ -329,7 +329,7 @@ ELSEWHERE: dict[str, Callable[[Subject], None]] = {"load": load_elsewhere}
 
 
 @contextlib.contextmanager
-def warnings_are_ignored() -> Iterator[None]:
+def ignore_warnings() -> Iterator[None]:
     """Ignore kvpack's warnings, even in tests, because decoding layers is not an error here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kvpack.KvpackWarning)
@@ -342,7 +342,7 @@ def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], Non
         if name == "load" and "save" not in row.works:
             continue
         try:
-            with torch.no_grad(), warnings_are_ignored():
+            with torch.no_grad(), ignore_warnings():
                 step(subject)
         except kvpack.KvpackError as error:
             row.refused[name] = str(error)
@@ -353,16 +353,16 @@ def examine(row: Row, subject: Subject, steps: dict[str, Callable[[Subject], Non
             row.wrong[name] = f"{type(error).__name__}: {error}"
 
 
-def in_this_process(architectures: list[Architecture], folder: Path, steps: dict[str, Callable[[Subject], None]]) -> list[Row]:
+def examine_here(architectures: list[Architecture], folder: Path, steps: dict[str, Callable[[Subject], None]]) -> list[Row]:
     """Return the rows of these architectures for the given steps."""
     rows = []
     for architecture in architectures:
         row = Row(architecture.name)
         rows.append(row)
         try:
-            with torch.no_grad(), warnings_are_ignored():
+            with torch.no_grad(), ignore_warnings():
                 subject = Subject(architecture, folder)
-        except NotRun as error:
+        except CannotRun as error:
             row.not_run = str(error)
         except kvpack.KvpackError as error:
             row.refused = dict.fromkeys(STEPS, str(error))
@@ -373,7 +373,7 @@ def in_this_process(architectures: list[Architecture], folder: Path, steps: dict
     return rows
 
 
-def examined(architectures: list[Architecture], folder: Path, python: str = sys.executable, share: int = 1) -> list[Row]:
+def examine_all(architectures: list[Architecture], folder: Path, python: str = sys.executable, share: int = 1) -> list[Row]:
     """Return one row per architecture.
 
     Another process, started with ``python``, builds the models again and loads the files of every architecture, or of one in ``share``.
@@ -382,7 +382,7 @@ def examined(architectures: list[Architecture], folder: Path, python: str = sys.
     for number, architecture in enumerate(architectures):
         if number % share == 0:
             elsewhere.add(architecture.name)
-        rows += in_this_process([architecture], folder, HERE if architecture.name in elsewhere else HERE | ELSEWHERE)
+        rows += examine_here([architecture], folder, HERE if architecture.name in elsewhere else HERE | ELSEWHERE)
     saved = {row.name: row for row in rows if row.name in elsewhere and "save" in row.works}
     if not saved:
         return rows
@@ -442,7 +442,7 @@ def page(rows: list[Row]) -> str:
     return f"{before}{BEGIN}\n{found}\n\n{table(rows)}\n{END}{after}"
 
 
-def told(text: str) -> dict[str, tuple[str, str]]:
+def parse_table(text: str) -> dict[str, tuple[str, str]]:
     """Parse a table into the working steps and the reasons for refusals of each architecture, without details that differ within a row."""
     lines = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| ")][1:]
     return {name.strip(): (works.strip(), _SPECIFIC.sub("", why).strip()) for names, works, why in lines for name in names.split(", ")}
@@ -459,11 +459,11 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [architecture for architecture in ZOO if not options.names or architecture.name in options.names]
     if options.elsewhere:
-        rows = in_this_process(chosen, options.elsewhere, ELSEWHERE)
+        rows = examine_here(chosen, options.elsewhere, ELSEWHERE)
         print(json.dumps({row.name: {"refused": row.refused, "wrong": row.wrong} for row in rows}))
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows = examined(chosen, Path(folder))
+        rows = examine_all(chosen, Path(folder))
     print(table(rows))
     print(counts(rows))
     for row in rows:

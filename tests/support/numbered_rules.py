@@ -20,7 +20,7 @@ PAGES = {
     **{path.stem: f"codecs/{path.name}" for path in sorted((SPEC / "codecs").glob("*.md"))},
 }
 """The first document of each prefix of rule numbers."""
-MORE = {"front": ("packing.md",)}
+EXTRA_DOCUMENTS = {"front": ("packing.md",)}
 """Further documents with the rules of a prefix."""
 ENFORCED_BY = ("refusal", "values", "conduct", "writer")
 
@@ -37,7 +37,7 @@ class Rule:
     errors: tuple[str, ...]
 
 
-def marked(prefix: str) -> list[tuple[str, str, str]]:
+def marked_rules(prefix: str) -> list[tuple[str, str, str]]:
     """Return every rule with a prefix in textual order: its number, its document and level-2 heading, and its line."""
     result = []
     for document in documents(prefix):
@@ -50,13 +50,13 @@ def marked(prefix: str) -> list[tuple[str, str, str]]:
 
 def documents(prefix: str) -> tuple[str, ...]:
     """Return the documents whose rules have ``prefix``."""
-    return PAGES[prefix], *MORE.get(prefix, ())
+    return PAGES[prefix], *EXTRA_DOCUMENTS.get(prefix, ())
 
 
 @cache
 def rules() -> dict[str, Rule]:
     """Return the rules by number, in the order of rules.md."""
-    sections = {number: place for prefix in PAGES for number, place, _ in marked(prefix)}
+    sections = {number: place for prefix in PAGES for number, place, _ in marked_rules(prefix)}
     rows = re.findall(r"^\| ([a-z-]+-\d+) \| [^|]+ \| (\w+) \| ([^|]*) ?\|$", RULES.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         number: Rule(number, sections.get(number, ""), enforced_by, tuple(re.findall(r"`(\w+)`", errors)))

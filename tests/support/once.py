@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
+def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]) -> Path:
     """Return the folder ``name`` of this test run after one of the workers has called ``fill`` with it."""
     base = factory.getbasetemp()
     # The folder of a worker is in the folder of the run.

@@ -167,10 +167,10 @@ class Disk:
                 os.mkdir(new, mode=0o700)
             elif there[path] is not None and os.path.isdir(os.path.dirname(new)):
                 with open(os.open(new, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as written:
-                    written.write(_left(there[path], choice))
+                    written.write(_surviving_bytes(there[path], choice))
 
 
-def _left(file: _File | None, choice: random.Random | None) -> bytes:
+def _surviving_bytes(file: _File | None, choice: random.Random | None) -> bytes:
     """Return the bytes of a file that survive."""
     assert file is not None
     if file.safe is not None and file.safe == file.current:

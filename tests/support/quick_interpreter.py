@@ -45,7 +45,7 @@ def wrap_once_per_launch() -> None:
     interpreter._patch_lang = wrap_new
 
 
-def unwrap_constants_alone() -> None:
+def unwrap_only_constants() -> None:
     """Skip unwrapping values whose class shows that they contain no Triton constant."""
     unwrap = core._unwrap_if_constexpr
     plain = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)})
@@ -184,7 +184,7 @@ def broadcast_shapes_once() -> None:
     TritonSemantic.broadcast_impl_value = broadcasted
 
 
-def look_for_overflow_where_it_is_told() -> None:
+def check_overflow_only_in_debug() -> None:
     """Check for integer overflow only when debugging; otherwise Triton computes the check and discards the result."""
     check = TritonSemantic.binary_op_sanitize_overflow_impl
 

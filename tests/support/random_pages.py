@@ -18,7 +18,7 @@ from kvpack.formats.errors import KvpackError
 from kvpack.formats.klt import Klt
 from kvpack.formats.sidecars import CodecWithSidecars
 from support.klt_bases import with_widths_of_heads
-from support.strategies import codecs, contents, poisoned
+from support.strategies import codecs, contents, with_poisoned_padding
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from kvpack.cache.side import Side
 
 
-def spread(stream: torch.Tensor) -> torch.Tensor:
+def with_gaps(stream: torch.Tensor) -> torch.Tensor:
     """Return a copy of ``stream`` inside a larger buffer: rows are contiguous, but separated by gaps."""
-    return poisoned(stream.flatten(3)).unflatten(3, stream.shape[3:]) if stream.dim() > 4 else poisoned(stream)
+    return with_poisoned_padding(stream.flatten(3)).unflatten(3, stream.shape[3:]) if stream.dim() > 4 else with_poisoned_padding(stream)
 
 
 @st.composite
@@ -54,6 +54,8 @@ def sides(draw: DrawFn, batch: int, heads: int, tokens: int, side: str, family: 
         reject()
     if not parts:
         reject()
-    pages = [replace(page, streams={name: spread(stream) for name, stream in page.streams.items()}) for part in parts for page in part.runs]
+    pages = [
+        replace(page, streams={name: with_gaps(stream) for name, stream in page.streams.items()}) for part in parts for page in part.runs
+    ]
     dtype = draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
-    return replace(parts[0], runs=PackedRuns.of(pages), tail=poisoned(x[:, :, edges[-1] :].to(dtype)))
+    return replace(parts[0], runs=PackedRuns.of(pages), tail=with_poisoned_padding(x[:, :, edges[-1] :].to(dtype)))

@@ -21,7 +21,7 @@ from kvpack.formats.sidecars import CodecWithSidecars
 from kvpack.formats.token_norms import LOG8, encode_norms
 from support.interpreter import DEVICE
 from support.kernel_calls import attend_by
-from support.minifloat_digits import block_scales, finite, largest
+from support.minifloat_digits import block_scales, largest_product, make_finite
 
 if TYPE_CHECKING:
     from kvpack.formats.base import Codec
@@ -45,7 +45,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
     digits = []
     for packing in codec.packings().values():
         for alphabet in packing.alphabets:
-            digits.append(finite(codec, torch.randint(0, alphabet, (batch, heads, tokens, packing.symbols), generator=generator)))
+            digits.append(make_finite(codec, torch.randint(0, alphabet, (batch, heads, tokens, packing.symbols), generator=generator)))
     if codec.id == "octahedral":
         triplets = -(-codec.dim // 3)
         for digit in digits:
@@ -57,7 +57,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
     for name, layout in codec.scales(batch, heads, tokens).items():
         values = torch.rand(layout.shape, generator=generator) + 0.25
         if name == "block_scales":
-            values = block_scales(codec, 255 * values.clamp_max(1), 8, 127 - int(math.log2(largest(codec))))
+            values = block_scales(codec, 255 * values.clamp_max(1), 8, 127 - int(math.log2(largest_product(codec))))
         elif name in ("norm", "scale", "token_scale") and layout.per == "token":
             which = torch.rand(layout.shape, generator=generator)
             values = torch.where(which < 0.1, 0.0, torch.where(which < 0.2, -values, values))
@@ -73,7 +73,7 @@ def random_page(codec: Codec, batch: int, heads: int, tokens: int, seed: int) ->
         elif isinstance(codec, Klt) and name == "codes":
             values = torch.randint(0, 256, layout.shape, generator=generator) & torch.tensor(codec.code_bits)
         if name in ("scale", "global_scale"):
-            values = values * (1 / largest(codec) if codec.id == "minifloat" else 1)
+            values = values * (1 / largest_product(codec) if codec.id == "minifloat" else 1)
         if name == "norm" and layout.dtype == "U8":
             # Bytes are unsigned.
             streams[name] = encode_norms(values.abs(), LOG8, name)
@@ -110,7 +110,7 @@ def random_side(codec: Codec, heads: int, runs: tuple[int, ...], tail: int, seed
     return Side(codec, PackedRuns.of(pages), rows)
 
 
-def exact(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: bool = True, **mode: Any) -> torch.Tensor:
+def exact_attention(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: bool = True, **mode: Any) -> torch.Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(torch.float64) for x in layer.unpack(torch.float32) if x is not None)
     scores = q.to(torch.float64) @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap := mode.get("softcap"):
@@ -130,13 +130,13 @@ def exact(q: torch.Tensor, layer: Layer, *, scale: float | None = None, causal: 
     return torch.softmax(scores, -1).nan_to_num(0)[..., : k.shape[2]] @ v
 
 
-def check(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch.float32, **mode: Any) -> None:
+def check_attention(layer: Layer, q_heads: int, q_len: int = 1, dtype: torch.dtype = torch.float32, **mode: Any) -> None:
     """Check that the kernels, not torch operations, attend to the layer on the device, within the tolerance."""
     from kvpack.kernels.attend import attention
 
     assert layer.k is not None
     q = torch.randn(layer.k.batch, q_heads, q_len, layer.k.dim, generator=torch.Generator().manual_seed(7)).to(dtype)
-    expected = exact(q, layer, **mode)
+    expected = exact_attention(q, layer, **mode)
     there = Layer(*(side.to(DEVICE) for side in layer.sides.values()))
     assert attention.supports(q.to(DEVICE), there)
     scale = mode.get("scale", layer.k.dim**-0.5)

@@ -71,7 +71,7 @@ class Reader:
         return Answer(kind, rest.partition("\t")[0], None, {})
 
 
-def missing(name: str) -> str | None:
+def missing_reason(name: str) -> str | None:
     """Return the reason why a reader cannot run here, or None if it can."""
     program = READERS[name][0]
     return None if shutil.which(program) else f"{program} is not installed"
@@ -95,7 +95,7 @@ def _command(name: str) -> Sequence[str]:
 
 
 @contextmanager
-def started(name: str) -> Iterator[Reader]:
+def start_reader(name: str) -> Iterator[Reader]:
     """Start the program of a reader, which ends when the context exits."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(_command(name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
@@ -106,15 +106,15 @@ def started(name: str) -> Iterator[Reader]:
 
 
 @cache
-def all_started() -> tuple[Reader, ...]:
+def start_all_readers() -> tuple[Reader, ...]:
     """Start all readers that can run here, and return them. Their programs end with this process."""
     stack = ExitStack()
     atexit.register(stack.close)
-    return tuple(stack.enter_context(started(name)) for name in READERS if missing(name) is None)
+    return tuple(stack.enter_context(start_reader(name)) for name in READERS if missing_reason(name) is None)
 
 
 @cache
-def in_files(bases: tuple[bytes, ...]) -> tuple[Path, ...]:
+def write_bases(bases: tuple[bytes, ...]) -> tuple[Path, ...]:
     """Write bases to files, which are deleted with this process, and return their paths."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)

@@ -33,7 +33,7 @@ def basis() -> Basis:
     return Basis.load(BASIS)
 
 
-def make(model: str, whole: str) -> None:
+def write_files(model: str, whole: str) -> None:
     """Write both files."""
     from transformers import AttentionInterface
 
@@ -64,4 +64,4 @@ def make(model: str, whole: str) -> None:
 
 
 if __name__ == "__main__":
-    make(*sys.argv[1:])
+    write_files(*sys.argv[1:])

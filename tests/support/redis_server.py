@@ -76,7 +76,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Server]:
+def run_server(folder: Path) -> Iterator[Server]:
     """Run a server inside the context; skips the test if none is installed."""
     if SERVER is None:
         pytest.skip("neither redis-server nor valkey-server is installed")

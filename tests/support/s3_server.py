@@ -78,7 +78,7 @@ def options(endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Server]:
+def run_server() -> Iterator[Server]:
     """Run a server inside the context; skips the test if moto's server is not installed."""
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto is not installed")
@@ -89,7 +89,7 @@ def running() -> Iterator[Server]:
         server.kill()
 
 
-class Liar(BaseHTTPRequestHandler):
+class LyingHandler(BaseHTTPRequestHandler):
     """Answers every GET and HEAD of an entry with ``body`` and the content length ``length``, or with the status ``status``."""
 
     body = b""
@@ -121,9 +121,9 @@ class Liar(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def lying() -> Iterator[tuple[type[Liar], dict[str, str]]]:
+def run_lying_server() -> Iterator[tuple[type[LyingHandler], dict[str, str]]]:
     """Run a server that lies; yields the class whose attributes configure its responses, and the storage_options that point to it."""
-    handler = type("Lying", (Liar,), {})
+    handler = type("Lying", (LyingHandler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -14,7 +14,7 @@ LARGEST = tl.constexpr(MAX_STATIC_BYTES)
 
 
 @triton.jit
-def found_of_words(
+def look_up_words_kernel(
     out: tl.tensor,
     words: tl.tensor,
     table: tl.tensor,

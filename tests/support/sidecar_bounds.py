@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpack.formats.balanced import Balanced
+from kvpack.formats.balanced import FrameMap
 from kvpack.formats.block_rotation import BlockRotation
 from kvpack.formats.channel_order import ChannelOrder
 from kvpack.formats.channel_scale import ChannelScale, factors
 from kvpack.formats.key_mean import KeyMean
 from kvpack.formats.outliers import Outliers
 from kvpack.formats.qjl import Qjl
-from kvpack.formats.raw_positions import add_poorly_fitting, replace_tokens
+from kvpack.formats.raw_positions import mark_poor_fits, replace_tokens
 from kvpack.formats.raw_tokens import RawTokens
 from kvpack.formats.runs import Run
 from kvpack.formats.token_norms import measure_fit_errors, norms_per_head
@@ -55,7 +55,7 @@ def check_sidecars(
             token, sequence = chosen.T.nonzero().unbind(1)
             rest = replace_tokens(x, token, sequence, chosen, codec.token_group)
             norms = codec.coded_norms(Run((*x.shape,), x.device, lambda: iter([rest if codec.changes_norms else x])), None)
-            chosen = add_poorly_fitting(chosen, measure_fit_errors(norms, codec.summary.shared_scales))
+            chosen = mark_poor_fits(chosen, measure_fit_errors(norms, codec.summary.shared_scales))
         assert torch.equal(raw[:, 0], chosen)
         rest = by_position.encode(x, raw[:, 0], codec.token_group)[0]
     if not codec.codec.supports_all_sidecars:
@@ -67,7 +67,7 @@ def check_sidecars(
     if raw_tokens := codec.sidecar(RawTokens):
         raw = streams["raw_token_flags"] != 0
         rest = _check_raw_tokens(codec, raw_tokens, x, raw, decoded)
-    if balanced := codec.sidecar(Balanced):
+    if balanced := codec.sidecar(FrameMap):
         # Check the remaining error in the frame in which it occurred.
         rest, given = balanced.forward(rest, streams), rest
         off = (balanced.inverse(rest, streams).double() - given).norm(dim=-1)

@@ -26,7 +26,7 @@ def identity(model: Any, **given: Any) -> kvpack.Identity:
     return kvpack.Identity.of(model, "octopus-3", **{"weights": "revision", **given})
 
 
-def printed_elsewhere(script: str) -> str:
+def run_elsewhere(script: str) -> str:
     """Run a script in another process that can import the tests' modules, and return its output."""
     code = f"import sys, warnings\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nwarnings.simplefilter('ignore')\n{script}"
     python = warm_python.python(*warm_python.MODELS)

@@ -38,7 +38,7 @@ from spec.generate.expected import read_manifest
 from spec.generate.page_vectors import FOLDER as ROW_FOLDER
 from spec.generate.page_vectors import manifest as row_manifest
 from spec.generate.vector_files import FOLDER, manifest
-from support.reader_programs import ENTRY_READERS, READERS, ROOT, Answer, Reader, differences, in_files, missing, started
+from support.reader_programs import ENTRY_READERS, READERS, ROOT, Answer, Reader, differences, missing_reason, start_reader, write_bases
 from support.second_decoder import decoder, decompress
 from support.strategies import CASES, CONTENTS, DIMS, SIDECAR_DIMS, SIDECARS, contents
 from support.vector_checks import Expected
@@ -88,7 +88,7 @@ def _line_difference(answer: Answer, folder: Path, line: Mapping[str, Any]) -> s
     expected = Expected.of(folder, dict(line))
     if answer.values.shape != expected.values.shape:
         return f"has {len(expected.values)} values, but {len(answer.values)} are decoded"
-    differing = expected.differing(answer.values)
+    differing = expected.differs_from(answer.values)
     if differing.any():
         return f"{differing.sum()} values differ, the first at {differing.argmax()}"
     for key, value in answer.facts.items():
@@ -151,7 +151,7 @@ def codec_words(draw: st.DrawFn, side: str, dim: int) -> str:
 
 
 @st.composite
-def written(draw: st.DrawFn) -> bytes:
+def written_file(draw: st.DrawFn) -> bytes:
     """Return a file written by the library: random codecs for both sides, and random shapes, contents and filters."""
     dims = [draw(st.sampled_from([dim for dim in DIMS if dim <= 128])) for _ in "kv"]
     recipe = f"k={draw(codec_words('k', dims[0]))};v={draw(codec_words('v', dims[1]))}"
@@ -183,7 +183,7 @@ def fresh_files(count: int, number: int, visit: Callable[[bytes], None]) -> None
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(written())
+    @hypothesis.given(written_file())
     def run(data: bytes) -> None:
         nonlocal left
         left -= 1
@@ -231,11 +231,11 @@ def main(words: list[str] | None = None) -> int:
     with ExitStack() as stack:
         readers = []
         for name in arguments.reader or READERS:
-            reason = missing(name)
+            reason = missing_reason(name)
             if reason:
                 print(f"{name}: skipped, because {reason}")
             else:
-                readers.append(stack.enter_context(started(name)))
+                readers.append(stack.enter_context(start_reader(name)))
         if not readers:
             return 0
         for reader in readers:
@@ -246,7 +246,7 @@ def main(words: list[str] | None = None) -> int:
                 for problem in entry_differences(reader):
                     report(f"{reader.name}: {problem}")
                 print(f"{reader.name}: {len(entries())} store entries")
-        bases = in_files(seeds.bases())
+        bases = write_bases(seeds.bases())
         fresh: list[bytes] = []
 
         def visit(data: bytes) -> None:

@@ -44,6 +44,6 @@ def same_states(found: kvpack.Cache | None, position: int, seed: int = 0) -> boo
     )
 
 
-def ends(*chunks: int) -> list[int]:
+def chunk_ends(*chunks: int) -> list[int]:
     """Return the positions at the ends of chunks, given as numbers of chunks."""
     return [CHUNK * count for count in chunks]

@@ -17,7 +17,7 @@ import kvpack
 from kvpack.cache import files
 from kvpack.file import container
 from kvpack.store import breaker
-from support.caches import dense, random_pairs
+from support.caches import random_pairs, unpack_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 IDENTITY = kvpack.Identity("model", "kivi-2", weights="w1", dtype="bfloat16", tenant="tenant")
-EVEN = replace(IDENTITY, recipe="kivi-2;raw=0")
+UNIFORM_IDENTITY = replace(IDENTITY, recipe="kivi-2;raw=0")
 """Identity with a recipe without raw tokens, so that all entries have the same size."""
 KEYS = {"k": bytes(range(32))}
 OTHER_KEYS = {"other": bytes(32)}
@@ -56,15 +56,15 @@ def save(store: kvpack.Store, ids: list[int], seed: int = 0) -> kvpack.Cache:
     return whole
 
 
-def same(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
+def is_same_prefix(found: kvpack.Cache | None, whole: kvpack.Cache) -> bool:
     """Return True if ``found`` is a prefix of ``whole`` with the same values."""
     assert found is not None
-    return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(dense(found), _dense(whole), strict=True))
+    return all(torch.equal(a, b[:, :, : found.tokens]) for a, b in zip(unpack_all(found), _dense(whole), strict=True))
 
 
 @lru_cache(64)
 def _dense(whole: kvpack.Cache) -> list[torch.Tensor]:
-    return dense(whole)
+    return unpack_all(whole)
 
 
 def entries(folder: Path | str) -> list[str]:
@@ -102,7 +102,7 @@ def check_death_and_return(server: Any, opened: Callable[[], kvpack.Store], monk
     its.record_success()
     assert store.match(ids) == 0
     assert store.save(ids, whole) == 3 * CHUNK
-    assert same(store.load(ids)[1], whole)
+    assert is_same_prefix(store.load(ids)[1], whole)
 
 
 def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.Store], *, steps: int, seconds: float) -> None:
@@ -122,7 +122,7 @@ def check_hits_of_an_unsteady_server(server: Any, opened: Callable[[], kvpack.St
                     store.save(ids, whole[:, : len(ids)])
                 n, found = store.load(ids)
                 hits[number] += n > 0
-                assert found is None if n == 0 else same(found, whole)
+                assert found is None if n == 0 else is_same_prefix(found, whole)
             assert store.counters()["damaged_entries"] == 0
         except BaseException as error:
             wrong.append(error)

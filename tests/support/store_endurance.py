@@ -41,7 +41,7 @@ def _work(location: str, seed: int, counts: Any, slot: int) -> None:
         stores = [store_stress.open_store(location, model) for model in range(len(store_stress.LAYERS))]
         for _ in range(choice.randrange(20, 200)):
             try:
-                store_stress.one_operation(stores, choice, kept)
+                store_stress.perform_random_operation(stores, choice, kept)
             except BaseException as error:
                 print(f"process of seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 counts[3 * slot + _WRONG] += 1
@@ -51,13 +51,13 @@ def _work(location: str, seed: int, counts: Any, slot: int) -> None:
             store.close()
 
 
-def endure(
+def run_endurance(
     location: str, seconds: float, *, processes: int = PROCESSES, kill_seconds: float = KILL_SECONDS, seed: int = 0
 ) -> dict[str, Any]:
     """Run processes that use the store at ``location`` for ``seconds``, kill one every ``kill_seconds``, and return a report."""
     for number in range(store_stress.PROMPTS):
         for model in range(len(store_stress.LAYERS)):
-            store_stress.packed(number, model)
+            store_stress.packed_prompt(number, model)
     counts, choice = FORK.RawArray("q", 3 * processes), random.Random(seed)
     begun = kills = ended = 0
 
@@ -99,7 +99,7 @@ def _disk(folder: str) -> dict[str, Any]:
     return {"budget": store_stress.BUDGET, "on disk": taken, "left over": len(list(Path(folder).glob("unfinished/.kvpack-*")))}
 
 
-def bad(report: dict[str, Any]) -> bool:
+def has_failed(report: dict[str, Any]) -> bool:
     """Return True if a hit was wrong, an entry was damaged, a process died without being killed, or the budget was exceeded."""
     broken = report["wrong"] or report["damaged"] or report["ended by themselves"] or report.get("left over")
     return bool(broken) or report.get("on disk", 0) > 1.05 * report.get("budget", 0) or not report["operations"]
@@ -115,9 +115,9 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         location = arguments.location or os.path.join(temporary, "store")
-        report = endure(location, 60 * arguments.minutes, processes=arguments.processes, seed=arguments.seed)
+        report = run_endurance(location, 60 * arguments.minutes, processes=arguments.processes, seed=arguments.seed)
     print(json.dumps(report, indent=2))
-    return 1 if bad(report) else 0
+    return 1 if has_failed(report) else 0
 
 
 if __name__ == "__main__":

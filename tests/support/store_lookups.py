@@ -44,7 +44,7 @@ def prompt(number: int) -> list[int]:
     return [*range(CHUNK), *ids[CHUNK:]] if number % 2 else ids
 
 
-def packed(owner: tuple[int, bytes], number: int) -> kvpack.Cache:
+def packed_prompt(owner: tuple[int, bytes], number: int) -> kvpack.Cache:
     """Return a cache whose values identify its owner and its prompt."""
     identity, inputs = owner
     tokens = len(prompt(number))
@@ -53,7 +53,7 @@ def packed(owner: tuple[int, bytes], number: int) -> kvpack.Cache:
     return kvpack.pack([(x, -x)] * LAYERS, "bf16")
 
 
-def lookups(
+def run_lookups(
     opened: Callable[[kvpack.Identity], kvpack.Store],
     count: int,
     prompts: int = 500,
@@ -72,7 +72,7 @@ def lookups(
     # The owner of a prompt has the first chunk of all prompts that begin the same.
     stored_first = {(owner, tuple(text[:CHUNK])) for owner, text in zip(owners, texts, strict=True)}
     for number, (text, (identity, inputs)) in enumerate(zip(texts, owners, strict=True)):
-        assert stores[identity].save(text, packed((identity, inputs), number), inputs=_digests(text, inputs)) == len(text)
+        assert stores[identity].save(text, packed_prompt((identity, inputs), number), inputs=_digests(text, inputs)) == len(text)
     started = time.monotonic()
     hits = wrong = 0
     looked_up = 0
@@ -90,7 +90,7 @@ def lookups(
     seconds = time.monotonic() - started
     for number, (text, (identity, inputs)) in enumerate(zip(texts, owners, strict=True)):
         found, cache = stores[identity].load(text, inputs=_digests(text, inputs))
-        expected = packed((identity, inputs), number)[0].unpack(torch.bfloat16)[0]
+        expected = packed_prompt((identity, inputs), number)[0].unpack(torch.bfloat16)[0]
         if cache is None or found != len(text):
             wrong += 1
             continue
@@ -111,7 +111,7 @@ def lookups(
     }
 
 
-def in_folder(folder: str) -> Callable[[kvpack.Identity], kvpack.Store]:
+def folder_opener(folder: str) -> Callable[[kvpack.Identity], kvpack.Store]:
     """Return a function that opens the store of an identity in a folder."""
     return lambda identity: kvpack.Store(folder, identity, chunk=CHUNK)
 
@@ -127,7 +127,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        report = lookups(in_folder(folder), arguments.count, seed=arguments.seed)
+        report = run_lookups(folder_opener(folder), arguments.count, seed=arguments.seed)
     print(json.dumps(report, indent=2))
     sys.exit(1 if report["hits"] or report["refused"] or report["owners_that_found_something_else"] else 0)
 

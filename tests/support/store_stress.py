@@ -60,7 +60,7 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def expected(number: int, model: int) -> torch.Tensor:
+def expected_keys(number: int, model: int) -> torch.Tensor:
     """Return the keys of every layer ``[layer, token, dim]`` of a prompt in bfloat16: integers that encode token, position and layer."""
     ids = torch.tensor(prompt(number))
     token, layer, channel = ids[None, :, None], torch.arange(LAYERS[model])[:, None, None], torch.arange(64)[None, None, :]
@@ -76,9 +76,9 @@ def state(number: int, position: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1024)
-def packed(number: int, model: int) -> kvpack.Cache:
+def packed_prompt(number: int, model: int) -> kvpack.Cache:
     """Return a prompt's cache; with ``STATEFUL`` it has states after every second chunk and after the last."""
-    cache = kvpack.pack([(x[None, None], -x[None, None]) for x in expected(number, model)], "bf16")
+    cache = kvpack.pack([(x[None, None], -x[None, None]) for x in expected_keys(number, model)], "bf16")
     if model != STATEFUL:
         return cache
     ends = {
@@ -104,7 +104,7 @@ def check(store: kvpack.Store, number: int, model: int) -> int:
         return 0
     assert n == cache.tokens <= len(prompt(number))
     check_states(cache, number, model, n)
-    right = expected(number, model)[:, :n]
+    right = expected_keys(number, model)[:, :n]
     for layer, x in zip(cache, right, strict=True):
         k, v = layer.unpack(torch.bfloat16)
         assert k is not None
@@ -114,7 +114,7 @@ def check(store: kvpack.Store, number: int, model: int) -> int:
     return n
 
 
-def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[Any]) -> None:
+def perform_random_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[Any]) -> None:
     """Perform a random load, save, match, pin, delete or collection.
 
     ``kept`` contains loaded caches, whose files may be evicted meanwhile.
@@ -124,7 +124,7 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
     if what < 0.55:
         check(store, number, model)
     elif what < 0.93:
-        assert store.save(prompt(number), packed(number, model)) <= len(prompt(number))
+        assert store.save(prompt(number), packed_prompt(number, model)) <= len(prompt(number))
     elif what < 0.96:
         store.match(prompt(number))
     elif what < 0.975:
@@ -136,7 +136,7 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
             number, model, n, cache = kept.pop(0)
             if cache is not None:
                 check_states(cache, number, model, n)
-            for layer, x in zip(cache or (), expected(number, model)[:, :n], strict=False):
+            for layer, x in zip(cache or (), expected_keys(number, model)[:, :n], strict=False):
                 assert torch.equal(layer.unpack(torch.bfloat16)[0][0, 0], x), "a loaded cache changed after eviction"
     elif choice.random() < 0.3:
         store.pin(prompt(number)[:CHUNK])
@@ -145,7 +145,7 @@ def one_operation(stores: list[kvpack.Store], choice: random.Random, kept: list[
         store.collect()
 
 
-def refusals(stores: list[kvpack.Store]) -> int:
+def count_refusals(stores: list[kvpack.Store]) -> int:
     """Return the number of damaged entries and faults in all stores, which must be 0 on a sound disk even if processes are killed."""
     counts = [store.counters() for store in stores]
     return sum(count["damaged_entries"] + sum(count["faults"].values()) for count in counts)
@@ -158,7 +158,7 @@ def note_refusals(folder: str, count: int) -> None:
             file.write(b"x" * count)
 
 
-def refusals_noted(folder: str) -> int:
+def noted_refusals(folder: str) -> int:
     path = f"{folder}.refused"
     return os.stat(path).st_size if os.path.exists(path) else 0
 
@@ -172,7 +172,7 @@ def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized
         choice, kept = random.Random(seed * 1000 + number), []
         try:
             for _ in range(count // threads):
-                one_operation(stores, choice, kept)
+                perform_random_operation(stores, choice, kept)
         except BaseException as error:
             print(f"worker {seed}, thread {number}: {type(error).__name__}: {error}", file=sys.stderr)
             with failed.get_lock():
@@ -183,16 +183,16 @@ def _work(folder: str, seed: int, threads: int, count: int, failed: Synchronized
         worker.start()
     for worker in workers:
         worker.join()
-    note_refusals(folder, refusals(stores))
+    note_refusals(folder, count_refusals(stores))
 
 
-def operations(folder: str, processes: int, threads: int, count: int) -> dict[str, Any]:
+def run_operations(folder: str, processes: int, threads: int, count: int) -> dict[str, Any]:
     """Run ``count`` random operations in total, in ``threads`` threads in each of ``processes`` processes, compare every read, and return a
     report."""
     failed = FORK.Value("q", 0)
     for number in range(PROMPTS):
         for model in range(len(LAYERS)):
-            packed(number, model)
+            packed_prompt(number, model)
     started = time.monotonic()
     workers = [
         FORK.Process(target=_work, args=(folder, seed, threads, count // processes, failed), daemon=True) for seed in range(processes)
@@ -211,7 +211,7 @@ def operations(folder: str, processes: int, threads: int, count: int) -> dict[st
         "seconds": round(time.monotonic() - started, 1),
         "processes_that_failed": sum(worker.exitcode != 0 for worker in workers),
         "threads_that_failed": failed.value,
-        "refused": refusals_noted(folder),
+        "refused": noted_refusals(folder),
         "budget": BUDGET,
         "most_bytes": most,
         "samples": samples,
@@ -229,7 +229,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = os.path.join(temporary, "store")
-        report = operations(folder, arguments.processes, arguments.threads, arguments.count)
+        report = run_operations(folder, arguments.processes, arguments.threads, arguments.count)
     bad = report["refused"] + report["threads_that_failed"] + report["processes_that_failed"]
     bad += report["most_bytes"] > report["budget"]
     print(json.dumps(report, indent=2))

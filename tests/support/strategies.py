@@ -23,7 +23,7 @@ from kvpack.formats.norm_rule import NORM_RULES
 from kvpack.formats.options import Options
 from kvpack.formats.rotation import KINDS
 from kvpack.formats.sidecars import CodecWithSidecars
-from kvpack.formats.token_norms import LARGEST_LOG8, LOG8, TOKEN_NORMS
+from kvpack.formats.token_norms import LOG8, MAX_LOG8, TOKEN_NORMS
 from support.error_bounds import (
     check_angle,
     check_direction,
@@ -306,10 +306,10 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     """Encode ``x``, check its streams and layout, decode it, and compare. Returns False if the encoder refused a value as too large."""
     batch, heads, tokens, _ = x.shape
     try:
-        streams = codec.encode(poisoned(x))
+        streams = codec.encode(with_poisoned_padding(x))
     except OutOfRange:
         # The largest 8-bit norm is 469.5.
-        smallest = 0.4 * LARGEST_LOG8 / codec.dim**0.5 if getattr(codec.family, "norm", "") == LOG8 else SMALLEST_REFUSED
+        smallest = 0.4 * MAX_LOG8 / codec.dim**0.5 if getattr(codec.family, "norm", "") == LOG8 else SMALLEST_REFUSED
         assert x.abs().max() > smallest, "a value of ordinary size was refused"
         return False
     layout = codec.layout(batch, heads, tokens)
@@ -331,7 +331,7 @@ def check_round_trip(codec: Codec, x: torch.Tensor) -> bool:
     params = codec.params()
     assert params["id"] == codec.id
     assert codec_from_params(params) == codec
-    decoded = codec.decode({name: poisoned(stream) for name, stream in streams.items()})
+    decoded = codec.decode({name: with_poisoned_padding(stream) for name, stream in streams.items()})
     assert decoded.dtype == torch.float32
     assert decoded.shape == x.shape
     assert torch.isfinite(decoded).all()
@@ -356,7 +356,7 @@ def _check_prefix(codec: Codec, streams: Mapping[str, torch.Tensor], tokens: int
     assert (near | ~torch.isfinite(whole)).all()
 
 
-def poisoned(x: torch.Tensor) -> torch.Tensor:
+def with_poisoned_padding(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as a view into a larger buffer whose other bytes are all ones (NaN, the largest code), so that stray reads show."""
     larger = torch.full([n + 2 for n in x.shape[:-1]] + [(x.shape[-1] + 2) * x.element_size()], 0xFF, dtype=torch.uint8).view(x.dtype)
     inner = larger[tuple(slice(1, n + 1) for n in x.shape)]

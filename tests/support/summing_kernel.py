@@ -5,17 +5,17 @@ from triton import language as tl
 
 
 @triton.constexpr_function
-def doubled(number: int) -> int:
+def double(number: int) -> int:
     return 2 * number
 
 
 @triton.jit
-def summed(out: tl.tensor, x: tl.tensor, COUNT: tl.constexpr) -> None:
+def sum_kernel(out: tl.tensor, x: tl.tensor, COUNT: tl.constexpr) -> None:
     tl.store(out, tl.sum(tl.load(x + tl.arange(0, COUNT)), 0))
 
 
 @triton.jit
-def planes_summed(out: tl.tensor, planes: tl.tuple, count: tl.tensor, absent: tl.tensor, COUNT: tl.constexpr) -> None:
+def sum_planes_kernel(out: tl.tensor, planes: tl.tuple, count: tl.tensor, absent: tl.tensor, COUNT: tl.constexpr) -> None:
     total = tl.zeros((), tl.float32)
     for number in tl.static_range(len(planes)):
         at = tl.arange(0, COUNT)

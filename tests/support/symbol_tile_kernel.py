@@ -26,13 +26,13 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def given(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
+def symbol_pair_word(words: tl.tuple, SYMBOL: tl.constexpr, CONSTANTS: tl.constexpr, FAST: tl.constexpr) -> tl.tensor:
     """Return the word that contains two symbols."""
     return words[SYMBOL // 2]
 
 
 @triton.jit
-def tile_of_words(
+def tile_kernel(
     out: tl.tensor,
     words: tl.tensor,
     SYMBOLS: tl.constexpr,
@@ -50,7 +50,7 @@ def tile_of_words(
             raw = raw + (tl.load(words + (row + half * HALF) * PAIRS + pair).to(tl.uint32, bitcast=True),)
     warp = tl.arange(0, WARPS)[:, None, None]
     raw = raw + (warp,)
-    tile = load_symbol_tile(raw, 0, given, SYMBOLS, CONSTANTS, TRANSPOSED, FAST)
+    tile = load_symbol_tile(raw, 0, symbol_pair_word, SYMBOLS, CONSTANTS, TRANSPOSED, FAST)
     token, column = tl.arange(0, 2 * HALF), tl.arange(0, WIDTH)
     if TRANSPOSED:
         at = (warp * (2 * HALF) + token[None, None, :]) * WIDTH + column[None, :, None]

@@ -76,16 +76,16 @@ _OTHERS: dict[str, dict[str, Any]] = {
 def tiny_config(model_type: str, **others: Any) -> Any:
     """Return a configuration of ``model_type`` with small sizes; ``others`` are set as given."""
     kind = CONFIG_MAPPING[model_type]
-    return kind(**{**_shrunk(kind(), model_type), **others})
+    return kind(**{**_shrink(kind(), model_type), **others})
 
 
-def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
+def _shrink(config: Any, model_type: str) -> dict[str, Any]:
     defaults = config.to_dict()
-    small = {name: _small(name, value) for name, value in defaults.items() if name not in _LEFT_OUT}
+    small = {name: _small_value(name, value) for name, value in defaults.items() if name not in _OMITTED_SETTINGS}
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
-            small[name] = {"model_type": part.model_type, **_shrunk(part, part.model_type)}
+            small[name] = {"model_type": part.model_type, **_shrink(part, part.model_type)}
     for encoder, decoder in (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers")):
         if encoder in small and decoder in small:
             small[encoder] = small[decoder] + 1
@@ -95,7 +95,7 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
         chosen = [types.index(one) for one in dict.fromkeys(types)]
         chosen = sorted(chosen if len(chosen) > 1 else [0, len(types) - 1])
         listed = {name: value for name, value in defaults.items() if isinstance(value, list) and len(value) == len(types)}
-        small |= {name: [_small(name, value[i]) for i in chosen] for name, value in listed.items()}
+        small |= {name: [_small_value(name, value[i]) for i in chosen] for name, value in listed.items()}
         small |= {name: len(chosen) for name, value in defaults.items() if re.search(_LAYERS, name) and value == len(types)}
     if defaults.get("num_kv_shared_layers") and isinstance(types, list):
         # For each type, one layer that keeps keys and values, and one that shares them.
@@ -107,7 +107,7 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
     return {**small, **_OTHERS.get(model_type, {})}
 
 
-_LEFT_OUT = {
+_OMITTED_SETTINGS = {
     "_name_or_path",
     "architectures",
     "attention_layers",
@@ -121,7 +121,7 @@ _LEFT_OUT = {
 """Settings that a configuration derives from others."""
 
 
-def _small(name: str, value: Any) -> Any:
+def _small_value(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if name.endswith(("_id", "_token_index")):

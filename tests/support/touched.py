@@ -42,13 +42,13 @@ def changed_files(base: str = "main") -> list[str]:
     return sorted({*_git("diff", "--name-only", "--no-renames", shared), *_git("ls-files", "--others", "--exclude-standard")})
 
 
-def needed_by(file: str) -> set[str]:
+def covering_tests(file: str) -> set[str]:
     """Return the paths of the tests that cover ``file``."""
     path = PurePosixPath(file)
     if file in FILES:
         return set(FILES[file])
     if path.parts[0] == "tests" and path.name.startswith("test_"):
-        return _existing(file)
+        return _existing_paths(file)
     if path.name == "conftest.py":
         return {path.parent.as_posix()}
     if file == "tests/support/__init__.py":
@@ -58,17 +58,17 @@ def needed_by(file: str) -> set[str]:
     if path.parts[:2] == ("tests", "benchmarks"):
         return {"tests/benchmarks"}
     if path.parts[0] == "kernels":
-        return _of_kernels(path.parts[1] == "cpu")
+        return _kernel_tests(path.parts[1] == "cpu")
     for tree, folder in TREES.items():
         if path.is_relative_to(tree):
             return {f"tests/{folder}"}
     if path.parts[0] == "kvpack" and path.suffix == ".py":
         folder = path.parts[1].removesuffix(".py")
-        return _existing(f"tests/{folder}") | _existing(f"tests/test_{folder}.py") | {"tests/test_imports.py"}
+        return _existing_paths(f"tests/{folder}") | _existing_paths(f"tests/test_{folder}.py") | {"tests/test_imports.py"}
     return {"tests/test_packaging.py"} if path.parts[0] == "kvpack" else set()
 
 
-def _of_kernels(in_c: bool) -> set[str]:
+def _kernel_tests(in_c: bool) -> set[str]:
     """Return the tests of the C kernels or those of the Triton kernels, which are independent."""
     found = (ROOT / "tests/kernels").glob("test_*.py")
     return {path.relative_to(ROOT).as_posix() for path in found if path.name.startswith("test_cpu_") == in_c}
@@ -97,7 +97,7 @@ def _imports() -> dict[Path, set[str]]:
     return found
 
 
-def _existing(path: str) -> set[str]:
+def _existing_paths(path: str) -> set[str]:
     return {path} if (ROOT / path).exists() else set()
 
 
@@ -107,7 +107,7 @@ def _git(*words: str) -> list[str]:
 
 
 def main() -> None:
-    found = set().union(*(needed_by(file) for file in changed_files(*sys.argv[1:])))
+    found = set().union(*(covering_tests(file) for file in changed_files(*sys.argv[1:])))
     # Drop files in listed folders, because pytest would run them twice.
     print(*sorted(path for path in found if not any(str(parent) in found for parent in PurePosixPath(path).parents)))
 

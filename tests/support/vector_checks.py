@@ -46,18 +46,21 @@ def verify(data: bytes, given: Sequence[Basis]) -> None:
         opened.verify()
 
 
-def unpacked(file: str, device: str = "cpu") -> list[float]:
+def unpack_all(file: str, device: str = "cpu") -> list[float]:
     """Return all values that the library decodes, layer by layer, K before V."""
     opened = container.open_file(FOLDER / file)
     if opened.header.is_basis:
         return [
-            value for number, layer in enumerate(opened.header.layers) for side, _ in layer.sides() for value in rows(opened, number, side)
+            value
+            for number, layer in enumerate(opened.header.layers)
+            for side, _ in layer.sides()
+            for value in basis_rows(opened, number, side)
         ]
     layers = kvpack.load(FOLDER / file, device=device, basis=load_basis(file))
     return [value for layer in layers for side in layer.sides.values() for value in side.unpack(torch.float32).flatten().tolist()]
 
 
-def rows(file: container.File, number: int, side: str) -> list[float]:
+def basis_rows(file: container.File, number: int, side: str) -> list[float]:
     """Return all values of the keys or values in a basis."""
     data = numpy.frombuffer(file.read_side(number, side)["values"], f"<f{DTYPE_BYTES[file.tensors[f'{number}.{side}.values'].dtype]}")
     return [float(value) for value in data]
@@ -79,7 +82,7 @@ class Expected:
         assert values.shape == tolerances.shape
         return cls(values, tolerances, line.get("subnormal_zero", False))
 
-    def differing(self, found: Sequence[float]) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
+    def differs_from(self, found: Sequence[float]) -> numpy.ndarray[Any, numpy.dtype[numpy.bool_]]:
         """Return a mask of the values in ``found`` that do not agree with the expected ones (spec/vectors.md)."""
         values = numpy.array(found, numpy.float32)
         assert values.shape == self.values.shape
@@ -95,5 +98,5 @@ class Expected:
 
 def check_values(file: str, found: Sequence[float]) -> None:
     """Check that every value agrees with the manifest's."""
-    differing = Expected.of(FOLDER, LINES[file]).differing(found)
+    differing = Expected.of(FOLDER, LINES[file]).differs_from(found)
     assert not differing.any(), f"{differing.sum()} values differ, the first at {differing.argmax()}"

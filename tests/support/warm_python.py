@@ -147,7 +147,7 @@ def serve(path: str) -> dict[str, Any]:
             running[os.pidfd_open(number)] = number, client
 
 
-def become(request: dict[str, Any]) -> None:
+def run_request(request: dict[str, Any]) -> None:
     """Run the program that the interpreter's arguments request, in this process."""
     os.chdir(request["folder"])
     os.environ.clear()
@@ -182,7 +182,7 @@ def become(request: dict[str, Any]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def end(work: Callable[[], None]) -> None:
+def run_and_exit(work: Callable[[], None]) -> None:
     """Do ``work`` and exit as the interpreter does, but without a final garbage collection, which would copy all memory shared by forks."""
     code = 0
     try:
@@ -212,4 +212,4 @@ if __name__ == "__main__":
     for name in kvpack.__all__:
         if name not in ("evaluate", "prefill") or "integrated" in sys.argv:
             getattr(kvpack, name)
-    end(functools.partial(become, serve(sys.argv[1])))
+    run_and_exit(functools.partial(run_request, serve(sys.argv[1])))

@@ -73,7 +73,7 @@ def pairs(name: str, layers: int, heads: int, tokens: int, dim: int) -> list[tup
     return found
 
 
-def sampled(cache: kvpack.Cache) -> torch.Tensor:
+def sample_values(cache: kvpack.Cache) -> torch.Tensor:
     """Return one value in ``SAMPLE`` of every layer, K before V, in float32."""
     sides = [side.unpack(torch.float32).flatten() for layer in cache for side in layer.sides.values()]
     return torch.cat(sides)[::SAMPLE].contiguous()
@@ -94,7 +94,7 @@ def store_ids(name: str) -> list[int]:
     return list(range(2 * CHUNK)) if name == "plain" else prompt_ids()[:-1]
 
 
-def pool() -> torch.Tensor:
+def random_pool() -> torch.Tensor:
     """Return the slots of two pages: bf16 ``[slot, layer, side, head, token, channel]``."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(2, 1, 2, 2, 16, 64, generator=generator).bfloat16()
@@ -121,7 +121,7 @@ def batch_ids() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(rows), torch.tensor([[1] * 17, [0] * 4 + [1] * 13])
 
 
-def continued(model: Any, cache: Any, first: list[int], mask: torch.Tensor | None = None) -> list[list[int]]:
+def continue_greedily(model: Any, cache: Any, first: list[int], mask: torch.Tensor | None = None) -> list[list[int]]:
     """Return the most likely next tokens of every row, from ``first`` on, after the tokens in the cache."""
     found: list[list[int]] = [[] for _ in first]
     token = torch.tensor(first)[:, None]
@@ -151,7 +151,7 @@ def _write_presets() -> None:
         needed = None if name in PUBLISHED else basis
         cache = kvpack.pack(pairs(name, *shape(name)), kvpack.Recipe(name, needed), model={"name": "x"})
         kvpack.save(cache, PRESETS / f"{name}.kvpack")
-        values[name] = sampled(kvpack.load(PRESETS / f"{name}.kvpack", basis=needed))
+        values[name] = sample_values(kvpack.load(PRESETS / f"{name}.kvpack", basis=needed))
     save_file(values, VALUES)
 
 
@@ -163,14 +163,14 @@ def _write_prompt(found: dict[str, Any]) -> None:
         model(torch.tensor([ids[:-1]]), **cache_names.cache_argument(model, cache))
         packed = cache.packed
     kvpack.save(packed, PROMPT)
-    found["prompt"] = continued(model, KvpackCache.of(kvpack.load(PROMPT)), ids[-1:])
+    found["prompt"] = continue_greedily(model, KvpackCache.of(kvpack.load(PROMPT)), ids[-1:])
     rows, mask = batch_ids()
     places = {"attention_mask": mask[:, :-1], "position_ids": (mask[:, :-1].cumsum(1) - 1).clamp(min=0)}
     with torch.inference_mode(), KvpackCache(model, RECIPE) as cache:
         model(rows[:, :-1], **places, **cache_names.cache_argument(model, cache))
         packed = cache.packed
     kvpack.save(packed, BATCH)
-    found["batch"] = continued(model, KvpackCache.of(kvpack.load(BATCH)), rows[:, -1].tolist(), mask[:, :-1])
+    found["batch"] = continue_greedily(model, KvpackCache.of(kvpack.load(BATCH)), rows[:, -1].tolist(), mask[:, :-1])
 
 
 def _write_stores(found: dict[str, Any]) -> None:
@@ -182,11 +182,11 @@ def _write_stores(found: dict[str, Any]) -> None:
         with kvpack.Store(STORE, identity, chunk=CHUNK) as store:
             assert store.save(known, cache) == 2 * CHUNK
             found["store"] = {**found.get("store", {}), name: {"keys": [key.hex() for key in store.keys(known)]}}
-            save_file({"values": sampled(store.load(known)[1])}, FOLDER / f"store-{name}.safetensors")
+            save_file({"values": sample_values(store.load(known)[1])}, FOLDER / f"store-{name}.safetensors")
     for name, identity in page_identities().items():
         with kvpack.PageStore(PAGES, identity, GEOMETRY) as store:
-            assert all(store.put(PAGE_KEYS, buffer(pool()), [0, 1]))
-            decoded = torch.zeros_like(pool())
+            assert all(store.put(PAGE_KEYS, buffer(random_pool()), [0, 1]))
+            decoded = torch.zeros_like(random_pool())
             assert all(store.get_into(PAGE_KEYS, buffer(decoded), [0, 1]))
             names = [page_key(store.codec.namespace, key_digest(key), store.codec.layout.description).hex() for key in PAGE_KEYS]
         found["pages"] = {**found.get("pages", {}), name: {"keys": names}}
@@ -196,9 +196,9 @@ def _write_stores(found: dict[str, Any]) -> None:
 def _write_row(found: dict[str, Any]) -> None:
     with kvpack.pages.PageCodec("octopus-4", GEOMETRY) as codec:
         rows = [bytearray(codec.nbytes)]
-        assert codec.encode_into(buffer(pool()), [0], rows, keys=PAGE_KEYS[:1]) == [None]
+        assert codec.encode_into(buffer(random_pool()), [0], rows, keys=PAGE_KEYS[:1]) == [None]
         ROW.write_bytes(rows[0])
-        decoded = torch.zeros_like(pool())
+        decoded = torch.zeros_like(random_pool())
         assert codec.decode_into(rows, buffer(decoded), [0], keys=PAGE_KEYS[:1]) == [None]
     save_file({"values": decoded[0].contiguous()}, FOLDER / "page.safetensors")
 

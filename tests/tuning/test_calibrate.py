@@ -438,7 +438,7 @@ def test_levels_have_slightly_more_energy_than_the_columns() -> None:
         if 0.2 < step < 0.3:
             ends = [(0.5 + frames_fit.DEAD_ZONE + level) / step for level in (0, 1)]
             mean = step * (normal.pdf(ends[0]) - normal.pdf(ends[1])) / (normal.cdf(ends[1]) - normal.cdf(ends[0]))
-            assert values[tables.max_level + 1] == pytest.approx(frames_fit.LARGEST_SCALE * mean, rel=0.05)
+            assert values[tables.max_level + 1] == pytest.approx(frames_fit.MAX_SCALE * mean, rel=0.05)
 
 
 @pytest.mark.scenario

@@ -289,7 +289,7 @@ def test_invalid_arguments_are_refused(
 
 
 def test_the_default_candidates_are_codecs() -> None:
-    for texts, most in ((candidates.LADDER, 24), (candidates.RUNGS, 8)):
+    for texts, most in ((candidates.THOROUGH_CANDIDATES, 24), (candidates.FAST_CANDIDATES, 8)):
         for side, codecs in candidates.parse_candidates(texts).items():
             assert len(codecs) == len(set(codecs)) <= most
             for dim in (64, 80, 128, 256):
@@ -469,7 +469,7 @@ def test_early_boost(sensitive: Any, runs: int, expected: list[str]) -> None:
     made = scripted(32, sensitive, budget=32 * 4 + 16)
     tuned, plain = early_boost.fast_search(made)
     kinds = [it.role for it in made.measurements]
-    assert len(kinds) <= runs <= early_boost.RUNS
+    assert len(kinds) <= runs <= early_boost.MAX_MEASUREMENTS
     assert set(expected) <= set(kinds)
     assert tuned.loss.kl_divergence == min(it.loss.kl_divergence for it in made.measurements)
     assert plain is not None

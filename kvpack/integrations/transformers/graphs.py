@@ -37,8 +37,8 @@ A capture costs as much time as several replays save. Unless the user requests g
 """
 
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}
-_MORE = {"output_attentions", "output_hidden_states"}
-_SETTINGS = {"logits_to_keep", "return_dict", "use_cache", *_MORE}
+_OUTPUT_SETTINGS = {"output_attentions", "output_hidden_states"}
+_SETTINGS = {"logits_to_keep", "return_dict", "use_cache", *_OUTPUT_SETTINGS}
 """Arguments that a captured step may have: tensors, which are copied into the graph, and settings, which are constants of the graph.
 
 Arguments that request more outputs must not be set.
@@ -119,7 +119,7 @@ class StepGraphs:
         if not step_arguments.keys() <= _TENSORS | _SETTINGS or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
             return None
         settings = {name: step_arguments[name] for name in step_arguments.keys() & _SETTINGS}
-        if not all(isinstance(value, (bool, int)) for value in settings.values()) or any(settings.get(name) for name in _MORE):
+        if not all(isinstance(value, (bool, int)) for value in settings.values()) or any(settings.get(name) for name in _OUTPUT_SETTINGS):
             return None
         device = ids.device
         if not can_capture(device) or not cache.records(model) or cache.live.is_uneven or model.training or torch.is_grad_enabled():
@@ -221,7 +221,7 @@ class _Graph:
         self.min_length = max(1, cache.live.seen_tokens(number) // 2)
         owner.captured = CapturedStep(self._starts, self.min_length)
         try:
-            with cache.live.capturing(), cache.passes.muted():
+            with cache.live.capturing(), cache.passes.without_recording():
                 self._replay, output = capture(lambda: call(**step_arguments), device)
         finally:
             owner.captured = None

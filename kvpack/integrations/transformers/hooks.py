@@ -22,7 +22,7 @@ from .computed import ComputedChecksums
 from .generate_calls import caches_in, pass_trackers, refuse_pickled_model, unwatch_generate, watch_generate
 from .passes import Pass, named_arguments
 from .record import Record
-from .sources import EncoderCalls, check_sources, parts_in
+from .sources import EncoderCalls, check_sources, encoder_decoder_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,10 +51,10 @@ class Hooks:
         for number, module in enumerate(inside):
             handles.append(module.register_forward_pre_hook(partial(_before, state, number), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(_after_call, state, number), with_kwargs=True, always_call=True))
-        for encoder in parts_in(inside, "get_encoder"):
+        for encoder in encoder_decoder_parts(inside, "get_encoder"):
             handles.append(encoder.register_forward_hook(partial(_after_encoder, state), with_kwargs=True))
         # The decoders of FSMT are not transformers models.
-        for decoder in parts_in(inside, "get_decoder"):
+        for decoder in encoder_decoder_parts(inside, "get_decoder"):
             if not isinstance(decoder, PreTrainedModel):
                 handles.append(decoder.register_forward_pre_hook(partial(_before_decoder, state), with_kwargs=True))
         watched = [weakref.ref(module) for module in inside if watch_generate(module)]

@@ -18,10 +18,10 @@ from .changes import modules_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-_KNOWN = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
+_KNOWN_PACKAGES = {"torch", "transformers", "kvpack", "accelerate", "huggingface_hub", *sys.stdlib_module_names}
 """Packages whose code does not depend on counts of steps on the host, including those that transformers' own classes use."""
 
-_READ = "transformers.models."
+_INSPECTED_MODULES = "transformers.models."
 """Prefix of the transformers modules whose functions are inspected for calls of other functions."""
 
 _TENSOR_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -44,7 +44,7 @@ class ModelSnapshot:
         }
         self._settings = [vars(config) for config in configs.values()]
         self._own = [
-            (itemgetter("training", "_modules", *sorted(attributes.keys() - _OF_EVERY_MODULE)), attributes)
+            (itemgetter("training", "_modules", *sorted(attributes.keys() - _MODULE_ATTRIBUTES)), attributes)
             for attributes in self._attributes
         ]
         self._code = _Code(result)
@@ -88,7 +88,7 @@ class ModelSnapshot:
         )
 
 
-_OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
+_MODULE_ATTRIBUTES = vars(torch.nn.Module()).keys()
 
 
 class _Code:
@@ -103,7 +103,7 @@ class _Code:
         waiting: list[Any] = []
         for module in modules:
             waiting += type(module).__mro__[:-1]
-            waiting += [value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+            waiting += [value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES]
         while waiting:
             value = waiting.pop()
             if id(value) not in self._seen:
@@ -141,14 +141,14 @@ class _Code:
         self._record(place, function)
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
             yield wrapped
-        if place.startswith(_READ):
+        if place.startswith(_INSPECTED_MODULES):
             for name in sorted(_names_in(function.__code__)):
                 if callable(called := names.get(name)):
                     self._names.append((names.get, name))
                     yield called
 
     def _record(self, place: str, value: Any) -> None:
-        if self.foreign_part is None and place.partition(".")[0] not in _KNOWN:
+        if self.foreign_part is None and place.partition(".")[0] not in _KNOWN_PACKAGES:
             self.foreign_part = f"{getattr(value, '__qualname__', type(value).__qualname__)} is of {place}"
 
 

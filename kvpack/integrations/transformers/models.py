@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _OTHER_ATTENTION = ("kv_lora_rank", "attention_chunk_size")
 """Settings of models that expand cached states before attention, or that attend in chunks, and so cannot use packed layers."""
 
-_WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+_STATE_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 """Cache layers that keep recurrent and convolution states, with or without keys and values."""
 
 SAME_MODEL_ADVICE = "if both compute the same, use KvpackCache.of(dataclasses.replace(cache, model={}), model)"
@@ -91,11 +91,11 @@ class ExpectedLayers:
         for number, layer in enumerate(self._layers):
             self._check_layer(number, layer)
         self._check_accepts_cache_argument()
-        return self._layers_held
+        return self._cache_layers
 
     def states(self, layers: int) -> list[int]:
         """Return, for each of the first ``layers`` layers, the number of states of each kind. It is 0 for a layer without states."""
-        counts = [layer.number_of_states if type(layer) in _WITH_STATES else 0 for layer in self._layers]
+        counts = [layer.number_of_states if type(layer) in _STATE_LAYERS else 0 for layer in self._layers]
         return [*counts, *[0] * layers][:layers]
 
     @property
@@ -111,7 +111,7 @@ class ExpectedLayers:
             )
         if self._own_cache:
             raise InvalidParameter(f"{self.name} accepts only its own cache, a {self._own_cache}: run it without a KvpackCache")
-        if not any(self._layers_held):
+        if not any(self._cache_layers):
             raise InvalidParameter(
                 f"{self.name} has no layer with keys and values, so there is nothing to pack: run it without a KvpackCache"
             )
@@ -122,11 +122,11 @@ class ExpectedLayers:
             )
 
     @property
-    def _layers_held(self) -> list[bool]:
+    def _cache_layers(self) -> list[bool]:
         return [isinstance(layer, CacheLayerMixin) for layer in self._layers]
 
     def _check_layer(self, number: int, layer: Any) -> None:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_WITH_STATES):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *_STATE_LAYERS):
             raise InvalidParameter(
                 f"layers[{number}] of {self.name} keeps a {type(layer).__name__}, but a packed cache holds only keys, values, and the "
                 "states of recurrent and convolution layers"

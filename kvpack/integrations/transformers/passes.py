@@ -35,7 +35,7 @@ _POSITIONS = ("position_ids", "cache_position")
 OTHER_FREQUENCIES = "have the RoPE frequencies of a sequence of more than"
 """Beginning of the clause about tokens whose RoPE frequencies depended on the length of the sequence."""
 
-_READ = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
+_KNOWN_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", *_POSITIONS}
 """Arguments that ``Pass`` reads."""
 
 
@@ -75,7 +75,7 @@ class Pass:
         self._encoder = encoder
         self.sources: Sources | None = None
         """Recorded input of an encoder, which is available once the encoder's output is known."""
-        others = sorted(set(arguments) - _READ - WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
+        others = sorted(set(arguments) - _KNOWN_ARGUMENTS - WITHOUT_EFFECT - ({"decoder_input_ids"} if encoder else set()))
         if others and not encoder:
             self._found.append(f"depend on the arguments {', '.join(others)}" if len(others) > 1 else f"depend on the argument {others[0]}")
         tensor = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .cache import KvpackCache
 
-EVERY = 4096
+DEFAULT_STEP = 4096
 """Default number of tokens per pass. After each pass, the states of a model that has states are kept for a store."""
 
 
@@ -33,7 +33,7 @@ def prefill(
     token_ids: Any,
     contents: Cache | str | os.PathLike[str] | Recipe,
     *,
-    every: int = EVERY,
+    every: int = DEFAULT_STEP,
     chunk: int = CHUNK_TOKENS,
     **options: Any,
 ) -> KvpackCache:

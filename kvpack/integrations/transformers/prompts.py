@@ -76,7 +76,7 @@ def check_rows_known(cache: Cache) -> None:
         )
 
 
-def changed_since(cache: Cache) -> str:
+def changes_since_computed(cache: Cache) -> str:
     """Return a clause which explains that a cache's values have changed since passes computed them, or an empty string.
 
     No prompt can reuse such a cache.
@@ -125,7 +125,7 @@ def crop_to_prompt(past: Any, cache: Cache, prompt: Any, config: Any) -> None:
     ``config`` is the model's, or None without a model.
     """
     tokens = 0
-    other = changed_since(cache)
+    other = changes_since_computed(cache)
     if not other and config is not None:
         other = other_frequencies(cache, prompt, config)
     if other:

@@ -74,7 +74,7 @@ class Record:
         self._pending: list[tuple[int, int, Pass | None]] = []
 
     def __deepcopy__(self, memo: object) -> Self:
-        self._settle()
+        self._read_pending()
         other = copy.copy(self)
         other._older, other._findings, other._pending = list(self._older), [copy.copy(finding) for finding in self._findings], []
         other.sources = list(self.sources)
@@ -90,34 +90,34 @@ class Record:
         self.tokens += tokens
         masks = sum(seen.visible.numel() for _, _, seen in self._pending if seen is not None and seen.visible is not None)
         if len(self._pending) >= _MAX_PENDING_PASSES or masks > _MAX_PENDING_BYTES:
-            self._settle()
+            self._read_pending()
 
     def note(self, start: int, text: str) -> None:
         """Add the note ``text`` about all tokens from ``start`` on, if there are any."""
-        self._settle()
+        self._read_pending()
         if start < self.tokens:
             self._findings.append(_InputNote(start, self.tokens, text))
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep the sequences ``indices`` of the batch."""
-        self._settle()
+        self._read_pending()
         self.sources = [select_sources(sources, indices.tolist()) for sources in self.sources]
         if self._ids.shape[0] > 1:
             self._ids = self._ids[indices.cpu()]
         if self._visible is not None:
             self._visible = self._visible[indices.cpu()]
-            self._forget_visible()
+            self._drop_visible()
 
     def crop(self, tokens: int) -> None:
         """Keep the first ``tokens`` tokens."""
-        self._settle()
+        self._read_pending()
         self.tokens = tokens
         self.sources = self.sources if tokens else []
         # Without tokens, the cache can continue with any number of rows.
         self._ids = self._ids[:, :tokens] if tokens else self._ids[:1, :0]
         if self._visible is not None:
             self._visible = self._visible[:, :tokens]
-            self._forget_visible()
+            self._drop_visible()
         if self._unknown_mask is not None and self._unknown_mask[1] >= tokens:
             self._unknown_mask = None
         self._older = [(text, start) for text, start in self._older if start < tokens]
@@ -135,13 +135,13 @@ class Record:
     @property
     def hides_tokens(self) -> bool:
         """True if a token was hidden when it was computed, or may have been."""
-        self._settle()
+        self._read_pending()
         texts = [*(text for text, _ in self._older), *(finding.text for finding in self._findings)]
         return self._visible is not None or any(text.endswith((MASKED, PADDED)) for text in texts)
 
     def first_mismatch(self, ids: torch.Tensor) -> tuple[int, int, int, int] | None:
         """Return (token, row, known id, other id) for the first of ``ids`` ``[batch, token]`` that differs, or None if none differs."""
-        self._settle()
+        self._read_pending()
         recorded = self._ids[:, : ids.shape[1]]
         if not recorded.shape[1] or ids.shape[0] % recorded.shape[0]:
             return None
@@ -157,13 +157,13 @@ class Record:
     @property
     def ids(self) -> torch.Tensor:
         """Known ids of each row, int64 ``[batch, token]``, or a single row if all rows are the same."""
-        self._settle()
+        self._read_pending()
         return self._ids
 
     @property
     def inputs(self) -> Inputs | None:
         """Recorded inputs, or None if nothing is known about the first tokens and no tokens have been added."""
-        self._settle()
+        self._read_pending()
         if not self._known:
             return None
         different = (self._ids != self._ids[:1]).any(0)
@@ -184,7 +184,7 @@ class Record:
         Returns None if it would see no hidden tokens. Tokens hidden by masks of single tokens are known once the masks are read.
         """
         if mask is None or tokens != 1:
-            self._settle()
+            self._read_pending()
         columns = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
         if mask is not None and columns is None:
             return None
@@ -232,7 +232,7 @@ class Record:
             for start, stop in zip((line > 0).nonzero()[:, 0].tolist(), (line < 0).nonzero()[:, 0].tolist(), strict=True)
         ]
 
-    def _forget_visible(self) -> None:
+    def _drop_visible(self) -> None:
         """Drop the record of visible tokens once no tokens are hidden anymore."""
         if self._visible is not None and bool(self._visible.all()):
             self._visible = None
@@ -257,7 +257,7 @@ class Record:
         self._visible = torch.cat([before, mask[:, start:]], 1)
         return [PADDED if seen.counts_visible and torch.equal(mask[:, :start], before) else MASKED]
 
-    def _settle(self) -> None:
+    def _read_pending(self) -> None:
         """Read the collected passes from the device."""
         pending, self._pending = self._pending, []
         for start, stop, seen in pending:

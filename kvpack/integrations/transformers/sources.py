@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     class Tracker(Protocol):
         """The interface of objects that track the passes over one cache of a pair. ``is_continuing`` is True if the cache has tokens."""
 
-        warned_of_source: bool
+        has_warned_of_source: bool
 
         @property
         def is_continuing(self) -> bool: ...
@@ -83,7 +83,7 @@ class EncoderCalls:
         return digests
 
 
-def parts_in(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
+def encoder_decoder_parts(inside: Sequence[Any], name: str) -> list[torch.nn.Module]:
     """Return the results of the method ``name``, "get_encoder" or "get_decoder", of the models that have both methods."""
     owners = (model for model in inside if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, name))
     parts = {id(part): part for model in owners if (part := getattr(model, name)()) is not model}
@@ -119,7 +119,7 @@ def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
             "KvpackCache.of(dataclasses.replace(cache, inputs=None), model) for both caches, which skips comparing sources, ids and masks"
         )
     unknown = [tracker for tracker in filled if not tracker.record.sources]
-    if unknown and not any(tracker.warned_of_source for tracker in trackers):
+    if unknown and not any(tracker.has_warned_of_source for tracker in trackers):
         warnings.warn(
             "a cache does not record the encoder's input, so a wrong source would not be noticed: pass the source "
             "that it was computed from",
@@ -127,7 +127,7 @@ def check_sources(trackers: Sequence[Tracker], actual: Sources) -> None:
             stacklevel=2,
         )
     for tracker in unknown:
-        tracker.warned_of_source = True
+        tracker.has_warned_of_source = True
 
 
 def _source_name(sources: Sources, row: int) -> str:

@@ -78,7 +78,7 @@ class Tracking:
         self._checkpointed = [] if watched is None else checkpointing_modules(watched)
         self._running = self._failed = self._muted = False
         self._left: tuple[int, int] | None = None
-        self.warned_of_source = False
+        self.has_warned_of_source = False
         """True after the warning that the encoder's input is unknown for the cache's tokens."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -87,7 +87,7 @@ class Tracking:
         )
         copied.states, copied._failed = self.states, self._failed
         copied.rows, copied._checkpointed = copy.deepcopy(self.rows, memo), self._checkpointed
-        copied._left, copied.warned_of_source = self._left, self.warned_of_source
+        copied._left, copied.has_warned_of_source = self._left, self.has_warned_of_source
         copied._watched, copied._is_unused = self._watched, self._is_unused
         copied._is_new, copied._latest, copied._held, copied._verified = self._is_new, self._latest, self._held, self._verified
         copied._changed, copied.changes = self._changed, self.changes
@@ -333,7 +333,7 @@ class Tracking:
         return 0 if self._passes.current is None else self.record.tokens - self._passes.current.start
 
     @contextmanager
-    def muted(self) -> Iterator[None]:
+    def without_recording(self) -> Iterator[None]:
         """Record no calls within this context, because a CUDA graph captures them as part of a recorded call."""
         self._muted = True
         try:

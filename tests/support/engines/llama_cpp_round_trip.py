@@ -42,19 +42,19 @@ def options_of(arch: str) -> dict[str, Any]:
     return {"kv_heads": 1, "latents": True} if arch == "deepseek2" else {"kv_heads": 2, "windows": WINDOWS.get(arch)}
 
 
-def filled(model: Path, types: tuple[str, str], flash: bool, sequence: int, sequences: int) -> Context:
+def filled_context(model: Path, types: tuple[str, str], flash: bool, sequence: int, sequences: int) -> Context:
     context = Context(model, types, flash=flash, sequences=sequences)
     context.decode(IDS, 0, sequence)
     return context
 
 
-def after(context: Context, path: Path, sequence: int, ids: list[int] = IDS) -> list[np.ndarray]:
+def logits_after_load(context: Context, path: Path, sequence: int, ids: list[int] = IDS) -> list[np.ndarray]:
     """Load a file of ``ids`` into a context, and return the logits of some further tokens."""
     assert context.load(path, sequence) == ids
     return [context.decode([token], len(ids) + number, sequence) for number, token in enumerate(NEXT)]
 
 
-def difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+def relative_difference(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
     """Return the largest error of the logits relative to the largest logit."""
     return max(float(np.abs(one - two).max() / np.abs(two).max()) for one, two in zip(found, expected, strict=True))
 
@@ -68,14 +68,14 @@ def check_bytes(folder: Path, model: Path, arch: str) -> Iterator[str]:
         for flash in (True, False):
             for sequence, sequences in ((0, 1), (2, 3)):
                 own, exported = folder / "own.bin", folder / "exported.bin"
-                with filled(model, types, flash, sequence, sequences) as context:
+                with filled_context(model, types, flash, sequence, sequences) as context:
                     data = context.save(own, IDS, sequence)
-                    expected = after(context, own, sequence)
+                    expected = logits_after_load(context, own, sequence)
                 kvpack.save(import_slot(own, **options_of(arch)), folder / "x.kvpack")
                 export_slot(kvpack.load(folder / "x.kvpack"), exported, windows=windows)
                 assert exported.read_bytes() == data
                 with Context(model, types, flash=flash, sequences=sequences) as context:
-                    assert all(map(np.array_equal, after(context, exported, sequence), expected))
+                    assert all(map(np.array_equal, logits_after_load(context, exported, sequence), expected))
     yield f"{len(pairs) * 4} files byte for byte, and the same logits"
 
 
@@ -86,14 +86,14 @@ def check_quantized(folder: Path, model: Path, arch: str) -> Iterator[str]:
         [] if arch == "deepseek2" else [("q8_0", "fp16")]
     )
     for types in kinds:
-        with filled(model, types, True, 0, 1) as context:
+        with filled_context(model, types, True, 0, 1) as context:
             data = context.save(own, IDS)
-            expected = after(context, own, 0)
+            expected = logits_after_load(context, own, 0)
         kvpack.save(import_slot(own, **options_of(arch)), folder / "x.kvpack")
         export_slot(kvpack.load(folder / "x.kvpack"), exported, windows=windows)
         assert exported.read_bytes() == data
         with Context(model, types, flash=True) as context:
-            assert all(map(np.array_equal, after(context, exported, 0), expected))
+            assert all(map(np.array_equal, logits_after_load(context, exported, 0), expected))
     yield f"{len(kinds)} quantized files byte for byte, and the same logits"
 
 
@@ -101,16 +101,16 @@ def check_other_layout(folder: Path, model: Path, arch: str) -> Iterator[str]:
     """Check that a state saved without flash attention loads with it, and one of several streams loads into a single-stream context, which
     llama.cpp itself cannot do."""
     own, other, windows = folder / "own.bin", folder / "other.bin", WINDOWS.get(arch)
-    with filled(model, ("fp16", "fp16"), False, 1, 2) as context:
+    with filled_context(model, ("fp16", "fp16"), False, 1, 2) as context:
         context.save(own, IDS, 1)
-    with filled(model, ("fp16", "fp16"), True, 0, 1) as context:
+    with filled_context(model, ("fp16", "fp16"), True, 0, 1) as context:
         context.save(other, IDS)
-        expected = after(context, other, 0)
+        expected = logits_after_load(context, other, 0)
         assert context.load(own) is None
         export_slot(import_slot(own, **options_of(arch)), other, windows=windows, transposed=False, streams=1)
-        found = after(context, other, 0)
+        found = logits_after_load(context, other, 0)
     # Layers after the first were computed with different attention.
-    error = difference(found, expected)
+    error = relative_difference(found, expected)
     assert error < 2e-3
     yield f"into another layout, logits within {error:.1e}"
 
@@ -119,7 +119,7 @@ def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
     """Check that keys and values of layer 0 are the model's, head by head, with rotary pairs in the order of ``arch``."""
     weights = {tensor.name: np.asarray(tensor.data, np.float64) for tensor in GGUFReader(model).tensors}
     own = folder / "own.bin"
-    with filled(model, ("fp32", "fp32"), False, 0, 1) as context:
+    with filled_context(model, ("fp32", "fp32"), False, 0, 1) as context:
         context.save(own, IDS)
     embedded = weights["token_embd.weight"][IDS]
     normed = embedded / np.sqrt((embedded**2).mean(1, keepdims=True) + 1e-5)
@@ -142,13 +142,13 @@ def check_values(folder: Path, model: Path, arch: str) -> Iterator[str]:
 def check_lossy(folder: Path, model: Path, arch: str) -> Iterator[str]:
     """Check that llama.cpp continues from a lossy cache."""
     own, exported, windows = folder / "own.bin", folder / "exported.bin", WINDOWS.get(arch)
-    with filled(model, ("fp16", "fp16"), True, 0, 1) as context:
+    with filled_context(model, ("fp16", "fp16"), True, 0, 1) as context:
         context.save(own, IDS)
-        expected = after(context, own, 0)
+        expected = logits_after_load(context, own, 0)
         cache = import_slot(own, "kv=group:b=8,g=32", **options_of(arch))
         export_slot(cache, exported, dtype="fp16", windows=windows)
-        found = after(context, exported, 0)
-    error = difference(found, expected)
+        found = logits_after_load(context, exported, 0)
+    error = relative_difference(found, expected)
     assert 0 < error < 0.1
     yield f"after 8 bits per value, logits within {error:.1e}"
 
@@ -160,7 +160,7 @@ def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
     """
     own, exported, windows = folder / "own.bin", folder / "exported.bin", WINDOWS.get(arch)
     # The order of cells changes the result of flash attention by about 1e-3.
-    with filled(model, ("fp32", "fp32"), False, 0, 1) as context:
+    with filled_context(model, ("fp32", "fp32"), False, 0, 1) as context:
         if windows:
             # The ring buffer has 256 cells, and single tokens wrap around from its end to its beginning.
             ids = (IDS * 3)[:270]
@@ -169,22 +169,22 @@ def check_moved(folder: Path, model: Path, arch: str) -> Iterator[str]:
         else:
             assert context.remove(20, 40)
             context.save(own, [])
-            refused(own, "with 40 in place of 20", **options_of(arch))
+            check_refused(own, "with 40 in place of 20", **options_of(arch))
             context.shift(40, TOKENS, -20)
             context.decode(IDS[:20], TOKENS - 20)
             ids = IDS
         data = context.save(own, ids)
-        expected = after(context, own, 0, ids)
+        expected = logits_after_load(context, own, 0, ids)
         export_slot(import_slot(own, **options_of(arch)), exported, windows=windows)
         assert sorted(exported.read_bytes()) == sorted(data)
         assert exported.read_bytes() != data
-        found = after(context, exported, 0, ids)
-    error = difference(found, expected)
+        found = logits_after_load(context, exported, 0, ids)
+    error = relative_difference(found, expected)
     assert error < 1e-4
     yield f"cells in another order, logits within {error:.1e}"
 
 
-def refused(path: Path, message: str, **options: Any) -> None:
+def check_refused(path: Path, message: str, **options: Any) -> None:
     found = "accepted"
     try:
         import_slot(path, **options)
@@ -196,21 +196,21 @@ def refused(path: Path, message: str, **options: Any) -> None:
 def check_refusals(folder: Path) -> Iterator[str]:
     """Check that kvpack refuses unsupported states that llama.cpp writes."""
     path, llama = folder / "own.bin", write_model(folder / "llama.gguf", "llama", 64)
-    with filled(llama, ("fp16", "fp16"), True, 0, 1) as context:
+    with filled_context(llama, ("fp16", "fp16"), True, 0, 1) as context:
         array = (ctypes.c_int32 * TOKENS)(*IDS)
         assert library.llama_state_save_file(context.pointer, str(path).encode(), array, TOKENS)
-        refused(path, "is the state of a whole context ('ggsn')", kv_heads=2)
+        check_refused(path, "is the state of a whole context ('ggsn')", kv_heads=2)
         context.save(path, IDS[:-1])
-        refused(path, "has 99 token ids for 100 cells", kv_heads=2)
+        check_refused(path, "has 99 token ids for 100 cells", kv_heads=2)
         context.save(path, IDS)
-        refused(path, "128 channels are not divisible by 3 heads", kv_heads=3)
+        check_refused(path, "128 channels are not divisible by 3 heads", kv_heads=3)
     for arch, message in (("gemma3", "sliding-window layers"), ("qwen2vl", "(M-RoPE)"), ("mamba", "recurrent models")):
-        with filled(write_model(folder / f"{arch}.gguf", arch, 64), ("fp16", "fp16"), True, 0, 1) as context:
+        with filled_context(write_model(folder / f"{arch}.gguf", arch, 64), ("fp16", "fp16"), True, 0, 1) as context:
             context.save(path, IDS)
-        refused(path, message, kv_heads=2)
+        check_refused(path, message, kv_heads=2)
         if arch == "gemma3":
-            refused(path, "is 2, but windows has 1", kv_heads=2, windows={0: WINDOW})
-            refused(path, "layer 0 has a window of 64", kv_heads=2, windows={0: 64, 2: 64})
+            check_refused(path, "is 2, but windows has 1", kv_heads=2, windows={0: WINDOW})
+            check_refused(path, "layer 0 has a window of 64", kv_heads=2, windows={0: 64, 2: 64})
     yield "recurrent, M-RoPE, a whole context, windows and heads that are not: refused"
 
 
@@ -219,7 +219,7 @@ def check_server(folder: Path, program: Path) -> Iterator[str]:
     for arch in ("llama", "gemma3"):
         windows = WINDOWS.get(arch)
         model = write_model(folder / f"{arch}.gguf", arch, 64)
-        with served(program, model, folder) as ask:
+        with run_server(program, model, folder) as ask:
             first = {"prompt": IDS, "n_predict": 16, "temperature": 0, "id_slot": 0, "cache_prompt": True, "return_tokens": True}
             ids = [*IDS, *ask("/completion", first)["tokens"]]
             ask("/slots/0?action=save", {"filename": "own.bin"})
@@ -242,7 +242,7 @@ def check_server(folder: Path, program: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def served(program: Path, model: Path, folder: Path) -> Iterator[Callable[[str, Any], Any]]:
+def run_server(program: Path, model: Path, folder: Path) -> Iterator[Callable[[str, Any], Any]]:
     """Run a llama-server over ``model`` that saves slots in ``folder``; yields a function of a path and a JSON body."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -304,7 +304,7 @@ def write_fixtures(folder: Path, program: Path | None) -> None:
         context.decode(ids, 0)
         context.save(folder / "opaque.bin", ids)
     if program:
-        with served(program, write_model(model, "llama", 8, heads=1, kv_heads=1), folder) as ask:
+        with run_server(program, write_model(model, "llama", 8, heads=1, kv_heads=1), folder) as ask:
             ask("/completion", {"prompt": ids, "n_predict": 1, "temperature": 0, "id_slot": 0, "cache_prompt": True})
             ask("/slots/0?action=save", {"filename": "server.bin"})
     model.unlink()

@@ -32,7 +32,7 @@ def config(recipe: str, shape: torch.Size, folder: Path) -> Any:
     return PluginL2AdapterConfig("kvpack.integrations.lmcache.adapter", "KvpackL2Adapter", given)
 
 
-def waited(done: Callable[[], bool], seconds: float = 30) -> bool:
+def wait_until(done: Callable[[], bool], seconds: float = 30) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if done():
@@ -52,7 +52,7 @@ def manager_of(adapter: Any) -> StorageManager:
     )
 
 
-def loaded(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tensor]:
+def load_all(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tensor]:
     """Empty LMCache's own memory, and return the objects that can then be loaded, up to the first missing one."""
     manager.clear(force=True)
     handle = manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, layout)]))
@@ -62,7 +62,7 @@ def loaded(manager: StorageManager, layout: MemoryLayoutDesc) -> list[torch.Tens
         status[0] = manager.query_prefetch_status(handle)
         return status[0] is not None
 
-    assert waited(known)
+    assert wait_until(known)
     hits = status[0].hit_cells[0].count_leading_ones()
     found = []
     if hits:
@@ -95,17 +95,17 @@ def run(recipe: str, shape: torch.Size) -> bool:
             reserved = manager.reserve_write([key], layout)
             reserved[key].tensor.view(shape).copy_(values)
             manager.finish_write([key])
-            assert waited(lambda: manager.report_status()["store_controller"]["in_flight_task_count"] == 0)
-        assert waited(lambda: len(files(folder)) == len(KEYS)), files(folder)
+            assert wait_until(lambda: manager.report_status()["store_controller"]["in_flight_task_count"] == 0)
+        assert wait_until(lambda: len(files(folder)) == len(KEYS)), files(folder)
         size = files(folder)[0].stat().st_size
-        whole = loaded(manager, layout)
+        whole = load_all(manager, layout)
         victim = files(folder)[1]
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
-        damaged = loaded(manager, layout)
+        damaged = load_all(manager, layout)
         shown = metrics()
-        released = waited(lambda: manager.report_status()["l1_manager"]["memory_used_bytes"] == 0)
+        released = wait_until(lambda: manager.report_status()["l1_manager"]["memory_used_bytes"] == 0)
         manager.close()
     # LMCache exports the registry of prometheus_client.
     told = shown.get("kvpack_store_damaged_entries_total") == 1 and shown.get("kvpack_store_hit_tokens_total", 0) >= 3 * shape[2]

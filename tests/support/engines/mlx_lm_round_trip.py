@@ -32,7 +32,7 @@ def update(layers: list[Any], tokens: int) -> None:
         layer.update_and_fetch(keys, values)
 
 
-def in_order(layer: Any, array: mx.array) -> np.ndarray:
+def in_token_order(layer: Any, array: mx.array) -> np.ndarray:
     found = layer._temporal_order(array) if isinstance(layer, RotatingKVCache) else array[..., : layer.offset, :]
     return np.array(found.astype(mx.float32))
 
@@ -48,7 +48,7 @@ def check(folder: Path, classes: list[Any], steps: tuple[int, ...]) -> None:
         assert layer.seen_tokens == own.offset
         for found, array in zip(layer.unpack(torch.float32), (own.keys, own.values), strict=True):
             assert found is not None
-            assert np.array_equal(found.numpy(), in_order(own, array))
+            assert np.array_equal(found.numpy(), in_token_order(own, array))
     windows = {number: WINDOW for number, kind in enumerate(classes) if kind is RotatingKVCache}
     export_prompt_cache(cache, folder / "exported.safetensors", windows=windows)
     loaded = [load_prompt_cache(str(folder / f"{name}.safetensors")) for name in ("made", "exported")]
@@ -61,7 +61,7 @@ def check(folder: Path, classes: list[Any], steps: tuple[int, ...]) -> None:
             assert mine.offset == theirs.offset
             newest = WINDOW if isinstance(mine, RotatingKVCache) else mine.offset
             for one, other in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-                assert np.array_equal(in_order(mine, one)[:, :, -newest:], in_order(theirs, other)[:, :, -newest:])
+                assert np.array_equal(in_token_order(mine, one)[:, :, -newest:], in_token_order(theirs, other)[:, :, -newest:])
 
 
 if __name__ == "__main__":

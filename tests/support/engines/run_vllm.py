@@ -42,7 +42,9 @@ def environment(folder: Path) -> Path:
     return python
 
 
-def process(python: Path, script: str, model: Path, store: Path, recipe: str, *more: str, seconds: float | None = None) -> dict[str, Any]:
+def run_process(
+    python: Path, script: str, model: Path, store: Path, recipe: str, *more: str, seconds: float | None = None
+) -> dict[str, Any]:
     """Run one process and return the report that it prints; empty if it was killed after ``seconds``."""
     command = [python, HERE / script, model, store, recipe, *more]
     return result_of(command, store, seconds)
@@ -83,14 +85,14 @@ def main() -> int:
     failed = 0
     for script, kind in (("vllm_process.py", "the tier"), ("vllm_packed.py", "packed by the worker, vLLM's fs tier")):
         for recipe in ("bf16", "octopus-4"):
-            failed += not runs(python, script, kind, options.model, recipe)
+            failed += not check_processes(python, script, kind, options.model, recipe)
     for kind, loaded in (("windows", LOADED_OF_CHUNKS), ("latents", LOADED), ("states", LOADED)):
-        failed += not groups_agree(python, kind, "primary", loaded)
-        failed += not groups_agree(python, kind, "store", LOADED)
-    return failed + (not fp8_is_kept(python, options.model))
+        failed += not check_groups(python, kind, "primary", loaded)
+        failed += not check_groups(python, kind, "store", LOADED)
+    return failed + (not check_fp8(python, options.model))
 
 
-def groups_agree(python: Path, kind: str, placement: str, loaded: int) -> bool:
+def check_groups(python: Path, kind: str, placement: str, loaded: int) -> bool:
     """Run two processes of a model of ``kind`` and check that loaded chunks give bit-identical log probabilities.
 
     With a store, the first process loads from vLLM's own memory, so no precision may be lost.
@@ -109,17 +111,17 @@ def groups_agree(python: Path, kind: str, placement: str, loaded: int) -> bool:
     return good
 
 
-def fp8_is_kept(python: Path, model: Path) -> bool:
+def check_fp8(python: Path, model: Path) -> bool:
     """Run two processes with an fp8 cache and check that rows store it byte for byte."""
     with tempfile.TemporaryDirectory() as folder:
-        first, second = (process(python, "vllm_packed.py", model, Path(folder), "octopus-4", "fp8") for _ in range(2))
+        first, second = (run_process(python, "vllm_packed.py", model, Path(folder), "octopus-4", "fp8") for _ in range(2))
     tokens = [second["tokens"], first["memory"]["tokens"], first["flipped"]["tokens"]]
     good = second["cached"] == LOADED and all(found == first["tokens"] for found in tokens)
     print(f"fp8 cache packed by the worker: the second process loads {second['cached']} of 900 tokens {'good' if good else 'WRONG'}")
     return good
 
 
-def agrees_with_vllm(python: Path, model: Path, run: dict[str, Any]) -> bool:
+def matches_plain_vllm(python: Path, model: Path, run: dict[str, Any]) -> bool:
     """Return True if vLLM without kvpack generates the tokens of ``run`` after as many cached tokens.
 
     Tokens computed in other passes differ by rounding in bf16, which decides ties.
@@ -128,7 +130,7 @@ def agrees_with_vllm(python: Path, model: Path, run: dict[str, Any]) -> bool:
     return (plain["cached"], plain["tokens"]) == (run["cached"], run["tokens"])
 
 
-def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
+def metrics_match(metrics: dict[str, float], run: dict[str, Any]) -> bool:
     """Return True if vLLM's own metrics match what a process did."""
     prefix = "vllm:kv_offload_kvpack_"
     if "memory" in run:
@@ -144,31 +146,31 @@ def shown(metrics: dict[str, float], run: dict[str, Any]) -> bool:
     return enough and (ratio, metrics.get(prefix + "damaged_entries", 0)) == (run["ratio"], run["damaged"])
 
 
-def runs(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool:
+def check_processes(python: Path, script: str, kind: str, model: Path, recipe: str) -> bool:
     """Run five processes, print what they did, and return True if all of it is correct."""
     with tempfile.TemporaryDirectory() as folder:
         store, left = Path(folder) / "store", Path(folder) / "killed"
-        killed = process(python, script, model, left, recipe, seconds=300)
-        first = process(python, script, model, store, recipe)
-        second = process(python, script, model, store, recipe)
+        killed = run_process(python, script, model, left, recipe, seconds=300)
+        first = run_process(python, script, model, store, recipe)
+        second = run_process(python, script, model, store, recipe)
         victim = entries(store)[3]
         data = bytearray(victim.read_bytes())
         data[len(data) // 3] ^= 4
         victim.write_bytes(data)
-        third = process(python, script, model, store, recipe)
-        after = process(python, script, model, left, recipe)
+        third = run_process(python, script, model, store, recipe)
+        after = run_process(python, script, model, left, recipe)
     # Check vLLM's own endpoint for stored, loaded and damaged rows.
     told = [run["metrics"] for run in (first, second, third)]
     same = [run["tokens"] == first["tokens"] for run in (second, third, after)]
     if recipe == "bf16" and not same[1]:
-        same[1] = agrees_with_vllm(python, model, third)
+        same[1] = matches_plain_vllm(python, model, third)
     good = not killed and second["cached"] == LOADED and second["damaged"] == 0 and third["damaged"] == 1
-    good &= all(shown(*one) for one in zip(told, (first, second, third), strict=True))
+    good &= all(metrics_match(*one) for one in zip(told, (first, second, third), strict=True))
     if "memory" in first:
         # First, rows in host memory are intact; then one of them has a flipped bit, which the worker detects.
         same += [first["memory"]["tokens"] == first["tokens"], first["flipped"]["tokens"] == first["tokens"]]
         if recipe == "bf16" and not same[-1]:
-            same[-1] = agrees_with_vllm(python, model, first["flipped"])
+            same[-1] = matches_plain_vllm(python, model, first["flipped"])
         good &= first["memory"]["cached"] == LOADED and first["flipped"]["damaged"] == 1
     # A lossy recipe may change tokens of the demo's small model, but not of a larger one.
     good &= all(same) or (recipe != "bf16" and model == SMALL)

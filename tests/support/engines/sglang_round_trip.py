@@ -20,7 +20,7 @@ import torch
 from transformers import AutoProcessor  # noqa: F401
 
 
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in ("torchvision", "sgl_kernel"):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -35,7 +35,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-sys.meta_path.insert(0, StandIns())
+sys.meta_path.insert(0, StubFinder())
 
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402

@@ -37,8 +37,10 @@ def main() -> int:
     cells = []
     for fault in faults:
         for kind in kinds:
-            cells.append(run_cell(kind, fault, counts[fault], arguments.seed, lambda text, at=f"{fault}, {kind}": _tell(f"{at}: {text}")))
-            _tell("")
+            cells.append(
+                run_cell(kind, fault, counts[fault], arguments.seed, lambda text, at=f"{fault}, {kind}": _print_line(f"{at}: {text}"))
+            )
+            _print_line("")
             if not sys.stderr.isatty():
                 print(f"{fault}, {kind}: {cells[-1].counts['cases']:,} cases, {cells[-1].seconds:,.0f} s", file=sys.stderr, flush=True)
             # Print problems immediately, because a run may take hours.
@@ -52,7 +54,7 @@ def main() -> int:
     return 1 if any(cell.counts["problems"] for cell in cells) else 0
 
 
-def _tell(text: str) -> None:
+def _print_line(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -44,14 +44,14 @@ class Cell:
             self.problems.append(text)
 
     @contextlib.contextmanager
-    def noting(self, what: str) -> Iterator[None]:
+    def recording_problems(self, what: str) -> Iterator[None]:
         """Record an exception raised in the block as a problem."""
         try:
             yield
         except (Exception, AssertionError) as error:
-            self.problem(f"{what}: {told(error)}")
+            self.problem(f"{what}: {describe_error(error)}")
 
-    def done(self, cases: int = 1, *, of: int | None = None) -> None:
+    def report_done(self, cases: int = 1, *, of: int | None = None) -> None:
         """Count cases and report progress."""
         self.counts["cases"] += cases
         if self.progress is not None:
@@ -69,7 +69,7 @@ class Cell:
         }
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Format an exception and where it was raised in one line."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     where = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
@@ -96,7 +96,7 @@ def fork(work: Callable[[Note], None], notes: str) -> int:
             work(note)
             code = 0
         except BaseException as error:
-            note(f"problem: a child: {told(error)}", 1)
+            note(f"problem: a child: {describe_error(error)}", 1)
     finally:
         os._exit(code)
 

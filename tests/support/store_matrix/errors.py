@@ -13,11 +13,11 @@ import pytest
 
 import kvpack
 from kvpack.store import breaker
-from support.faulty_os import BESIDE_OS, OPERATIONS, SOCKET_OPERATIONS, FaultyOs
+from support.faulty_os import OPERATIONS, OTHER_OPERATIONS, SOCKET_OPERATIONS, FaultyOs
 from support.store_matrix.cells import Cell
 from support.store_matrix.kinds import BUDGET, Place
-from support.store_matrix.oracle import IDENTITIES, Wrong, check, packed, prepare, prompt
-from support.store_matrix.uses import KEPT, each, keep, sound, works
+from support.store_matrix.oracle import IDENTITIES, BrokenGuarantee, check, packed_prompt, prepare, prompt
+from support.store_matrix.uses import PINNED_PROMPTS, check_intact, check_usable, perform_each_operation, save_and_pin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ ERRORS = (
     *(errno.ESTALE, errno.EPERM),
 )
 SOCKET_ERRORS = (errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.EINTR)
-OTHER_FILES = (*KEPT, (0, 2), (1, 3))
+OTHER_FILES = (*PINNED_PROMPTS, (0, 2), (1, 3))
 """Prompts saved without pins and without a budget, which must not be evicted."""
 
 
-def errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+def check_system_errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Try ``count`` cases of (operation, call, errno, once or permanently), with and without a budget."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
@@ -44,13 +44,13 @@ def errors(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
             operation, number, code, sticky, budget = case
             fault = FaultyOs((operation,), number, code, sticky)
             what = f"{operation} {number} {errno.errorcode[code]}{' and all later' if sticky else ''}{'' if budget else ', no budget'}"
-            with cell.noting(what):
+            with cell.recording_problems(what):
                 cell.counts["faults_met"] += _run(place, cell, fault, budget) >= number
-            cell.done(of=count)
+            cell.report_done(of=count)
 
 
 def _operations(place: Place) -> Sequence[str]:
-    folder = (*OPERATIONS, *BESIDE_OS) if place.folders else ()
+    folder = (*OPERATIONS, *OTHER_OPERATIONS) if place.folders else ()
     return (*folder, *(SOCKET_OPERATIONS if place.has_server else ()))
 
 
@@ -70,13 +70,13 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
     """Use a store with a fault, check it afterwards, and return how often the fault's operations were called."""
     place.clear()
     place.budget, place.durable = budget, True
-    keep(place)
-    kept = KEPT
+    save_and_pin(place)
+    kept = PINNED_PROMPTS
     if budget is None:
         kept = OTHER_FILES
         for who, number in OTHER_FILES:
             with place.open(who) as store:
-                store.save(prompt(number), packed(who, number))
+                store.save(prompt(number), packed_prompt(who, number))
     before = open_files()
     lasting = [place.open(who) for who in range(len(IDENTITIES))]
     try:
@@ -84,19 +84,19 @@ def _run(place: Place, cell: Cell, fault: FaultyOs, budget: int | None) -> int:
             fault.install(patch)
             for who, store in enumerate(lasting[:2]):
                 check(store, who, 0)
-                store.save(prompt(7), packed(who, 7))
+                store.save(prompt(7), packed_prompt(who, 7))
                 cell.counts["chunks_found"] += check(store, who, 7)
             # Opening a store may raise.
             with contextlib.suppress(kvpack.KvpackError):
-                cell.counts["chunks_found"] += each(place)
+                cell.counts["chunks_found"] += perform_each_operation(place)
         for who, store in enumerate(lasting[:2]):
-            works(store, who, 4)
+            check_usable(store, who, 4)
     finally:
         for store in lasting:
             store.close()
     if after := open_files() - before:
-        raise Wrong(f"left open: {after}")
-    sound(place, kept, read=(0, 1, 4, 7))
+        raise BrokenGuarantee(f"left open: {after}")
+    check_intact(place, kept, read=(0, 1, 4, 7))
     return fault.calls
 
 

@@ -15,7 +15,7 @@ from kvpack.store import breaker
 from support.store_matrix.cells import Cell, fork, read_notes
 from support.store_matrix.kinds import Place
 from support.store_matrix.oracle import IDENTITIES, PROMPTS, check, prepare, require
-from support.store_matrix.uses import KEPT, at_random, keep, sound
+from support.store_matrix.uses import PINNED_PROMPTS, check_intact, perform_random_operation, save_and_pin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
     from support.store_matrix.cells import Note
 
 WRITERS = 3
-LONGEST_LIFE = 0.03
+MAX_LIFE_SECONDS = 0.03
 """Maximum number of seconds between two kills."""
-READS = 3
+READS_PER_KILL = 3
 """Number of verified reads after each kill."""
-KILLS_A_CHECK = 50
+KILLS_PER_CHECK = 50
 """Number of kills after which all writers end and the whole store is checked."""
-KILLS_A_SERVER = 20
+KILLS_PER_SERVER_KILL = 20
 _SERVER_FAULTS = ("ConnectionError", "TimeoutError", "CircuitOpen", "ECONN", "EPIPE")
 
 
-def kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+def check_kills(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Kill ``count`` writers, one at a time, and check all guarantees during and after the kills."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
         # Retry soon after the server is back.
         patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
-        keep(place)
+        save_and_pin(place)
         choice, left = random.Random(seed), count
         while left:
-            now = min(left, KILLS_A_CHECK)
-            _round(place, cell, now, choice)
-            with cell.noting("after the kills"):
-                cell.counts["chunks_left"] += sound(place)
+            now = min(left, KILLS_PER_CHECK)
+            _kill_once(place, cell, now, choice)
+            with cell.recording_problems("after the kills"):
+                cell.counts["chunks_left"] += check_intact(place)
             left -= now
-            cell.done(now, of=count)
+            cell.report_done(now, of=count)
 
 
-def _round(place: Place, cell: Cell, count: int, choice: random.Random) -> None:
+def _kill_once(place: Place, cell: Cell, count: int, choice: random.Random) -> None:
     notes = str(place.root / "notes")
     stores = [place.open(who) for who in range(len(IDENTITIES))]
     running: list[int] = []
@@ -62,24 +62,24 @@ def _round(place: Place, cell: Cell, count: int, choice: random.Random) -> None:
     try:
         running += (start() for _ in range(WRITERS))
         for number in range(count):
-            time.sleep(choice.uniform(0, LONGEST_LIFE))
+            time.sleep(choice.uniform(0, MAX_LIFE_SECONDS))
             victim = choice.randrange(WRITERS)
             os.kill(running[victim], signal.SIGKILL)
             _, status = os.waitpid(running[victim], 0)
             if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
                 cell.problem(f"a writer ended by itself, with {os.waitstatus_to_exitcode(status)}")
             running[victim] = start()
-            if place.has_server and number % KILLS_A_SERVER == KILLS_A_SERVER - 1:
+            if place.has_server and number % KILLS_PER_SERVER_KILL == KILLS_PER_SERVER_KILL - 1:
                 _kill_server(place, cell)
-            for _ in range(READS):
+            for _ in range(READS_PER_KILL):
                 who, read = choice.randrange(len(stores)), choice.randrange(PROMPTS)
-                with cell.noting("a read"):
+                with cell.recording_problems("a read"):
                     cell.counts["reads"] += 1
                     cell.counts["hits"] += check(stores[who], who, read) > 0
-            with cell.noting("the prompts that are kept"):
-                who, _ = choice.choice(KEPT)
-                require(stores[who], KEPT, who, "while writers are killed")
-            size = place.most_stored()
+            with cell.recording_problems("the prompts that are kept"):
+                who, _ = choice.choice(PINNED_PROMPTS)
+                require(stores[who], PINNED_PROMPTS, who, "while writers are killed")
+            size = place.max_stored_bytes()
             cell.counts["most_bytes"] = max(cell.counts["most_bytes"], size)
             if place.budget is not None and size > place.budget:
                 cell.problem(f"{size} bytes at one moment, the budget is {place.budget}")
@@ -101,9 +101,9 @@ def _kill_server(place: Place, cell: Cell) -> None:
     place.server.start()
     cell.counts["server_kills"] += 1
     time.sleep(0.03)
-    if not place.lasting:
-        with cell.noting("after a restart of the server"):
-            keep(place)
+    if not place.survives_server:
+        with cell.recording_problems("after a restart of the server"):
+            save_and_pin(place)
 
 
 def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
@@ -117,7 +117,7 @@ def _use_until_killed(place: Place, choice: random.Random, note: Note) -> None:
             note(f"problem: {text}", 1)
 
     while True:
-        found, _ = at_random(place, stores, choice, loaded)
+        found, _ = perform_random_operation(place, stores, choice, loaded)
         if found:
             note("hits", 1)
         for who, store in enumerate(stores):

@@ -77,7 +77,7 @@ class Place:
         return "Redis" in self.kind.tiers
 
     @property
-    def lasting(self) -> bool:
+    def survives_server(self) -> bool:
         """Return True if entries outlive the server."""
         return "folder" in self.kind.tiers
 
@@ -113,14 +113,14 @@ class Place:
         assert self.server is not None
         return redis.Redis.from_url(self.server.url, socket_timeout=10)
 
-    def most_stored(self) -> int:
+    def max_stored_bytes(self) -> int:
         """Return the size in bytes of entries and unfinished files that the fullest tier contained at one moment."""
         sizes = [bytes_stored(folder) for folder in self.folders]
         if self.server is not None:
             sizes.append(int(self.client().eval(_STORED, 0)))
         return max(sizes)
 
-    def left_over(self) -> list[str]:
+    def unfinished_files(self) -> list[str]:
         """Return the unfinished files of all tiers."""
         found = []
         for folder in self.folders:
@@ -128,11 +128,11 @@ class Place:
                 found += [f"{folder}/unfinished/{name}" for name in os.listdir(f"{folder}/unfinished")]
         return found
 
-    def foreign(self, uid: int | None = None) -> list[str]:
+    def foreign_paths(self, uid: int | None = None) -> list[str]:
         """Return files and folders that are not owned by ``uid`` (default: this process's), or that others may read."""
         uid = os.geteuid() if uid is None else uid
         found = []
-        for path in everything(self.folders):
+        for path in all_paths(self.folders):
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(path)
                 if status.st_uid != uid or status.st_mode & 0o077:
@@ -140,7 +140,7 @@ class Place:
         return found
 
 
-def everything(folders: list[str]) -> Iterator[str]:
+def all_paths(folders: list[str]) -> Iterator[str]:
     """Yield the path of every file and folder below ``folders``."""
     for folder in folders:
         for parent, inner, names in os.walk(folder):

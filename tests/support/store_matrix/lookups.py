@@ -11,22 +11,22 @@ from support import store_lookups
 from support.store_matrix.cells import Cell
 from support.store_matrix.kinds import Place
 
-MANY = 10_000
+MIN_THOROUGH_LOOKUPS = 10_000
 """Minimum number of lookups with which models with adapters, which take seconds to build, and more prompts are included."""
 
 
-def lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+def check_lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Look up prompts that others have stored ``count`` times; only their owners may get a hit."""
     place.clear()
     place.budget = None
-    identities = [*store_lookups.IDENTITIES, *near(), *(adapted() if count >= MANY else [])]
-    report = store_lookups.lookups(
+    identities = [*store_lookups.IDENTITIES, *near_identities(), *(adapter_identities() if count >= MIN_THOROUGH_LOOKUPS else [])]
+    report = store_lookups.run_lookups(
         lambda identity: place.open(identity, chunk=store_lookups.CHUNK),
         count,
-        500 if count >= MANY else 60,
+        500 if count >= MIN_THOROUGH_LOOKUPS else 60,
         seed=seed,
         identities=list(dict.fromkeys(identities)),
-        progress=lambda done, total: cell.done(done - cell.counts["cases"], of=total),
+        progress=lambda done, total: cell.report_done(done - cell.counts["cases"], of=total),
     )
     cell.counts["cases"] = report["lookups"]
     cell.counts["identities"] = report["identities"]
@@ -36,7 +36,7 @@ def lookups(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
             cell.problem(f"{what.replace('_', ' ')}: {report[what]} of {report['lookups']} lookups")
 
 
-def near() -> list[kvpack.Identity]:
+def near_identities() -> list[kvpack.Identity]:
     """Return identities that differ from one identity in a single field, and identities whose fields split the same text differently."""
     base = kvpack.Identity("model", "bf16", weights="w1", adapter="a", dtype="bfloat16", tenant="tenant")
     # Fields that are not in keys do not distinguish identities.
@@ -51,7 +51,7 @@ def near() -> list[kvpack.Identity]:
     return found
 
 
-def adapted() -> list[kvpack.Identity]:
+def adapter_identities() -> list[kvpack.Identity]:
     """Return identities of small models with PEFT adapters in every state; empty without PEFT."""
     try:
         import peft

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from support import redis_server
 from support.store_matrix.cells import Cell
-from support.store_matrix.errors import errors
-from support.store_matrix.kills import kills
+from support.store_matrix.errors import check_system_errors
+from support.store_matrix.kills import check_kills
 from support.store_matrix.kinds import KINDS, Kind, Place
-from support.store_matrix.lookups import lookups
-from support.store_matrix.memory import limits
-from support.store_matrix.namespaces import namespaces
-from support.store_matrix.power import crashes
-from support.store_matrix.users import users
+from support.store_matrix.lookups import check_lookups
+from support.store_matrix.memory import check_memory_limits
+from support.store_matrix.namespaces import check_namespaces
+from support.store_matrix.power import check_power_loss
+from support.store_matrix.users import check_users
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,13 +48,13 @@ class Fault:
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("kill", kills, 6, 1000, "processes killed"),
-        Fault("errno", errors, 6, 2000, "calls that fail"),
-        Fault("power loss", crashes, 12, 1000, "crashes"),
-        Fault("memory limit", limits, 4, 64, "limits"),
-        Fault("two users", users, 6, 16, "planted entries"),
-        Fault("PID namespaces", namespaces, 6, 200, "saves"),
-        Fault("isolation", lookups, 600, 143_000, "lookups"),
+        Fault("kill", check_kills, 6, 1000, "processes killed"),
+        Fault("errno", check_system_errors, 6, 2000, "calls that fail"),
+        Fault("power loss", check_power_loss, 12, 1000, "crashes"),
+        Fault("memory limit", check_memory_limits, 4, 64, "limits"),
+        Fault("two users", check_users, 6, 16, "planted entries"),
+        Fault("PID namespaces", check_namespaces, 6, 200, "saves"),
+        Fault("isolation", check_lookups, 600, 143_000, "lookups"),
     )
 }
 
@@ -69,7 +69,7 @@ def places(kind: Kind) -> Iterator[Place]:
         server = None
         if "Redis" in kind.tiers:
             (root / "server").mkdir(mode=0o700)
-            server = stack.enter_context(redis_server.running(root / "server"))
+            server = stack.enter_context(redis_server.run_server(root / "server"))
         # In the cell with two users, users other than root access their folders through this one.
         root.chmod(0o755)
         yield Place(kind, root / "place", server)
@@ -82,7 +82,7 @@ def run_cell(kind: str, fault: str, count: int, seed: int = 0, progress: Callabl
         cell.skipped = "neither redis-server nor valkey-server is installed"
         return cell
     started, used = time.monotonic(), sum(os.times()[:4])
-    with places(KINDS[kind]) as place, cell.noting("the run"):
+    with places(KINDS[kind]) as place, cell.recording_problems("the run"):
         FAULTS[fault].run(place, cell, count, seed)
     cell.seconds, cell.processor_seconds = time.monotonic() - started, sum(os.times()[:4]) - used
     return cell

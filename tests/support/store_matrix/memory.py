@@ -15,8 +15,20 @@ from kvpack.formats.errors import KvpackWarning
 from kvpack.store import breaker
 from support.store_matrix.cells import Cell, fork, read_notes
 from support.store_matrix.kinds import BUDGET, Place
-from support.store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, expected, packed, prepare, prompt, require, set_layers
-from support.store_matrix.uses import KEPT, keep, sound
+from support.store_matrix.oracle import (
+    CHUNK,
+    BrokenGuarantee,
+    check,
+    chunks,
+    compare,
+    expected_chunks,
+    packed_prompt,
+    prepare,
+    prompt,
+    require,
+    set_layers,
+)
+from support.store_matrix.uses import PINNED_PROMPTS, check_intact, save_and_pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,30 +48,30 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 _LARGE = 16_384
 
 
-def limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+def check_memory_limits(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Use a store under ``count`` limits in turn; no entry saved before may be lost."""
     place.budget = None
     notes = str(place.root / "notes")
-    process = fork(lambda note: _under_limits(place, count, note), notes)
+    process = fork(lambda note: _use_under_limits(place, count, note), notes)
     _, status = os.waitpid(process, 0)
     read_notes(notes, cell)
     if code := os.waitstatus_to_exitcode(status):
         cell.problem(f"the process with limits exited with {code}")
-    cell.done(count)
+    cell.report_done(count)
     if place.has_server:
-        _full_server(place, cell, count)
+        _use_full_server(place, cell, count)
 
 
-def _under_limits(place: Place, count: int, note: Note) -> None:
+def _use_under_limits(place: Place, count: int, note: Note) -> None:
     # A thread that cannot start for lack of memory prints a message, and the caller does its work.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     # Serve larger allocations from the system, and return them to it, so that the limit applies to them.
     _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGE)
     _LIBC.mallopt(_M_TRIM_THRESHOLD, _LARGE)
     set_layers(LAYERS)
-    for who, number in (*KEPT, *((0, other) for other in OTHERS)):
-        expected(who, number)
-    keep(place)
+    for who, number in (*PINNED_PROMPTS, *((0, other) for other in OTHERS)):
+        expected_chunks(who, number)
+    save_and_pin(place)
     # Import lazily imported modules now, because without memory Python itself would raise ImportError.
     _use(place, 0, None)
     for number in range(count):
@@ -67,7 +79,7 @@ def _under_limits(place: Place, count: int, note: Note) -> None:
         note("hits", sum(kept))
         note("misses", 3 - sum(kept))
         note("saved", saved)
-        for who, kept_number in KEPT:
+        for who, kept_number in PINNED_PROMPTS:
             with place.open(who) as store:
                 require(store, ((who, kept_number),), who, f"under limit {number}")
 
@@ -75,11 +87,11 @@ def _under_limits(place: Place, count: int, note: Note) -> None:
 def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
     """Save and load with ``room`` bytes more address space than in use. Returns which of ``KEPT`` were found, and the chunks saved."""
     other = OTHERS[number % len(OTHERS)]
-    whole, loaded = packed(0, other), []
+    whole, loaded = packed_prompt(0, other), []
     stores = [place.open(who) for who in range(3)]
     try:
-        with _room(room):
-            for who, kept in KEPT:
+        with _limit_allocations(room):
+            for who, kept in PINNED_PROMPTS:
                 loaded.append((who, kept, *stores[who].load(prompt(kept))))
             saved = stores[0].save(prompt(other), whole)
             stores[0].match(prompt(other))
@@ -87,7 +99,7 @@ def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
         hits = [compare(*answer) > 0 for answer in loaded]
         found = check(stores[0], 0, other)
         if found < saved // CHUNK:
-            raise Wrong(f"save reported {saved // CHUNK} chunks without memory, but {found} of {chunks(other)} are found")
+            raise BrokenGuarantee(f"save reported {saved // CHUNK} chunks without memory, but {found} of {chunks(other)} are found")
         stores[0].delete(prompt(other), start=CHUNK * 2)
     finally:
         for store in stores:
@@ -96,7 +108,7 @@ def _use(place: Place, number: int, room: int | None) -> tuple[list[bool], int]:
 
 
 @contextlib.contextmanager
-def _room(room: int | None) -> Iterator[None]:
+def _limit_allocations(room: int | None) -> Iterator[None]:
     """Limit large allocations inside the block to ``room`` bytes in total (None: no limit)."""
     if room is None:
         yield
@@ -117,7 +129,7 @@ def _room(room: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def _full_server(place: Place, cell: Cell, count: int) -> None:
+def _use_full_server(place: Place, cell: Cell, count: int) -> None:
     """Use a server that refuses entries that do not fit, or evicts arbitrary keys, including those of bookkeeping."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
@@ -126,22 +138,22 @@ def _full_server(place: Place, cell: Cell, count: int) -> None:
             full = replace(place, budget=BUDGET)
             full.clear()
             client = full.client()
-            keep(full)
+            save_and_pin(full)
             for number in range(max(1, count // 4)):
                 used = client.info("memory")["used_memory"]
                 client.config_set("maxmemory-policy", policy)
                 client.config_set("maxmemory", used + _SERVER_STEP_BYTES * (number % 4) - 20_000)
-                with cell.noting(f"a full server, {policy}, step {number}"), _warned_of(policy):
+                with cell.recording_problems(f"a full server, {policy}, step {number}"), _expect_eviction_warning(policy):
                     _fill(full)
                 client.config_set("maxmemory", 0)
                 client.config_set("maxmemory-policy", "noeviction")
-                with cell.noting(f"after a full server, {policy}, step {number}"):
-                    kept = KEPT if policy == "noeviction" or full.lasting else ()
-                    cell.counts["chunks_left"] += sound(full, kept, read=(0, 1, 4))
-                cell.done()
+                with cell.recording_problems(f"after a full server, {policy}, step {number}"):
+                    kept = PINNED_PROMPTS if policy == "noeviction" or full.survives_server else ()
+                    cell.counts["chunks_left"] += check_intact(full, kept, read=(0, 1, 4))
+                cell.report_done()
 
 
-def _warned_of(policy: str) -> contextlib.AbstractContextManager[Any]:
+def _expect_eviction_warning(policy: str) -> contextlib.AbstractContextManager[Any]:
     """Expect the warning about a server that evicts arbitrary keys."""
     if policy == "noeviction":
         return contextlib.nullcontext()
@@ -152,9 +164,9 @@ def _fill(place: Place) -> None:
     for who in (0, 1):
         with place.open(who) as store:
             for number in range(8):
-                saved = store.save(prompt(number), packed(who, number))
+                saved = store.save(prompt(number), packed_prompt(who, number))
                 if not 0 <= saved <= chunks(number) * CHUNK:
-                    raise Wrong(f"save reports {saved} tokens")
+                    raise BrokenGuarantee(f"save reports {saved} tokens")
                 check(store, who, number)
             store.collect()
             store.stats()

@@ -9,10 +9,21 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from support.faulty_os import store_modules
-from support.store_matrix.cells import Cell, fork, read_notes, told
+from support.store_matrix.cells import Cell, describe_error, fork, read_notes
 from support.store_matrix.kinds import Place
-from support.store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, counted, packed, prepare, prompt
-from support.store_matrix.uses import ALL, sound
+from support.store_matrix.oracle import (
+    CHUNK,
+    IDENTITIES,
+    PROMPTS,
+    BrokenGuarantee,
+    check,
+    chunks,
+    nonzero_counters,
+    packed_prompt,
+    prepare,
+    prompt,
+)
+from support.store_matrix.uses import ALL_PROMPTS, check_intact
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,16 +35,16 @@ CLONE_NEWPID, CLONE_NEWUSER = 0x20000000, 0x10000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+def check_namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Save ``count`` times in each of two namespaces while another opens, reads and collects; every saved chunk must be found."""
-    if reason := _forbidden():
+    if reason := _obstacle():
         cell.skipped = reason
         return
     prepare()
     place.budget = None
     notes, stop = str(place.root / "notes"), place.root / "stop"
-    looker = fork(_in_pid_namespace(1, lambda note: _look_on(place, stop, random.Random(seed), note)), notes)
-    writers = [fork(_in_pid_namespace(2 + who, lambda note, who=who: _save(place, who, count, note)), notes) for who in (0, 1)]
+    looker = fork(_run_in_pid_namespace(1, lambda note: _act_as_other_container(place, stop, random.Random(seed), note)), notes)
+    writers = [fork(_run_in_pid_namespace(2 + who, lambda note, who=who: _save(place, who, count, note)), notes) for who in (0, 1)]
     try:
         for process in writers:
             _wait(process, cell)
@@ -42,10 +53,10 @@ def namespaces(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
         _wait(looker, cell)
         stop.unlink()
         read_notes(notes, cell)
-    with cell.noting("afterwards"):
+    with cell.recording_problems("afterwards"):
         saved = [(who, number) for who in (0, 1) for number in range(min(count, PROMPTS))]
-        cell.counts["chunks_left"] += sound(place, saved, read=ALL)
-    cell.done(2 * count)
+        cell.counts["chunks_left"] += check_intact(place, saved, read=ALL_PROMPTS)
+    cell.report_done(2 * count)
 
 
 def _wait(process: int, cell: Cell) -> None:
@@ -54,7 +65,7 @@ def _wait(process: int, cell: Cell) -> None:
         cell.problem(f"a process in another namespace exited with {code}")
 
 
-def _look_on(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
+def _act_as_other_container(place: Place, stop: Path, choice: random.Random, note: Note) -> None:
     """Act as another container: open the store, look up prompts, and collect garbage."""
     while not stop.exists():
         with place.open(3) as store:
@@ -75,11 +86,11 @@ def _save(place: Place, who: int, count: int, note: Note) -> None:
             # From then on, delete existing entries and save them again.
             stores[who].delete(prompt(saved))
         whole = chunks(saved)
-        tokens = stores[who].save(prompt(saved), packed(who, saved))
+        tokens = stores[who].save(prompt(saved), packed_prompt(who, saved))
         found = check(stores[who], who, saved)
         if tokens != whole * CHUNK or found != whole or stores[who].counters()["faults"]:
             of = f"{tokens} of {whole * CHUNK} tokens are saved and {found} chunks found"
-            note(f"problem: save {number}: {of}: {counted(stores[who])}", 1)
+            note(f"problem: save {number}: {of}: {nonzero_counters(stores[who])}", 1)
         else:
             note("saves", 1)
     for store in stores:
@@ -97,12 +108,12 @@ class _SlowOs:
         os.replace(*paths)
 
 
-def _in_pid_namespace(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
+def _run_in_pid_namespace(number: int, work: Callable[[Note], None]) -> Callable[[Note], None]:
     """Return ``work`` wrapped to run in its own PID namespace as process ``number``, where other process ids are unknown."""
 
     def start(note: Note, number: int = number) -> None:
         if number:
-            _in_child(lambda: start(note, number - 1), note)
+            _run_in_child(lambda: start(note, number - 1), note)
         else:
             work(note)
 
@@ -113,20 +124,20 @@ def _in_pid_namespace(number: int, work: Callable[[Note], None]) -> Callable[[No
     return begin
 
 
-def _in_child(work: Callable[[], None], note: Note) -> None:
+def _run_in_child(work: Callable[[], None], note: Note) -> None:
     """Do ``work`` in a child process and wait for it."""
     process = os.fork()
     if process:
         _, status = os.waitpid(process, 0)
         if code := os.waitstatus_to_exitcode(status):
-            raise Wrong(f"the child exited with {code}")
+            raise BrokenGuarantee(f"the child exited with {code}")
         return
     code = 1
     try:
         work()
         code = 0
     except BaseException as error:
-        note(f"problem: in another namespace: {told(error)}", 1)
+        note(f"problem: in another namespace: {describe_error(error)}", 1)
     finally:
         os._exit(code)
 
@@ -139,7 +150,7 @@ def _unshare() -> None:
         raise OSError(code, os.strerror(code))
 
 
-def _forbidden() -> str:
+def _obstacle() -> str:
     """Return the reason why this machine allows no namespaces, or an empty string."""
     process = os.fork()
     if not process:

@@ -32,7 +32,7 @@ IDENTITIES = (
 )
 
 
-class Wrong(Exception):
+class BrokenGuarantee(Exception):
     """Raised if a store has broken a guarantee."""
 
 
@@ -51,7 +51,7 @@ def chunks(number: int) -> int:
 
 
 @cache
-def packed(who: int, number: int) -> kvpack.Cache:
+def packed_prompt(who: int, number: int) -> kvpack.Cache:
     """Return the cache of a prompt, whose values are a function of the identity, the layer and all preceding tokens."""
     ids = prompt(number)
 
@@ -79,8 +79,8 @@ def chunk_bytes(whole: kvpack.Cache, number: int) -> bytes:
 
 
 @cache
-def expected(who: int, number: int) -> tuple[bytes, ...]:
-    whole = packed(who, number)
+def expected_chunks(who: int, number: int) -> tuple[bytes, ...]:
+    whole = packed_prompt(who, number)
     return tuple(chunk_bytes(whole, chunk) for chunk in range(chunks(number)))
 
 
@@ -88,30 +88,30 @@ def set_layers(count: int) -> None:
     """Set the number of layers of all later caches to ``count``, which changes the size of entries. Call it only in a separate process."""
     global _layers
     _layers = count
-    packed.cache_clear()
-    expected.cache_clear()
+    packed_prompt.cache_clear()
+    expected_chunks.cache_clear()
 
 
 def prepare() -> None:
     """Compute all expected values now, so that forked processes share them."""
     for who in range(len(IDENTITIES)):
         for number in range(PROMPTS):
-            expected(who, number)
+            expected_chunks(who, number)
 
 
 def compare(who: int, number: int, tokens: int, found: kvpack.Cache | None) -> int:
     """Return the number of chunks in a result of ``load``. Raises Wrong unless they are those that were saved, byte for byte."""
     if found is None:
         if tokens:
-            raise Wrong(f"load reports {tokens} tokens but returns no cache")
+            raise BrokenGuarantee(f"load reports {tokens} tokens but returns no cache")
         return 0
-    right = expected(who, number)
+    right = expected_chunks(who, number)
     if not 0 < tokens == found.tokens <= len(right) * CHUNK or tokens % CHUNK:
-        raise Wrong(f"load reports {tokens} tokens, its cache has {found.tokens}, the prompt has {len(right)} chunks")
+        raise BrokenGuarantee(f"load reports {tokens} tokens, its cache has {found.tokens}, the prompt has {len(right)} chunks")
     for chunk in range(tokens // CHUNK):
         got = chunk_bytes(found, chunk)
         if got != right[chunk]:
-            raise Wrong(f"chunk {chunk} of prompt {number} of identity {who} is wrong: it contains {_whose(got)}")
+            raise BrokenGuarantee(f"chunk {chunk} of prompt {number} of identity {who} is wrong: it contains {_describe_owner(got)}")
     return tokens // CHUNK
 
 
@@ -124,17 +124,19 @@ def require(store: kvpack.Store, wanted: Iterable[tuple[int, int]], who: int, wh
     """Raise Wrong unless all prompts in ``wanted`` (identity, prompt) that ``store`` may see are complete."""
     for owner, number in wanted:
         if owner == who and (found := check(store, who, number)) != chunks(number):
-            raise Wrong(f"{why}: {found} of {chunks(number)} chunks of prompt {number} of identity {who} are left: {counted(store)}")
+            raise BrokenGuarantee(
+                f"{why}: {found} of {chunks(number)} chunks of prompt {number} of identity {who} are left: {nonzero_counters(store)}"
+            )
 
 
-def counted(store: kvpack.Store) -> dict[str, object]:
+def nonzero_counters(store: kvpack.Store) -> dict[str, object]:
     """Return the nonzero counters of a store."""
     return {name: count for name, count in store.counters().items() if count}
 
 
-def _whose(got: bytes) -> str:
+def _describe_owner(got: bytes) -> str:
     for who in range(len(IDENTITIES)):
         for number in range(PROMPTS):
-            if got in expected(who, number):
-                return f"chunk {expected(who, number).index(got)} of prompt {number} of identity {who}"
+            if got in expected_chunks(who, number):
+                return f"chunk {expected_chunks(who, number).index(got)} of prompt {number} of identity {who}"
     return "what nobody saved"

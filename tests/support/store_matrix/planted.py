@@ -10,7 +10,7 @@ from typing import Any
 
 import kvpack
 from kvpack.store.backend import MAX_ENTRY_BYTES
-from support.store_matrix.oracle import CHUNK, IDENTITIES, packed, prompt
+from support.store_matrix.oracle import CHUNK, IDENTITIES, packed_prompt, prompt
 
 Plant = Callable[[str, str], None]
 """A function (path, folder) that puts an object at an entry's path in the folder of a tier."""
@@ -26,7 +26,7 @@ def junk(path: str, folder: str) -> None:
     _write(path, os.urandom(5000))
 
 
-def nothing(path: str, folder: str) -> None:
+def empty_file(path: str, folder: str) -> None:
     _write(path, b"")
 
 
@@ -45,22 +45,22 @@ def sparse_encrypted(path: str, folder: str) -> None:
     os.truncate(path, LARGE)
 
 
-def a_fifo(path: str, folder: str) -> None:
+def fifo(path: str, folder: str) -> None:
     _make_room(path)
     os.mkfifo(path, 0o666)
 
 
-def a_link(path: str, folder: str) -> None:
+def dangling_link(path: str, folder: str) -> None:
     _make_room(path)
     os.symlink("/etc/passwd", path)
 
 
-def a_link_to_an_entry(path: str, folder: str) -> None:
+def link_to_entry(path: str, folder: str) -> None:
     _make_room(path)
     os.symlink(_another(path, folder), path)
 
 
-def a_folder(path: str, folder: str) -> None:
+def empty_folder(path: str, folder: str) -> None:
     _make_room(path)
     os.makedirs(f"{path}/inner")
 
@@ -78,7 +78,7 @@ def another_entry(path: str, folder: str) -> None:
 def plaintext(path: str, folder: str) -> None:
     """Write the same entry with other values and without encryption: valid for a store that is not encrypted."""
     name = os.path.basename(path)
-    pieces = _MADE[bytes.fromhex(name)]
+    pieces = _prepared_entries[bytes.fromhex(name)]
     _write(path, pieces if not _trusts_plaintext(folder) else pieces[:-100])
 
 
@@ -89,10 +89,23 @@ def unreadable(path: str, folder: str) -> None:
 
 
 IN_FOLDERS: list[Plant] = [
-    *(junk, nothing, zeros, sparse, sparse_encrypted, a_fifo, a_link, a_link_to_an_entry, a_folder, another_entry, plaintext, unreadable),
+    *(
+        junk,
+        empty_file,
+        zeros,
+        sparse,
+        sparse_encrypted,
+        fifo,
+        dangling_link,
+        link_to_entry,
+        empty_folder,
+        another_entry,
+        plaintext,
+        unreadable,
+    ),
 ]
 
-STAYS: list[Plant] = [sparse, sparse_encrypted, a_folder, unreadable]
+KEPT_PLANTS: list[Plant] = [sparse, sparse_encrypted, empty_folder, unreadable]
 """Objects that a store does not remove, because they may be valid for others. They are misses, and ``save`` reports them."""
 
 
@@ -118,7 +131,7 @@ def _another_entry(client: Any, key: bytes) -> None:
 
 
 def _plaintext_entry(client: Any, key: bytes) -> None:
-    client.set(ENTRY + key, _MADE[key][:-100])
+    client.set(ENTRY + key, _prepared_entries[key][:-100])
 
 
 def _no_bookkeeping(client: Any, key: bytes) -> None:
@@ -194,7 +207,7 @@ def _trusts_plaintext(folder: str) -> bool:
     return True
 
 
-_MADE: dict[bytes, bytes] = {}
+_prepared_entries: dict[bytes, bytes] = {}
 
 
 def keys(who: int, number: int) -> list[bytes]:
@@ -205,7 +218,7 @@ def keys(who: int, number: int) -> list[bytes]:
 def prepare(who: int, number: int) -> None:
     """Create the entries of a prompt with the values of the next identity, as its own store would write them."""
     with tempfile.TemporaryDirectory() as parent, kvpack.Store(f"{parent}/store", IDENTITIES[who], chunk=CHUNK) as store:
-        store.save(prompt(number), packed((who + 1) % len(IDENTITIES), number))
+        store.save(prompt(number), packed_prompt((who + 1) % len(IDENTITIES), number))
         for path in glob.glob(f"{parent}/store/?/?/" + "?" * 64):
             with open(path, "rb") as file:
-                _MADE[bytes.fromhex(os.path.basename(path))] = file.read()
+                _prepared_entries[bytes.fromhex(os.path.basename(path))] = file.read()

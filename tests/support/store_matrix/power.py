@@ -15,23 +15,25 @@ from support.power_loss import Disk, RecordingOs
 from support.store_matrix.cells import Cell
 from support.store_matrix.kinds import BUDGET, Place
 from support.store_matrix.oracle import prepare
-from support.store_matrix.uses import KEPT, each, keep, sound
+from support.store_matrix.uses import PINNED_PROMPTS, check_intact, perform_each_operation, save_and_pin
 
 if TYPE_CHECKING:
     from support.redis_server import Server
 
 
-def crashes(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+def check_power_loss(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Lose power ``count`` times at random steps of a store, with and without entries that are synced to disk."""
     prepare()
     choice = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(breaker.CircuitBreaker.__init__, "__defaults__", (2, 0.02))
         for durable in (True, False):
-            _crashes(replace(place, root=place.root / f"durable-{durable}", durable=durable, budget=BUDGET), cell, count // 2, choice)
+            _crash_repeatedly(
+                replace(place, root=place.root / f"durable-{durable}", durable=durable, budget=BUDGET), cell, count // 2, choice
+            )
 
 
-def _crashes(place: Place, cell: Cell, count: int, choice: random.Random) -> None:
+def _crash_repeatedly(place: Place, cell: Cell, count: int, choice: random.Random) -> None:
     os.mkdir(place.root, 0o700)
     system = RecordingOs(str(place.root))
     if place.server is not None:
@@ -39,9 +41,9 @@ def _crashes(place: Place, cell: Cell, count: int, choice: random.Random) -> Non
         place.server.keep_log()
     with pytest.MonkeyPatch.context() as patch:
         system.install(patch)
-        keep(place)
+        save_and_pin(place)
         promised = len(system.steps)
-        each(place)
+        perform_each_operation(place)
     log = place.server.log() if place.server is not None else b""
     cell.counts["steps"] += len(system.steps)
     for number in range(count):
@@ -55,11 +57,13 @@ def _crashes(place: Place, cell: Cell, count: int, choice: random.Random) -> Non
         if crashed.server is not None:
             _crash_server(crashed.server, log, choice)
         # A server may lose anything, so it guarantees nothing.
-        kept = KEPT if place.durable and place.folders and stop >= promised else ()
-        with cell.noting(f"power lost after {stop} of {len(system.steps)} steps, {way}, durable={place.durable}, crash {number}"):
-            cell.counts["chunks_left"] += sound(crashed, kept, damage_allowed=not place.durable, read=(0, 1, 4, 5))
+        kept = PINNED_PROMPTS if place.durable and place.folders and stop >= promised else ()
+        with cell.recording_problems(
+            f"power lost after {stop} of {len(system.steps)} steps, {way}, durable={place.durable}, crash {number}"
+        ):
+            cell.counts["chunks_left"] += check_intact(crashed, kept, damage_allowed=not place.durable, read=(0, 1, 4, 5))
             cell.counts["kept"] += len(kept)
-        cell.done(of=2 * count)
+        cell.report_done(of=2 * count)
     if place.server is not None:
         place.server.drop_log()
 

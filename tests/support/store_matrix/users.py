@@ -20,9 +20,16 @@ import kvpack
 from kvpack.cli import main as command_line
 from support.store_matrix import planted
 from support.store_matrix.cells import Cell, fork, read_notes
-from support.store_matrix.kinds import BUDGET, KEYS, Place, everything
-from support.store_matrix.oracle import CHUNK, Wrong, check, chunks, compare, counted, packed, prepare, prompt
-from support.store_matrix.uses import KEPT, at_random, each, keep, sound, works
+from support.store_matrix.kinds import BUDGET, KEYS, Place, all_paths
+from support.store_matrix.oracle import CHUNK, BrokenGuarantee, check, chunks, compare, nonzero_counters, packed_prompt, prepare, prompt
+from support.store_matrix.uses import (
+    PINNED_PROMPTS,
+    check_intact,
+    check_usable,
+    perform_each_operation,
+    perform_random_operation,
+    save_and_pin,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,16 +43,16 @@ VICTIM = (0, 2)
 """The prompt (identity, number) in the place of one of whose chunks objects are planted."""
 
 
-def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
+def check_users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
     """Plant ``count`` objects in turn, and let root and another user do whatever their rights allow."""
     prepare()
     planted.prepare(*VICTIM)
     if place.server is not None:
         for number in range(count):
             on_server = planted.ON_SERVERS[(seed * count + number) % len(planted.ON_SERVERS)]
-            with cell.noting(f"a stranger's client, {on_server.__name__}"):
-                _client(place, cell, on_server)
-            cell.done()
+            with cell.recording_problems(f"a stranger's client, {on_server.__name__}"):
+                _check_planted_by_client(place, cell, on_server)
+            cell.report_done()
     if not place.folders:
         return
     if os.geteuid():
@@ -53,21 +60,21 @@ def users(place: Place, cell: Cell, count: int, seed: int = 0) -> None:
         return
     # Import lazily imported modules now, because the two users may not be able to read their files.
     place.clear()
-    each(place)
-    _commands(place)
+    perform_each_operation(place)
+    _check_commands(place)
     os.chmod(place.root, 0o755)
     for number in range(count):
         plant = planted.IN_FOLDERS[(seed * count + number) % len(planted.IN_FOLDERS)]
         for folder in range(len(place.folders)):
-            _own_folder(place, cell, plant, folder)
-            _shared_folder(place, cell, plant, folder)
-            cell.done(2)
-    _root_collects(place, cell, seed)
-    _folder_of_another(place, cell)
-    cell.done(2)
+            _check_own_folder(place, cell, plant, folder)
+            _check_shared_folder(place, cell, plant, folder)
+            cell.report_done(2)
+    _check_root_collects(place, cell, seed)
+    _check_other_folder(place, cell)
+    cell.report_done(2)
 
 
-def _as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], None]) -> None:
+def _run_as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], None]) -> None:
     """Do ``work`` as another user, and record failures."""
 
     def become(note: Note) -> None:
@@ -78,7 +85,7 @@ def _as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], No
         try:
             work(note)
         except BaseException as error:
-            raise Wrong(f"{what}: {type(error).__name__}: {error}") from error
+            raise BrokenGuarantee(f"{what}: {type(error).__name__}: {error}") from error
 
     notes = str(place.root / "notes")
     Path(notes).touch()
@@ -90,7 +97,7 @@ def _as(uid: int, place: Place, cell: Cell, what: str, work: Callable[[Note], No
         cell.problem(f"{what}: ended with {code}")
 
 
-def _fresh(place: Place, uid: int, mode: int = 0o700) -> Place:
+def _empty_place(place: Place, uid: int, mode: int = 0o700) -> Place:
     """Return the place with empty folders of one user."""
     place.clear()
     for folder in place.folders:
@@ -100,36 +107,36 @@ def _fresh(place: Place, uid: int, mode: int = 0o700) -> Place:
     return replace(place, budget=None)
 
 
-def _own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
+def _check_own_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
     """Check an object planted in the user's own folder under the name of an entry, by root or by a fault."""
-    own = _fresh(place, ALICE)
+    own = _empty_place(place, ALICE)
     what = f"{plant.__name__} in one's own folder"
-    _as(ALICE, own, cell, what, lambda note: keep(own))
+    _run_as(ALICE, own, cell, what, lambda note: save_and_pin(own))
 
     def meet(note: Note) -> None:
-        with _small_growth():
-            _meet(own)
-            _commands(own)
+        with _limit_growth():
+            _use_planted(own)
+            _check_commands(own)
         # Entries that another key may decrypt also stay (spec/store.md, Encrypted entries).
-        if plant not in planted.STAYS and not (own.kind.encrypted and plant is planted.another_entry):
+        if plant not in planted.KEPT_PLANTS and not (own.kind.encrypted and plant is planted.another_entry):
             with own.open(VICTIM[0]) as store:
-                works(store, *VICTIM)
-        for who, number in KEPT:
+                check_usable(store, *VICTIM)
+        for who, number in PINNED_PROMPTS:
             with own.open(who) as store:
                 if check(store, who, number) != chunks(number):
-                    raise Wrong(f"a good entry is gone: {counted(store)}")
+                    raise BrokenGuarantee(f"a good entry is gone: {nonzero_counters(store)}")
 
-    _as(ALICE, own, cell, what, lambda note: plant(_victim(own, folder), own.folders[folder]))
-    _as(ALICE, own, cell, what, meet)
+    _run_as(ALICE, own, cell, what, lambda note: plant(_victim_path(own, folder), own.folders[folder]))
+    _run_as(ALICE, own, cell, what, meet)
 
 
-def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
+def _check_shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) -> None:
     """Check that a world-writable folder in which another user has planted an object is refused, or works correctly."""
-    shared = _fresh(place, ALICE, 0o777)
+    shared = _empty_place(place, ALICE, 0o777)
 
     def prepare_folder(note: Note) -> None:
         os.umask(0)
-        path = _victim(shared, folder)
+        path = _victim_path(shared, folder)
         os.makedirs(os.path.dirname(path), 0o777, exist_ok=True)
         plant(path, shared.folders[folder])
 
@@ -139,15 +146,15 @@ def _shared_folder(place: Place, cell: Cell, plant: planted.Plant, folder: int) 
         except kvpack.KvpackError:
             note("refused", 1)
             return
-        with _small_growth():
-            _meet(shared)
+        with _limit_growth():
+            _use_planted(shared)
 
     what = f"{plant.__name__} in a shared folder"
-    _as(BOB, shared, cell, what, prepare_folder)
-    _as(ALICE, shared, cell, what, meet)
+    _run_as(BOB, shared, cell, what, prepare_folder)
+    _run_as(ALICE, shared, cell, what, meet)
 
 
-def _meet(place: Place) -> None:
+def _use_planted(place: Place) -> None:
     """Use the prompt with the planted object; loads must be correct or a miss, and chunks reported as saved must be found."""
     who, number = VICTIM
     with place.open(who) as store:
@@ -155,16 +162,16 @@ def _meet(place: Place) -> None:
         check(store, who, number)
         store.pin(prompt(number))
         store.unpin(prompt(number))
-        saved = store.save(prompt(number), packed(who, number)) // CHUNK
+        saved = store.save(prompt(number), packed_prompt(who, number)) // CHUNK
         found = check(store, who, number)
         if found < saved:
-            raise Wrong(f"save reports {saved} chunks of {chunks(number)}, and {found} are found: {counted(store)}")
+            raise BrokenGuarantee(f"save reports {saved} chunks of {chunks(number)}, and {found} are found: {nonzero_counters(store)}")
         store.stats()
         store.collect()
         check(store, who, number)
 
 
-def _commands(place: Place) -> None:
+def _check_commands(place: Place) -> None:
     """Check that ``kvpack store ls``, ``stat`` and ``verify`` of every folder exit with a code and without a traceback."""
     options = ["--json"]
     if place.kind.encrypted:
@@ -174,49 +181,49 @@ def _commands(place: Place) -> None:
         options += ["--key-file", path, "--tenant", "tenant"]
     for folder in place.folders:
         for action in ("ls", "stat", "verify"):
-            with _output_dropped():
+            with _discard_output():
                 command_line(["store", action, folder, *options])
     if place.kind.encrypted:
         os.unlink(path)
 
 
-def _root_collects(place: Place, cell: Cell, seed: int) -> None:
+def _check_root_collects(place: Place, cell: Cell, seed: int) -> None:
     """Let root collect garbage in a user's folder. Remaining files must still belong to the user, who continues to use the store."""
-    own = replace(_fresh(place, ALICE), budget=BUDGET)
+    own = replace(_empty_place(place, ALICE), budget=BUDGET)
 
     def use(note: Note) -> None:
         stores = [own.open(who) for who in range(3)]
         choice = random.Random(seed)
         for _ in range(20):
-            at_random(own, stores, choice, [])
+            perform_random_operation(own, stores, choice, [])
         for store in stores:
             store.close()
-        sound(own, read=(1, 3))
+        check_intact(own, read=(1, 3))
 
-    _as(ALICE, own, cell, "before root", lambda note: keep(own))
-    _as(ALICE, own, cell, "before root", use)
-    with cell.noting("root in a user's folder"), _output_dropped():
+    _run_as(ALICE, own, cell, "before root", lambda note: save_and_pin(own))
+    _run_as(ALICE, own, cell, "before root", use)
+    with cell.recording_problems("root in a user's folder"), _discard_output():
         for folder in own.folders:
             for words in (["ls"], ["stat"], ["verify"], ["gc"], ["gc", "--max-bytes", str(BUDGET // 2)]):
                 command_line(["store", words[0], folder, *words[1:], "--json"])
-    foreign = own.foreign(ALICE)
+    foreign = own.foreign_paths(ALICE)
     if foreign:
         cell.problem(f"root has left files of its own in a user's folder: {foreign}")
-    _as(ALICE, own, cell, "after root", use)
+    _run_as(ALICE, own, cell, "after root", use)
 
 
-def _folder_of_another(place: Place, cell: Cell) -> None:
+def _check_other_folder(place: Place, cell: Cell) -> None:
     """Check that another user's folder of mode 0755 is refused, or that loaded data does not change when its owner changes the files."""
-    his = _fresh(place, BOB, 0o755)
+    his = _empty_place(place, BOB, 0o755)
 
     def readable(note: Note) -> None:
-        keep(his)
-        for path in everything(his.folders):
+        save_and_pin(his)
+        for path in all_paths(his.folders):
             if not path.rpartition("/")[2].startswith("."):
                 os.chmod(path, 0o755)
 
     def cut(note: Note) -> None:
-        for path in everything(his.folders):
+        for path in all_paths(his.folders):
             if os.path.isfile(path) and len(os.path.basename(path)) == 64 and "pins" not in path:
                 with open(path, "r+b") as file:
                     file.write(bytes(os.stat(path).st_size))
@@ -232,8 +239,8 @@ def _folder_of_another(place: Place, cell: Cell) -> None:
     def hold(note: Note) -> None:
         loaded = []
         try:
-            stores = [his.open(who) for who, _ in KEPT]
-            loaded = [(who, number, *store.load(prompt(number))) for store, (who, number) in zip(stores, KEPT, strict=True)]
+            stores = [his.open(who) for who, _ in PINNED_PROMPTS]
+            loaded = [(who, number, *store.load(prompt(number))) for store, (who, number) in zip(stores, PINNED_PROMPTS, strict=True)]
         except kvpack.KvpackError:
             note("refused", 1)
         finally:
@@ -242,7 +249,7 @@ def _folder_of_another(place: Place, cell: Cell) -> None:
         for answer in loaded:
             note("hits", compare(*answer) > 0)
 
-    _as(BOB, his, cell, "a neighbor", readable)
+    _run_as(BOB, his, cell, "a neighbor", readable)
     notes = str(place.root / "notes-2")
 
     def neighbor(note: Note) -> None:
@@ -256,42 +263,42 @@ def _folder_of_another(place: Place, cell: Cell) -> None:
                 pass
 
     process = fork(neighbor, notes)
-    _as(ALICE, his, cell, "reading a neighbor's folder that is cut", hold)
+    _run_as(ALICE, his, cell, "reading a neighbor's folder that is cut", hold)
     os.waitpid(process, 0)
     read_notes(notes, cell)
 
 
-def _victim(place: Place, folder: int) -> str:
+def _victim_path(place: Place, folder: int) -> str:
     """Return the path of the second chunk of ``VICTIM`` in one of the folders."""
     name = planted.keys(*VICTIM)[1].hex()
     return f"{place.folders[folder]}/{name[0]}/{name[1]}/{name}"
 
 
-def _client(place: Place, cell: Cell, plant: planted.OnServer) -> None:
+def _check_planted_by_client(place: Place, cell: Cell, plant: planted.OnServer) -> None:
     """Check an object planted by another client of the server: loads are correct or a miss, and after ``collect`` everything works."""
     place.clear()
     own = replace(place, budget=BUDGET)
-    keep(own)
+    save_and_pin(own)
     who, number = VICTIM
     with own.open(who) as store:
-        store.save(prompt(number), packed(who, number))
+        store.save(prompt(number), packed_prompt(who, number))
     plant(own.client(), planted.keys(*VICTIM)[1])
-    with _small_growth():
-        _meet(own)
+    with _limit_growth():
+        _use_planted(own)
         with own.open(3) as store:
             store.stats()
             list(store._backend.list())
-    cell.counts["chunks_left"] += sound(own, KEPT if own.lasting else (), damage_allowed=True, read=(0, 2, 5))
+    cell.counts["chunks_left"] += check_intact(own, PINNED_PROMPTS if own.survives_server else (), damage_allowed=True, read=(0, 2, 5))
 
 
 @contextlib.contextmanager
-def _output_dropped() -> Iterator[None]:
+def _discard_output() -> Iterator[None]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 @contextlib.contextmanager
-def _small_growth() -> Iterator[None]:
+def _limit_growth() -> Iterator[None]:
     """Raise Wrong if the block takes more memory than the test should need.
 
     Pages of files do not count, because a forked process starts without PyTorch's library code, and maps it when it is called.
@@ -300,7 +307,7 @@ def _small_growth() -> Iterator[None]:
     yield
     grown = _largest_bytes() - _file_bytes() - before
     if grown > MAX_GROWTH:
-        raise Wrong(f"{grown:,} bytes of memory were taken, the limit is {MAX_GROWTH:,}")
+        raise BrokenGuarantee(f"{grown:,} bytes of memory were taken, the limit is {MAX_GROWTH:,}")
 
 
 def _largest_bytes() -> int:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from support.store_matrix.kinds import Place
-from support.store_matrix.oracle import CHUNK, IDENTITIES, PROMPTS, Wrong, check, chunks, compare, counted, packed, prompt, require
+from support.store_matrix.oracle import (
+    CHUNK,
+    IDENTITIES,
+    PROMPTS,
+    BrokenGuarantee,
+    check,
+    chunks,
+    compare,
+    nonzero_counters,
+    packed_prompt,
+    prompt,
+    require,
+)
 
 if TYPE_CHECKING:
     import random
@@ -13,25 +25,25 @@ if TYPE_CHECKING:
 
     import kvpack
 
-ALL = tuple(range(PROMPTS))
-KEPT = ((0, 0), (1, 5), (2, 0))
+ALL_PROMPTS = tuple(range(PROMPTS))
+PINNED_PROMPTS = ((0, 0), (1, 5), (2, 0))
 """Prompts (identity, prompt) that are saved and pinned before the fault, which no fault may remove; at most 8 chunks."""
 
 
-def keep(place: Place) -> None:
-    """Save ``KEPT`` and pin it."""
-    for who, number in KEPT:
+def save_and_pin(place: Place) -> None:
+    """Save ``PINNED_PROMPTS`` and pin it."""
+    for who, number in PINNED_PROMPTS:
         with place.open(who) as store:
             for _ in range(20):
                 # Others may evict chunks between save and pin.
-                store.save(prompt(number), packed(who, number))
+                store.save(prompt(number), packed_prompt(who, number))
                 if store.pin(prompt(number)) == chunks(number) * CHUNK and check(store, who, number) == chunks(number):
                     break
             else:
-                raise Wrong(f"prompt {number} could not be saved and pinned: {counted(store)}")
+                raise BrokenGuarantee(f"prompt {number} could not be saved and pinned: {nonzero_counters(store)}")
 
 
-def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
+def perform_random_operation(place: Place, stores: list[kvpack.Store], choice: random.Random, loaded: list[Any]) -> tuple[int, int]:
     """Perform one random operation on one identity's store. Returns the numbers of chunks found and compared.
 
     ``loaded`` contains caches whose entries may be evicted meanwhile.
@@ -41,20 +53,20 @@ def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, l
     if what < 0.45:
         return check(store, who, number), chunks(number)
     if what < 0.85:
-        saved = store.save(ids, packed(who, number))
+        saved = store.save(ids, packed_prompt(who, number))
         if not 0 <= saved <= len(ids) or saved % CHUNK:
-            raise Wrong(f"save reports {saved} tokens of {len(ids)}")
+            raise BrokenGuarantee(f"save reports {saved} tokens of {len(ids)}")
     elif what < 0.88:
         store.match(ids)
     elif what < 0.91:
         # Do not delete the first chunks, which the kept prompts share.
-        store.delete(ids, start=2 * CHUNK) if (who, number) not in KEPT else None
+        store.delete(ids, start=2 * CHUNK) if (who, number) not in PINNED_PROMPTS else None
     elif what < 0.95:
         loaded.append((who, number, *store.load(ids)))
         if len(loaded) > 4:
             compare(*loaded.pop(0))
     elif what < 0.97:
-        if all(number != kept for _, kept in KEPT):
+        if all(number != kept for _, kept in PINNED_PROMPTS):
             store.pin(ids[:CHUNK])
             store.unpin(ids[:CHUNK])
     elif what < 0.98:
@@ -67,7 +79,7 @@ def at_random(place: Place, stores: list[kvpack.Store], choice: random.Random, l
     return 0, 0
 
 
-def each(place: Place) -> int:
+def perform_each_operation(place: Place) -> int:
     """Perform every operation once, with two identities, and return the number of chunks found.
 
     Raises Wrong, and any exception of a store, which must not occur.
@@ -77,11 +89,11 @@ def each(place: Place) -> int:
         with place.open(who) as store:
             for number in (1, 4):
                 ids = prompt(number)
-                if not 0 <= store.save(ids, packed(who, number)) <= len(ids):
-                    raise Wrong("save reports more tokens than there are")
+                if not 0 <= store.save(ids, packed_prompt(who, number)) <= len(ids):
+                    raise BrokenGuarantee("save reports more tokens than there are")
                 found += check(store, who, number)
             if store.pin(prompt(1)) > len(prompt(1)):
-                raise Wrong("pin reports more tokens than there are")
+                raise BrokenGuarantee("pin reports more tokens than there are")
             store.match(prompt(1))
             store.unpin(prompt(1))
             store.delete(prompt(4), start=CHUNK)
@@ -91,7 +103,9 @@ def each(place: Place) -> int:
     return found
 
 
-def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowed: bool = False, read: Sequence[int] = ALL) -> int:
+def check_intact(
+    place: Place, kept: Sequence[tuple[int, int]] = PINNED_PROMPTS, *, damage_allowed: bool = False, read: Sequence[int] = ALL_PROMPTS
+) -> int:
     """Check that a store is intact after the fault, and return the number of chunks of ``read`` that are still found. Raises Wrong.
 
     With ``damage_allowed``, damaged entries and faults are allowed, as long as they are only misses.
@@ -99,12 +113,12 @@ def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowe
     stores = [place.open(who) for who in range(len(IDENTITIES))]
     try:
         stores[0].collect()
-        if left := place.left_over():
-            raise Wrong(f"unfinished files are left: {left}")
-        if place.budget is not None and (size := place.most_stored()) > place.budget:
-            raise Wrong(f"{size} bytes are stored, the budget is {place.budget}")
-        if foreign := place.foreign():
-            raise Wrong(f"files of other users, or open to them: {foreign}")
+        if left := place.unfinished_files():
+            raise BrokenGuarantee(f"unfinished files are left: {left}")
+        if place.budget is not None and (size := place.max_stored_bytes()) > place.budget:
+            raise BrokenGuarantee(f"{size} bytes are stored, the budget is {place.budget}")
+        if foreign := place.foreign_paths():
+            raise BrokenGuarantee(f"files of other users, or open to them: {foreign}")
         found = 0
         for who, store in enumerate(stores):
             require(store, kept, who, "entries saved and pinned before the fault are gone")
@@ -112,21 +126,23 @@ def sound(place: Place, kept: Sequence[tuple[int, int]] = KEPT, *, damage_allowe
         for store in stores:
             counts = store.counters()
             if not damage_allowed and (counts["damaged_entries"] or counts["faults"]):
-                raise Wrong(f"after the fault: {counts['damaged_entries']} damaged entries, faults {counts['faults']}")
+                raise BrokenGuarantee(f"after the fault: {counts['damaged_entries']} damaged entries, faults {counts['faults']}")
     finally:
         for store in stores:
             store.close()
     # Use one store after another, because one's background writes may evict entries that another relies on.
     for who, number in ((0, 6), (3, 9)):
         with place.open(who) as store:
-            works(store, who, number)
+            check_usable(store, who, number)
     return found
 
 
-def works(store: kvpack.Store, who: int, number: int) -> None:
+def check_usable(store: kvpack.Store, who: int, number: int) -> None:
     """Raise Wrong unless a prompt can be saved and found."""
     whole = chunks(number)
-    if (saved := store.save(prompt(number), packed(who, number))) != whole * CHUNK:
-        raise Wrong(f"save no longer works: {saved} tokens of {whole} chunks: {counted(store)}")
+    if (saved := store.save(prompt(number), packed_prompt(who, number))) != whole * CHUNK:
+        raise BrokenGuarantee(f"save no longer works: {saved} tokens of {whole} chunks: {nonzero_counters(store)}")
     if (found := check(store, who, number)) != whole:
-        raise Wrong(f"only {found} of {whole} chunks are found after a save that reported all as stored: {counted(store)}")
+        raise BrokenGuarantee(
+            f"only {found} of {whole} chunks are found after a save that reported all as stored: {nonzero_counters(store)}"
+        )

@@ -240,23 +240,24 @@ def run_stat(arguments: argparse.Namespace) -> int:
         print(f"{_are(kinds['states'])} states after chunks, {bytes_text(summary.kinds['states']['bytes'])} bytes")
     if kinds["bases"]:
         print(f"{_are(kinds['bases'])} bases, {bytes_text(summary.kinds['bases']['bytes'])} bytes")
-    print_table(
-        "by model and recipe",
-        ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],
-        (
-            [
-                printable(row["model"].get("name", "")),
-                printable(row["model"].get("weights", ""))[:20],
-                _recipe(row),
-                f"{row['entries']:,}",
-                f"{row['tokens']:,}",
-                bytes_text(row["bytes"]),
-                f"{row['bytes'] / row['tokens']:,.0f}" if row["tokens"] else "",
-            ]
-            for row in identities
-        ),
-        text_columns=3,
-    )
+    if identities:
+        print_table(
+            "by model and recipe",
+            ["model", "weights", "recipe", "entries", "tokens", "bytes", "bytes per token"],
+            (
+                [
+                    printable(row["model"].get("name", "")),
+                    printable(row["model"].get("weights", ""))[:20],
+                    _recipe(row),
+                    f"{row['entries']:,}",
+                    f"{row['tokens']:,}",
+                    bytes_text(row["bytes"]),
+                    f"{row['bytes'] / row['tokens']:,.0f}" if row["tokens"] else "",
+                ]
+                for row in identities
+            ),
+            text_columns=3,
+        )
     if pins:
         print_table(
             "pins",

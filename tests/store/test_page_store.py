@@ -403,6 +403,10 @@ def test_commands_support_pages(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert (found["entries"], found["pages"], found["unreadable"]) == (4, 4, 0)
         assert cli.main(["store", "ls", str(tmp_path)]) == 0
         assert "4 pages of engines" in capsys.readouterr().out
+        assert cli.main(["store", "stat", str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        assert "4 of them are pages of engines" in shown
+        assert "by model and recipe" not in shown
         assert cli.main(["store", "gc", str(tmp_path)]) == 0
         assert store.contains(KEYS) == [True] * 4
         path = entry(tmp_path, KEYS[0])
